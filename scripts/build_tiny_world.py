@@ -1,0 +1,207 @@
+"""Make the embedded tiny world from nothing: tokenizer and text encoder, VAE, transformer, HPSv3, measurements.
+
+    python scripts/build_tiny_world.py --out unified_trainer/assets/tiny
+
+Each stage is skipped when what it makes is there; delete a part to make it again.
+"""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import tiny_world_hpsv3
+import tiny_world_vae
+import torch
+import tyro
+from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+from unified_trainer import checkpoint
+from unified_trainer.data.feed import make_batch
+from unified_trainer.data.shapes import FRAMES, HELD_OUT, PHRASINGS, SIZE, SUBJECTS, judge
+from unified_trainer.models.wan import WanCodec, WanModel
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
+from unified_trainer.registry import TINY
+from unified_trainer.roles.role import Frozen, RoleConfig
+from unified_trainer.sampling import SamplerConfig, generate
+
+log = logging.getLogger(__name__)
+
+REPORT = "measured.json"  # of each stage
+BASE_REPORT = "base.json"  # judge rates of the finished base model
+
+TEXT_TOKENS = 16  # of every prompt, padding included; the longest caption has 9 words
+TEXT_WIDTH = 32
+TRANSFORMER = {
+    "patch_size": (1, 1, 1),
+    "num_attention_heads": 4,
+    "attention_head_dim": 24,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": TEXT_WIDTH,
+    "freq_dim": 64,
+    "ffn_dim": 288,
+    "num_layers": 5,
+    "rope_max_seq_len": 64,
+}
+
+
+def build_tokenizer(folder: Path) -> None:
+    """One token a word of the captions, </s> at the end, as T5 tokenizers have it."""
+    words = sorted(
+        {word for s in SUBJECTS for i in range(len(PHRASINGS)) for word in s.caption(i).replace(",", " , ").split()}
+    )
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "</s>", "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=TEXT_TOKENS,
+    ).save_pretrained(folder)
+
+
+def build_text_encoder(folder: Path, seed: int) -> None:
+    """A UMT5 encoder with random weights: enough to tell words and their order apart, and frozen like the real one."""
+    torch.manual_seed(seed)
+    config = UMT5Config(
+        vocab_size=len(AutoTokenizer.from_pretrained(folder.parent / "tokenizer")),
+        d_model=TEXT_WIDTH,
+        d_kv=16,
+        d_ff=64,
+        num_layers=2,
+        num_heads=2,
+        relative_attention_num_buckets=16,
+        feed_forward_proj="gated-gelu",
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    UMT5EncoderModel(config).eval().save_pretrained(folder)
+
+
+def build_transformer(folder: Path, seed: int) -> None:
+    """WanTransformer3DModel before training; gates that start at 1 let a small model learn from the first step."""
+    torch.manual_seed(seed)
+    network = WanTransformer3DModel(**TRANSFORMER)
+    with torch.no_grad():
+        for block in network.blocks:
+            block.scale_shift_table[:, [2, 5]] += 1.0
+    network.save_pretrained(folder)
+
+
+def finetune(start: Path, run: Path, out: Path, seed: int) -> None:
+    """Train the transformer of the folder `start` with this trainer's finetune; its averaged weights go to `out`."""
+    command = [sys.executable, "-m", "unified_trainer"]
+    if (run / "config.yaml").is_file():
+        command += ["--resume", str(run)]
+    else:
+        command += ["--method", "finetune", "--recipe", "tiny-base", "--output", str(run), "--seed", str(seed)]
+        command += ["--student.path", str(start)]
+    subprocess.run(command, check=True)
+    network = WanTransformer3DModel.from_pretrained(start / "transformer")
+    weights = {f"student/ema/{key}": p.data for key, p in network.named_parameters()}
+    newest, _ = checkpoint.newest(run)
+    checkpoint.load(newest, weights, Mesh(torch.device("cpu")))
+    network.save_pretrained(out)
+
+
+def write_index(folder: Path) -> None:
+    """The files that make the parts a WanPipeline folder."""
+    UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+    ).save_pretrained(folder / "scheduler")
+    index = {
+        "_class_name": "WanPipeline",
+        "_diffusers_version": "0.42.1",
+        "boundary_ratio": None,
+        "expand_timesteps": False,
+        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
+        "transformer": ["diffusers", "WanTransformer3DModel"],
+        "transformer_2": [None, None],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2))
+
+
+@torch.no_grad()
+def measure_base(wan: Path, seed: int) -> dict[str, float]:
+    """Judge rates of the base model: guided over all 48 subjects, and as the default GRPO run finds it."""
+    device = torch.device("cpu")
+    codec = WanCodec.load(wan, device)
+    student = Frozen("base", WanModel.load(wan, device), RoleConfig(), Mesh(device))
+    subjects = [subject for subject in SUBJECTS for _ in range(4)]
+    samples = list(range(len(subjects)))
+    shape = codec.latent_shape(FRAMES, SIZE, SIZE)
+    captions = [subject.caption(i % len(PHRASINGS)) for i, subject in enumerate(subjects)]
+    noise = Streams(seed, 0).noise("measure", samples, shape)
+    measured = {}
+    for name, sampler in {
+        "guided": SamplerConfig(num_steps=30, shift=3.0, guidance_scale=3.0),
+        "unguided_8_steps": SamplerConfig(num_steps=8, shift=3.0, guidance_scale=1.0),
+    }.items():
+        hits: dict[str, list[torch.Tensor]] = {}
+        for start in range(0, len(samples), 48):
+            part = slice(start, start + 48)
+            batch = make_batch(codec, captions[part], "", shape, prompt_ids=samples[part], sample_ids=samples[part])
+            video = codec.decode(generate(student, noise[part], batch, sampler))
+            for key, right in judge(video, subjects[part]).items():
+                hits.setdefault(key, []).append(right)
+        rows = {key: torch.cat(parts).float() for key, parts in hits.items()}
+        held_out = torch.tensor([subject in HELD_OUT for subject in subjects])
+        measured |= {f"{name}_judge_{key}": right.mean().item() for key, right in rows.items()}
+        measured[f"{name}_judge_all_held_out_subjects"] = rows["all"][held_out].mean().item()
+    return measured
+
+
+def main(out: Path = TINY, work: Path = Path("runs/tiny-world"), seed: int = 0) -> None:
+    """Make what is missing of the tiny world.
+
+    Args:
+        out: The folder of the world: `wan`, `hpsv3` and what was measured.
+        work: The folder of the base model's training, which resumes.
+        seed: Of everything random.
+    """
+    wan, start = out / "wan", work / "start"
+
+    def stage(made: Path, build: Callable[[], dict[str, float] | None]) -> None:
+        if made.exists():
+            log.info("%s is there", made)
+            return
+        began = time.monotonic()
+        measured = (build() or {}) | {"seconds": time.monotonic() - began}
+        log.info("%s: %s", made, measured)
+        report = json.loads((out / REPORT).read_text()) if (out / REPORT).exists() else {}
+        (out / REPORT).write_text(json.dumps(report | {str(made.relative_to(out)): measured}, indent=1) + "\n")
+
+    def transformer() -> None:
+        if not start.exists():
+            shutil.copytree(wan, start)
+            build_transformer(start / "transformer", seed)
+        finetune(start, work / "finetune", wan / "transformer", seed)
+
+    out.mkdir(parents=True, exist_ok=True)
+    stage(wan / "tokenizer", lambda: build_tokenizer(wan / "tokenizer"))
+    stage(wan / "text_encoder", lambda: build_text_encoder(wan / "text_encoder", seed))
+    stage(wan / "vae", lambda: tiny_world_vae.main(wan / "vae", seed=seed))
+    stage(wan / "model_index.json", lambda: write_index(wan))
+    stage(out / "hpsv3", lambda: tiny_world_hpsv3.main(out / "hpsv3", seed=seed))
+    stage(wan / "transformer", transformer)
+    (out / BASE_REPORT).write_text(json.dumps(measure_base(wan, seed + 10_000), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    tyro.cli(main)

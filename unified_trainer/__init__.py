@@ -1,0 +1,1 @@
+"""One trainer for few-step distillation and reinforcement learning of video diffusion models."""

@@ -1,0 +1,214 @@
+"""The frozen typed tree of a run, read from a recipe, a saved file and flags, in that order."""
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import tyro
+import yaml
+
+from unified_trainer.data.clips import DataConfig
+from unified_trainer.parallel.device import Device
+from unified_trainer.roles.reward import RewardConfig
+from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.sampling import SamplerConfig
+
+Algorithm = TypeVar("Algorithm")
+RECIPES = Path(__file__).parent / "recipes"
+# Flags that say where a run's settings come from; they are not settings, and a saved config leaves them out.
+SOURCES = ("config", "resume")
+# What may differ when a run is resumed: nothing that changes what a step computes.
+HARMLESS = ("steps", "output", "checkpoint_every", "validate_every", "keep_last", "validation", "tracking", "init_from")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be; the message names the key and the way out."""
+
+
+@dataclass(frozen=True)
+class VideoConfig:
+    frames: int = 17  # pixel frames generated, 4k + 1 for Wan
+    height: int = 64  # pixels
+    width: int = 64  # pixels
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    num_samples: int = 32  # videos generated and scored each time, from fixed prompts and noise
+    batch: int = 32  # samples at a time
+    seed: int = 1000  # of the noise
+    prompts: Path | None = None  # file with one prompt a line; the tiny world's held-out captions by default
+    num_videos: int = 4  # of the samples, how many are written as mp4 and on the contact sheet
+    averaged: bool = True  # sample with the averaged weights when the student keeps any
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    tensorboard: bool = False  # also write TensorBoard events into the run directory
+    wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
+    wandb_project: str = "unified-trainer"  # its project
+
+
+@dataclass(frozen=True)
+class RunConfig(Generic[Algorithm]):
+    algorithm: Algorithm  # what the method itself reads
+    method: str = "dance_grpo"  # algorithm: see --help of each
+    recipe: str = "tiny"  # settings for a model: a name in unified_trainer/recipes
+    config: Path | None = None  # a saved config.yaml to start from
+    steps: int = 60  # training steps; one is a rollout with its updates, or one update
+    seed: int = 0  # of everything random
+    output: Path | None = None  # run directory; runs/METHOD-N by default
+    resume: Path | None = None  # run directory to continue
+    init_from: Path | None = None  # run directory whose newest checkpoint gives the trained roles' weights
+    checkpoint_every: int = 20  # training steps between checkpoints; the last step always saves; 0 saves no other
+    keep_last: int = 2  # checkpoints kept
+    validate_every: int = 10  # training steps between validations, before the first and after the last too; 0 is never
+    prompts: Path | None = None  # file with one training prompt a line, instead of the built-in ones
+    device: Device = "auto"  # where to run
+    video: VideoConfig = field(default_factory=VideoConfig)
+    student: TrainableConfig = field(default_factory=TrainableConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+def parse(argv: Sequence[str], algorithms: Mapping[str, type]) -> RunConfig:
+    """The run that the command line asks for; exits with code 2 and one message on a key or value that cannot be.
+
+    `algorithms` maps each method's name to the dataclass of its own settings.
+    """
+    sources = _Sources.read(argv)
+    saved = _load(sources.saved) if sources.saved else {}
+    method = sources.method or saved.get("method", "dance_grpo")
+    recipe = sources.recipe or saved.get("recipe", "tiny")
+    known = [path.stem for path in sorted(RECIPES.glob("*.yaml"))]
+    _must_know("method", method, list(algorithms))
+    _must_know("recipe", recipe, known)
+    if saved and saved.get("method", method) != method:
+        raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {method}: leave --method out")
+    sections = _load(RECIPES / f"{recipe}.yaml")
+    layers = {
+        f"recipe {recipe}": {**sections.get("common", {}), "method": method, "recipe": recipe},
+        f"recipe {recipe}, {method}": sections.get(method, {}),
+        str(sources.saved): saved,
+    }
+    kind = RunConfig[algorithms[method]]
+    run = RunConfig(algorithm=algorithms[method]())
+    for name, layer in layers.items():
+        run = _apply(kind, run, _flags(layer), name)
+    return _apply(kind, run, list(argv), "")
+
+
+def save(run: RunConfig, file: Path) -> None:
+    """Write the resolved settings so that --config FILE runs them again."""
+    file.write_text(yaml.safe_dump(plain(run), sort_keys=False))
+
+
+def plain(run: RunConfig) -> dict[str, Any]:
+    """The settings as nested dicts of plain values, without the flags that only say where settings come from."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: convert(inner) for key, inner in value.items()}
+        if isinstance(value, tuple):
+            return [convert(inner) for inner in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return {key: value for key, value in convert(dataclasses.asdict(run)).items() if key not in SOURCES}
+
+
+def check_resumable(run: RunConfig, file: Path) -> None:
+    """Raise ConfigError naming every setting that differs from the saved run's and would change what it computes."""
+    old, new = _flat(_load(file)), _flat(plain(run))
+    changed = [
+        f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and key.split(".")[0] not in HARMLESS
+    ]
+    if changed:
+        raise ConfigError(
+            f"--resume {file.parent} cannot change {'; '.join(changed)}. Leave these flags out, or start a new run "
+            f"with --init-from {file.parent}"
+        )
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """The flags that decide which settings exist, read before the rest."""
+
+    method: str | None
+    recipe: str | None
+    saved: Path | None
+
+    @classmethod
+    def read(cls, argv: Sequence[str]) -> "_Sources":
+        found: dict[str, str] = {}
+        for position, word in enumerate(argv):
+            name, equals, value = word.partition("=")
+            if name in ("--method", "--recipe", "--config", "--resume"):
+                if not equals:
+                    value = argv[position + 1] if position + 1 < len(argv) else ""
+                found[name] = value
+        if "--config" in found and "--resume" in found:
+            raise ConfigError("--config and --resume exclude each other: a resumed run has its config")
+        saved = None
+        if "--resume" in found:
+            saved = Path(found["--resume"]) / "config.yaml"
+            if not saved.is_file():
+                raise ConfigError(f"--resume {found['--resume']}: no config.yaml there, so it is not a run directory")
+        elif "--config" in found:
+            saved = Path(found["--config"])
+            if not saved.is_file():
+                raise ConfigError(f"--config {saved}: no such file")
+        return cls(found.get("--method"), found.get("--recipe"), saved)
+
+
+def _must_know(what: str, name: str, known: list[str]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--{what} {name!r} is not known{hint} Have: {', '.join(known)}")
+
+
+def _apply(kind: Any, run: RunConfig, flags: list[str], origin: str) -> RunConfig:
+    """The settings after these flags; tyro explains what it refuses and exits with code 2."""
+    try:
+        return tyro.cli(
+            kind, args=flags, default=run, prog="python -m unified_trainer", config=(tyro.conf.FlagConversionOff,)
+        )
+    except SystemExit as stop:
+        if origin and stop.code:
+            sys.stderr.write(f"(the settings above come from {origin})\n")
+        raise
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{file} must hold keys and values, not a {type(loaded).__name__}")
+    return loaded
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _flags(tree: Mapping[str, Any]) -> list[str]:
+    """Settings as the command line would say them, so that files and flags are checked by one parser."""
+    flags: list[str] = []
+    for key, value in _flat(tree).items():
+        flags.append(f"--{key}")
+        flags += [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    return flags

@@ -1,0 +1,47 @@
+"""Clips to learn from: the tiny world's, rendered and encoded when the run starts."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.data.shapes import FRAMES, PHRASINGS, SIZE, TRAINING, draw_clip, render
+from unified_trainer.models.base import Codec
+
+ENCODE_BATCH = 32
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    num_clips: int = 512  # rendered clips of the tiny world, for methods that learn from data
+
+
+@dataclass(frozen=True)
+class Clips:
+    """A source of captions with clean latents."""
+
+    prompts: tuple[str, ...]
+    encoded: Float[Tensor, "n c t h w"]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def prompt(self, index: int) -> str:
+        return self.prompts[index]
+
+    def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
+        return self.encoded[indices]
+
+
+def render_clips(config: DataConfig, codec: Codec, frames: int, size: tuple[int, int], seed: int) -> Clips:
+    """Training subjects in turn, phrasings at random, encoded by the codec of the run."""
+    if (frames, size) != (FRAMES, (SIZE, SIZE)):
+        raise ValueError(f"the tiny world's clips are {FRAMES} x {SIZE} x {SIZE}: set video.frames, height, width so")
+    generator = torch.Generator().manual_seed(seed)
+    subjects = [TRAINING[i % len(TRAINING)] for i in range(config.num_clips)]
+    drawn = [draw_clip(subject, generator) for subject in subjects]
+    phrasings = torch.randint(len(PHRASINGS), (config.num_clips,), generator=generator).tolist()
+    parts = [drawn[i : i + ENCODE_BATCH] for i in range(0, len(drawn), ENCODE_BATCH)]
+    latents = torch.cat([codec.encode(render(part)) for part in parts])
+    return Clips(tuple(s.caption(p) for s, p in zip(subjects, phrasings, strict=True)), latents)

@@ -1,0 +1,82 @@
+"""Which samples a rank works on in a step: a pure function of the step, so that resuming needs no cursor."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unified_trainer.batching import BatchPlan
+from unified_trainer.models.base import Codec
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import generator
+from unified_trainer.types import Batch, Condition
+
+
+class Source(Protocol):
+    def __len__(self) -> int: ...
+
+    def prompt(self, index: int) -> str: ...
+
+    def latents(self, indices: list[int]) -> Tensor | None: ...
+
+
+class Feed:
+    """Batches by step: every epoch a new order, every sample once before any comes again."""
+
+    def __init__(
+        self,
+        source: Source,
+        codec: Codec,
+        plan: BatchPlan,
+        latent_shape: tuple[int, int, int, int],
+        negative_prompt: str,
+        seed: int,
+        mesh: Mesh,
+    ) -> None:
+        self._source, self._codec, self._plan, self._mesh, self._seed = source, codec, plan, mesh, seed
+        self._latent_shape = latent_shape
+        self._negative_prompt = negative_prompt
+
+    def batch(self, step: int) -> Batch:
+        """This rank's share of the step's samples."""
+        positions = self._plan.rank_samples(self._mesh.rank, self._mesh.size)
+        first = step * self._plan.prompts
+        indices = [self._index(first + position // self._plan.num_samples) for position in positions]
+        latents = self._source.latents(indices)
+        return make_batch(
+            self._codec,
+            [self._source.prompt(i) for i in indices],
+            self._negative_prompt,
+            self._latent_shape,
+            prompt_ids=indices,
+            sample_ids=positions,
+            latents=None if latents is None else latents.to(self._mesh.device),
+        )
+
+    def _index(self, count: int) -> int:
+        """The source's row that comes `count`-th since the start of the run."""
+        epoch, place = divmod(count, len(self._source))
+        return int(generator(self._seed, "epoch", epoch).permutation(len(self._source))[place])
+
+
+def make_batch(
+    codec: Codec,
+    prompts: list[str],
+    negative_prompt: str,
+    latent_shape: tuple[int, int, int, int],
+    *,
+    prompt_ids: list[int],
+    sample_ids: list[int],
+    latents: Tensor | None = None,
+) -> Batch:
+    """A batch with its text encoded, each distinct prompt once."""
+    distinct = sorted(set(prompts))
+    encoded = codec.encode_text([*distinct, negative_prompt])
+    rows = torch.tensor([distinct.index(prompt) for prompt in prompts])
+    negative = torch.full_like(rows, len(distinct))
+
+    def take(index: Tensor) -> Condition:
+        return encoded.map(lambda x: x[index.to(x.device)])
+
+    ids = (tuple(prompts), tuple(prompt_ids), tuple(sample_ids))
+    return Batch(*ids, latent_shape, take(rows), take(negative), latents)

@@ -1,0 +1,50 @@
+"""Prompts to generate from: the tiny world's, or a file with one a line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from unified_trainer.data.shapes import HELD_OUT, PHRASINGS, TRAINING
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A source without clips."""
+
+    prompts: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def prompt(self, index: int) -> str:
+        return self.prompts[index]
+
+    def latents(self, indices: list[int]) -> None:
+        return None
+
+
+def training_prompts() -> tuple[str, ...]:
+    """Every training subject in every phrasing."""
+    return tuple(subject.caption(phrasing) for subject in TRAINING for phrasing in range(len(PHRASINGS)))
+
+
+def validation_prompts(count: int) -> tuple[str, ...]:
+    """The subjects held out of training, phrasing by phrasing."""
+    captions = [subject.caption(phrasing) for phrasing in range(len(PHRASINGS)) for subject in HELD_OUT]
+    return tuple(captions[i % len(captions)] for i in range(count))
+
+
+def read_prompts(file: Path) -> tuple[str, ...]:
+    """One prompt a line; ValueError names the lines that are blank or stand twice."""
+    if not file.is_file():
+        raise FileNotFoundError(f"--prompts {file}: no such file")
+    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    first_at: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not line:
+            raise ValueError(f"--prompts {file}: line {number} is blank; remove it")
+        if line in first_at:
+            raise ValueError(f"--prompts {file}: line {number} repeats line {first_at[line]} ({line!r}); remove one")
+        first_at[line] = number
+    if not lines:
+        raise ValueError(f"--prompts {file} is empty")
+    return tuple(lines)

@@ -1,0 +1,171 @@
+"""The tiny world: one coloured shape on a dark ground, moving in one direction, with its caption and an exact judge."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+SIZE = 64  # pixels, both sides
+FRAMES = 17
+BACKGROUND = (0.08, 0.08, 0.10)
+COLOURS = {
+    "red": (0.90, 0.15, 0.15),
+    "green": (0.15, 0.80, 0.20),
+    "blue": (0.20, 0.30, 0.95),
+    "yellow": (0.95, 0.85, 0.15),
+}
+SHAPES = ("circle", "square", "triangle")
+DIRECTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
+PHRASINGS = (
+    "a {colour} {shape} moving {direction}",
+    "{colour} {shape} moves {direction}",
+    "a {shape} that is {colour} and moves {direction}",
+    "moving {direction}, a {colour} {shape}",
+)
+RADIUS_RANGE = (11.0, 14.0)  # pixels, of the circle of equal area
+TRAVEL_RANGE = (18.0, 26.0)  # pixels, from the first frame of a clip to its last
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a caption promises and the judge checks."""
+
+    colour: str
+    shape: str
+    direction: str
+
+    def caption(self, phrasing: int = 0) -> str:
+        return PHRASINGS[phrasing].format(colour=self.colour, shape=self.shape, direction=self.direction)
+
+
+SUBJECTS = tuple(Subject(*parts) for parts in itertools.product(COLOURS, SHAPES, DIRECTIONS))
+# Eight of the 48: every colour and every direction twice, every shape at least twice; each pair is seen elsewhere.
+HELD_OUT = tuple(
+    Subject(colour, SHAPES[(i + j) % 3], tuple(DIRECTIONS)[(i + 2 * j) % 4])
+    for i, colour in enumerate(COLOURS)
+    for j in range(2)
+)
+TRAINING = tuple(subject for subject in SUBJECTS if subject not in HELD_OUT)
+SUBJECT_OF_CAPTION = {subject.caption(phrasing): subject for subject in SUBJECTS for phrasing in range(len(PHRASINGS))}
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One drawing of a subject: the centre of its path, its size, and how far it travels (pixels)."""
+
+    subject: Subject
+    centre: tuple[float, float]
+    radius: float
+    travel: float
+
+
+def draw_clip(subject: Subject, generator: torch.Generator) -> Clip:
+    """A clip whose shape stays inside the frame; uniform over size, travel and position."""
+    u = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
+    radius = RADIUS_RANGE[0] + u[0] * (RADIUS_RANGE[1] - RADIUS_RANGE[0])
+    travel = TRAVEL_RANGE[0] + u[1] * (TRAVEL_RANGE[1] - TRAVEL_RANGE[0])
+    reach = radius * 1.35  # the farthest corner of a triangle or square of this area, and a pixel
+    centre = []
+    for part, along in zip(u[2:], DIRECTIONS[subject.direction], strict=True):
+        slack = SIZE / 2 - reach - abs(along) * travel / 2
+        centre.append(SIZE / 2 + (2 * part - 1) * max(slack, 0.0))
+    return Clip(subject, (centre[0], centre[1]), radius, travel)
+
+
+def render(clips: Sequence[Clip], frames: int = FRAMES) -> Float[Tensor, "b 3 t h w"]:
+    """Antialiased video in [0, 1]."""
+    video = torch.empty(len(clips), 3, frames, SIZE, SIZE)
+    ground = torch.tensor(BACKGROUND).view(3, 1, 1, 1)
+    for i, clip in enumerate(clips):
+        path = torch.linspace(-0.5, 0.5, frames) * clip.travel
+        along = DIRECTIONS[clip.subject.direction]
+        x, y = (c + a * path for c, a in zip(clip.centre, along, strict=True))
+        alpha = coverage(clip.subject.shape, x, y, torch.full_like(x, clip.radius))
+        colour = torch.tensor(COLOURS[clip.subject.colour]).view(3, 1, 1, 1)
+        video[i] = ground + alpha * (colour - ground)
+    return video
+
+
+def coverage(
+    shape: str, x: Float[Tensor, " n"], y: Float[Tensor, " n"], radius: Float[Tensor, " n"]
+) -> Float[Tensor, "n h w"]:
+    """Share of each pixel covered by the shape centred (by area) at x, y with the area of a circle of this radius."""
+    grid = torch.arange(SIZE, dtype=x.dtype) + 0.5
+    dx = grid.view(1, 1, -1) - x.view(-1, 1, 1)
+    dy = grid.view(1, -1, 1) - y.view(-1, 1, 1)
+    r = radius.view(-1, 1, 1)
+    if shape == "circle":
+        inside = r - torch.hypot(dx, dy)
+    elif shape == "square":
+        inside = r * math.sqrt(math.pi) / 2 - torch.maximum(dx.abs(), dy.abs())
+    else:  # an equilateral triangle standing on its base; inradius from the area
+        inradius = r * math.sqrt(math.pi / (3 * math.sqrt(3)))
+        slanted = inradius - (math.sqrt(3) / 2 * dx.abs() - dy / 2)
+        inside = torch.minimum(inradius - dy, slanted)
+    return (inside + 0.5).clamp(0, 1)
+
+
+def judge(video: Float[Tensor, "b 3 t h w"], subjects: Sequence[Subject]) -> dict[str, Bool[Tensor, " b"]]:
+    """Which samples show what was asked: `colour`, `shape`, `direction` and `all`; video in [0, 1].
+
+    Colour: the palette colour nearest in angle to the mean difference from the ground, in all thirds of the clip.
+    Shape: the template of equal area and centre with the largest overlap, which must exceed 0.8.
+    Direction: the axis and sign of the centroid's path, at least 8 pixels long and twice its sideways part.
+    """
+    if len(video) != len(subjects):
+        raise ValueError(f"judge: {len(video)} videos but {len(subjects)} subjects")
+    found = [read(clip) for clip in video.float()]
+    parts = {
+        name: torch.tensor([seen[name] == getattr(s, name) for seen, s in zip(found, subjects, strict=True)])
+        for name in ("colour", "shape", "direction")
+    }
+    return {**parts, "all": parts["colour"] & parts["shape"] & parts["direction"]}
+
+
+def read(clip: Float[Tensor, "3 t h w"]) -> dict[str, str | None]:
+    """What one clip shows, each attribute None when it shows nothing clear."""
+    ground = torch.tensor(BACKGROUND, dtype=clip.dtype)
+    difference = clip.movedim(0, -1) - ground
+    names = tuple(COLOURS)
+    palette = torch.tensor([COLOURS[name] for name in names], dtype=clip.dtype) - ground
+    strength = difference.norm(dim=-1)
+    weight = torch.where(strength > 0.3, strength, 0.0)
+    mean = torch.stack([(d * w[..., None]).sum((0, 1, 2)) for d, w in _thirds(difference, weight)])
+    cosine = torch.nn.functional.normalize(mean, dim=-1) @ torch.nn.functional.normalize(palette, dim=-1).T
+    votes = cosine.argmax(-1).tolist()
+    colour = names[votes[0]] if len(set(votes)) == 1 and bool((cosine.amax(-1) > 0.93).all()) else None
+
+    axis = palette[votes[len(votes) // 2]]
+    alpha = ((difference @ axis) / axis.square().sum()).clamp(0, 1)
+    alpha = torch.where(alpha > 0.25, alpha, 0.0)
+    area = alpha.sum((1, 2))
+    if not bool((area > 100).all()):  # pixels: the smallest drawn has 380
+        return {"colour": colour, "shape": None, "direction": None}
+    grid = torch.arange(SIZE, dtype=clip.dtype) + 0.5
+    x = (alpha.sum(1) @ grid) / area
+    y = (alpha.sum(2) @ grid) / area
+    radius = (area / math.pi).sqrt()
+    overlap = {}
+    for name in SHAPES:
+        template = coverage(name, x, y, radius)
+        joint = torch.minimum(alpha, template).sum((1, 2)) / torch.maximum(alpha, template).sum((1, 2))
+        overlap[name] = float(joint.mean())
+    shape = max(overlap, key=lambda name: overlap[name])
+    dx, dy = float(x[-1] - x[0]), float(y[-1] - y[0])
+    if abs(dx) > abs(dy):
+        along, aside, direction = abs(dx), abs(dy), "right" if dx > 0 else "left"
+    else:
+        along, aside, direction = abs(dy), abs(dx), "down" if dy > 0 else "up"
+    return {
+        "colour": colour,
+        "shape": shape if overlap[shape] > 0.8 else None,
+        "direction": direction if along >= 8 and along >= 2 * aside else None,
+    }
+
+
+def _thirds(*tensors: Tensor) -> zip:
+    return zip(*(tensor.chunk(3) for tensor in tensors), strict=True)

@@ -1,0 +1,82 @@
+"""Every sign and scale of the flow process: x_t = (1 - sigma) x0 + sigma noise, velocity = noise - x0 = dx/dsigma.
+
+Noise levels are float64; tensors of half precision are promoted to float32 before they are combined.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Sigma = Tensor | float  # one noise level, or one per sample
+
+
+def shift_sigma(u: Sigma, shift: float) -> Sigma:
+    """sigma = s u / (1 + (s - 1) u): the schedule moved towards noise for s > 1 (SD3, arXiv:2403.03206)."""
+    return shift * u / (1 + (shift - 1) * u)
+
+
+def unshift_sigma(sigma: Sigma, shift: float) -> Sigma:
+    """The inverse of `shift_sigma`: u = sigma / (s - (s - 1) sigma)."""
+    return sigma / (shift - (shift - 1) * sigma)
+
+
+def sigma_table(num_steps: int, shift: float) -> Float[Tensor, " steps_and_0"]:
+    """num_steps + 1 noise levels from 1 down to 0, float64: shifted linspace(1, 0)."""
+    if num_steps < 1:
+        raise ValueError(f"sigma_table: num_steps must be at least 1, not {num_steps}")
+    return shift_sigma(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift)
+
+
+def warp_steps(steps: Sequence[float], shift: float) -> Float[Tensor, " steps"]:
+    """The noise levels of a step list in thousandths, e.g. [1000, 750, 500, 250] (CausVid, arXiv:2412.07772)."""
+    return shift_sigma(torch.as_tensor(steps, dtype=torch.float64) / 1000, shift)
+
+
+def add_noise(x0: Tensor, noise: Tensor, sigma: Sigma) -> Tensor:
+    """x_t = (1 - sigma) x0 + sigma noise."""
+    x0, noise = promote(x0), promote(noise)
+    return per_sample(1 - as_level(sigma), x0) * x0 + per_sample(sigma, x0) * noise
+
+
+def x0_from_velocity(x_t: Tensor, velocity: Tensor, sigma: Sigma) -> Tensor:
+    """x0 = x_t - sigma velocity."""
+    x_t = promote(x_t)
+    return x_t - per_sample(sigma, x_t) * promote(velocity)
+
+
+def noise_from_velocity(x_t: Tensor, velocity: Tensor, sigma: Sigma) -> Tensor:
+    """noise = x_t + (1 - sigma) velocity."""
+    x_t = promote(x_t)
+    return x_t + per_sample(1 - as_level(sigma), x_t) * promote(velocity)
+
+
+def velocity_from_x0(x_t: Tensor, x0: Tensor, sigma: Sigma) -> Tensor:
+    """velocity = (x_t - x0) / sigma; sigma must be above 0."""
+    x_t = promote(x_t)
+    return (x_t - promote(x0)) / per_sample(sigma, x_t)
+
+
+def guide(cond: Tensor, uncond: Tensor, guidance_scale: Sigma) -> Tensor:
+    """uncond + w (cond - uncond): w = 1 is no guidance (arXiv:2207.12598, standard form)."""
+    cond, uncond = promote(cond), promote(uncond)
+    return uncond + per_sample(guidance_scale, cond) * (cond - uncond)
+
+
+def promote(x: Tensor) -> Tensor:
+    """float32 for half precision, else unchanged."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def as_level(sigma: Sigma) -> Tensor:
+    """A noise level (or any per-sample number) as float64."""
+    return torch.as_tensor(sigma, dtype=torch.float64)
+
+
+def per_sample(value: Sigma, like: Tensor) -> Tensor:
+    """`value`, one number or one per sample, in the dtype of `like` and shaped to broadcast over its samples."""
+    value = as_level(value)
+    if value.ndim <= 1:
+        value = value.reshape(-1, *[1] * (like.ndim - 1))
+    return value.to(device=like.device, dtype=like.dtype)

@@ -1,0 +1,1 @@
+"""One file per algorithm; each yields losses."""

@@ -1,0 +1,40 @@
+"""What a method is: roles in, a generator of losses out."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from unified_trainer.batching import BatchPlan
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
+from unified_trainer.types import Batch
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One backward pass, and whether its role moves afterwards.
+
+    The values of the losses up to a move must sum to the mean over this generator's samples; the trainer divides by
+    the number of generators. Metrics are averaged over generators, rounds and ranks; names ending in _max are maxima.
+    """
+
+    role: str
+    value: Tensor
+    moves: bool = True
+    metrics: dict[str, float | Tensor] = field(default_factory=dict)
+
+
+class Method(Protocol):
+    """An algorithm. Its roles are its constructor's keyword-only arguments."""
+
+    learns_from_data: ClassVar[bool]  # whether batches bring clean latents
+
+    def plan(self) -> BatchPlan: ...
+
+    def generators(self, batch: Batch) -> list[Batch]:
+        """The parts of this rank's batch that `step` is called on, in lockstep."""
+        ...
+
+    def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]: ...

@@ -1,0 +1,44 @@
+"""What the trainer asks of a model family: a network to train, and a codec shared by all roles."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+
+from unified_trainer.types import Condition, Latents, PerSample, Video
+
+
+class VideoModel(Protocol):
+    """A network that predicts velocities; all unit conversion happens inside."""
+
+    network: nn.Module
+
+    def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
+        """velocity = noise - x0, in float32."""
+        ...
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The repeated blocks, the units of sharding."""
+        ...
+
+    def checkpoint_activations(self) -> None:
+        """Recompute the blocks' activations in the backward pass."""
+        ...
+
+
+class Codec(Protocol):
+    """Text to conditions, pixels to normalised latents and back; frozen, one for all roles."""
+
+    folder: Path
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Channels, latent frames, height, width; ValueError when the size does not divide."""
+        ...
+
+    def encode_text(self, prompts: Sequence[str]) -> Condition: ...
+
+    def encode(self, video: Video) -> Latents: ...
+
+    def decode(self, latents: Latents) -> Video: ...

@@ -1,0 +1,117 @@
+"""The Wan family from a diffusers folder: Wan2.1 T2V, and the tiny world in the same layout."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import AutoTokenizer, UMT5EncoderModel
+
+from unified_trainer.models.folder import check_component, load_strictly
+from unified_trainer.types import Latents, PerSample, Video
+
+MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
+TIME_SCALE = 1000  # the network's time is 1000 sigma, and stays fractional
+
+
+@dataclass(frozen=True)
+class WanCondition:
+    """UMT5 embeddings, zero behind each prompt's last token."""
+
+    text: Float[Tensor, "b n d"]
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "WanCondition":
+        return WanCondition(fn(self.text))
+
+    def cat(self, other: "WanCondition") -> "WanCondition":
+        return WanCondition(torch.cat([self.text, other.text]))
+
+
+class WanModel:
+    """WanTransformer3DModel as a velocity field."""
+
+    def __init__(self, network: WanTransformer3DModel) -> None:
+        self.network = network
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device) -> "WanModel":
+        """Float32 weights of `folder/transformer`; every key must be there."""
+        return cls(load_strictly(WanTransformer3DModel, folder / "transformer").to(device))
+
+    def velocity(self, x_t: Latents, sigma: PerSample, cond: WanCondition) -> Latents:
+        time = (TIME_SCALE * sigma.double()).to(device=x_t.device, dtype=torch.float32)
+        return self.network(x_t, time, cond.text, return_dict=False)[0].float()
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.network.blocks
+
+    def checkpoint_activations(self) -> None:
+        self.network.enable_gradient_checkpointing()
+
+
+class WanCodec:
+    """UMT5 and AutoencoderKLWan, frozen."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: AutoTokenizer,
+        text_encoder: UMT5EncoderModel,
+        vae: AutoencoderKLWan,
+    ) -> None:
+        self.folder = folder
+        self._tokenizer = tokenizer
+        self._text_encoder = text_encoder.eval().requires_grad_(False)
+        self._vae = vae.eval().requires_grad_(False)
+        self._text_tokens = min(MAX_TEXT_TOKENS, tokenizer.model_max_length)
+        statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std]).view(2, 1, -1, 1, 1, 1)
+        self._mean, self._std = statistics.to(vae.device)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device) -> "WanCodec":
+        """Everything of a WanPipeline folder but the transformer, in float32."""
+        check_component(folder / "text_encoder", "model")
+        return cls(
+            folder,
+            AutoTokenizer.from_pretrained(folder / "tokenizer"),
+            UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float32).to(device),
+            load_strictly(AutoencoderKLWan, folder / "vae").to(device),
+        )
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        config = self._vae.config
+        time, space = config.scale_factor_temporal, config.scale_factor_spatial
+        if frames % time != 1:
+            raise ValueError(f"video.frames must be {time}k + 1 for this VAE, not {frames}")
+        for name, size in (("height", height), ("width", width)):
+            if size < space or size % space:
+                raise ValueError(f"video.{name} must be a multiple of {space} for this VAE, not {size}")
+        return config.z_dim, frames // time + 1, height // space, width // space
+
+    @torch.no_grad()
+    def encode_text(self, prompts: Sequence[str]) -> WanCondition:
+        tokens = self._tokenizer(
+            [prompt_clean(prompt) for prompt in prompts],
+            padding="max_length",
+            max_length=self._text_tokens,
+            truncation=True,
+            return_tensors="pt",
+        ).to(self._text_encoder.device)
+        text = self._text_encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
+        return WanCondition(text * tokens.attention_mask[..., None])
+
+    @torch.no_grad()
+    def encode(self, video: Video) -> Latents:
+        return (self._vae.encode(video * 2 - 1).latent_dist.mean - self._mean) / self._std
+
+    @torch.no_grad()
+    def decode(self, latents: Latents) -> Video:
+        return (self._vae.decode(latents * self._std + self._mean).sample / 2 + 0.5).clamp(0, 1)

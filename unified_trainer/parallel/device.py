@@ -1,0 +1,40 @@
+"""The only file that names a device: cuda with nccl, npu with hccl, cpu with gloo."""
+
+from typing import Literal
+
+import torch
+
+Device = Literal["auto", "cuda", "npu", "cpu"]
+BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gloo"}
+
+
+def pick_device(name: Device, local_rank: int) -> torch.device:
+    """The device of this process; `auto` takes an accelerator if torch sees one."""
+    if name == "npu":
+        _import_npu()
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
+    device = torch.device(name) if name == "cpu" else torch.device(name, local_rank)
+    if name == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def peak_memory(device: torch.device) -> float:
+    """Peak memory in GiB: allocated on an accelerator, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _import_npu() -> None:
+    try:
+        import torch_npu  # noqa: F401
+    except (ImportError, OSError) as error:
+        raise ValueError(
+            f"--device npu needs torch_npu and CANN ({error}); install the extra: pip install '.[npu]'"
+        ) from error

@@ -1,0 +1,21 @@
+"""Sharding a network over the ranks."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from unified_trainer.parallel.mesh import Mesh
+
+
+def shard(network: nn.Module, blocks: nn.ModuleList, mesh: Mesh) -> None:
+    """FSDP2 in place, block by block and the rest as the root; a single rank keeps the network as it is."""
+    if mesh.shards is None:
+        return
+    for block in blocks:
+        fully_shard(block, mesh=mesh.shards)
+    fully_shard(network, mesh=mesh.shards)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a sharded tensor, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

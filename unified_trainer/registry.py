@@ -1,0 +1,50 @@
+"""The only module that names methods, families and rewards."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from unified_trainer.methods.base import Method
+from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
+from unified_trainer.methods.finetune import Finetune, FinetuneConfig
+from unified_trainer.models.base import Codec, VideoModel
+from unified_trainer.models.hpsv3 import HPSv3
+from unified_trainer.models.wan import WanCodec, WanModel
+
+TINY = Path(__file__).parent / "assets" / "tiny"
+
+
+@dataclass(frozen=True)
+class Family:
+    model: Callable[[Path, torch.device], VideoModel]
+    codec: Callable[[Path, torch.device], Codec]
+
+
+METHODS: dict[str, tuple[type[Method], type]] = {
+    "dance_grpo": (DanceGRPO, DanceGRPOConfig),
+    "finetune": (Finetune, FinetuneConfig),
+}
+FAMILIES = {"WanPipeline": Family(WanModel.load, WanCodec.load)}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def family_of(path: str) -> tuple[Family, Path]:
+    """The family and the folder of a role's path; raises before any weight is read."""
+    folder = TINY / "wan" if path == "tiny" else Path(path)
+    index = folder / "model_index.json"
+    if not index.is_file():
+        raise FileNotFoundError(f"{index} is missing: student.path must be a diffusers pipeline folder")
+    try:
+        name = json.loads(index.read_text())["_class_name"]
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ValueError(f"{index} is not a diffusers model index ({error!r})") from error
+    if name not in FAMILIES:
+        raise ValueError(f"{index}: {name} is not supported; have {', '.join(FAMILIES)}")
+    return FAMILIES[name], folder
+
+
+def load_scorer(path: str, precision: str, device: torch.device) -> HPSv3:
+    return HPSv3.load(TINY / "hpsv3" if path == "tiny" else Path(path), device, DTYPES[precision])

@@ -1,0 +1,1 @@
+"""A model plus what may be done to its weights."""

@@ -1,0 +1,39 @@
+"""An exponential moving average of a role's weights, sharded as they are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class EMA:
+    """shadow <- decay shadow + (1 - decay) weight, once per update of the role."""
+
+    def __init__(self, weights: dict[str, Tensor], decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"ema_decay must be in [0, 1), not {decay}")
+        self.decay = decay
+        self._weights = weights
+        self.shadow = {name: weight.detach().clone() for name, weight in weights.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, weight in self._weights.items():
+            self.shadow[name].lerp_(weight.detach(), 1 - self.decay)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The role runs on the averaged weights inside, and on its own again after."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, weight in self._weights.items():
+            live = weight.detach().clone()
+            weight.copy_(self.shadow[name])
+            self.shadow[name].copy_(live)

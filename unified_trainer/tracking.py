@@ -1,0 +1,136 @@
+"""Where numbers go: metrics.jsonl always, the terminal, TensorBoard and wandb."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from unified_trainer.config import TrackingConfig
+
+SHOWN = ("reward", "loss", "log_ratio", "student/grad_norm", "samples_per_second")
+
+
+class Tracker:
+    """Writes metrics; on ranks other than the main one it does nothing."""
+
+    def __init__(
+        self, run: Path, config: TrackingConfig, settings: dict[str, Any], steps: int, start: int, active: bool
+    ) -> None:
+        self._active = active
+        self.console = Console(quiet=not active)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=self.console,
+            disable=not active,
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=start, numbers="")
+        self._sinks: list[Any] = []
+        if not active:
+            return
+        self._file = run / "metrics.jsonl"
+        _drop_after(self._file, start)
+        self._jsonl = self._file.open("a", encoding="utf-8")
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run / "tensorboard"), purge_step=start + 1)
+            self._sinks.append(self._to_board)
+        if config.wandb != "off":
+            import wandb
+
+            self._wandb = wandb.init(
+                project=config.wandb_project, dir=str(run), mode=config.wandb, config=settings, name=run.name
+            )
+            self._sinks.append(self._to_wandb)
+
+    def __enter__(self) -> "Tracker":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+        if not self._active:
+            return
+        self._jsonl.close()
+        for sink in self._sinks:
+            sink(None, {})
+
+    def log(self, step: int, metrics: dict[str, float], *, advance: bool = False) -> None:
+        """One JSON object in metrics.jsonl, with `step`; the terminal shows the most telling few."""
+        if not self._active:
+            return
+        self._jsonl.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._jsonl.flush()
+        for sink in self._sinks:
+            sink(step, metrics)
+        if advance:
+            shown = {name: metrics[f"train/{name}"] for name in SHOWN if f"train/{name}" in metrics}
+            numbers = "  ".join(f"{name.split('/')[-1]} {value:.3g}" for name, value in shown.items())
+            self._progress.update(self._task, completed=step, numbers=numbers)
+
+    def say(self, message: str) -> None:
+        self.console.print(message, highlight=False, soft_wrap=True)
+
+    def table(self, title: str, rows: dict[str, Any]) -> None:
+        table = Table(title=title, show_header=False)
+        for name, value in rows.items():
+            table.add_row(name, str(value))
+        self.console.print(table)
+
+    def _to_board(self, step: int | None, metrics: dict[str, float]) -> None:
+        if step is None:
+            self._board.close()
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+
+    def _to_wandb(self, step: int | None, metrics: dict[str, float]) -> None:
+        if step is None:
+            self._wandb.finish()
+        else:
+            self._wandb.log(metrics | {"step": step})
+
+
+def _drop_after(file: Path, step: int) -> None:
+    """Forget the lines that a resumed run will write again."""
+    if not file.is_file():
+        return
+    kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= step]
+    building = file.with_suffix(".tmp")
+    building.write_text("".join(f"{line}\n" for line in kept))
+    os.replace(building, file)
+
+
+class Stopwatch:
+    """Samples per second since the last reading."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def rate(self, samples: int) -> float:
+        now = time.monotonic()
+        spent, self._last = now - self._last, now
+        return samples / spent
+
+
+def average(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the rows that have it; of names ending in _max the largest."""
+    names = {name: None for row in rows for name in row}
+    columns = {name: [float(row[name]) for row in rows if name in row] for name in names}
+    return {
+        name: max(values) if name.endswith("_max") else sum(values) / len(values) for name, values in columns.items()
+    }

@@ -1,0 +1,75 @@
+"""What passes between the parts: conditions, batches, rollouts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol, Self
+
+from jaxtyping import Float
+from torch import Tensor
+
+Latents = Float[Tensor, "b c t h w"]
+Video = Float[Tensor, "b 3 t h w"]  # in [0, 1]
+PerSample = Float[Tensor, " b"]
+
+
+class Condition(Protocol):
+    """What a family conditions on; opaque to everything but the family."""
+
+    def __len__(self) -> int: ...
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """`fn` applied to every tensor; the first axis is the sample."""
+        ...
+
+    def cat(self, other: Self) -> Self:
+        """The samples of both, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples to train on or to generate; all fields run over the same samples."""
+
+    prompts: tuple[str, ...]
+    prompt_ids: tuple[int, ...]
+    sample_ids: tuple[int, ...]  # position in the whole step's batch: keys the noise, whatever rank holds the sample
+    latent_shape: tuple[int, int, int, int]  # channels, latent frames, height, width
+    cond: Condition
+    uncond: Condition
+    latents: Latents | None = None  # clean, for methods that learn from data
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def split(self, size: int) -> list["Batch"]:
+        """Consecutive parts of `size` samples."""
+        return [self[slice(i, i + size)] for i in range(0, len(self), size)]
+
+    def __getitem__(self, part: slice) -> "Batch":
+        return replace(
+            self,
+            prompts=self.prompts[part],
+            prompt_ids=self.prompt_ids[part],
+            sample_ids=self.sample_ids[part],
+            cond=self.cond.map(lambda x: x[part]),
+            uncond=self.uncond.map(lambda x: x[part]),
+            latents=None if self.latents is None else self.latents[part],
+        )
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What the policy did: s transitions of b samples, stored in float32."""
+
+    states: Float[Tensor, "b s_plus_1 c t h w"]  # from the initial noise to the final clean prediction
+    log_probs: Float[Tensor, "b s_stochastic"]  # of the stochastic transitions, which come first
+
+    @property
+    def x0(self) -> Latents:
+        return self.states[:, -1]
+
+    @classmethod
+    def cat(cls, parts: Sequence["Rollout"]) -> "Rollout":
+        from torch import cat
+
+        return cls(**{f.name: cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})

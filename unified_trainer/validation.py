@@ -1,0 +1,97 @@
+"""The same prompts and noise at every validation: reward, judge, and videos to look at."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from unified_trainer.config import ConfigError, ValidationConfig
+from unified_trainer.data.feed import make_batch
+from unified_trainer.data.prompts import read_prompts, validation_prompts
+from unified_trainer.data.shapes import SIZE, SUBJECT_OF_CAPTION, judge
+from unified_trainer.models.base import Codec
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.reward import Reward
+from unified_trainer.roles.role import Trainable
+from unified_trainer.sampling import SamplerConfig, generate
+from unified_trainer.video_files import contact_sheet, to_uint8, write_mp4
+
+
+class Validation:
+    """Samples the student deterministically and measures what it made; every rank holds an equal share."""
+
+    def __init__(
+        self,
+        config: ValidationConfig,
+        codec: Codec,
+        reward: Reward,
+        sampler: SamplerConfig,
+        latent_shape: tuple[int, int, int, int],
+        mesh: Mesh,
+    ) -> None:
+        if config.num_samples < 2 or config.num_samples % mesh.size or config.batch < 1:
+            raise ConfigError(
+                f"validation.num_samples must be at least 2 and divide by the {mesh.size} ranks, "
+                f"not {config.num_samples}; validation.batch at least 1, not {config.batch}"
+            )
+        if config.prompts is None:
+            self._prompts = validation_prompts(config.num_samples)
+        else:
+            lines = read_prompts(config.prompts)
+            self._prompts = tuple(lines[i % len(lines)] for i in range(config.num_samples))
+        self._config, self._codec, self._reward, self._sampler = config, codec, reward, sampler
+        self._latent_shape, self._mesh = latent_shape, mesh
+
+    def run(self, student: Trainable, folder: Path) -> dict[str, float]:
+        """Metrics over all samples; the main rank writes its first videos into `folder`."""
+        with student.averaged() if self._config.averaged else nullcontext():
+            return self._measure(student, folder)
+
+    @torch.no_grad()
+    def _measure(self, student: Trainable, folder: Path) -> dict[str, float]:
+        share = self._config.num_samples // self._mesh.size
+        mine = range(self._mesh.rank * share, (self._mesh.rank + 1) * share)
+        rewards, videos = [], []
+        for start in range(mine.start, mine.stop, self._config.batch):
+            video, reward = self._part(student, list(range(start, min(start + self._config.batch, mine.stop))))
+            rewards.append(reward)
+            videos.append(video)
+        video = torch.cat(videos)
+        prompts = [self._prompts[i] for i in mine]
+        if self._mesh.is_main:
+            self._write(folder, video[: self._config.num_videos], prompts[: self._config.num_videos])
+        reward = self._mesh.gather(torch.cat(rewards).double())
+        metrics = {"reward": reward.mean().item(), "reward_std": reward.std().item()}
+        return {f"validation/{name}": value for name, value in (metrics | self._judge(video, prompts)).items()}
+
+    def _part(self, student: Trainable, samples: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        prompts = [self._prompts[i] for i in samples]
+        batch = make_batch(
+            self._codec,
+            prompts,
+            self._sampler.negative_prompt,
+            self._latent_shape,
+            prompt_ids=samples,
+            sample_ids=samples,
+        )
+        noise = Streams(self._config.seed, 0).noise("validation", samples, self._latent_shape)
+        video = self._codec.decode(generate(student, noise.to(self._mesh.device), batch, self._sampler))
+        return video, self._reward.score_video(video, tuple(prompts))
+
+    def _judge(self, video: torch.Tensor, prompts: list[str]) -> dict[str, float]:
+        """The exact judge, for captions of the tiny world; an independent witness, never a reward."""
+        if video.shape[-1] != SIZE or any(prompt not in SUBJECT_OF_CAPTION for prompt in self._prompts):
+            return {}
+        parts = judge(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
+        hits = {name: self._mesh.gather(right.double().to(self._mesh.device)) for name, right in parts.items()}
+        rates = {name: right.mean().item() for name, right in hits.items()}
+        return {"judge": rates.pop("all")} | {f"judge_{name}": rate for name, rate in rates.items()}
+
+    def _write(self, folder: Path, video: torch.Tensor, prompts: list[str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        clips = to_uint8(video)
+        for i, frames in enumerate(clips):
+            write_mp4(frames, folder / f"{i}.mp4")
+        if clips:
+            contact_sheet(clips, prompts, folder / "contact_sheet.png")
