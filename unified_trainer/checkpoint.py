@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +30,9 @@ def save(root: Path, step: int, tensors: dict[str, Tensor], mesh: Mesh, keep: in
         root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(building, ignore_errors=True)
     mesh.barrier()
-    dcp.save(
-        tensors,
-        storage_writer=HuggingFaceStorageWriter(str(building), save_distributed=True),
-        no_dist=mesh.size == 1,
-    )
+    writer = HuggingFaceStorageWriter(str(building), save_distributed=True)
+    with _without_advice():
+        dcp.save(tensors, storage_writer=writer, no_dist=mesh.size == 1)
     mesh.barrier()
     if mesh.is_main:
         sizes = {file.name: file.stat().st_size for file in sorted(building.iterdir())}
@@ -73,7 +74,8 @@ def load(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
             raise CheckpointError(
                 f"{folder}: {key} is {tuple(held[key].size)} there, {tuple(tensor.shape)} in this run"
             )
-    dcp.load(tensors, storage_reader=reader, no_dist=mesh.size == 1)
+    with _without_advice():
+        dcp.load(tensors, storage_reader=reader, no_dist=mesh.size == 1)
 
 
 def _folders(root: Path) -> list[Path]:
@@ -96,6 +98,14 @@ def _fault(folder: Path) -> str | None:
         if not file.is_file() or file.stat().st_size != size:
             return f"{name} is missing or not {size} bytes long"
     return None
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """DCP warns that a single process is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
+        yield
 
 
 def _sync(path: Path) -> None:

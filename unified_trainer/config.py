@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 import tyro
 import yaml
 
-from unified_trainer.data.clips import DataConfig
+from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.roles.reward import RewardConfig
 from unified_trainer.roles.role import TrainableConfig
@@ -19,21 +19,14 @@ from unified_trainer.sampling import SamplerConfig
 
 Algorithm = TypeVar("Algorithm")
 RECIPES = Path(__file__).parent / "recipes"
-# Flags that say where a run's settings come from; they are not settings, and a saved config leaves them out.
-SOURCES = ("config", "resume")
+# Flags that say where a run is read from and written to; a saved config leaves them out.
+PLACES = ("config", "resume", "output")
 # What may differ when a run is resumed: nothing that changes what a step computes.
-HARMLESS = ("steps", "output", "checkpoint_every", "validate_every", "keep_last", "validation", "tracking", "init_from")
+HARMLESS = ("steps", "checkpoint_every", "validate_every", "keep_last", "validation", "tracking", "init_from")
 
 
 class ConfigError(ValueError):
     """A setting that cannot be; the message names the key and the way out."""
-
-
-@dataclass(frozen=True)
-class VideoConfig:
-    frames: int = 17  # pixel frames generated, 4k + 1 for Wan
-    height: int = 64  # pixels
-    width: int = 64  # pixels
 
 
 @dataclass(frozen=True)
@@ -111,7 +104,7 @@ def save(run: RunConfig, file: Path) -> None:
 
 
 def plain(run: RunConfig) -> dict[str, Any]:
-    """The settings as nested dicts of plain values, without the flags that only say where settings come from."""
+    """The settings as nested dicts of plain values, without the flags that only say where."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, dict):
@@ -120,7 +113,7 @@ def plain(run: RunConfig) -> dict[str, Any]:
             return [convert(inner) for inner in value]
         return str(value) if isinstance(value, Path) else value
 
-    return {key: value for key, value in convert(dataclasses.asdict(run)).items() if key not in SOURCES}
+    return {key: value for key, value in convert(dataclasses.asdict(run)).items() if key not in PLACES}
 
 
 def check_resumable(run: RunConfig, file: Path) -> None:

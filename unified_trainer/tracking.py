@@ -9,12 +9,18 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from unified_trainer.config import TrackingConfig
 
-SHOWN = ("reward", "loss", "log_ratio", "student/grad_norm", "samples_per_second")
+SHOWN = {  # on the progress bar: metric and its short name
+    "reward": "reward",
+    "loss": "loss",
+    "log_ratio": "log-ratio",
+    "student/grad_norm": "grad",
+    "samples_per_second": "samples/s",
+}
 
 
 class Tracker:
@@ -26,12 +32,9 @@ class Tracker:
         self._active = active
         self.console = Console(quiet=not active)
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=10),
             MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
             TextColumn("{task.fields[numbers]}"),
             console=self.console,
             disable=not active,
@@ -79,8 +82,8 @@ class Tracker:
         for sink in self._sinks:
             sink(step, metrics)
         if advance:
-            shown = {name: metrics[f"train/{name}"] for name in SHOWN if f"train/{name}" in metrics}
-            numbers = "  ".join(f"{name.split('/')[-1]} {value:.3g}" for name, value in shown.items())
+            shown = {short: metrics.get(f"train/{name}") for name, short in SHOWN.items()}
+            numbers = " ".join(f"{short} {value:.3g}" for short, value in shown.items() if value is not None)
             self._progress.update(self._task, completed=step, numbers=numbers)
 
     def say(self, message: str) -> None:

@@ -1,6 +1,7 @@
 """Clips to learn from: the tiny world's, rendered and encoded when the run starts."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -13,8 +14,16 @@ ENCODE_BATCH = 32
 
 
 @dataclass(frozen=True)
+class VideoConfig:
+    frames: int = 17  # pixel frames, 4k + 1 for Wan
+    height: int = 64  # pixels
+    width: int = 64  # pixels
+
+
+@dataclass(frozen=True)
 class DataConfig:
-    num_clips: int = 512  # rendered clips of the tiny world, for methods that learn from data
+    path: Path | None = None  # folder of FastVideo t2v parquet files to learn from; clips of the tiny world by default
+    num_clips: int = 512  # rendered clips of the tiny world, if no path is given
 
 
 @dataclass(frozen=True)
@@ -34,14 +43,14 @@ class Clips:
         return self.encoded[indices]
 
 
-def render_clips(config: DataConfig, codec: Codec, frames: int, size: tuple[int, int], seed: int) -> Clips:
+def render_clips(num_clips: int, codec: Codec, video: VideoConfig, seed: int) -> Clips:
     """Training subjects in turn, phrasings at random, encoded by the codec of the run."""
-    if (frames, size) != (FRAMES, (SIZE, SIZE)):
+    if (video.frames, video.height, video.width) != (FRAMES, SIZE, SIZE):
         raise ValueError(f"the tiny world's clips are {FRAMES} x {SIZE} x {SIZE}: set video.frames, height, width so")
     generator = torch.Generator().manual_seed(seed)
-    subjects = [TRAINING[i % len(TRAINING)] for i in range(config.num_clips)]
+    subjects = [TRAINING[i % len(TRAINING)] for i in range(num_clips)]
     drawn = [draw_clip(subject, generator) for subject in subjects]
-    phrasings = torch.randint(len(PHRASINGS), (config.num_clips,), generator=generator).tolist()
+    phrasings = torch.randint(len(PHRASINGS), (num_clips,), generator=generator).tolist()
     parts = [drawn[i : i + ENCODE_BATCH] for i in range(0, len(drawn), ENCODE_BATCH)]
     latents = torch.cat([codec.encode(render(part)) for part in parts])
     return Clips(tuple(s.caption(p) for s, p in zip(subjects, phrasings, strict=True)), latents)

@@ -110,7 +110,10 @@ class WanCodec:
 
     @torch.no_grad()
     def encode(self, video: Video) -> Latents:
-        return (self._vae.encode(video * 2 - 1).latent_dist.mean - self._mean) / self._std
+        return self.normalise(self._vae.encode(video * 2 - 1).latent_dist.mean)
+
+    def normalise(self, raw: Latents) -> Latents:
+        return (raw.to(self._mean) - self._mean) / self._std
 
     @torch.no_grad()
     def decode(self, latents: Latents) -> Video:

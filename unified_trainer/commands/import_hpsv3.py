@@ -1,0 +1,102 @@
+"""Writes the folder that `HPSv3.load` reads from a Qwen2-VL folder and an official HPSv3 checkpoint."""
+
+import ast
+import importlib.util
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from transformers import Qwen2Tokenizer, Qwen2VLConfig
+
+from unified_trainer.models.hpsv3 import CHECKPOINT, REWARD_TOKEN, SETTINGS, checkpoint_shapes, skeleton
+
+PACKAGE = "hpsv3"
+PROMPT_SOURCE = "dataset/data_collator_qwen.py"
+PIXELS = 256 * 28 * 28  # the package's budget, both its minimum and its maximum
+COPIED = ("preprocessor_config.json", "chat_template.json")
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def import_hpsv3(base: Path, checkpoint: Path, out: Path) -> None:
+    """Make a folder for the HPSv3 reward from its checkpoint, its base model's files and the package's prompt strings.
+
+    Args:
+        base: folder of Qwen2-VL-7B-Instruct (config, tokenizer and processor files; its weights are not read)
+        checkpoint: the official HPSv3.safetensors; hard-linked where possible, else copied
+        out: folder to write; must be empty or absent
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not an empty folder; choose another --out or remove it")
+    needed = [base / name for name in ("config.json", "tokenizer_config.json", *COPIED)] + [checkpoint]
+    missing = [str(path) for path in needed if not path.is_file()]
+    if missing:
+        raise FileNotFoundError(f"import-hpsv3 needs {', '.join(missing)}; check --base and --checkpoint")
+    strings = package_strings()
+    tokenizer = Qwen2Tokenizer.from_pretrained(base, local_files_only=True)
+    tokenizer.add_special_tokens({"extra_special_tokens": [REWARD_TOKEN]}, replace_extra_special_tokens=False)
+    config = checked_config(base, checkpoint, len(tokenizer))
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+        folder = Path(scratch) / out.name
+        folder.mkdir()
+        tokenizer.save_pretrained(folder)
+        config.save_pretrained(folder)
+        for name in COPIED:
+            shutil.copyfile(base / name, folder / name)
+        settings = {
+            "instruction": strings["INSTRUCTION"],
+            "prompt_with_special_token": strings["prompt_with_special_token"],
+            "pixels": PIXELS,
+        }
+        (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        link_or_copy(checkpoint, folder / CHECKPOINT)
+        folder.replace(out)
+
+
+def package_strings() -> dict[str, str]:
+    """The package's prompt constants, from its source without importing it: it cannot live beside transformers 5."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(
+            f"the package {PACKAGE} holds the prompt of the HPSv3 reward; run `pip install --no-deps hpsv3==1.0.0`"
+        )
+    source = Path(spec.submodule_search_locations[0]) / PROMPT_SOURCE
+    wanted = ("INSTRUCTION", "prompt_with_special_token")
+    found = {
+        target.id: ast.literal_eval(node.value)
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id in wanted
+    }
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise ValueError(f"{source}: no {', '.join(missing)}; run `pip install --no-deps hpsv3==1.0.0`")
+    return found
+
+
+def checked_config(base: Path, checkpoint: Path, tokens: int) -> Qwen2VLConfig:
+    """The base's config with the checkpoint's number of embedding rows, once the whole checkpoint fits it."""
+    config = Qwen2VLConfig.from_pretrained(base, local_files_only=True)
+    shapes = checkpoint_shapes(checkpoint)
+    if EMBEDDING not in shapes:
+        raise ValueError(f"{checkpoint}: missing {EMBEDDING}; this is not an HPSv3 checkpoint")
+    config.text_config.vocab_size = shapes[EMBEDDING][0]
+    if tokens > config.text_config.vocab_size:
+        raise ValueError(
+            f"{checkpoint} embeds {config.text_config.vocab_size} tokens but the tokenizer of {base} with "
+            f"{REWARD_TOKEN} has {tokens}; use the base model that HPSv3 was trained from"
+        )
+    skeleton(config, checkpoint)
+    return config
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """A hard link where the file system allows one, else a copy; a symbolic link (a hub cache) is followed first."""
+    try:
+        os.link(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)

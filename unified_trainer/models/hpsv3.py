@@ -1,0 +1,315 @@
+"""HPSv3 (arXiv:2508.03789): how much a person would like an image for a prompt, read by Qwen2-VL."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import Qwen2Tokenizer, Qwen2VLConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+    Qwen2VisionTransformerPretrainedModel,
+    Qwen2VLRotaryEmbedding,
+    Qwen2VLTextModel,
+    Qwen2VLVisionRotaryEmbedding,
+)
+
+REWARD_TOKEN = "<|Reward|>"
+CHECKPOINT = "HPSv3.safetensors"
+SETTINGS = "hpsv3.json"
+FOLDER_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "preprocessor_config.json",
+    "chat_template.json",
+    SETTINGS,
+    CHECKPOINT,
+)
+UNUSED_KEYS = {"lm_head.weight"}
+LONGEST_ASPECT = 200  # Qwen2-VL reads no image with a longer side ratio
+
+Images = Float[Tensor, "b 3 h w"] | Sequence[Image.Image | Path | str]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A right-padded batch as Qwen2-VL reads it; the patches of all images follow each other."""
+
+    input_ids: Int[Tensor, "b n"]
+    attention_mask: Int[Tensor, "b n"]
+    patches: Float[Tensor, "p d"]
+    grids: Int[Tensor, "b 3"]  # time, height and width of each image in patches
+    is_image: Bool[Tensor, "b n"]
+    is_reward: Bool[Tensor, "b n"]
+
+
+class HPSv3Network(nn.Module):
+    """Qwen2-VL and a reward head; its state_dict has the keys of the official checkpoint."""
+
+    def __init__(self, config: Qwen2VLConfig, head_widths: tuple[int, int]) -> None:
+        super().__init__()
+        self.visual = Qwen2VisionTransformerPretrainedModel(config.vision_config)
+        self.model = Qwen2VLTextModel(config.text_config)
+        wide, narrow = head_widths
+        self.rm_head = nn.Sequential(
+            nn.Linear(config.text_config.hidden_size, wide),
+            nn.ReLU(),
+            nn.Dropout(0.05),
+            nn.Linear(wide, narrow),
+            nn.ReLU(),
+            nn.Linear(narrow, 2),
+        )
+
+    def forward(self, inputs: Inputs) -> Float[Tensor, "b 2"]:
+        """(mu, raw sigma) from the final-norm hidden state at the reward token; the head computes in float32.
+
+        HPSv3 was trained with positions 0..n-1 on all three M-RoPE axes, not with Qwen2-VL's image grid positions.
+        """
+        embeds = self.model.embed_tokens(inputs.input_ids)
+        image_embeds = self.visual(inputs.patches, grid_thw=inputs.grids).pooler_output
+        embeds = embeds.masked_scatter(inputs.is_image[..., None], image_embeds.to(embeds.dtype))
+        b, n = inputs.input_ids.shape
+        hidden = self.model(
+            inputs_embeds=embeds,
+            attention_mask=inputs.attention_mask,
+            position_ids=torch.arange(n, device=embeds.device).expand(3, b, n),
+            use_cache=False,
+        ).last_hidden_state
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.rm_head(hidden[inputs.is_reward].float())
+
+
+@dataclass(frozen=True)
+class Preprocessor:
+    """Images and prompts to `Inputs`."""
+
+    tokenizer: Qwen2Tokenizer
+    chat_template: str
+    instruction: str  # holds {text_prompt}
+    prompt_with_special_token: str  # holds the reward token
+    pixels: int  # every image is resized to about this many
+    mean: tuple[float, ...]  # per channel, of images in [0, 1]
+    std: tuple[float, ...]
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    image_token_id: int
+
+    @classmethod
+    def load(cls, folder: Path, config: Qwen2VLConfig) -> "Preprocessor":
+        """Reads the tokenizer and the three JSON files of an imported folder."""
+        settings = _read_json(folder / SETTINGS, ("instruction", "prompt_with_special_token", "pixels"))
+        image = _read_json(folder / "preprocessor_config.json", ("image_mean", "image_std"))
+        vision = config.vision_config
+        return cls(
+            tokenizer=Qwen2Tokenizer.from_pretrained(folder, local_files_only=True),
+            chat_template=_read_json(folder / "chat_template.json", ("chat_template",))["chat_template"],
+            instruction=settings["instruction"],
+            prompt_with_special_token=settings["prompt_with_special_token"],
+            pixels=settings["pixels"],
+            mean=tuple(image["image_mean"]),
+            std=tuple(image["image_std"]),
+            patch_size=vision.patch_size,
+            temporal_patch_size=vision.temporal_patch_size,
+            merge_size=vision.spatial_merge_size,
+            image_token_id=config.image_token_id,
+        )
+
+    def __call__(self, images: Images, prompts: Sequence[str]) -> Inputs:
+        """Raises ValueError, naming the sample, for whatever would misalign a row or make its score meaningless."""
+        if isinstance(prompts, str):
+            raise ValueError(f"HPSv3: prompts is one string, expected a list of them: {prompts!r}")
+        if not len(images) == len(prompts) > 0:
+            raise ValueError(f"HPSv3: {len(images)} images but {len(prompts)} prompts, expected one prompt for each")
+        self._refuse_special_tokens(prompts)
+        patches, grids = zip(*(self.patches(image) for image in _as_pil(images)), strict=True)
+        grid_rows = torch.tensor(grids)
+        image_tokens = (grid_rows.prod(-1) // self.merge_size**2).tolist()
+        texts = [self.text(prompt, count) for prompt, count in zip(prompts, image_tokens, strict=True)]
+        encoded = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        input_ids = encoded["input_ids"]
+        is_image = input_ids == self.image_token_id
+        is_reward = input_ids == self.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+        for i, count in enumerate(image_tokens):
+            found = (int(is_image[i].sum()), int(is_reward[i].sum()))
+            if found != (count, 1):
+                raise ValueError(
+                    f"HPSv3: sample {i} has {found[0]} image and {found[1]} {REWARD_TOKEN} tokens, "
+                    f"expected {count} and 1; {SETTINGS}, chat_template.json and the tokenizer do not fit together"
+                )
+        return Inputs(input_ids, encoded["attention_mask"], torch.cat(patches), grid_rows, is_image, is_reward)
+
+    def text(self, prompt: str, image_tokens: int) -> str:
+        """The chat of one sample: system turn, image, instruction with the prompt, reward token."""
+        content = [
+            {"type": "image"},
+            {"type": "text", "text": self.instruction.format(text_prompt=prompt) + self.prompt_with_special_token},
+        ]
+        chat = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}],
+            chat_template=self.chat_template,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        image_token = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        return chat.replace(image_token, image_token * image_tokens)
+
+    def patches(self, image: Image.Image) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:
+        """Flattened patches, the four of each merged token together, and their grid (time, height, width)."""
+        p, m = self.patch_size, self.merge_size
+        height, width = fit(image.height, image.width, self.pixels, p * m)
+        resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+        scaled = (np.asarray(resized, dtype=np.float32) / 255 - np.float32(self.mean)) / np.float32(self.std)
+        rows, columns = height // p, width // p
+        tiles = torch.from_numpy(scaled).view(rows // m, m, p, columns // m, m, p, 3)
+        tiles = tiles.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)  # ..., channel, time, y, x
+        tiles = tiles.expand(*tiles.shape[:5], self.temporal_patch_size, p, p)
+        return tiles.reshape(rows * columns, -1), (1, rows, columns)
+
+    def _refuse_special_tokens(self, prompts: Sequence[str]) -> None:
+        special = tuple(self.tokenizer.get_added_vocab())
+        for i, prompt in enumerate(prompts):
+            for token in special:
+                if token in prompt:
+                    raise ValueError(f"HPSv3: prompt {i} holds the special token {token}; remove it: {prompt!r}")
+
+
+@dataclass(frozen=True)
+class HPSv3:
+    """The native HPSv3 scorer; agrees with the package hpsv3 1.0.0 to float32 rounding."""
+
+    network: HPSv3Network
+    preprocessor: Preprocessor
+
+    @classmethod
+    def load(cls, folder: Path | str, device: torch.device | str, dtype: torch.dtype) -> "HPSv3":
+        """A frozen scorer from a folder written by `import-hpsv3`; dtype is the backbone's.
+
+        Raises FileNotFoundError or ValueError, before any weight is read, when the folder is not whole or consistent.
+        """
+        folder = Path(folder)
+        missing = [name for name in FOLDER_FILES if not (folder / name).is_file()]
+        if missing:
+            raise FileNotFoundError(
+                f"{folder}: missing {', '.join(missing)}; write the folder with "
+                f"`python -m unified_trainer import-hpsv3 --base DIR --checkpoint {CHECKPOINT} --out {folder}`"
+            )
+        config = Qwen2VLConfig.from_pretrained(folder, local_files_only=True)
+        preprocessor = Preprocessor.load(folder, config)
+        network = skeleton(config, folder / CHECKPOINT)
+        # The package casts the whole backbone, so that in bfloat16 the rotary frequencies are rounded too.
+        network.visual.rotary_pos_emb = Qwen2VLVisionRotaryEmbedding(config.vision_config).to(device, dtype)
+        network.model.rotary_emb = Qwen2VLRotaryEmbedding(config.text_config).to(device, dtype)
+        with safe_open(folder / CHECKPOINT, framework="pt") as file:
+            weights = {
+                key: file.get_tensor(key).to(device, torch.float32 if key.startswith("rm_head.") else dtype)
+                for key in network.state_dict()
+            }
+        network.load_state_dict(weights, assign=True)
+        return cls(network.requires_grad_(False).eval(), preprocessor)
+
+    @torch.no_grad()
+    def score(self, images: Images, prompts: Sequence[str]) -> Float[Tensor, "b 2"]:
+        """(mu, raw sigma) of each image for its prompt; mu is the reward, exp(raw sigma) its spread.
+
+        Images are a tensor in [0, 1] (rounded to 8 bits, no gradient), PIL images or paths. Raises ValueError, naming
+        the sample, for a prompt with a special token, an image outside [0, 1] or a score that is not finite.
+        """
+        device = next(self.network.parameters()).device
+        inputs = self.preprocessor(images, prompts)
+        scores = self.network(Inputs(**{name: tensor.to(device) for name, tensor in vars(inputs).items()}))
+        for i in (~scores.isfinite().all(-1)).nonzero().flatten().tolist():
+            raise ValueError(f"HPSv3: the score of sample {i} is {scores[i].tolist()} (prompt {prompts[i]!r})")
+        return scores
+
+
+def skeleton(config: Qwen2VLConfig, checkpoint: Path) -> HPSv3Network:
+    """The network of this checkpoint without weights (meta device), every key and shape compared with the file."""
+    shapes = checkpoint_shapes(checkpoint)
+    heads = ("rm_head.0.weight", "rm_head.3.weight")
+    absent = [key for key in heads if key not in shapes]
+    if absent:
+        raise ValueError(f"{checkpoint}: missing {', '.join(absent)}; this is not an HPSv3 checkpoint")
+    with torch.device("meta"):
+        network = HPSv3Network(config, (shapes[heads[0]][0], shapes[heads[1]][0]))
+    wanted = {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
+    problems = [f"missing {key}" for key in wanted.keys() - shapes.keys()]
+    problems += [f"unexpected {key}" for key in shapes.keys() - wanted.keys() - UNUSED_KEYS]
+    problems += [
+        f"{key} is {shapes[key]}, config.json wants {wanted[key]}"
+        for key in wanted.keys() & shapes.keys()
+        if shapes[key] != wanted[key]
+    ]
+    if problems:
+        shown = "; ".join(sorted(problems)[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise ValueError(f"{checkpoint} does not fit its base's config.json: {shown}; import it with the right --base")
+    return network
+
+
+def checkpoint_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Shape by key, from the header alone."""
+    try:
+        with safe_open(checkpoint, framework="pt") as file:
+            keys = file.keys()
+            return {key: tuple(file.get_slice(key).get_shape()) for key in keys}
+    except SafetensorError as error:
+        raise ValueError(f"{checkpoint}: not a whole safetensors file ({error}); copy it again") from error
+
+
+def fit(height: int, width: int, pixels: int, multiple: int) -> tuple[int, int]:
+    """Height and width as multiples of `multiple`, about `pixels` in all, the aspect ratio nearly kept."""
+    if max(height, width) > LONGEST_ASPECT * min(height, width):
+        raise ValueError(f"HPSv3: an image of {height}x{width} is longer than {LONGEST_ASPECT}:1; crop it")
+    rounded = [max(1, round(side / multiple)) * multiple for side in (height, width)]
+    area = math.prod(rounded)
+    if area == pixels:
+        return rounded[0], rounded[1]
+    # The order of operations is Qwen2-VL's: rounding sends 102x102 to 476x476, where exact arithmetic says 448x448.
+    if area > pixels:
+        shrink = math.sqrt(height * width / pixels)
+        fitted = [math.floor(side / shrink / multiple) * multiple for side in (height, width)]
+    else:
+        grow = math.sqrt(pixels / (height * width))
+        fitted = [math.ceil(side * grow / multiple) * multiple for side in (height, width)]
+    if 0 in fitted:
+        raise ValueError(f"HPSv3: an image of {height}x{width} is too narrow for {pixels} pixels; crop it")
+    return fitted[0], fitted[1]
+
+
+def ranking_loss(preferred: Float[Tensor, "b 2"], other: Float[Tensor, "b 2"], nodes: int = 24) -> Float[Tensor, ""]:
+    """Uncertainty-aware ranking loss, the mean over pairs of E[-log sigmoid(z)] (HPSv3, arXiv:2508.03789).
+
+    Each score is a Gaussian of mean mu and deviation exp(raw sigma), so z ~ N(mu_p - mu_o, var_p + var_o). The package
+    draws 1000 samples of z; here the expectation is Gauss-Hermite quadrature, without noise.
+    """
+    points, weights = (preferred.new_tensor(values) for values in np.polynomial.hermite_e.hermegauss(nodes))
+    spread = (preferred[:, 1:].exp().square() + other[:, 1:].exp().square()).sqrt()
+    z = preferred[:, :1] - other[:, :1] + spread * points
+    return (nn.functional.softplus(-z) @ (weights / weights.sum())).mean()
+
+
+def _as_pil(images: Images) -> list[Image.Image]:
+    if not isinstance(images, Tensor):
+        return [image if isinstance(image, Image.Image) else Image.open(image) for image in images]
+    if images.ndim != 4 or images.shape[1] != 3:
+        raise ValueError(f"HPSv3: images of shape {tuple(images.shape)}, expected [b, 3, h, w]")
+    low, high = (images.flatten(1).amin(1), images.flatten(1).amax(1))
+    for i in (~((low >= 0) & (high <= 1))).nonzero().flatten().tolist():
+        raise ValueError(f"HPSv3: image {i} spans {float(low[i])}..{float(high[i])}, expected values in [0, 1]")
+    bytes_ = (images.float() * 255).round().to("cpu", torch.uint8).movedim(1, -1).numpy()
+    return [Image.fromarray(pixels) for pixels in bytes_]
+
+
+def _read_json(path: Path, keys: tuple[str, ...]) -> dict:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    missing = [key for key in keys if key not in content]
+    if missing:
+        raise ValueError(f"{path}: missing {', '.join(missing)}; import the folder again")
+    return content
