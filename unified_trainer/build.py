@@ -41,7 +41,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     elif run.data.path:
         source = ParquetClips(run.data.path, codec, latent_shape)
     else:
-        source = render_clips(run.data.num_clips, codec, run.video, run.seed)
+        source = render_clips(run.data, codec, run.video, run.seed)
     feed = Feed(source, codec, method.plan(), latent_shape, run.sampler.negative_prompt, run.seed, mesh)
     validation = Validation(run.validation, codec, reward, run.sampler, latent_shape, mesh)
     return Built(Trainer(method, {"student": student}, feed, mesh, seed=run.seed), validation, counts)

@@ -1,5 +1,7 @@
 """Sharding a network over the ranks."""
 
+import warnings
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -11,6 +13,8 @@ def shard(network: nn.Module, blocks: nn.ModuleList, mesh: Mesh) -> None:
     """FSDP2 in place, block by block and the rest as the root; a single rank keeps the network as it is."""
     if mesh.shards is None:
         return
+    # diffusers' networks return a view; FSDP2 warns of in-place operations on it, and there are none.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for block in blocks:
         fully_shard(block, mesh=mesh.shards)
     fully_shard(network, mesh=mesh.shards)

@@ -1,0 +1,49 @@
+"""Reward and judge of a run over its steps, as a picture: python scripts/plot_run.py RUN OUT.png"""
+
+import json
+from pathlib import Path
+
+import matplotlib
+import tyro
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+
+def main(run: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -> None:
+    """Draw the curves.
+
+    Args:
+        run: The run directory.
+        out: The picture to write.
+    """
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    curve(left, rows, "train/reward", label="rollouts", color="0.7")
+    steps, reward = curve(left, rows, "validation/reward", label="held-out prompts", marker="o")
+    spread = column(rows, "validation/reward_std")[1][0]
+    left.axhspan(reward[0] - spread, reward[0] + spread, alpha=0.12, label="starting spread over samples, 1 std")
+    left.set(xlabel="training step", ylabel="reward", xlim=(0, steps[-1]))
+    left.legend(fontsize=8)
+    for name in ("judge", "judge_colour", "judge_shape", "judge_direction"):
+        label = "all right" if name == "judge" else name.removeprefix("judge_")
+        curve(right, rows, f"validation/{name}", label=label, linewidth=2.5 if name == "judge" else 1, marker="o")
+    right.set(xlabel="training step", ylabel="share of samples right", ylim=(0, 1.02), xlim=(0, steps[-1]))
+    right.legend(fontsize=8)
+    figure.savefig(out, dpi=120)
+
+
+def curve(axes: plt.Axes, rows: list[dict[str, float]], name: str, **style: object) -> tuple[list[float], list[float]]:
+    steps, values = column(rows, name)
+    axes.plot(steps, values, **style)
+    return steps, values
+
+
+def column(rows: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of one metric."""
+    found = [(row["step"], row[name]) for row in rows if name in row]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
