@@ -45,6 +45,8 @@ def train(run: RunConfig) -> None:
     built = build(run, mesh)
     trainer = built.trainer
     start = trainer.resume(output) if run.resume else 0
+    if start > run.steps:
+        raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
     carried = trainer.init_from(run.init_from) if run.init_from and not run.resume else None
     if mesh.is_main:
         output.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,9 @@ class Built:
 
 def build(run: RunConfig, mesh: Mesh) -> Built:
     """Everything that `run` names, with the roles that its method's constructor asks for."""
+    run.algorithm.check(run.sampler)
+    plan = run.algorithm.plan()
+    counts = plan.table(mesh.size)
     prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     family, folder = family_of(run.student.path)
     codec = family.codec(folder, mesh.device)
@@ -35,13 +38,12 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     method_type, _ = METHODS[run.method]
     parts = {"config": run.algorithm, "sampler": run.sampler, "student": student, "reward": reward}
     method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters})
-    counts = method.plan().table(mesh.size)
     if not method.learns_from_data:
         source: Source = Prompts(prompts)
     elif run.data.path:
         source = ParquetClips(run.data.path, codec, latent_shape)
     else:
         source = render_clips(run.data, codec, run.video, run.seed)
-    feed = Feed(source, codec, method.plan(), latent_shape, run.sampler.negative_prompt, run.seed, mesh)
+    feed = Feed(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
     validation = Validation(run.validation, codec, reward, run.sampler, latent_shape, mesh)
     return Built(Trainer(method, {"student": student}, feed, mesh, seed=run.seed), validation, counts)

@@ -112,9 +112,10 @@ def _drop_after(file: Path, step: int) -> None:
     """Forget the lines that a resumed run will write again."""
     if not file.is_file():
         return
-    kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= step]
+    lines = file.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]  # the last may be cut
     building = file.with_suffix(".tmp")
-    building.write_text("".join(f"{line}\n" for line in kept))
+    building.write_text("".join(kept))
     os.replace(building, file)
 
 

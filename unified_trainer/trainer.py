@@ -114,7 +114,7 @@ class Trainer:
             for step in range(start, steps):
                 metrics = self.step(step)
                 done = step + 1
-                metrics["samples_per_second"] = watch.rate(self.method.plan().table(self.mesh.size)["samples"])
+                metrics["samples_per_second"] = watch.rate(self.feed.samples)
                 metrics["peak_memory_gib_max"] = peak_memory(self.mesh.device)
                 tracker.log(done, {f"train/{name}": value for name, value in metrics.items()}, advance=True)
                 stop = self.mesh.any(bool(asked)) and done < steps

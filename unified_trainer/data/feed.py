@@ -36,12 +36,13 @@ class Feed:
         self._source, self._codec, self._plan, self._mesh, self._seed = source, codec, plan, mesh, seed
         self._latent_shape = latent_shape
         self._negative_prompt = negative_prompt
+        self.samples = plan.prompts * plan.num_samples  # of one training step, over all ranks
 
     def batch(self, step: int) -> Batch:
         """This rank's share of the step's samples."""
         positions = self._plan.rank_samples(self._mesh.rank, self._mesh.size)
-        first = step * self._plan.prompts
-        indices = [self._index(first + position // self._plan.num_samples) for position in positions]
+        rows = self._rows(step)
+        indices = [rows[position // self._plan.num_samples] for position in positions]
         latents = self._source.latents(indices)
         return make_batch(
             self._codec,
@@ -53,10 +54,14 @@ class Feed:
             latents=None if latents is None else latents.to(self._mesh.device),
         )
 
-    def _index(self, count: int) -> int:
-        """The source's row that comes `count`-th since the start of the run."""
-        epoch, place = divmod(count, len(self._source))
-        return int(generator(self._seed, "epoch", epoch).permutation(len(self._source))[place])
+    def _rows(self, step: int) -> list[int]:
+        """The source's rows of the whole step: epoch after epoch, each in its own order."""
+        size, count = len(self._source), self._plan.prompts
+        first = step * count
+        epochs = range(first // size, (first + count - 1) // size + 1)
+        order = [row for epoch in epochs for row in generator(self._seed, "epoch", epoch).permutation(size).tolist()]
+        start = first - epochs.start * size
+        return order[start : start + count]
 
 
 def make_batch(

@@ -9,6 +9,7 @@ from torch import Tensor
 from unified_trainer.batching import BatchPlan
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch
 
 
@@ -26,12 +27,22 @@ class Loss:
     metrics: dict[str, float | Tensor] = field(default_factory=dict)
 
 
+class Algorithm(Protocol):
+    """A method's own settings."""
+
+    def check(self, sampler: SamplerConfig) -> None:
+        """Raise ValueError, naming the key, for what cannot be; called before any weight is loaded."""
+        ...
+
+    def plan(self) -> BatchPlan:
+        """How a training step's batch divides."""
+        ...
+
+
 class Method(Protocol):
     """An algorithm. Its roles are its constructor's keyword-only arguments."""
 
     learns_from_data: ClassVar[bool]  # whether batches bring clean latents
-
-    def plan(self) -> BatchPlan: ...
 
     def generators(self, batch: Batch) -> list[Batch]:
         """The parts of this rank's batch that `step` is called on, in lockstep."""

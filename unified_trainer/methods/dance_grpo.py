@@ -38,6 +38,21 @@ class DanceGRPOConfig:
     advantage_clip: float = 5.0  # largest absolute advantage
     reward_threshold: float = float("-inf")  # a group whose mean reward is below it teaches nothing
 
+    def check(self, sampler: SamplerConfig) -> None:
+        if self.num_samples < 2:
+            raise ValueError("algorithm.num_samples must be at least 2: a group of one has no advantage")
+        if sampler.num_steps < 2:
+            raise ValueError("sampler.num_steps must be at least 2: the last transition is not trained")
+        if self.kernel == "ode" or self.eta <= 0:
+            raise ValueError("algorithm.kernel must be stochastic and algorithm.eta above 0: else there is no policy")
+        if not 0 < self.timestep_fraction <= 1:
+            raise ValueError(f"algorithm.timestep_fraction must be in (0, 1], not {self.timestep_fraction}")
+
+    def plan(self) -> BatchPlan:
+        names = ("num_prompts", "num_samples", "prompts_per_update", "update_batch")
+        keys = tuple(f"algorithm.{name}" for name in names)
+        return BatchPlan(self.num_prompts, self.num_samples, self.prompts_per_update, self.update_batch, keys)
+
 
 class DanceGRPO:
     """Roll out, score, compare within the group, and raise the density of what was better."""
@@ -45,26 +60,12 @@ class DanceGRPO:
     learns_from_data = False
 
     def __init__(self, config: DanceGRPOConfig, sampler: SamplerConfig, *, student: Trainable, reward: Reward) -> None:
-        if config.num_samples < 2:
-            raise ValueError("algorithm.num_samples must be at least 2: a group of one has no advantage")
-        if sampler.num_steps < 2:
-            raise ValueError("sampler.num_steps must be at least 2: the last transition is not trained")
-        if config.kernel == "ode" or config.eta <= 0:
-            raise ValueError("algorithm.kernel must be stochastic and algorithm.eta above 0: else there is no policy")
-        if not 0 < config.timestep_fraction <= 1:
-            raise ValueError(f"algorithm.timestep_fraction must be in (0, 1], not {config.timestep_fraction}")
         self.config = config
         self.sampler = sampler
         self.sigmas = sampler.sigmas()
         self.student = student
         self.reward = reward
         self._checked = False
-
-    def plan(self) -> BatchPlan:
-        c = self.config
-        names = ("num_prompts", "num_samples", "prompts_per_update", "update_batch")
-        keys = tuple(f"algorithm.{name}" for name in names)
-        return BatchPlan(c.num_prompts, c.num_samples, c.prompts_per_update, c.update_batch, keys)
 
     def generators(self, batch: Batch) -> list[Batch]:
         return [batch]  # the whole rank: groups are compared before anything is learnt

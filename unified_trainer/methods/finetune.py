@@ -11,6 +11,7 @@ from unified_trainer.methods.base import Loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Trainable
+from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch
 
 
@@ -21,6 +22,14 @@ class FinetuneConfig:
     shift: float = 3.0  # of the uniform noise levels towards noise; 1 is none
     caption_dropout: float = 0.1  # share of clips trained on the negative prompt, for guidance
 
+    def check(self, sampler: SamplerConfig) -> None:
+        if not 0 <= self.caption_dropout <= 1:
+            raise ValueError(f"algorithm.caption_dropout must be in [0, 1], not {self.caption_dropout}")
+
+    def plan(self) -> BatchPlan:
+        keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")
+        return BatchPlan(self.batch_size, 1, self.batch_size, self.micro_batch, keys)
+
 
 class Finetune:
     """loss = mean |velocity(x_sigma) - (noise - x0)|^2, one shifted-uniform noise level per clip."""
@@ -30,11 +39,6 @@ class Finetune:
     def __init__(self, config: FinetuneConfig, *, student: Trainable) -> None:
         self.config = config
         self.student = student
-
-    def plan(self) -> BatchPlan:
-        config = self.config
-        keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")
-        return BatchPlan(config.batch_size, 1, config.batch_size, config.micro_batch, keys)
 
     def generators(self, batch: Batch) -> list[Batch]:
         return batch.split(self.config.micro_batch)

@@ -45,7 +45,7 @@ class Mesh:
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""
-        return bool(self.gather(torch.tensor([flag], device=self.device)).any())
+        return bool(self.gather(torch.tensor([int(flag)], device=self.device)).any())
 
     def barrier(self) -> None:
         if self.size > 1:
