@@ -113,6 +113,7 @@ def finetune(start: Path, run: Path, out: Path, seed: int) -> None:
     weights = {f"student/ema/{key}": p.data for key, p in network.named_parameters()}
     newest, _ = checkpoint.newest(run)
     checkpoint.load(newest, weights, Mesh(torch.device("cpu")))
+    network.register_to_config(_name_or_path="")
     network.save_pretrained(out)
 
 
@@ -150,7 +151,7 @@ def measure_base(wan: Path, seed: int) -> dict[str, float]:
     measured = {}
     for name, sampler in {
         "guided": SamplerConfig(num_steps=30, shift=3.0, guidance_scale=3.0),
-        "unguided_8_steps": SamplerConfig(num_steps=8, shift=3.0, guidance_scale=1.0),
+        "unguided_2_steps": SamplerConfig(num_steps=2, shift=3.0, guidance_scale=1.0),
     }.items():
         hits: dict[str, list[torch.Tensor]] = {}
         for start in range(0, len(samples), 48):

@@ -31,10 +31,10 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    num_samples: int = 32  # videos generated and scored each time, from fixed prompts and noise
-    batch: int = 32  # samples at a time
+    num_samples: int = 48  # videos generated and scored each time, from fixed prompts and noise
+    batch: int = 48  # samples at a time
     seed: int = 1000  # of the noise
-    prompts: Path | None = None  # file with one prompt a line; the tiny world's held-out captions by default
+    prompts: Path | None = None  # file with one prompt a line; by default captions of the tiny world that are not trained on
     num_videos: int = 4  # of the samples, how many are written as mp4 and on the contact sheet
     averaged: bool = True  # sample with the averaged weights when the student keeps any
 

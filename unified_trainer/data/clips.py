@@ -1,13 +1,13 @@
 """Clips to learn from: the tiny world's, rendered and encoded when the run starts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.data.shapes import COLOURS, FRAMES, PHRASINGS, SHAPES, SIZE, TRAINING, Subject, draw_clip, render
+from unified_trainer.data.shapes import FRAMES, PHRASINGS, SIZE, TRAINING, draw_clip, render
 from unified_trainer.models.base import Codec
 
 ENCODE_BATCH = 32
@@ -24,7 +24,6 @@ class VideoConfig:
 class DataConfig:
     path: Path | None = None  # folder of FastVideo t2v parquet files to learn from; clips of the tiny world by default
     num_clips: int = 512  # rendered clips of the tiny world, if no path is given
-    wrong_captions: float = 0.0  # share of their captions that name another colour; and, apart from that, another shape
 
 
 @dataclass(frozen=True)
@@ -51,16 +50,7 @@ def render_clips(config: DataConfig, codec: Codec, video: VideoConfig, seed: int
     generator = torch.Generator().manual_seed(seed)
     subjects = [TRAINING[i % len(TRAINING)] for i in range(config.num_clips)]
     drawn = [draw_clip(subject, generator) for subject in subjects]
-    captions = [_caption(subject, config.wrong_captions, generator) for subject in subjects]
+    phrasings = torch.randint(len(PHRASINGS), (config.num_clips,), generator=generator).tolist()
+    captions = tuple(subject.caption(phrasing) for subject, phrasing in zip(subjects, phrasings, strict=True))
     parts = [drawn[i : i + ENCODE_BATCH] for i in range(0, len(drawn), ENCODE_BATCH)]
-    return Clips(tuple(captions), torch.cat([codec.encode(render(part)) for part in parts]))
-
-
-def _caption(subject: Subject, wrong: float, generator: torch.Generator) -> str:
-    """A caption in a random phrasing, wrong as often as web captions are made to be."""
-    for name, values in (("colour", tuple(COLOURS)), ("shape", SHAPES)):
-        if torch.rand((), generator=generator) < wrong:
-            others = [value for value in values if value != getattr(subject, name)]
-            pick = int(torch.randint(len(others), (), generator=generator))
-            subject = replace(subject, **{name: others[pick]})
-    return subject.caption(int(torch.randint(len(PHRASINGS), (), generator=generator)))
+    return Clips(captions, torch.cat([codec.encode(render(part)) for part in parts]))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_trainer.data.shapes import HELD_OUT, PHRASINGS, TRAINING
+from unified_trainer.data.shapes import HELD_OUT, PHRASINGS, SUBJECTS
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,20 @@ class Prompts:
 
 
 def training_prompts() -> tuple[str, ...]:
-    """Every training subject in every phrasing."""
-    return tuple(subject.caption(phrasing) for subject in TRAINING for phrasing in range(len(PHRASINGS)))
+    """Every training subject in every phrasing but the one it is validated in."""
+    return tuple(
+        subject.caption(phrasing)
+        for i, subject in enumerate(SUBJECTS)
+        for phrasing in range(len(PHRASINGS))
+        if subject not in HELD_OUT and phrasing != i % len(PHRASINGS)
+    )
 
 
 def validation_prompts(count: int) -> tuple[str, ...]:
-    """The subjects held out of training, phrasing by phrasing."""
-    captions = [subject.caption(phrasing) for phrasing in range(len(PHRASINGS)) for subject in HELD_OUT]
-    return tuple(captions[i % len(captions)] for i in range(count))
+    """Captions that are no training prompts: every subject in one phrasing, the subjects held out altogether first."""
+    captions = [(subject not in HELD_OUT, subject.caption(i % len(PHRASINGS))) for i, subject in enumerate(SUBJECTS)]
+    ordered = [caption for _, caption in sorted(captions, key=lambda row: row[0])]
+    return tuple(ordered[i % len(ordered)] for i in range(count))
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:

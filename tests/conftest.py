@@ -1,0 +1,40 @@
+"""Types and shapes of the product are checked while the tests run; runs are deterministic and on one thread."""
+
+import hypothesis
+import jaxtyping
+import pytest
+import torch
+
+jaxtyping.install_import_hook("unified_trainer", "checking.check")  # before the first import of the product
+
+import helpers  # noqa: E402
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Tests that draw with torch's own generator draw the same every time."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def unchecked():
+    """The product without the type hook: what a caller outside the tests sees when a name is wrong."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="session")
+def codec():
+    """The tiny world's text encoder and causal VAE."""
+    return helpers.tiny_codec()
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """Where a run of the test may write."""
+    return tmp_path / "run"

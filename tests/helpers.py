@@ -1,0 +1,251 @@
+"""Small real parts of the product, built in one place for all tests."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file, save_file
+
+from unified_trainer.__main__ import main
+from unified_trainer.data.clips import Clips
+from unified_trainer.data.feed import Feed, make_batch
+from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
+from unified_trainer.methods.finetune import Finetune, FinetuneConfig
+from unified_trainer.models.wan import WanCodec, WanModel
+from unified_trainer.parallel.fsdp import full
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.registry import TINY
+from unified_trainer.roles.reward import Reward, RewardConfig
+from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.sampling import SamplerConfig
+from unified_trainer.trainer import Trainer
+
+REPO = Path(__file__).parents[1]
+WAN, HPSV3 = TINY / "wan", TINY / "hpsv3"
+CPU = torch.device("cpu")
+ALONE = Mesh(CPU)
+LATENT_SHAPE = (16, 2, 2, 2)  # of 5 frames of 32 x 32 pixels
+CAPTIONS = ("a red circle moving left", "a blue square moving up", "a green triangle moving down", "yellow circle")
+
+
+def flags(settings: dict[str, object]) -> list[str]:
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+SHORT = {"steps": 1, "validate-every": 0, "validation.num-samples": 2}
+# Flags of the smallest run of each method; later flags win.
+SMALL = {
+    "dance_grpo": flags(
+        {"method": "dance_grpo", "video.frames": 5, "video.height": 32, "video.width": 32, "sampler.num-steps": 4}
+        | {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
+        | {"algorithm.rollout-batch": 4, "algorithm.update-batch": 4}
+        | SHORT
+    ),
+    "finetune": flags(
+        {"method": "finetune", "data.num-clips": 4, "sampler.num-steps": 2}
+        | {"algorithm.batch-size": 2, "algorithm.micro-batch": 1}
+        | SHORT
+    ),
+}
+
+
+@functools.cache
+def tiny_codec() -> WanCodec:
+    return WanCodec.load(WAN, CPU)
+
+
+def small_model(seed: int = 0) -> WanModel:
+    """A fresh Wan transformer of two blocks, the same for the same seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        network = WanTransformer3DModel(
+            patch_size=(1, 1, 1),
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=16,
+            out_channels=16,
+            text_dim=32,
+            freq_dim=16,
+            ffn_dim=32,
+            num_layers=2,
+            rope_max_seq_len=16,
+        )
+    return WanModel(network)
+
+
+class Recorder(Trainable):
+    """A student that keeps the gradient of every update, and moves only if asked to."""
+
+    def __init__(self, role: TrainableConfig | None = None, *, moves: bool = False, mesh: Mesh = ALONE) -> None:
+        super().__init__("student", small_model(), role or TrainableConfig(clip_norm=0.0), mesh)
+        self.moves = moves
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def step(self) -> dict[str, float]:
+        self.gradients.append(gradients(self.network))
+        if self.moves:
+            return super().step()
+        self.network.zero_grad()
+        return {}
+
+
+def gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The whole gradient of every weight that has one."""
+    return {key: full(p.grad).clone() for key, p in network.named_parameters() if p.grad is not None}
+
+
+def weights(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {key: full(p.detach()).clone() for key, p in network.named_parameters()}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
+    assert left.keys() == right.keys()
+    for key in left:
+        assert torch.equal(left[key], right[key]), key
+
+
+def assert_near(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    """Every tensor within `tolerance` of the largest value of all; no gradient is lost, and they are not all zero."""
+    assert left.keys() == right.keys()
+    largest = max(float(value.abs().max()) for value in right.values())
+    assert largest > 0
+    for key in left:
+        torch.testing.assert_close(left[key], right[key], rtol=tolerance, atol=tolerance * largest, msg=key)
+
+
+@dataclass
+class Calls:
+    """What a network was asked: one row per call."""
+
+    x_t: list[torch.Tensor] = field(default_factory=list)
+    sigma: list[torch.Tensor] = field(default_factory=list)
+    text: list[torch.Tensor] = field(default_factory=list)
+    graph: list[bool] = field(default_factory=list)  # whether the call was made for a backward pass
+
+    @classmethod
+    def of(cls, role: Trainable) -> "Calls":
+        """Listens to the role's network from now on."""
+        calls = cls()
+
+        def note(module, arguments):
+            x_t, time, text = arguments
+            calls.x_t.append(x_t.detach().clone())
+            calls.sigma.append(time.double() / 1000)
+            calls.text.append(text.detach().clone())
+            calls.graph.append(torch.is_grad_enabled())
+
+        role.network.register_forward_pre_hook(note)
+        return calls
+
+    def where(self, graph: bool) -> list[int]:
+        return [i for i, has in enumerate(self.graph) if has is graph]
+
+
+class MeanScorer:
+    """Outside scorer: the mean of an image plus a hundredth of its prompt's length."""
+
+    def score(self, images, prompts):
+        value = images.flatten(1).mean(1) + torch.tensor([len(prompt) / 100 for prompt in prompts])
+        return torch.stack([value, torch.zeros_like(value)], 1)
+
+
+class ScriptedScorer:
+    """Outside scorer: hands out the given rewards in order, again from the start when they are used up."""
+
+    def __init__(self, rewards, before=lambda: None) -> None:
+        self.rewards, self.before, self.given = list(rewards), before, 0
+
+    def score(self, images, prompts):
+        self.before()
+        values = [self.rewards[(self.given + i) % len(self.rewards)] for i in range(len(images))]
+        self.given += len(images)
+        return torch.tensor([[value, 0.0] for value in values])
+
+
+def small_batch(count: int = 2, **changes):
+    """Conditions of `count` captions, no latents."""
+    prompts = [CAPTIONS[i % len(CAPTIONS)] for i in range(count)]
+    ids = list(range(count))
+    return make_batch(tiny_codec(), prompts, "", LATENT_SHAPE, prompt_ids=ids, sample_ids=ids, **changes)
+
+
+def finetune(config: FinetuneConfig, *, mesh: Mesh = ALONE, clips: int = 8, seed: int = 0, **recorder) -> Trainer:
+    """A trainer of the small network on random latents; `trainer.roles["student"]` records."""
+    student = Recorder(mesh=mesh, **recorder)
+    method = Finetune(config, student=student)
+    encoded = torch.randn(clips, *LATENT_SHAPE, generator=torch.Generator().manual_seed(7))
+    source = Clips(tuple(CAPTIONS[i % 3] for i in range(clips)), encoded)
+    feed = Feed(source, tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    return Trainer(method, {"student": student}, feed, mesh, seed=seed)
+
+
+def dance_grpo(
+    config: DanceGRPOConfig,
+    *,
+    sampler: SamplerConfig = SamplerConfig(num_steps=4, guidance_scale=1.0),  # noqa: B008  (frozen)
+    scorer=None,
+    mesh: Mesh = ALONE,
+    seed: int = 0,
+    **recorder,
+) -> Trainer:
+    """A trainer of the small network on `CAPTIONS`; `trainer.roles["student"]` records."""
+    student = Recorder(mesh=mesh, **recorder)
+    reward = Reward(scorer or MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
+    method = DanceGRPO(config, sampler, student=student, reward=reward)
+    feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    return Trainer(method, {"student": student}, feed, mesh, seed=seed)
+
+
+def run(method: str, output: Path, *extra: str) -> None:
+    """A small run in this process; it must end well."""
+    assert main([*SMALL[method], "--output", str(output), *extra]) == 0
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl without what depends on the machine."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "per_second" not in k and "memory" not in k} for line in lines]
+
+
+def checkpoint_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint written by one rank."""
+    (file,) = (folder / "checkpoints" / f"step_{step}").glob("*.safetensors")
+    return load_file(file)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content, to show that nothing was touched."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to))
+
+
+def rewrite(file: Path, change) -> None:
+    """Change the tensors of a safetensors file in place."""
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "unified_trainer", *words]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of a subprocess that finds this checkout's product."""
+    return os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"} | extra
+
+
+def shell(*words: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)

@@ -1,0 +1,119 @@
+"""Two gloo ranks are one: equal gradients, equal metrics, and a checkpoint that one rank continues.
+
+The ranks are subprocesses started once; they may abort at interpreter exit, so what they wrote is what counts.
+"""
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ALONE, REPO, assert_near, assert_same, environment, files_of, metrics_of
+from safetensors.torch import load_file
+
+from unified_trainer.__main__ import main
+
+sys.path.insert(0, str(Path(__file__).parent))
+import two_ranks
+
+RANKS = 2
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start(rank: int, port: int, words: list[str]) -> subprocess.Popen:
+    extra = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = environment(**{key: str(value) for key, value in extra.items()})
+    return subprocess.Popen(words, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def on_two_ranks(*words: str) -> str:
+    """Runs a Python program on both ranks; what they said."""
+    port = free_port()
+    processes = [start(rank, port, [sys.executable, *words]) for rank in range(RANKS)]
+    return "".join(process.communicate(timeout=300)[0] for process in processes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where both ranks wrote what they computed."""
+    out = tmp_path_factory.mktemp("ranks")
+    said = on_two_ranks(two_ranks.__file__, str(out))
+    assert (out / "program" / "checkpoints" / "step_2" / "manifest.json").is_file(), said
+    return out
+
+
+@pytest.fixture(scope="module")
+def tensors(folder):
+    return load_file(folder / "tensors.safetensors")
+
+
+@pytest.fixture(scope="module")
+def metrics(folder):
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+@pytest.mark.parametrize("method", two_ranks.METHODS)
+def test_gradients_are_those_of_one_rank(tensors, method):
+    """FSDP2 averages over ranks what each rank averaged over its samples: the mean over all of them."""
+    alone, _ = two_ranks.gradients(method, ALONE)
+    assert_near(below(tensors, f"{method}/gradients/"), alone, 1e-4 if method == "dance_grpo" else 1e-5)
+
+
+@pytest.mark.parametrize("method", two_ranks.METHODS)
+def test_metrics_are_those_of_one_rank(metrics, method):
+    """Of all ranks, not of the main one: rewards, losses, and the largest log-ratio."""
+    _, alone = two_ranks.gradients(method, ALONE)
+    assert metrics[method] == pytest.approx(alone, rel=1e-4, abs=1e-6)
+
+
+def test_the_weights_were_sharded(metrics):
+    assert metrics["shards"] == "DTensor"
+
+
+def test_the_mesh_gathers_in_rank_order(metrics):
+    assert metrics["gathered"] == [[0.0, 0.0], [1.0, 1.0]]
+    assert metrics["any"] == [True, False]
+
+
+@pytest.mark.parametrize("method", two_ranks.METHODS)
+def test_one_rank_continues_what_two_saved(folder, tensors, method):
+    """Weights, moments, averaged weights and counters; the shards of an average are whole, not one rank's."""
+    one = two_ranks.trainer(method, ALONE, moves=True)
+    assert one.resume(folder / method) == 2
+    assert_same(two_ranks.whole(one), below(tensors, f"{method}/state/"))
+    assert one.roles["student"].updates == (2 if method == "finetune" else 4)
+    assert torch.equal(two_ranks.averaged(one), tensors[f"{method}/averaged"])
+
+
+def test_two_ranks_learn_what_one_does(tensors):
+    """After two updates with clipping and warm-up; AdamW turns rounding of tiny gradients into 1e-5 of a step."""
+    one = two_ranks.trainer("finetune", ALONE, moves=True)
+    for step in range(2):
+        one.step(step)
+    state = two_ranks.whole(one)
+    for kind in ("weights", "ema"):
+        assert_near(below(tensors, f"finetune/state/student/{kind}/"), below(state, f"student/{kind}/"), 1e-3)
+
+
+def test_the_program_on_two_ranks_resumes_on_one(folder, tmp_path):
+    """One run directory, written by the main rank, with the metrics of one rank."""
+    two, one = folder / "program", tmp_path / "one"
+    assert main([*two_ranks.PROGRAM, "--output", str(one)]) == 0
+    for left, right in zip(metrics_of(two), metrics_of(one), strict=True):
+        assert left == pytest.approx(right, rel=1e-2, abs=1e-3)
+    assert sorted(files_of(two / "validation")) == sorted(files_of(one / "validation"))
+    assert main(["--resume", str(two), "--steps", "3"]) == 0
+    assert [line["step"] for line in metrics_of(two)] == [0, 1, 2, 2, 3, 3]

@@ -1,0 +1,93 @@
+"""What the ranks of tests/parallel/test_two_ranks.py run: `python two_ranks.py FOLDER`, with torchrun's environment.
+
+Writes what each part gave into FOLDER, from the main rank; the test compares it with the same functions on one rank.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from helpers import SMALL, ScriptedScorer, dance_grpo, finetune, flags
+
+from unified_trainer import __main__ as program
+from unified_trainer import checkpoint
+from unified_trainer.methods.dance_grpo import DanceGRPOConfig
+from unified_trainer.methods.finetune import FinetuneConfig
+from unified_trainer.parallel.fsdp import full
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.sampling import SamplerConfig
+from unified_trainer.trainer import Trainer
+
+REWARDS = (1.0, 2.0, 4.0, 5.0, 9.0, 1.0, -1.0, 1.0)
+GRPO = DanceGRPOConfig(
+    num_prompts=2, num_samples=4, prompts_per_update=1, rollout_batch=2, update_batch=2, timestep_fraction=0.5
+)
+MOVING = TrainableConfig(learning_rate=1e-3, ema_decay=0.5, clip_norm=0.1, warmup_updates=3)
+METHODS = ("finetune", "dance_grpo")
+PROGRAM = SMALL["dance_grpo"] + flags(
+    {"steps": 2, "validate-every": 2, "validation.num-videos": 1, "student.ema-decay": 0.5}
+    | {"algorithm.update-batch": 2, "algorithm.rollout-batch": 2}
+)
+
+
+def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
+    recorder = {"mesh": mesh, "moves": moves, "role": MOVING if moves else None}
+    if method == "finetune":
+        config = FinetuneConfig(batch_size=8, micro_batch=2, caption_dropout=0.5)
+        return finetune(config, **recorder)
+    one = dance_grpo(GRPO, sampler=SamplerConfig(num_steps=4, guidance_scale=2.0), scorer=None, **recorder)
+    batch = one.feed.batch(0)  # the rewards of this rank's samples, whatever rank holds them
+    one.method.reward._scorer = ScriptedScorer([REWARDS[sample] for sample in batch.sample_ids])
+    return one
+
+
+def gradients(method: str, mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The gradients of one training step's updates, and its metrics."""
+    one = trainer(method, mesh)
+    metrics = one.step(0)
+    flat = {f"{i}/{key}": g for i, row in enumerate(one.roles["student"].gradients) for key, g in row.items()}
+    return flat, metrics
+
+
+def whole(one: Trainer) -> dict[str, torch.Tensor]:
+    """The state of a trainer, unsharded."""
+    return {key: full(value).clone() for key, value in one.tensors().items()}
+
+
+def averaged(one: Trainer) -> torch.Tensor:
+    """A weight as validation would see it."""
+    with one.roles["student"].averaged():
+        return full(one.roles["student"].network.proj_out.weight.detach()).clone()
+
+
+def main(folder: Path) -> None:
+    mesh = Mesh.join("cpu")
+    tensors, metrics = {}, {}
+    for method in METHODS:
+        grads, metrics[method] = gradients(method, mesh)
+        tensors |= {f"{method}/gradients/{key}": value for key, value in grads.items()}
+        one = trainer(method, mesh, moves=True)
+        for step in range(2):
+            one.step(step)
+        checkpoint.save(folder / method / "checkpoints", 2, one.tensors(), mesh, 1)
+        tensors |= {f"{method}/state/{key}": value for key, value in whole(one).items()}
+        tensors[f"{method}/averaged"] = averaged(one)
+    metrics["shards"] = type(next(one.roles["student"].network.parameters())).__name__
+    metrics["any"] = [mesh.any(mesh.rank == 1), mesh.any(False)]
+    metrics["gathered"] = mesh.gather(torch.full((1, 2), float(mesh.rank))).tolist()
+    if mesh.is_main:
+        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "tensors.safetensors")
+        (folder / "metrics.json").write_text(json.dumps(metrics | {"config": dataclasses.asdict(GRPO)}, default=str))
+    mesh.barrier()
+    program.main([*PROGRAM, "--output", str(folder / "program")])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

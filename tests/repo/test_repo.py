@@ -1,0 +1,289 @@
+"""The repository itself: layers, style, what the house forbids, and that its documents tell the truth."""
+
+import ast
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from helpers import REPO, shell
+
+from unified_trainer import config as settings
+from unified_trainer.config import RunConfig
+from unified_trainer.registry import METHODS
+
+PACKAGE = REPO / "unified_trainer"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted(path for path in (REPO / "tests").rglob("*.py") if path != Path(__file__))
+DOCUMENTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
+ALGORITHMS = {name: config for name, (_, config) in METHODS.items()}
+TEXTS = {path: path.read_text(encoding="utf-8") for path in SOURCES}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(REPO))
+
+
+# Layers and style.
+
+
+def tool(name: str) -> str:
+    import sys
+
+    return str(Path(sys.executable).parent / name)
+
+
+def test_the_layers_hold():
+    done = shell(tool("lint-imports"), "--no-cache")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("words", [("check",), ("format", "--check")])
+def test_ruff_passes(words):
+    done = shell(tool("ruff"), *words, "--no-cache", "unified_trainer", "tests", "scripts")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def imports_of(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(TEXTS[path])))
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return modules | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+
+
+@pytest.mark.parametrize("name", ["flow", "policy", "surrogates", "advantages"])
+def test_the_numbers_need_torch_only(name):
+    allowed = {"torch", "jaxtyping", "math", "typing", "collections.abc", "unified_trainer.flow"}
+    assert imports_of(PACKAGE / f"{name}.py") <= allowed
+
+
+def test_the_trainer_names_no_method_and_no_family():
+    words = {*METHODS, "wan", "hpsv3", "grpo", "finetune"}
+    text = (PACKAGE / "trainer.py").read_text().lower()
+    assert not [word for word in words if re.search(rf"\b{word}", text)]
+
+
+def test_only_the_registry_and_build_know_methods_and_families():
+    """Methods, families and rewards are named in one place."""
+    concrete = {f"unified_trainer.methods.{name}" for name in METHODS} | {"unified_trainer.models.wan"}
+    knowing = {name_of(path) for path in SOURCES if imports_of(path) & concrete}
+    assert knowing <= {"unified_trainer/registry.py"}
+
+
+# The no-list.
+
+
+@pytest.mark.parametrize(
+    "banned",
+    [
+        r"(?<![\w.])print\(",
+        r"\bpickle\b",
+        r"\bhasattr\(",
+        r"\*\*kwargs",
+        r"nan_to_num",
+        r"except\s*:",
+        r"except BaseException",
+        r"torch\.load\(",
+        r"\bsleep\(",
+        r"_target_",
+        r"is_i2v",
+        r"\bTODO\b",
+        r"\bFIXME\b",
+        r"\bXXX\b",
+        r"os\.environ\.get\(\"UT_",
+    ],
+)
+def test_the_no_list(banned):
+    assert not [name_of(path) for path, text in TEXTS.items() if re.search(banned, text)]
+
+
+def test_getattr_has_no_default():
+    """A default that hides a missing attribute; getattr of a field's name is fine."""
+    for path, text in TEXTS.items():
+        calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and ast.unparse(n.func) == "getattr"]
+        assert all(len(call.args) == 2 for call in calls), name_of(path)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "noise_pred",
+        "model_output",
+        "pred_original_sample",
+        "prev_sample",
+        "real_score",
+        "fake_score",
+        "num_generations",
+        "timesteps",
+    ],
+)
+def test_words_of_the_house(word):
+    assert not [name_of(path) for path, text in TEXTS.items() if re.search(rf"\b{word}\b", text)]
+
+
+def test_there_is_no_drawer_for_everything():
+    assert not [name_of(path) for path in SOURCES if path.stem in ("utils", "util", "common", "misc")]
+
+
+def test_only_one_file_names_accelerators():
+    """cuda, npu and their libraries live in parallel/device.py; a default of `auto` elsewhere is no device."""
+    naming = [p for p, text in TEXTS.items() if re.search(r"\bcuda\b|\bnccl\b|\bhccl\b|torch_npu|\.cuda\(", text)]
+    assert [name_of(path) for path in naming] == ["unified_trainer/parallel/device.py"]
+
+
+def test_tests_do_not_sleep_or_mock():
+    texts = {path: path.read_text(encoding="utf-8") for path in TESTS}
+    assert not [name_of(p) for p, text in texts.items() if re.search(r"\bsleep\(|unittest\.mock|MagicMock", text)]
+
+
+def test_methods_do_not_inherit():
+    for path in (PACKAGE / "methods").glob("*.py"):
+        for node in ast.walk(ast.parse(TEXTS[path])):
+            if isinstance(node, ast.ClassDef):
+                assert {ast.unparse(base) for base in node.bases} <= {"Protocol"}, name_of(path)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_every_module_says_what_it_is(path):
+    assert ast.get_docstring(ast.parse(TEXTS[path]))
+
+
+def test_the_assets_are_small():
+    size = sum(path.stat().st_size for path in (PACKAGE / "assets").rglob("*") if path.is_file())
+    assert size <= 12e6
+
+
+# Settings.
+
+
+def fields_of(kind: type, prefix: str = "") -> list[tuple[type, str, str]]:
+    """Owner, flag and name of every setting below a config class."""
+    found = []
+    for field in dataclasses.fields(kind):
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        if dataclasses.is_dataclass(default):
+            found += fields_of(type(default), f"{prefix}{field.name}.")
+        elif field.name != "algorithm":
+            found.append((kind, f"{prefix}{field.name}", field.name))
+    return found
+
+
+SETTINGS = fields_of(RunConfig) + [row for kind in ALGORITHMS.values() for row in fields_of(kind, "algorithm.")]
+
+
+@pytest.mark.parametrize(("owner", "flag", "name"), SETTINGS, ids=lambda value: value if isinstance(value, str) else "")
+def test_every_setting_is_read(owner, flag, name):
+    """`.name` is used somewhere; a key that nobody reads is a lie. How --config is read: as a word of the flags."""
+    readers = [path for path, text in TEXTS.items() if re.search(rf"\.{name}\b(?!\s*=[^=])", text)]
+    if name == "config":
+        readers = [path for path, text in TEXTS.items() if '"--config"' in text]
+    assert readers, f"{owner.__name__}.{name} is read by nothing"
+
+
+@pytest.mark.parametrize("kind", sorted({owner for owner, _, _ in SETTINGS}, key=lambda kind: kind.__name__))
+def test_every_setting_says_what_it_is(kind):
+    """The comment of each field is its help text."""
+    owners = [(p, text) for p, text in TEXTS.items() if re.search(rf"^class {kind.__name__}\b", text, re.M)]
+    ((path, text),) = owners
+    body = text.split(f"class {kind.__name__}")[1].split("\n\n\n")[0]
+    bare = [line.strip() for line in body.splitlines() if re.match(r"    \w+: ", line) and "#" not in line]
+    nested = [line for line in bare if "default_factory" in line]
+    assert bare == nested, f"{name_of(path)}: without a comment"
+
+
+@pytest.mark.parametrize("recipe", sorted(settings.RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_recipe_parses_for_every_method(recipe, method):
+    run = settings.parse(["--recipe", recipe.stem, "--method", method], ALGORITHMS)
+    assert (run.recipe, run.method) == (recipe.stem, method)
+
+
+def test_no_recipe_has_a_section_of_no_method():
+    for recipe in settings.RECIPES.glob("*.yaml"):
+        assert settings._load(recipe).keys() <= {"common", *METHODS}, recipe
+
+
+# Documents.
+
+
+def code_lines(path: Path) -> list[str]:
+    """The lines of a document's code blocks, comments and continuations resolved."""
+    text = path.read_text(encoding="utf-8")
+    blocks = re.finditer(r"```\w*\n(?P<fenced>.*?)```|(?P<indented>(?:^    .+\n)+)", text, re.S | re.M)
+    joined = "\n".join(block["fenced"] or block["indented"] for block in blocks).replace("\\\n", " ")
+    return [line.strip() for line in joined.splitlines()]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Document and flags of every `python -m unified_trainer` in the documents."""
+    found = []
+    for path in DOCUMENTS:
+        for line in code_lines(path) if path.is_file() else []:
+            if "-m unified_trainer" in line:
+                words = shlex.split(line, comments=True)
+                found.append((name_of(path), words[words.index("unified_trainer") + 1 :]))
+    return found
+
+
+def test_the_readme_shows_the_two_commands_first():
+    lines = code_lines(REPO / "README.md")
+    assert [line.split()[:2] for line in lines[:2]] == [["make", "demo"], ["make", "test"]]
+
+
+@pytest.mark.parametrize(("document", "flags"), commands(), ids=lambda value: " ".join(value)[:60])
+def test_the_commands_of_the_documents_parse(document, flags, tmp_path, capsys):
+    """With a saved config where a document names a run directory."""
+    if flags[0] == "import-hpsv3":
+        assert flags[1::2] == ["--base", "--checkpoint", "--out"]
+        return
+    settings.save(settings.parse([], ALGORITHMS), tmp_path / "config.yaml")
+    places = {"--resume": str(tmp_path), "--config": str(tmp_path / "config.yaml")}
+    for i, flag in enumerate(flags[:-1]):
+        flags[i + 1] = places.get(flag, flags[i + 1])
+    if "--help" in flags:
+        with pytest.raises(SystemExit, match="0"):
+            settings.parse(flags, ALGORITHMS)
+    else:
+        settings.parse(flags, ALGORITHMS)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_what_a_document_links_to_is_there(path):
+    text = path.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_files_a_document_names_are_there(path):
+    text = path.read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:unified_trainer|scripts|tests|docs)/[\w./-]+\.\w+)`", text))
+    assert not [name for name in named if not (REPO / name).exists()]
+
+
+def known_names() -> set[str]:
+    """Every function, class, method, attribute and setting of the package."""
+    names = {flag for _, flag, _ in SETTINGS}
+    for text in TEXTS.values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+    return names
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_settings_a_document_names_exist(path):
+    """`section.key` in backticks, where the section is one of ours."""
+    sections = {flag.split(".")[0] for _, flag, _ in SETTINGS if "." in flag}
+    pattern = rf"`(?:--)?((?:{'|'.join(sorted(sections))})\.[\w-]+)"
+    named = {name.replace("-", "_") for name in re.findall(pattern, path.read_text(encoding="utf-8"))}
+    files = {f"{section}.{kind}" for section in sections for kind in ("py", "yaml", "json", "md")}
+    assert named - files <= known_names()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_functions_a_document_names_exist(path):
+    called = set(re.findall(r"`(?:\w+\.)*(\w+)\([^`]*\)`", path.read_text(encoding="utf-8")))
+    foreign = {"from_pretrained", "int", "exp", "min", "max"}
+    assert called - foreign <= known_names()

@@ -1,0 +1,406 @@
+"""The command line: every bad input is one clear message before anything is written, and a run can be followed."""
+
+import json
+import os
+import shutil
+
+import av
+import pytest
+import torch
+import yaml
+from helpers import (
+    HPSV3,
+    SMALL,
+    WAN,
+    assert_same,
+    checkpoint_of,
+    command,
+    copy_of,
+    files_of,
+    metrics_of,
+    rewrite,
+    run,
+    shell,
+)
+from PIL import Image
+
+from unified_trainer.__main__ import main
+from unified_trainer.registry import METHODS
+
+TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
+VAE = "vae/diffusion_pytorch_model.safetensors"
+TEXT_ENCODER = "text_encoder/model.safetensors"
+
+
+@pytest.fixture
+def wan(tmp_path):
+    """A copy of the tiny model to spoil."""
+    return copy_of(WAN, tmp_path / "wan")
+
+
+@pytest.fixture
+def hpsv3(tmp_path):
+    return copy_of(HPSV3, tmp_path / "hpsv3")
+
+
+@pytest.fixture
+def refused(run_folder, capsys):
+    """Run with these flags; they must be refused with code 2 before a file is written. Gives the message."""
+
+    def attempt(*flags: str, method: str = "dance_grpo") -> str:
+        capsys.readouterr()
+        try:
+            code = main([*SMALL[method], "--output", str(run_folder), *flags])
+        except SystemExit as stop:  # how the parser ends
+            code = stop.code
+        said = capsys.readouterr()
+        assert code == 2, said
+        assert not run_folder.exists()
+        assert "Traceback" not in said.err
+        return said.err
+
+    return attempt
+
+
+# Keys and names.
+
+
+def test_an_unknown_key_comes_with_the_nearest(refused):
+    message = refused("--student.learning-rat", "1")
+    assert "--student.learning-rat" in message and "--student.learning-rate" in message
+
+
+def test_an_unknown_key_in_a_file_names_the_file(refused, tmp_path):
+    file = tmp_path / "saved.yaml"
+    file.write_text("student: {learning_rat: 0.1}\n")
+    message = refused("--config", str(file))
+    assert "learning-rat" in message.replace("_", "-") and str(file) in message
+
+
+@pytest.mark.parametrize(
+    ("flag", "near"), [("--method=dance_gpro", "dance_grpo"), ("--recipe=tinny", "tiny"), ("--method=fine", "finetune")]
+)
+def test_an_unknown_method_or_recipe_comes_with_the_nearest(refused, flag, near):
+    message = refused(flag)
+    name = flag.split("=")[1]
+    assert f"{name!r} is not known; did you mean {near}?" in message
+
+
+def test_a_key_of_another_method_is_unknown(refused):
+    assert "eta" in refused("--algorithm.eta", "0.3", method="finetune")
+
+
+@pytest.mark.parametrize("flags", [["--steps", "many"], ["--seed", "0.5"], ["--device", "tpu"]])
+def test_a_value_of_another_type_names_its_key(refused, flags):
+    assert flags[0] in refused(*flags)
+
+
+def test_the_exit_code_of_the_program_is_2(run_folder):
+    done = shell(*command("--method", "dance_gpro", "--output", str(run_folder)))
+    assert done.returncode == 2 and "did you mean dance_grpo?" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 and not run_folder.exists()
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "{a: [}\n"])
+def test_a_saved_file_that_is_not_settings_is_named(refused, tmp_path, text):
+    (tmp_path / "odd.yaml").write_text(text)
+    assert "odd.yaml" in refused("--config", str(tmp_path / "odd.yaml"))
+
+
+# Folders.
+
+
+@pytest.mark.parametrize("key", ["student", "reward"])
+def test_a_missing_folder_is_named(refused, tmp_path, key):
+    assert str(tmp_path / "absent") in refused(f"--{key}.path", str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model_index.json",
+        "transformer/config.json",
+        TRANSFORMER,
+        "vae/config.json",
+        VAE,
+        "text_encoder/config.json",
+        TEXT_ENCODER,
+        "tokenizer/tokenizer.json",
+    ],
+)
+def test_a_file_that_is_not_there_is_named(refused, wan, name):
+    (wan / name).unlink()
+    message = refused("--student.path", str(wan))
+    assert str((wan / name).parent) in message
+
+
+def test_a_missing_tokenizer_is_named(refused, wan):
+    shutil.rmtree(wan / "tokenizer")
+    assert str(wan / "tokenizer") in refused("--student.path", str(wan))
+
+
+@pytest.mark.parametrize("name", [TRANSFORMER, VAE, TEXT_ENCODER])
+def test_a_file_cut_short_is_named(refused, wan, name):
+    whole = (wan / name).read_bytes()
+    (wan / name).write_bytes(whole[: len(whole) // 2])
+    assert str(wan / name) in refused("--student.path", str(wan))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        (TRANSFORMER, "proj_out.bias"),
+        (VAE, "decoder.conv_out.bias"),
+        (TEXT_ENCODER, "encoder.block.1.layer.1.DenseReluDense.wo.weight"),
+    ],
+)
+def test_a_tensor_that_is_not_there_is_named(refused, wan, name, key):
+    """Not filled with random numbers: a half-converted text encoder would otherwise pass for one."""
+    rewrite(wan / name, lambda tensors: tensors.pop(key))
+    message = refused("--student.path", str(wan))
+    assert key in message and str((wan / name).parent) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        (TRANSFORMER, "proj_out.bias"),
+        (VAE, "decoder.conv_out.bias"),
+        (TEXT_ENCODER, "encoder.block.1.layer.1.DenseReluDense.wo.weight"),
+    ],
+)
+def test_a_nan_in_the_weights_is_named(refused, wan, name, key):
+    rewrite(wan / name, lambda tensors: tensors[key].view(-1)[:1].fill_(torch.nan))
+    message = refused("--student.path", str(wan))
+    assert key in message and "not finite" in message and str((wan / name).parent) in message
+
+
+def test_a_half_written_reward_is_named(refused, hpsv3):
+    (hpsv3 / "hpsv3.json").unlink()
+    assert "hpsv3.json" in refused("--reward.path", str(hpsv3))
+
+
+def test_another_pipeline_is_named(refused, wan):
+    (wan / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    assert "FluxPipeline is not supported; have WanPipeline" in refused("--student.path", str(wan))
+
+
+# A score that is not finite.
+
+
+@pytest.mark.parametrize("validate_every", ["0", "1"])
+def test_a_nan_in_the_reward_stops_the_run(run_folder, hpsv3, capsys, validate_every):
+    """It names the sample, in the first rollout or validation, and no metric or checkpoint is written."""
+    rewrite(hpsv3 / "HPSv3.safetensors", lambda tensors: tensors["rm_head.5.bias"].fill_(torch.nan))
+    flags = ["--reward.path", str(hpsv3), "--validate-every", validate_every]
+    assert main([*SMALL["dance_grpo"], "--output", str(run_folder), *flags]) == 2
+    assert "the score of sample 0 is [nan, nan]" in capsys.readouterr().err
+    assert (run_folder / "metrics.jsonl").read_text() == ""
+    assert not (run_folder / "checkpoints").exists()
+
+
+# Numbers that do not fit.
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--algorithm.num-samples", "1"], "algorithm.num_samples must be at least 2: a group of one"),
+        (["--algorithm.num-prompts", "3"], "algorithm.num_prompts % algorithm.prompts_per_update must be 0: 3 % 2"),
+        (["--algorithm.prompts-per-update", "0"], "algorithm.num_prompts % algorithm.prompts_per_update"),
+        (["--algorithm.update-batch", "3"], "% algorithm.update_batch must be 0: 4 % 3"),
+        (["--algorithm.update-batch", "0"], "% algorithm.update_batch must be 0: 4 % 0"),
+        (["--algorithm.rollout-batch", "0"], "algorithm.rollout_batch must be at least 1"),
+        (["--video.frames", "6"], "video.frames must be 4k + 1 for this VAE, not 6"),
+        (["--video.frames", "0"], "video.frames must be 4k + 1 for this VAE, not 0"),
+        (["--video.frames", "-3"], "video.frames must be 4k + 1 for this VAE, not -3"),
+        (["--video.width", "33"], "video.width must be a multiple of 16 for this VAE, not 33"),
+        (["--video.height", "0"], "video.height must be a multiple of 16 for this VAE, not 0"),
+        (["--validation.num-samples", "1"], "validation.num_samples must be at least 2"),
+        (["--reward.batch", "0"], "reward.batch must be at least 1"),
+        (["--student.ema-decay", "1.5"], "ema_decay must be in [0, 1), not 1.5"),
+    ],
+)
+def test_numbers_that_do_not_fit_name_their_key(refused, flags, message):
+    assert message in refused(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--algorithm.micro-batch", "3"], "% algorithm.micro_batch must be 0: 2 % 3"),
+        (["--video.frames", "5"], "video.frames"),
+        (["--data.num-clips", "0"], "data.num_clips"),
+    ],
+)
+def test_finetune_numbers_that_do_not_fit_name_their_key(refused, flags, message):
+    assert message in refused(*flags, method="finetune")
+
+
+# Prompt files.
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("red\n\nblue\n", "prompts.txt: line 2 is blank"),
+        ("red\nblue\nred\n", "prompts.txt: line 3 repeats line 1"),
+        ("", "prompts.txt is empty"),
+    ],
+)
+@pytest.mark.parametrize("key", ["--prompts", "--validation.prompts"])
+def test_a_bad_prompt_file_is_named_with_its_line(refused, tmp_path, key, text, message):
+    (tmp_path / "prompts.txt").write_text(text)
+    said = refused(key, str(tmp_path / "prompts.txt"))
+    assert message in said and key in said
+
+
+def test_a_missing_prompt_file_is_named(refused, tmp_path):
+    assert "absent.txt: no such file" in refused("--prompts", str(tmp_path / "absent.txt"))
+
+
+# A run a person can follow.
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory):
+    """A run of the tiny world's own size with everything that a person looks at."""
+    folder = tmp_path_factory.mktemp("followed") / "run"
+    flags = "--steps 2 --validate-every 2 --validation.num-samples 4 --validation.batch 3 --validation.num-videos 3"
+    size = "--video.frames 17 --video.height 64 --video.width 64 --student.ema-decay 0.5"
+    run("dance_grpo", folder, *flags.split(), *size.split())
+    return folder
+
+
+def test_metrics_have_their_names(followed):
+    validation, first, second, last = metrics_of(followed)
+    assert [line["step"] for line in (validation, first, second, last)] == [0, 1, 2, 2]
+    judged = {"judge", "judge_colour", "judge_shape", "judge_direction"}
+    expected = {"step"} | {f"validation/{name}" for name in {"reward", "reward_std"} | judged}
+    assert validation.keys() == last.keys() == expected
+    assert {"train/reward", "train/log_ratio", "train/student/grad_norm", "train/student/learning_rate"} <= first.keys()
+    assert first.keys() == second.keys()
+    raw = json.loads((followed / "metrics.jsonl").read_text().splitlines()[1])
+    assert raw["train/samples_per_second"] > 0
+    assert first["train/log_ratio_abs_max"] == 0
+
+
+def test_validation_can_be_looked_at(followed):
+    for step in (0, 2):
+        folder = followed / "validation" / f"step_{step}"
+        assert sorted(path.name for path in folder.iterdir()) == ["0.mp4", "1.mp4", "2.mp4", "contact_sheet.png"]
+        for file in folder.glob("*.mp4"):
+            with av.open(str(file)) as video:
+                frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+            assert len(frames) == 17 and frames[0].shape == (64, 64, 3)
+        with Image.open(folder / "contact_sheet.png") as sheet:
+            assert sheet.width == 6 * 128 and sheet.height == 3 * (128 + 14)
+
+
+def test_the_judge_watches_only_its_own_world(run_folder):
+    """Other sizes and prompts have no judge; a run of them still validates."""
+    run("dance_grpo", run_folder, "--validate-every", "1")
+    assert not any("judge" in key for line in metrics_of(run_folder) for key in line)
+
+
+@pytest.mark.parametrize("size", [("32", "64"), ("64", "32")])
+def test_a_size_that_shares_one_side_with_the_judge(run_folder, size):
+    flags = ["--validate-every", "1", "--video.height", size[0], "--video.width", size[1]]
+    run("dance_grpo", run_folder, *flags)
+    assert not any("judge" in key for line in metrics_of(run_folder) for key in line)
+
+
+def test_validation_is_the_same_before_any_learning(run_folder):
+    """Fixed prompts and noise: with learning rate 0 every validation gives the first one's numbers."""
+    flags = ["--steps", "2", "--validate-every", "1", "--student.learning-rate", "0", "--seed", "5"]
+    run("dance_grpo", run_folder, *flags)
+    rows = [{k: v for k, v in line.items() if k != "step"} for line in metrics_of(run_folder) if len(line) < 7]
+    assert len(rows) == 3 and rows[0] == rows[1] == rows[2]
+
+
+def test_validation_does_not_touch_the_run(tmp_path):
+    """With and without it the training is the same."""
+    often, never = tmp_path / "often", tmp_path / "never"
+    run("dance_grpo", often, "--steps", "2", "--validate-every", "1", "--student.ema-decay", "0.5")
+    run("dance_grpo", never, "--steps", "2", "--student.ema-decay", "0.5")
+    assert_same(checkpoint_of(often, 2), checkpoint_of(never, 2))
+
+
+def test_the_saved_settings_run_again(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    run("dance_grpo", first, "--steps", "2", "--algorithm.eta", "0.25", "--student.betas", "0.5", "0.9")
+    assert main(["--config", str(first / "config.yaml"), "--output", str(second)]) == 0
+    assert metrics_of(second) == metrics_of(first)
+    assert_same(checkpoint_of(second, 2), checkpoint_of(first, 2))
+    one, other = (yaml.safe_load((folder / "config.yaml").read_text()) for folder in (first, second))
+    assert one == other
+    assert one["algorithm"]["eta"] == 0.25 and one["student"]["betas"] == [0.5, 0.9]
+
+
+def test_a_seed_changes_the_run_and_the_same_repeats_it(tmp_path):
+    for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
+        run("dance_grpo", tmp_path / name, "--seed", seed)
+    a, b, c = (metrics_of(tmp_path / name) for name in "abc")
+    assert a == b and a != c
+
+
+def test_own_prompts(run_folder, tmp_path):
+    (tmp_path / "mine.txt").write_text("a red circle moving left\nsomething of my own\n")
+    (tmp_path / "held.txt").write_text("another of my own\n")
+    flags = ["--prompts", str(tmp_path / "mine.txt"), "--validation.prompts", str(tmp_path / "held.txt")]
+    run("dance_grpo", run_folder, "--validate-every", "1", *flags)
+    assert all("validation/judge" not in line for line in metrics_of(run_folder))
+    saved = yaml.safe_load((run_folder / "config.yaml").read_text())
+    assert saved["prompts"] == str(tmp_path / "mine.txt")
+
+
+def test_without_a_name_a_run_gets_a_free_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert main([*SMALL["dance_grpo"]]) == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["dance_grpo-1", "dance_grpo-2"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_help_tells_every_key_with_its_meaning(method, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--method", method, "--help"])
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert stop.value.code == 0
+    for words in (
+        "--steps",
+        "--student.learning-rate",
+        "after the warm-up",
+        "--init-from",
+        "in unified_trainer/recipes",
+    ):
+        assert words in said
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch: a slower kernel
+def test_bf16_trains(run_folder):
+    """The replay is exact in bf16 too: both sides are rounded alike."""
+    run("dance_grpo", run_folder, "--student.precision", "bf16")
+    assert metrics_of(run_folder)[0]["train/log_ratio_abs_max"] == 0
+
+
+# Trackers.
+
+
+def test_tensorboard_and_wandb(run_folder):
+    """In a process of its own: both bring threads and warnings that are not ours."""
+    trackers = ["--tracking.tensorboard", "True", "--tracking.wandb", "offline"]
+    done = shell(*command(*SMALL["dance_grpo"], "--output", str(run_folder), *trackers))
+    assert done.returncode == 0, done.stderr
+    (events,) = (run_folder / "tensorboard").iterdir()
+    assert b"train/reward" in events.read_bytes()
+    (file,) = run_folder.glob("wandb/offline-run-*/*.wandb")
+    assert os.path.getsize(file) > 0
+
+
+def test_a_refused_run_leaves_other_files_alone(run_folder, tmp_path, capsys):
+    """A folder that holds something else keeps it."""
+    run_folder.mkdir()
+    (run_folder / "notes.txt").write_text("mine")
+    assert main([*SMALL["dance_grpo"], "--output", str(run_folder), "--video.frames", "6"]) == 2
+    assert files_of(run_folder) == {"notes.txt": b"mine"}

@@ -1,0 +1,100 @@
+"""The feed: every prompt once an epoch, a new order each epoch, a pure function of the step, the ranks a partition."""
+
+import pytest
+import torch
+from helpers import ALONE, CPU, LATENT_SHAPE
+
+from unified_trainer.batching import BatchPlan
+from unified_trainer.data.clips import Clips
+from unified_trainer.data.feed import Feed, make_batch
+from unified_trainer.data.prompts import Prompts
+from unified_trainer.parallel.mesh import Mesh
+
+WORDS = ("red", "green", "blue", "yellow", "left", "right")
+PROMPTS = tuple(f"a {word} circle" for word in WORDS)
+
+
+def feed(codec, prompts=2, num_samples=1, seed=0, mesh=ALONE, source=None, per_update=None) -> Feed:
+    plan = BatchPlan(prompts, num_samples, per_update or prompts, 1, ("P", "n", "G", "micro"))
+    return Feed(source or Prompts(PROMPTS), codec, plan, LATENT_SHAPE, "", seed, mesh)
+
+
+def epochs(codec, per_step: int, count: int, seed: int = 0) -> list[tuple[str, ...]]:
+    """The prompts of `count` epochs, epoch by epoch."""
+    one = feed(codec, per_step, seed=seed)
+    steps = count * len(PROMPTS) // per_step
+    flat = [prompt for step in range(steps) for prompt in one.batch(step).prompts]
+    return [tuple(flat[i : i + len(PROMPTS)]) for i in range(0, len(flat), len(PROMPTS))]
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 4])
+def test_every_prompt_once_before_any_comes_again(codec, per_step):
+    """Also with 4 prompts a step of 6, where a step reaches into the next epoch."""
+    for epoch in epochs(codec, per_step, 2):
+        assert sorted(epoch) == sorted(PROMPTS)
+
+
+def test_every_epoch_and_every_seed_has_its_own_order(codec):
+    orders = epochs(codec, 2, 3) + epochs(codec, 2, 3, seed=1)
+    assert len(set(orders)) == len(orders)
+
+
+def test_a_batch_is_a_function_of_the_step_alone(codec):
+    """Asked again, out of order, by another feed: the same. So a resumed run needs no cursor."""
+    first, second = feed(codec), feed(codec)
+    forward = [first.batch(step) for step in range(4)]
+    backward = [second.batch(step) for step in reversed(range(4))][::-1]
+    for one, other in zip(forward, backward, strict=True):
+        assert (one.prompts, one.prompt_ids, one.sample_ids) == (other.prompts, other.prompt_ids, other.sample_ids)
+        assert torch.equal(one.cond.text, other.cond.text)
+
+
+def test_a_group_is_the_samples_of_one_prompt(codec):
+    batch = feed(codec, prompts=2, num_samples=3).batch(0)
+    assert batch.prompts == (batch.prompts[0],) * 3 + (batch.prompts[3],) * 3
+    assert batch.prompt_ids == (batch.prompt_ids[0],) * 3 + (batch.prompt_ids[3],) * 3
+    assert batch.prompt_ids[0] != batch.prompt_ids[3]
+    assert batch.sample_ids == (0, 1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_ranks_hold_the_batch_between_them(codec, ranks):
+    """Every sample on one rank, with the prompt and id it has in a run of one rank."""
+    whole = feed(codec, prompts=4, num_samples=4, per_update=2).batch(3)
+    expected = dict(zip(whole.sample_ids, zip(whole.prompts, whole.prompt_ids, strict=True), strict=True))
+    held = {}
+    for rank in range(ranks):
+        part = feed(codec, prompts=4, num_samples=4, per_update=2, mesh=Mesh(CPU, rank, ranks)).batch(3)
+        assert len(part) == len(whole) // ranks
+        assert not held.keys() & set(part.sample_ids)
+        held |= dict(zip(part.sample_ids, zip(part.prompts, part.prompt_ids, strict=True), strict=True))
+    assert held == expected
+
+
+def test_clips_bring_their_own_latents(codec):
+    encoded = torch.arange(6.0).view(6, 1, 1, 1, 1).expand(6, *LATENT_SHAPE).contiguous()
+    batch = feed(codec, prompts=3, source=Clips(PROMPTS, encoded)).batch(1)
+    assert [PROMPTS[int(value)] for value in batch.latents[:, 0, 0, 0, 0]] == list(batch.prompts)
+    assert feed(codec).batch(0).latents is None
+
+
+def test_a_batch_splits_and_keeps_its_rows_together(codec):
+    latents = torch.randn(3, *LATENT_SHAPE)
+    prompts = list(PROMPTS[:3])
+    batch = make_batch(codec, prompts, "", LATENT_SHAPE, prompt_ids=[5, 6, 7], sample_ids=[0, 1, 2], latents=latents)
+    parts = batch.split(2)
+    assert [len(part) for part in parts] == [2, 1]
+    assert parts[1].prompts == (PROMPTS[2],) and parts[1].prompt_ids == (7,) and parts[1].sample_ids == (2,)
+    assert torch.equal(parts[1].latents, latents[2:])
+    assert torch.equal(parts[1].cond.text, batch.cond.text[2:])
+    assert len(parts[0].cond) == len(parts[0].uncond) == 2
+
+
+def test_conditions_are_those_of_the_prompts(codec):
+    """Each distinct prompt is encoded once and handed to its rows; uncond is the negative prompt on every row."""
+    prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[1]]
+    batch = make_batch(codec, prompts, "green", LATENT_SHAPE, prompt_ids=[1, 0, 1], sample_ids=[0, 1, 2])
+    alone = codec.encode_text([*prompts, "green"]).text
+    torch.testing.assert_close(batch.cond.text, alone[:3])
+    torch.testing.assert_close(batch.uncond.text, alone[3:].expand(3, -1, -1))
+    assert not torch.equal(batch.cond.text[0], batch.cond.text[1])

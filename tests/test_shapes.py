@@ -1,0 +1,115 @@
+"""The judge: right on what was drawn, wrong on everything else, and never right about nothing."""
+
+import pytest
+import torch
+
+from unified_trainer.data.shapes import (
+    BACKGROUND,
+    COLOURS,
+    DIRECTIONS,
+    FRAMES,
+    SHAPES,
+    SIZE,
+    SUBJECTS,
+    Subject,
+    draw_clip,
+    judge,
+    render,
+)
+
+PARTS = {"colour": tuple(COLOURS), "shape": SHAPES, "direction": tuple(DIRECTIONS)}
+OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
+
+
+@pytest.fixture(scope="module")
+def videos() -> torch.Tensor:
+    """One drawing of every subject."""
+    generator = torch.Generator().manual_seed(11)
+    return render([draw_clip(subject, generator) for subject in SUBJECTS])
+
+
+def verdict(video: torch.Tensor, subjects=SUBJECTS) -> dict[str, float]:
+    return {name: float(right.float().mean()) for name, right in judge(video, subjects).items()}
+
+
+def other(part: str, subject: Subject, places: int) -> Subject:
+    """The subject with another colour, shape or direction."""
+    values = PARTS[part]
+    changed = values[(values.index(vars(subject)[part]) + places) % len(values)]
+    return Subject(**vars(subject) | {part: changed})
+
+
+def test_a_render_is_video_in_its_range(videos):
+    assert videos.shape == (len(SUBJECTS), 3, FRAMES, SIZE, SIZE)
+    assert float(videos.min()) >= 0 and float(videos.max()) <= 1
+
+
+def test_every_subject_is_recognised(videos):
+    assert verdict(videos) == {"colour": 1, "shape": 1, "direction": 1, "all": 1}
+
+
+def test_other_drawings_are_recognised_too():
+    generator = torch.Generator().manual_seed(12)
+    subjects = SUBJECTS[::5] * 3
+    assert verdict(render([draw_clip(subject, generator) for subject in subjects]), subjects)["all"] == 1
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_wrong_part_is_wrong_and_the_others_stay_right(videos, part):
+    for places in range(1, len(PARTS[part])):
+        asked = [other(part, subject, places) for subject in SUBJECTS]
+        assert verdict(videos, asked) == {"colour": 1, "shape": 1, "direction": 1, part: 0, "all": 0}
+
+
+def test_played_backwards_it_moves_the_other_way(videos):
+    asked = [Subject(s.colour, s.shape, OPPOSITE[s.direction]) for s in SUBJECTS]
+    assert verdict(videos.flip(2), asked)["all"] == 1
+
+
+def test_left_is_towards_smaller_columns_and_up_towards_smaller_rows():
+    """Drawn here without `render`: a red square of 20 pixels, first and last place given."""
+    for direction, (first, last) in {
+        "left": ((22, 38), (22, 6)),
+        "right": ((22, 6), (22, 38)),
+        "up": ((38, 22), (6, 22)),
+        "down": ((6, 22), (38, 22)),
+    }.items():
+        video = torch.tensor(BACKGROUND).view(1, 3, 1, 1, 1).repeat(1, 1, 5, SIZE, SIZE)
+        for frame in range(5):
+            row, column = (round(a + (b - a) * frame / 4) for a, b in zip(first, last, strict=True))
+            red = torch.tensor(COLOURS["red"]).view(3, 1, 1)
+            video[0, :, frame, row : row + 20, column : column + 20] = red
+        assert verdict(video, [Subject("red", "square", direction)])["all"] == 1
+
+
+def test_a_frozen_object_has_no_direction(videos):
+    frozen = videos[:, :, :1].expand_as(videos)
+    assert verdict(frozen) == {"colour": 1, "shape": 1, "direction": 0, "all": 0}
+
+
+@pytest.mark.parametrize("fill", [BACKGROUND, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.9, 0.15, 0.15)])
+def test_a_blank_video_is_never_right(videos, fill):
+    blank = torch.tensor(fill).view(1, 3, 1, 1, 1).expand_as(videos)
+    found = verdict(blank)
+    assert (found["direction"], found["all"]) == (0, 0)
+
+
+def test_an_empty_ground_shows_nothing(videos):
+    ground = torch.tensor(BACKGROUND).view(1, 3, 1, 1, 1).expand_as(videos)
+    assert verdict(ground) == {"colour": 0, "shape": 0, "direction": 0, "all": 0}
+
+
+def test_noise_is_never_right():
+    noise = torch.rand(len(SUBJECTS), 3, FRAMES, SIZE, SIZE)
+    assert verdict(noise)["all"] == 0
+
+
+def test_a_change_of_colour_on_the_way_is_wrong(videos):
+    half = videos.clone()
+    half[:, :, FRAMES // 2 :] = videos[:, [2, 0, 1]][:, :, FRAMES // 2 :]
+    assert verdict(half)["all"] == 0
+
+
+def test_counts_must_match(videos):
+    with pytest.raises(ValueError, match="judge: 48 videos but 47 subjects"):
+        judge(videos, SUBJECTS[:-1])
