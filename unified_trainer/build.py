@@ -25,6 +25,8 @@ class Built:
 
 def build(run: RunConfig, mesh: Mesh) -> Built:
     """Everything that `run` names, with the roles that its method's constructor asks for."""
+    if run.keep_last < 1:
+        raise ValueError(f"keep_last must be at least 1, not {run.keep_last}")
     run.algorithm.check(run.sampler)
     plan = run.algorithm.plan()
     counts = plan.table(mesh.size)

@@ -34,7 +34,7 @@ class ValidationConfig:
     num_samples: int = 48  # videos generated and scored each time, from fixed prompts and noise
     batch: int = 48  # samples at a time
     seed: int = 1000  # of the noise
-    prompts: Path | None = None  # file with one prompt a line; by default captions of the tiny world that are not trained on
+    prompts: Path | None = None  # file with one prompt a line; by default tiny-world captions not trained on
     num_videos: int = 4  # of the samples, how many are written as mp4 and on the contact sheet
     averaged: bool = True  # sample with the averaged weights when the student keeps any
 

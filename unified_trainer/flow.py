@@ -14,11 +14,13 @@ Sigma = Tensor | float  # one noise level, or one per sample
 
 def shift_sigma(u: Sigma, shift: float) -> Sigma:
     """sigma = s u / (1 + (s - 1) u): the schedule moved towards noise for s > 1 (SD3, arXiv:2403.03206)."""
+    u = promote(u) if isinstance(u, Tensor) else u
     return shift * u / (1 + (shift - 1) * u)
 
 
 def unshift_sigma(sigma: Sigma, shift: float) -> Sigma:
     """The inverse of `shift_sigma`: u = sigma / (s - (s - 1) sigma)."""
+    sigma = promote(sigma) if isinstance(sigma, Tensor) else sigma
     return sigma / (shift - (shift - 1) * sigma)
 
 

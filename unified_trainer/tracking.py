@@ -123,6 +123,9 @@ class Stopwatch:
     """Samples per second since the last reading."""
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
         self._last = time.monotonic()
 
     def rate(self, samples: int) -> float:

@@ -107,10 +107,10 @@ class Trainer:
         def save(step: int) -> None:
             checkpoint.save(output / "checkpoints", step, self.tensors(), self.mesh, keep_last)
 
-        if validate_every and start == 0:
-            validate(0)
-        watch = Stopwatch()
         with _stop_signal() as asked:
+            if validate_every and start == 0:
+                validate(0)
+            watch = Stopwatch()
             for step in range(start, steps):
                 metrics = self.step(step)
                 done = step + 1
@@ -118,15 +118,15 @@ class Trainer:
                 metrics["peak_memory_gib_max"] = peak_memory(self.mesh.device)
                 tracker.log(done, {f"train/{name}": value for name, value in metrics.items()}, advance=True)
                 stop = self.mesh.any(bool(asked)) and done < steps
+                if validate_every and (done % validate_every == 0 or done == steps):
+                    validate(done)
+                    watch.restart()
                 if stop or done == steps or (checkpoint_every and done % checkpoint_every == 0):
-                    save(done)
+                    save(done)  # after the step's validation, which a resumed run does not repeat
                 if stop:
                     tracker.say(f"stopped after step {done}; continue with:")
                     tracker.say(f"  python -m unified_trainer --resume {shlex.quote(str(output))}")
                     return
-                if validate_every and (done % validate_every == 0 or done == steps):
-                    validate(done)
-                    watch.rate(1)
 
 
 @contextmanager

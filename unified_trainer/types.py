@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 Latents = Float[Tensor, "b c t h w"]
-Video = Float[Tensor, "b 3 t h w"]  # in [0, 1]
+Video = Float[Tensor, "b 3 frames height width"]  # in [0, 1]
 PerSample = Float[Tensor, " b"]
 
 

@@ -38,7 +38,7 @@ class Validation:
         if config.prompts is None:
             self._prompts = validation_prompts(config.num_samples)
         else:
-            lines = read_prompts(config.prompts)
+            lines = read_prompts(config.prompts, "--validation.prompts")
             self._prompts = tuple(lines[i % len(lines)] for i in range(config.num_samples))
         self._config, self._codec, self._reward, self._sampler = config, codec, reward, sampler
         self._latent_shape, self._mesh = latent_shape, mesh
@@ -81,7 +81,7 @@ class Validation:
 
     def _judge(self, video: torch.Tensor, prompts: list[str]) -> dict[str, float]:
         """The exact judge, for captions of the tiny world; an independent witness, never a reward."""
-        if video.shape[-1] != SIZE or any(prompt not in SUBJECT_OF_CAPTION for prompt in self._prompts):
+        if video.shape[-2:] != (SIZE, SIZE) or any(prompt not in SUBJECT_OF_CAPTION for prompt in self._prompts):
             return {}
         parts = judge(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
         hits = {name: self._mesh.gather(right.double().to(self._mesh.device)) for name, right in parts.items()}

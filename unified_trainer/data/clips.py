@@ -47,6 +47,8 @@ def render_clips(config: DataConfig, codec: Codec, video: VideoConfig, seed: int
     """Training subjects in turn, phrasings at random, encoded by the codec of the run."""
     if (video.frames, video.height, video.width) != (FRAMES, SIZE, SIZE):
         raise ValueError(f"the tiny world's clips are {FRAMES} x {SIZE} x {SIZE}: set video.frames, height, width so")
+    if config.num_clips < 1:
+        raise ValueError(f"data.num_clips must be at least 1, not {config.num_clips}")
     generator = torch.Generator().manual_seed(seed)
     subjects = [TRAINING[i % len(TRAINING)] for i in range(config.num_clips)]
     drawn = [draw_clip(subject, generator) for subject in subjects]

@@ -39,18 +39,18 @@ def validation_prompts(count: int) -> tuple[str, ...]:
     return tuple(ordered[i % len(ordered)] for i in range(count))
 
 
-def read_prompts(file: Path) -> tuple[str, ...]:
+def read_prompts(file: Path, key: str = "--prompts") -> tuple[str, ...]:
     """One prompt a line; ValueError names the lines that are blank or stand twice."""
     if not file.is_file():
-        raise FileNotFoundError(f"--prompts {file}: no such file")
+        raise FileNotFoundError(f"{key} {file}: no such file")
     lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     first_at: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         if not line:
-            raise ValueError(f"--prompts {file}: line {number} is blank; remove it")
+            raise ValueError(f"{key} {file}: line {number} is blank; remove it")
         if line in first_at:
-            raise ValueError(f"--prompts {file}: line {number} repeats line {first_at[line]} ({line!r}); remove one")
+            raise ValueError(f"{key} {file}: line {number} repeats line {first_at[line]} ({line!r}); remove one")
         first_at[line] = number
     if not lines:
-        raise ValueError(f"--prompts {file} is empty")
+        raise ValueError(f"{key} {file} is empty")
     return tuple(lines)

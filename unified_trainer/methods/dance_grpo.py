@@ -43,6 +43,8 @@ class DanceGRPOConfig:
             raise ValueError("algorithm.num_samples must be at least 2: a group of one has no advantage")
         if sampler.num_steps < 2:
             raise ValueError("sampler.num_steps must be at least 2: the last transition is not trained")
+        if self.rollout_batch < 1:
+            raise ValueError(f"algorithm.rollout_batch must be at least 1, not {self.rollout_batch}")
         if self.kernel == "ode" or self.eta <= 0:
             raise ValueError("algorithm.kernel must be stochastic and algorithm.eta above 0: else there is no policy")
         if not 0 < self.timestep_fraction <= 1:

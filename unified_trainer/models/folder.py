@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-from diffusers import ModelMixin
 from safetensors import SafetensorError, safe_open
 
-M = TypeVar("M", bound=ModelMixin)
+M = TypeVar("M")
 
 
 def check_component(folder: Path, weights: str) -> None:
@@ -27,14 +25,14 @@ def check_component(folder: Path, weights: str) -> None:
             raise ValueError(f"{file} is damaged or cut short ({error}): fetch or write it again") from error
 
 
-def load_strictly(kind: type[M], folder: Path) -> M:
-    """A diffusers model in float32 with exactly the keys and shapes of its config, all weights finite."""
-    check_component(folder, "diffusion_pytorch_model")
-    model, info = kind.from_pretrained(folder, torch_dtype=torch.float32, output_loading_info=True)
+def load_strictly(kind: type[M], folder: Path, weights: str = "diffusion_pytorch_model") -> M:
+    """A model in float32 with exactly the keys and shapes of its config, all weights finite."""
+    check_component(folder, weights)
+    model, info = kind.from_pretrained(folder, output_loading_info=True)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[what]:
             raise ValueError(f"{folder}: {what.replace('_', ' ')} {sorted(map(str, info[what]))[:5]}")
     for name, weight in model.state_dict().items():
         if not bool(weight.isfinite().all()):
             raise ValueError(f"{folder}: weight {name} holds a value that is not finite")
-    return model
+    return model.float()

@@ -9,9 +9,9 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AutoTokenizer, UMT5EncoderModel
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderModel
 
-from unified_trainer.models.folder import check_component, load_strictly
+from unified_trainer.models.folder import load_strictly
 from unified_trainer.types import Latents, PerSample, Video
 
 MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
@@ -63,7 +63,7 @@ class WanCodec:
     def __init__(
         self,
         folder: Path,
-        tokenizer: AutoTokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         text_encoder: UMT5EncoderModel,
         vae: AutoencoderKLWan,
     ) -> None:
@@ -78,18 +78,19 @@ class WanCodec:
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> "WanCodec":
         """Everything of a WanPipeline folder but the transformer, in float32."""
-        check_component(folder / "text_encoder", "model")
+        if not any((folder / "tokenizer" / name).is_file() for name in ("tokenizer.json", "spiece.model")):
+            raise FileNotFoundError(f"{folder / 'tokenizer'} holds neither tokenizer.json nor spiece.model")
         return cls(
             folder,
             AutoTokenizer.from_pretrained(folder / "tokenizer"),
-            UMT5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float32).to(device),
+            load_strictly(UMT5EncoderModel, folder / "text_encoder", "model").to(device),
             load_strictly(AutoencoderKLWan, folder / "vae").to(device),
         )
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         config = self._vae.config
         time, space = config.scale_factor_temporal, config.scale_factor_spatial
-        if frames % time != 1:
+        if frames < 1 or frames % time != 1:
             raise ValueError(f"video.frames must be {time}k + 1 for this VAE, not {frames}")
         for name, size in (("height", height), ("width", width)):
             if size < space or size % space:

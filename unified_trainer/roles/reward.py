@@ -53,7 +53,10 @@ class Reward:
         scores = [
             self._scorer.score(images[i : i + size], captions[i : i + size])[:, 0] for i in range(0, len(images), size)
         ]
-        reward = self.config.scale * torch.cat(scores).float().unflatten(0, frames.shape[:2]).mean(1)
+        scored = torch.cat(scores)
+        if len(scored) != len(images):
+            raise ValueError(f"reward: the scorer gave {len(scored)} scores for {len(images)} images")
+        reward = self.config.scale * scored.float().unflatten(0, frames.shape[:2]).mean(1)
         if not bool(reward.isfinite().all()):
             bad = int((~reward.isfinite()).nonzero()[0, 0])
             raise ValueError(f"reward: the score of sample {bad} ({prompts[bad]!r}) is not finite")
