@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -31,7 +32,8 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS
 
 ROUNDS = 5
-MODEL_CALLS = ((WanModel, "velocity"), (WanCodec, "encode_text"), (WanCodec, "decode"), (HPSv3, "score"))
+FROZEN_CALLS = ((WanCodec, "encode_text"), (WanCodec, "decode"), (HPSv3, "score"))
+TRAINED_CALL = (WanModel, "velocity")
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class Call:
 def record(step: Callable[[], object]) -> list[Call]:
     """Every call of the models while `step` runs."""
     calls: list[Call] = []
+    trained = getattr(*TRAINED_CALL)
     with ExitStack() as patches:
-        for kind, name in MODEL_CALLS:
+        for kind, name in (TRAINED_CALL, *FROZEN_CALLS):
             original = getattr(kind, name)
 
             def note(*args: object, original: Callable = original, label: str = f"{kind.__name__}.{name}") -> Tensor:
-                calls.append(Call(label, partial(original, *args), torch.is_grad_enabled()))
+                grad = torch.is_grad_enabled() and original is trained
+                calls.append(Call(label, partial(original, *args), grad))
                 return original(*args)
 
             patches.enter_context(patch.object(kind, name, note))
@@ -71,6 +75,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def main(argv: list[str]) -> None:
+    transformers.utils.logging.disable_progress_bar()
     run = config.parse(argv, {name: kind for name, (_, kind) in METHODS.items()})
     mesh = Mesh.join(run.device)
     trainer = build(run, mesh).trainer

@@ -18,6 +18,7 @@ import tiny_world_hpsv3
 import tiny_world_vae
 import torch
 import tyro
+import yaml
 from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
@@ -111,7 +112,9 @@ def finetune(start: Path, run: Path, out: Path, seed: int) -> None:
     subprocess.run(command, check=True)
     network = WanTransformer3DModel.from_pretrained(start / "transformer")
     weights = {f"student/ema/{key}": p.data for key, p in network.named_parameters()}
-    newest, _ = checkpoint.newest(run)
+    newest, manifest = checkpoint.newest(run)
+    if manifest["step"] < yaml.safe_load((run / "config.yaml").read_text())["steps"]:
+        raise SystemExit(f"{run} was stopped at step {manifest['step']}; run this script again to continue")
     checkpoint.load(newest, weights, Mesh(torch.device("cpu")))
     network.register_to_config(_name_or_path="")
     network.save_pretrained(out)

@@ -217,9 +217,9 @@ def test_a_tensor_that_is_not_there_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
-        (["--student.learning-rate", "0.5"], "student.learning_rate: 0.0001 -> 0.5"),
+        (["--student.learning-rate", "0.5"], "student.learning_rate: 0.00015 -> 0.5"),
         (["--seed", "3"], "seed: 0 -> 3"),
-        (["--algorithm.eta", "0.1"], "algorithm.eta: 0.3 -> 0.1"),
+        (["--algorithm.eta", "0.1"], "algorithm.eta: 1.0 -> 0.1"),
         (["--sampler.guidance-scale", "4"], "sampler.guidance_scale: 1.0 -> 4.0"),
         (["--video.frames", "9"], "video.frames: 5 -> 9"),
         (["--reward.scale", "2"], "reward.scale: 1.0 -> 2.0"),
