@@ -30,6 +30,7 @@ from unified_trainer.models.wan import WanCodec, WanModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.registry import TINY
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Frozen, RoleConfig
 from unified_trainer.sampling import SamplerConfig, generate
 
@@ -145,12 +146,17 @@ def measure_base(wan: Path, seed: int) -> dict[str, float]:
     """Judge rates of the base model: guided over all 48 subjects, and as the default GRPO run finds it."""
     device = torch.device("cpu")
     codec = WanCodec.load(wan, device)
-    student = Frozen("base", WanModel.load(wan, device), RoleConfig(), Mesh(device))
+    student = Frozen("base", Backbone(WanModel.load(wan, device), Mesh(device)), RoleConfig())
     subjects = [subject for subject in SUBJECTS for _ in range(4)]
     samples = list(range(len(subjects)))
     shape = codec.latent_shape(FRAMES, SIZE, SIZE)
     captions = [subject.caption(i % len(PHRASINGS)) for i, subject in enumerate(subjects)]
     noise = Streams(seed, 0).noise("measure", samples, shape)
+    uncond = codec.encode_text([""])
+
+    def no_draw(step: int) -> torch.Tensor:
+        raise RuntimeError("these samplers draw nothing")
+
     measured = {}
     for name, sampler in {
         "guided": SamplerConfig(num_steps=30, shift=3.0, guidance_scale=3.0),
@@ -159,8 +165,8 @@ def measure_base(wan: Path, seed: int) -> dict[str, float]:
         hits: dict[str, list[torch.Tensor]] = {}
         for start in range(0, len(samples), 48):
             part = slice(start, start + 48)
-            batch = make_batch(codec, captions[part], "", shape, prompt_ids=samples[part], sample_ids=samples[part])
-            video = codec.decode(generate(student, noise[part], batch, sampler))
+            batch = make_batch(codec, captions[part], uncond, shape, prompt_ids=samples[part], sample_ids=samples[part])
+            video = codec.decode(generate(student, noise[part], batch, sampler, no_draw))
             for key, right in judge(video, subjects[part]).items():
                 hits.setdefault(key, []).append(right)
         rows = {key: torch.cat(parts).float() for key, parts in hits.items()}

@@ -23,6 +23,7 @@ from unified_trainer.models.wan import WanCodec, WanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
@@ -85,7 +86,7 @@ class Recorder(Trainable):
     """A student that keeps the gradient of every update, and moves only if asked to."""
 
     def __init__(self, role: TrainableConfig | None = None, *, moves: bool = False, mesh: Mesh = ALONE) -> None:
-        super().__init__("student", small_model(), role or TrainableConfig(clip_norm=0.0), mesh)
+        super().__init__("student", Backbone(small_model(), mesh, trained=True), role or TrainableConfig(clip_norm=0.0))
         self.moves = moves
         self.gradients: list[dict[str, torch.Tensor]] = []
 
@@ -175,7 +176,20 @@ def small_batch(count: int = 2, **changes):
     """Conditions of `count` captions, no latents."""
     prompts = [CAPTIONS[i % len(CAPTIONS)] for i in range(count)]
     ids = list(range(count))
-    return make_batch(tiny_codec(), prompts, "", LATENT_SHAPE, prompt_ids=ids, sample_ids=ids, **changes)
+    return make_batch(tiny_codec(), prompts, no_prompt(), LATENT_SHAPE, prompt_ids=ids, sample_ids=ids, **changes)
+
+
+def no_prompt():
+    """The condition that guidance steers away from."""
+    return tiny_codec().encode_text([""])
+
+
+def trainable(name: str = "student", config: TrainableConfig | None = None, *, seed: int = 0) -> Trainable:
+    """A role that trains all weights of a small network of its own."""
+    config = config or TrainableConfig()
+    checkpointing = config.activation_checkpointing
+    backbone = Backbone(small_model(seed), ALONE, trained=True, activation_checkpointing=checkpointing)
+    return Trainable(name, backbone, config)
 
 
 def finetune(config: FinetuneConfig, *, mesh: Mesh = ALONE, clips: int = 8, seed: int = 0, **recorder) -> Trainer:

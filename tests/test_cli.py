@@ -276,7 +276,7 @@ def test_metrics_have_their_names(followed):
     validation, first, second, last = metrics_of(followed)
     assert [line["step"] for line in (validation, first, second, last)] == [0, 1, 2, 2]
     judged = {"judge", "judge_colour", "judge_shape", "judge_direction"}
-    expected = {"step"} | {f"validation/{name}" for name in {"reward", "reward_std"} | judged}
+    expected = {"step"} | {f"validation/{name}" for name in {"reward", "reward_std", "frechet"} | judged}
     assert validation.keys() == last.keys() == expected
     assert {"train/reward", "train/log_ratio", "train/student/grad_norm", "train/student/learning_rate"} <= first.keys()
     assert first.keys() == second.keys()

@@ -81,7 +81,15 @@ def test_clips_bring_their_own_latents(codec):
 def test_a_batch_splits_and_keeps_its_rows_together(codec):
     latents = torch.randn(3, *LATENT_SHAPE)
     prompts = list(PROMPTS[:3])
-    batch = make_batch(codec, prompts, "", LATENT_SHAPE, prompt_ids=[5, 6, 7], sample_ids=[0, 1, 2], latents=latents)
+    batch = make_batch(
+        codec,
+        prompts,
+        codec.encode_text([""]),
+        LATENT_SHAPE,
+        prompt_ids=[5, 6, 7],
+        sample_ids=[0, 1, 2],
+        latents=latents,
+    )
     parts = batch.split(2)
     assert [len(part) for part in parts] == [2, 1]
     assert parts[1].prompts == (PROMPTS[2],) and parts[1].prompt_ids == (7,) and parts[1].sample_ids == (2,)
@@ -93,7 +101,9 @@ def test_a_batch_splits_and_keeps_its_rows_together(codec):
 def test_conditions_are_those_of_the_prompts(codec):
     """Each distinct prompt is encoded once and handed to its rows; uncond is the negative prompt on every row."""
     prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[1]]
-    batch = make_batch(codec, prompts, "green", LATENT_SHAPE, prompt_ids=[1, 0, 1], sample_ids=[0, 1, 2])
+    batch = make_batch(
+        codec, prompts, codec.encode_text(["green"]), LATENT_SHAPE, prompt_ids=[1, 0, 1], sample_ids=[0, 1, 2]
+    )
     alone = codec.encode_text([*prompts, "green"]).text
     torch.testing.assert_close(batch.cond.text, alone[:3])
     torch.testing.assert_close(batch.uncond.text, alone[3:].expand(3, -1, -1))

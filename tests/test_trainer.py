@@ -11,7 +11,7 @@ from helpers import (
     assert_same,
     finetune,
     gradients,
-    small_model,
+    trainable,
     weights,
 )
 
@@ -22,7 +22,7 @@ from unified_trainer.methods.base import Loss
 from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.role import Trainable, TrainableConfig
-from unified_trainer.tracking import average
+from unified_trainer.tracking import Means
 from unified_trainer.trainer import Trainer
 
 X_T = torch.randn(4, *LATENT_SHAPE, generator=torch.Generator().manual_seed(2))
@@ -135,9 +135,13 @@ def test_metrics_are_averaged_over_parts_and_maxima_stay_maxima(codec):
     assert metrics["loss"] == 2.5 and metrics["ratio_max"] == 4.0
 
 
-def test_an_average_is_over_the_rows_that_have_the_name():
-    assert average([{"a": 1.0, "b": 5.0}, {"a": 3.0}]) == {"a": 2.0, "b": 5.0}
-    assert average([]) == {}
+def test_an_average_counts_every_value_once():
+    means = Means()
+    means.add({"a": 1.0, "b": 5.0, "empty": torch.tensor([])})
+    means.add({"a": torch.tensor([4.0, 7.0]), "top_max": torch.tensor([1.0, 3.0])})
+    means.add({"top_max": 2.0})
+    assert means.over(ALONE) == {"a": 4.0, "b": 5.0, "top_max": 3.0}
+    assert Means().over(ALONE) == {}
 
 
 # A method the trainer has never seen: a student and a critic that follows it.
@@ -162,8 +166,8 @@ class Follow(Plain):
 def follow(codec) -> Trainer:
     config = TrainableConfig(learning_rate=1e-2, warmup_updates=4, ema_decay=0.5)
     roles = {
-        "student": Trainable("student", small_model(), config, ALONE),
-        "critic": Trainable("critic", small_model(1), config, ALONE),
+        "student": trainable("student", config),
+        "critic": trainable("critic", config, seed=1),
     }
     return trainer(codec, Follow(**roles), **roles)
 

@@ -1,19 +1,26 @@
 """From settings to a trainer: what a run is made of, cheap checks before expensive ones."""
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import UnionType
+from typing import Any, get_args
 
-from unified_trainer.config import RunConfig
+from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.feed import Feed, Source
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts, read_prompts, training_prompts
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS, family_of, load_scorer
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.reward import Reward
-from unified_trainer.roles.role import Trainable
+from unified_trainer.roles.role import Role, RoleConfig, Trainable
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
+
+# Whose weights a role starts from when its path is empty.
+STARTS_AS = {"student": "tiny", "teacher": "student", "critic": "teacher"}
 
 
 @dataclass(frozen=True)
@@ -27,25 +34,88 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     """Everything that `run` names, with the roles that its method's constructor asks for."""
     if run.keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, not {run.keep_last}")
+    run.sampler.check()
     run.algorithm.check(run.sampler)
     plan = run.algorithm.plan()
     counts = plan.table(mesh.size)
     prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
-    family, folder = family_of(run.student.path)
+    method_type, _ = METHODS[run.method]
+    configs, paths = _role_settings(run, method_type)
+    family, folder = family_of("student", paths["student"])
     codec = family.codec(folder, mesh.device)
     latent_shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
-    reward = Reward(load_scorer(run.reward.path, run.reward.precision, mesh.device), codec, run.reward)
-    student = Trainable("student", family.model(folder, mesh.device), run.student, mesh)
+    _check_same_latents(paths)
+    scorer = load_scorer(run.reward.path, run.reward.precision, mesh.device)
+    reward = Reward(scorer, codec, run.reward)
+    roles = load_roles(_role_types(method_type), configs, paths, mesh)
 
-    method_type, _ = METHODS[run.method]
-    parts = {"config": run.algorithm, "sampler": run.sampler, "student": student, "reward": reward}
+    parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, **roles}
     method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters})
-    if not method.learns_from_data:
+    if not run.algorithm.learns_from_data:
         source: Source = Prompts(prompts)
     elif run.data.path:
         source = ParquetClips(run.data.path, codec, latent_shape)
     else:
         source = render_clips(run.data, codec, run.video, run.seed)
     feed = Feed(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
-    validation = Validation(run.validation, codec, reward, run.sampler, latent_shape, mesh)
-    return Built(Trainer(method, {"student": student}, feed, mesh, seed=run.seed), validation, counts)
+    validation = Validation(run.validation, codec, reward, scorer.features, run.sampler, latent_shape, mesh)
+    trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
+    return Built(Trainer(method, trained, feed, mesh, seed=run.seed), validation, counts)
+
+
+def load_roles(
+    types: Mapping[str, type[Role]], configs: Mapping[str, RoleConfig], paths: Mapping[str, str], mesh: Mesh
+) -> dict[str, Role]:
+    """The roles, those of the same path whose base weights stay as they are over one network in memory."""
+    owners: dict[str, list[str]] = {}
+    for name in types:
+        trains_all = issubclass(types[name], Trainable) and not configs[name].adapter.rank
+        owners.setdefault(name if trains_all else paths[name], []).append(name)
+    roles: dict[str, Role] = {}
+    for key, names in owners.items():
+        family, folder = family_of(names[0], paths[names[0]])
+        backbone = Backbone(
+            family.model(folder, mesh.device),
+            mesh,
+            trained=key in names,
+            adapters={name: configs[name].adapter for name in names if issubclass(types[name], Trainable)}
+            if key not in names
+            else None,
+            activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
+        )
+        roles |= {name: types[name](name, backbone, configs[name]) for name in names}
+    return roles
+
+
+def _role_types(method_type: type) -> dict[str, type[Role]]:
+    """The networks that a method's constructor asks for, by name."""
+    types = {}
+    for name, parameter in inspect.signature(method_type).parameters.items():
+        asked = parameter.annotation
+        for kind in get_args(asked) if isinstance(asked, UnionType) else (asked,):
+            if isinstance(kind, type) and issubclass(kind, Role):
+                types[name] = kind
+    return types
+
+
+def _role_settings(run: RunConfig, method_type: type) -> tuple[dict[str, Any], dict[str, str]]:
+    """Settings and path of each role of the method; ConfigError for settings of a role that it does not have."""
+    configs: dict[str, Any] = {"student": run.student, "teacher": run.teacher, "critic": run.critic}
+    types = _role_types(method_type)
+    for name, config in configs.items():
+        if name not in types and config != type(config)():
+            raise ConfigError(f"--{name}.*: {run.method} has no {name}; leave these settings out")
+    paths: dict[str, str] = {}
+    for name, fallback in STARTS_AS.items():
+        paths[name] = configs[name].path or paths.get(fallback, fallback)
+    return {name: configs[name] for name in types}, {name: paths[name] for name in types}
+
+
+def _check_same_latents(paths: Mapping[str, str]) -> None:
+    """Roles must agree on the number of latent channels; read from the configs, before any weight."""
+    channels = {}
+    for name, path in paths.items():
+        family, folder = family_of(name, path)
+        channels[name] = family.latent_channels(folder)
+    if len(set(channels.values())) > 1:
+        raise ConfigError(f"roles must share one latent space, but their channels are {channels}: set their paths")

@@ -14,7 +14,7 @@ import yaml
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.roles.reward import RewardConfig
-from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 
 Algorithm = TypeVar("Algorithm")
@@ -34,6 +34,7 @@ class ValidationConfig:
     num_samples: int = 48  # videos generated and scored each time, from fixed prompts and noise
     batch: int = 48  # samples at a time
     seed: int = 1000  # of the noise
+    frechet_stride: int = 4  # every so many frames enter the Frechet distance, in the tiny world
     prompts: Path | None = None  # file with one prompt a line; by default tiny-world captions not trained on
     num_videos: int = 4  # of the samples, how many are written as mp4 and on the contact sheet
     averaged: bool = True  # sample with the averaged weights when the student keeps any
@@ -64,6 +65,8 @@ class RunConfig(Generic[Algorithm]):
     device: Device = "auto"  # where to run
     video: VideoConfig = field(default_factory=VideoConfig)
     student: TrainableConfig = field(default_factory=TrainableConfig)
+    teacher: RoleConfig = field(default_factory=RoleConfig)
+    critic: TrainableConfig = field(default_factory=TrainableConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unified_trainer.flow import Sigma, as_level, per_sample, promote
 
-Kernel = Literal["ode", "dance"]
+Kernel = Literal["ode", "dance", "cps"]
 
 
 def transition(
@@ -36,6 +36,12 @@ def transition(
     sigma, sigma_next = as_level(sigma), as_level(sigma_next)
     if bool((sigma_next >= sigma).any()):
         raise ValueError("transition: sigma_next must be below sigma")
+    if kernel == "cps":
+        std = sigma_next * math.sin(level * math.pi / 2)
+        noise = x_t + per_sample(1 - sigma, x_t) * velocity
+        x0 = x_t - per_sample(sigma, x_t) * velocity
+        mean = per_sample(1 - sigma_next, x_t) * x0 + per_sample((sigma_next**2 - std**2).sqrt(), x_t) * noise
+        return mean, per_sample(std, x_t)
     diffusion = as_level(level if kernel == "dance" else 0.0)
     dt = sigma_next - sigma
     noise = x_t + per_sample(1 - sigma, x_t) * velocity

@@ -9,10 +9,11 @@ import torch
 
 from unified_trainer.methods.base import Method
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
+from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.models.base import Codec, VideoModel
 from unified_trainer.models.hpsv3 import HPSv3
-from unified_trainer.models.wan import WanCodec, WanModel
+from unified_trainer.models.wan import WanCodec, WanModel, latent_channels
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 
@@ -21,22 +22,24 @@ TINY = Path(__file__).parent / "assets" / "tiny"
 class Family:
     model: Callable[[Path, torch.device], VideoModel]
     codec: Callable[[Path, torch.device], Codec]
+    latent_channels: Callable[[Path], int]
 
 
 METHODS: dict[str, tuple[type[Method], type]] = {
     "dance_grpo": (DanceGRPO, DanceGRPOConfig),
+    "dmd2": (DMD2, DMD2Config),
     "finetune": (Finetune, FinetuneConfig),
 }
-FAMILIES = {"WanPipeline": Family(WanModel.load, WanCodec.load)}
+FAMILIES = {"WanPipeline": Family(WanModel.load, WanCodec.load, latent_channels)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def family_of(path: str) -> tuple[Family, Path]:
+def family_of(role: str, path: str) -> tuple[Family, Path]:
     """The family and the folder of a role's path; raises before any weight is read."""
     folder = TINY / "wan" if path == "tiny" else Path(path)
     index = folder / "model_index.json"
     if not index.is_file():
-        raise FileNotFoundError(f"{index} is missing: student.path must be a diffusers pipeline folder")
+        raise FileNotFoundError(f"{index} is missing: {role}.path must be a diffusers pipeline folder")
     try:
         name = json.loads(index.read_text())["_class_name"]
     except (json.JSONDecodeError, KeyError) as error:

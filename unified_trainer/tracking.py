@@ -1,18 +1,22 @@
 """Where numbers go: metrics.jsonl always, the terminal, TensorBoard and wandb."""
 
 import json
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import Tensor
 
 from unified_trainer.config import TrackingConfig
+from unified_trainer.parallel.mesh import Mesh
 
 SHOWN = {  # on the progress bar: metric and its short name
     "reward": "reward",
@@ -134,10 +138,28 @@ class Stopwatch:
         return samples / spent
 
 
-def average(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the rows that have it; of names ending in _max the largest."""
-    names = {name: None for row in rows for name in row}
-    columns = {name: [float(row[name]) for row in rows if name in row] for name in names}
-    return {
-        name: max(values) if name.endswith("_max") else sum(values) / len(values) for name, values in columns.items()
-    }
+class Means:
+    """Running averages by name: a number counts once, a vector once per element; names ending in _max are maxima."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, tuple[float, float]] = {}  # sum and count, or maximum and 1
+
+    def add(self, metrics: Mapping[str, float | Tensor]) -> None:
+        for name, value in metrics.items():
+            values = torch.as_tensor(value, dtype=torch.float64).detach().flatten()
+            if name.endswith("_max"):
+                self._totals[name] = (max(values.max().item(), self._totals.get(name, (-math.inf, 1.0))[0]), 1.0)
+            else:
+                total, count = self._totals.get(name, (0.0, 0.0))
+                self._totals[name] = (total + values.sum().item(), count + len(values))
+
+    def over(self, mesh: Mesh) -> dict[str, float]:
+        """The averages over all ranks, which must have the same names; a name nobody gave a value is left out."""
+        rows = mesh.gather(torch.tensor([list(self._totals.values())], dtype=torch.float64, device=mesh.device)).cpu()
+        result = {}
+        for i, name in enumerate(self._totals):
+            if name.endswith("_max"):
+                result[name] = rows[:, i, 0].max().item()
+            elif count := rows[:, i, 1].sum().item():
+                result[name] = rows[:, i, 0].sum().item() / count
+        return result

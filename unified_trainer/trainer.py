@@ -15,7 +15,7 @@ from unified_trainer.parallel.device import peak_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Trainable
-from unified_trainer.tracking import Stopwatch, Tracker, average
+from unified_trainer.tracking import Means, Stopwatch, Tracker
 from unified_trainer.validation import Validation
 
 
@@ -37,13 +37,13 @@ class Trainer:
         """One training step: the method's generators in lockstep, one graph alive at a time."""
         parts = self.method.generators(self.feed.batch(step))
         generators = [self.method.step(part, step, Streams(self.seed, step), self.mesh) for part in parts]
-        rows: list[dict[str, float]] = []
-        while (loss := self._round(generators, rows)) is not None:
+        means = Means()
+        while (loss := self._round(generators, means)) is not None:
             if loss.moves:
-                rows.append(self.roles[loss.role].step())
-        return self._over_ranks(average(rows))
+                means.add(self.roles[loss.role].step())
+        return means.over(self.mesh)
 
-    def _round(self, generators: list[Iterator[Loss]], rows: list[dict[str, float]]) -> Loss | None:
+    def _round(self, generators: list[Iterator[Loss]], means: Means) -> Loss | None:
         """The next loss of every generator, each backward at once; the last of them, or None when all have ended."""
         ended = object()
         told = set()
@@ -55,13 +55,8 @@ class Trainer:
                 raise RuntimeError(f"{type(self.method).__name__}: micro-batches disagree on the next loss: {told}")
             if loss is not ended:
                 (loss.value / len(generators)).backward()
-                rows.append({name: float(value) for name, value in loss.metrics.items()})
+                means.add(loss.metrics)
         return None if loss is ended else loss
-
-    def _over_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
-        values = torch.tensor([list(metrics.values())], dtype=torch.float64, device=self.mesh.device)
-        rows = self.mesh.gather(values).tolist()
-        return average([dict(zip(metrics, row, strict=True)) for row in rows])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything a checkpoint holds."""

@@ -1,14 +1,18 @@
 """The same prompts and noise at every validation: reward, judge, and videos to look at."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from unified_trainer.config import ConfigError, ValidationConfig
 from unified_trainer.data.feed import make_batch
 from unified_trainer.data.prompts import read_prompts, validation_prompts
-from unified_trainer.data.shapes import SIZE, SUBJECT_OF_CAPTION, judge
+from unified_trainer.data.shapes import FRAMES, SIZE, SUBJECT_OF_CAPTION, draw_clip, judge, render
+from unified_trainer.frechet import frechet_distance
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
@@ -26,6 +30,7 @@ class Validation:
         config: ValidationConfig,
         codec: Codec,
         reward: Reward,
+        features: Callable[[Tensor], Float[Tensor, "b d"]],
         sampler: SamplerConfig,
         latent_shape: tuple[int, int, int, int],
         mesh: Mesh,
@@ -40,8 +45,16 @@ class Validation:
         else:
             lines = read_prompts(config.prompts, "--validation.prompts")
             self._prompts = tuple(lines[i % len(lines)] for i in range(config.num_samples))
-        self._config, self._codec, self._reward, self._sampler = config, codec, reward, sampler
+        self._config, self._codec, self._reward, self._features, self._sampler = (
+            config,
+            codec,
+            reward,
+            features,
+            sampler,
+        )
+        self._uncond = codec.encode_text([sampler.negative_prompt])
         self._latent_shape, self._mesh = latent_shape, mesh
+        self._real: Tensor | None = None  # features of real clips, once they were needed
 
     def run(self, student: Trainable, folder: Path) -> dict[str, float]:
         """Metrics over all samples; the main rank writes its first videos into `folder`."""
@@ -63,32 +76,53 @@ class Validation:
             self._write(folder, video[: self._config.num_videos], prompts[: self._config.num_videos])
         reward = self._mesh.gather(torch.cat(rewards).double())
         metrics = {"reward": reward.mean().item(), "reward_std": reward.std().item()}
-        return {f"validation/{name}": value for name, value in (metrics | self._judge(video, prompts)).items()}
+        if self._is_tiny_world(video):
+            metrics |= self._judge(video, prompts) | {"frechet": self._frechet(video, prompts)}
+        return {f"validation/{name}": value for name, value in metrics.items()}
 
-    def _part(self, student: Trainable, samples: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _part(self, student: Trainable, samples: list[int]) -> tuple[Tensor, Tensor]:
         prompts = [self._prompts[i] for i in samples]
         batch = make_batch(
             self._codec,
             prompts,
-            self._sampler.negative_prompt,
+            self._uncond,
             self._latent_shape,
             prompt_ids=samples,
             sample_ids=samples,
         )
-        noise = Streams(self._config.seed, 0).noise("validation", samples, self._latent_shape)
-        video = self._codec.decode(generate(student, noise.to(self._mesh.device), batch, self._sampler))
+        streams = Streams(self._config.seed, 0)
+
+        def draw(name: str) -> Tensor:
+            return streams.noise(name, samples, self._latent_shape).to(self._mesh.device)
+
+        x0 = generate(student, draw("validation"), batch, self._sampler, lambda s: draw(f"transition {s}"))
+        video = self._codec.decode(x0)
         return video, self._reward.score_video(video, tuple(prompts))
 
-    def _judge(self, video: torch.Tensor, prompts: list[str]) -> dict[str, float]:
-        """The exact judge, for captions of the tiny world; an independent witness, never a reward."""
-        if video.shape[-2:] != (SIZE, SIZE) or any(prompt not in SUBJECT_OF_CAPTION for prompt in self._prompts):
-            return {}
+    def _judge(self, video: Tensor, prompts: list[str]) -> dict[str, float]:
+        """The exact judge, an independent witness, never a reward."""
         parts = judge(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
         hits = {name: self._mesh.gather(right.double().to(self._mesh.device)) for name, right in parts.items()}
         rates = {name: right.mean().item() for name, right in hits.items()}
         return {"judge": rates.pop("all")} | {f"judge_{name}": rate for name, rate in rates.items()}
 
-    def _write(self, folder: Path, video: torch.Tensor, prompts: list[str]) -> None:
+    def _frechet(self, video: Tensor, prompts: list[str]) -> float:
+        """The Frechet distance of frame features to as many real clips of the same captions, both decoded."""
+        if self._real is None:
+            generator = torch.Generator().manual_seed(self._config.seed + self._mesh.rank)
+            clips = render([draw_clip(SUBJECT_OF_CAPTION[prompt], generator) for prompt in prompts])
+            parts = clips.to(self._mesh.device).split(self._config.batch)
+            self._real = torch.cat([self._frame_features(self._codec.decode(self._codec.encode(p))) for p in parts])
+        return frechet_distance(self._mesh.gather(self._frame_features(video)), self._mesh.gather(self._real))
+
+    def _frame_features(self, video: Tensor) -> Tensor:
+        frames = video[:, :, :: self._config.frechet_stride].movedim(2, 1).flatten(0, 1)
+        return torch.cat([self._features(part) for part in frames.split(self._config.batch)])
+
+    def _is_tiny_world(self, video: Tensor) -> bool:
+        return video.shape[2:] == (FRAMES, SIZE, SIZE) and all(p in SUBJECT_OF_CAPTION for p in self._prompts)
+
+    def _write(self, folder: Path, video: Tensor, prompts: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         clips = to_uint8(video)
         for i, frames in enumerate(clips):

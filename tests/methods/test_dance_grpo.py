@@ -9,12 +9,12 @@ import math
 
 import pytest
 import torch
-from helpers import ALONE, CPU, Calls, ScriptedScorer, assert_near, dance_grpo, gradients, small_model
+from helpers import ALONE, CPU, Calls, ScriptedScorer, assert_near, dance_grpo, gradients, trainable
 
 from unified_trainer.flow import sigma_table
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig
 
 STEPS, ETA = 4, 0.3
@@ -52,7 +52,7 @@ def kernel(velocity: torch.Tensor, x_t: torch.Tensor, s: int) -> tuple[torch.Ten
 
 
 def unmoved() -> Trainable:
-    return Trainable("student", small_model(), TrainableConfig(), ALONE)
+    return trainable()
 
 
 def velocity_at(role: Trainable, states: list[torch.Tensor], s: int, cond, rows: slice) -> torch.Tensor:

@@ -139,7 +139,7 @@ def test_tests_do_not_sleep_or_mock():
 def test_methods_do_not_inherit():
     for path in (PACKAGE / "methods").glob("*.py"):
         for node in ast.walk(ast.parse(TEXTS[path])):
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef) and not node.name.endswith("Config"):
                 assert {ast.unparse(base) for base in node.bases} <= {"Protocol"}, name_of(path)
 
 

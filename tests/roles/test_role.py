@@ -4,11 +4,22 @@ import math
 
 import pytest
 import torch
-from helpers import ALONE, CPU, Calls, Recorder, assert_near, assert_same, gradients, small_batch, small_model, weights
+from helpers import (
+    ALONE,
+    Calls,
+    assert_near,
+    assert_same,
+    gradients,
+    small_batch,
+    small_model,
+    trainable,
+    weights,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_trainer.flow import guide
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.ema import EMA
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig, learning_rate_factor
 
@@ -17,7 +28,7 @@ SIGMA = torch.tensor([0.9, 0.4], dtype=torch.float64)
 
 
 def student(**config) -> Trainable:
-    return Trainable("student", small_model(), TrainableConfig(**config), ALONE)
+    return trainable(config=TrainableConfig(**config))
 
 
 def give_gradient(role: Trainable, scale: float = 1.0, seed: int = 0) -> float:
@@ -252,7 +263,7 @@ def test_recomputed_activations_change_nothing():
 
 def test_a_frozen_role_has_no_gradient():
     model, batch = small_model(), small_batch()
-    role = Frozen("teacher", model, RoleConfig(), ALONE)
+    role = Frozen("teacher", Backbone(model, ALONE), RoleConfig())
     x_t = X_T.clone().requires_grad_()
     assert not role.velocity(x_t, SIGMA, batch.cond).requires_grad
     assert not role.guided_velocity(x_t, SIGMA, batch.cond, batch.uncond, 3.0).requires_grad
@@ -262,13 +273,5 @@ def test_a_frozen_role_has_no_gradient():
 
 def test_a_frozen_role_computes_what_a_trainable_one_does():
     batch = small_batch()
-    frozen = Frozen("teacher", small_model(), RoleConfig(), ALONE).velocity(X_T, SIGMA, batch.cond)
+    frozen = Frozen("teacher", Backbone(small_model(), ALONE), RoleConfig()).velocity(X_T, SIGMA, batch.cond)
     assert torch.equal(frozen, student().velocity(X_T, SIGMA, batch.cond))
-
-
-def test_only_weights_with_a_gradient_are_held():
-    model = small_model()
-    model.network.patch_embedding.requires_grad_(False)
-    role = Trainable("student", model, TrainableConfig(), ALONE)
-    assert not any("patch_embedding" in key for key in role.state_dict())
-    assert role.device == CPU and isinstance(Recorder(), Trainable)

@@ -35,7 +35,7 @@ class Feed:
     ) -> None:
         self._source, self._codec, self._plan, self._mesh, self._seed = source, codec, plan, mesh, seed
         self._latent_shape = latent_shape
-        self._negative_prompt = negative_prompt
+        self._uncond = codec.encode_text([negative_prompt])  # once: nothing else makes it
         self.samples = plan.prompts * plan.num_samples  # of one training step, over all ranks
 
     def batch(self, step: int) -> Batch:
@@ -47,7 +47,7 @@ class Feed:
         return make_batch(
             self._codec,
             [self._source.prompt(i) for i in indices],
-            self._negative_prompt,
+            self._uncond,
             self._latent_shape,
             prompt_ids=indices,
             sample_ids=positions,
@@ -67,21 +67,22 @@ class Feed:
 def make_batch(
     codec: Codec,
     prompts: list[str],
-    negative_prompt: str,
+    uncond: Condition,
     latent_shape: tuple[int, int, int, int],
     *,
     prompt_ids: list[int],
     sample_ids: list[int],
     latents: Tensor | None = None,
 ) -> Batch:
-    """A batch with its text encoded, each distinct prompt once."""
+    """A batch with its text encoded, each distinct prompt once; `uncond` is the one row of the negative prompt."""
     distinct = sorted(set(prompts))
-    encoded = codec.encode_text([*distinct, negative_prompt])
+    encoded = codec.encode_text(distinct)
     rows = torch.tensor([distinct.index(prompt) for prompt in prompts])
-    negative = torch.full_like(rows, len(distinct))
-
-    def take(index: Tensor) -> Condition:
-        return encoded.map(lambda x: x[index.to(x.device)])
-
     ids = (tuple(prompts), tuple(prompt_ids), tuple(sample_ids))
-    return Batch(*ids, latent_shape, take(rows), take(negative), latents)
+    return Batch(
+        *ids,
+        latent_shape,
+        encoded.map(lambda x: x[rows.to(x.device)]),
+        uncond.map(lambda x: x.expand(len(prompts), *x.shape[1:])),
+        latents,
+    )

@@ -18,7 +18,8 @@ class Loss:
     """One backward pass, and whether its role moves afterwards.
 
     The values of the losses up to a move must sum to the mean over this generator's samples; the trainer divides by
-    the number of generators. Metrics are averaged over generators, rounds and ranks; names ending in _max are maxima.
+    the number of generators. Metrics are averaged over generators, rounds and ranks: a number counts once, a vector as
+    many times as it has elements. Names ending in _max are maxima.
     """
 
     role: str
@@ -29,6 +30,11 @@ class Loss:
 
 class Algorithm(Protocol):
     """A method's own settings."""
+
+    @property
+    def learns_from_data(self) -> bool:
+        """Whether batches bring clean latents."""
+        ...
 
     def check(self, sampler: SamplerConfig) -> None:
         """Raise ValueError, naming the key, for what cannot be; called before any weight is loaded."""
@@ -42,7 +48,7 @@ class Algorithm(Protocol):
 class Method(Protocol):
     """An algorithm. Its roles are its constructor's keyword-only arguments."""
 
-    learns_from_data: ClassVar[bool]  # whether batches bring clean latents
+    trains_sampler: ClassVar[bool]  # whether the student is trained for the run's sampler, which then goes with it
 
     def generators(self, batch: Batch) -> list[Batch]:
         """The parts of this rank's batch that `step` is called on, in lockstep."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -38,6 +39,10 @@ class DanceGRPOConfig:
     advantage_clip: float = 5.0  # largest absolute advantage
     reward_threshold: float = float("-inf")  # a group whose mean reward is below it teaches nothing
 
+    @property
+    def learns_from_data(self) -> bool:
+        return False
+
     def check(self, sampler: SamplerConfig) -> None:
         if self.num_samples < 2:
             raise ValueError("algorithm.num_samples must be at least 2: a group of one has no advantage")
@@ -59,7 +64,7 @@ class DanceGRPOConfig:
 class DanceGRPO:
     """Roll out, score, compare within the group, and raise the density of what was better."""
 
-    learns_from_data = False
+    trains_sampler: ClassVar[bool] = True
 
     def __init__(self, config: DanceGRPOConfig, sampler: SamplerConfig, *, student: Trainable, reward: Reward) -> None:
         self.config = config

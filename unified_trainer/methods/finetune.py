@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -22,6 +23,10 @@ class FinetuneConfig:
     shift: float = 3.0  # of the uniform noise levels towards noise; 1 is none
     caption_dropout: float = 0.1  # share of clips trained on the negative prompt, for guidance
 
+    @property
+    def learns_from_data(self) -> bool:
+        return True
+
     def check(self, sampler: SamplerConfig) -> None:
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"algorithm.caption_dropout must be in [0, 1], not {self.caption_dropout}")
@@ -34,7 +39,7 @@ class FinetuneConfig:
 class Finetune:
     """loss = mean |velocity(x_sigma) - (noise - x0)|^2, one shifted-uniform noise level per clip."""
 
-    learns_from_data = True
+    trains_sampler: ClassVar[bool] = False
 
     def __init__(self, config: FinetuneConfig, *, student: Trainable) -> None:
         self.config = config

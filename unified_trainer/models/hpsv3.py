@@ -229,6 +229,16 @@ class HPSv3:
             raise ValueError(f"HPSv3: the score of sample {i} is {scores[i].tolist()} (prompt {prompts[i]!r})")
         return scores
 
+    @torch.no_grad()
+    def features(self, images: Images) -> Float[Tensor, "b d"]:
+        """The vision tower's tokens of each image, averaged: what a Frechet distance compares."""
+        device = next(self.network.parameters()).device
+        patches, grids = zip(*(self.preprocessor.patches(image) for image in _as_pil(images)), strict=True)
+        grid_rows = torch.tensor(grids)
+        tokens = self.network.visual(torch.cat(patches).to(device), grid_thw=grid_rows.to(device)).pooler_output
+        counts = (grid_rows.prod(-1) // self.preprocessor.merge_size**2).tolist()
+        return torch.stack([part.float().mean(0) for part in tokens.split(counts)])
+
 
 def skeleton(config: Qwen2VLConfig, checkpoint: Path) -> HPSv3Network:
     """The network of this checkpoint without weights (meta device), every key and shape compared with the file."""

@@ -1,6 +1,8 @@
 """The Wan family from a diffusers folder: Wan2.1 T2V, and the tiny world in the same layout."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +11,10 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderModel
 
+from unified_trainer.models.base import CheckpointContexts
 from unified_trainer.models.folder import load_strictly
 from unified_trainer.types import Latents, PerSample, Video
 
@@ -37,6 +41,8 @@ class WanCondition:
 class WanModel:
     """WanTransformer3DModel as a velocity field."""
 
+    adapter_layers = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+
     def __init__(self, network: WanTransformer3DModel) -> None:
         self.network = network
 
@@ -53,8 +59,25 @@ class WanModel:
     def blocks(self) -> nn.ModuleList:
         return self.network.blocks
 
-    def checkpoint_activations(self) -> None:
-        self.network.enable_gradient_checkpointing()
+    @property
+    def feature_size(self) -> int:
+        config = self.network.config
+        return config.num_attention_heads * config.attention_head_dim
+
+    @contextmanager
+    def features(self) -> Iterator[list[Tensor]]:
+        seen: list[Tensor] = []
+        middle = self.blocks[len(self.blocks) // 2]
+        handle = middle.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+        try:
+            yield seen
+        finally:
+            handle.remove()
+
+    def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
+        self.network.enable_gradient_checkpointing(
+            lambda block, *inputs: checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
+        )
 
 
 class WanCodec:
@@ -119,3 +142,11 @@ class WanCodec:
     @torch.no_grad()
     def decode(self, latents: Latents) -> Video:
         return (self._vae.decode(latents * self._std + self._mean).sample / 2 + 0.5).clamp(0, 1)
+
+
+def latent_channels(folder: Path) -> int:
+    """How many channels the transformer of this folder works on, from its config alone."""
+    file = folder / "transformer" / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: not a whole diffusers folder")
+    return json.loads(file.read_text())["in_channels"]

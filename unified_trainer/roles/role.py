@@ -3,16 +3,16 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unified_trainer.flow import guide
 from unified_trainer.models.base import VideoModel
-from unified_trainer.parallel.fsdp import full, shard
-from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.fsdp import full
+from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.ema import EMA
 from unified_trainer.types import Condition, Latents, PerSample
 
@@ -21,13 +21,14 @@ Precision = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True)
 class RoleConfig:
-    path: str = "tiny"  # diffusers folder of the weights; "tiny" is the embedded one
+    path: str = ""  # diffusers folder of the weights; "tiny" is the embedded one; empty takes the student's
     precision: Precision = "fp32"  # of the forward pass; weights and optimizer stay fp32
     activation_checkpointing: bool = False  # recompute activations in the backward pass: slower, smaller
 
 
 @dataclass(frozen=True)
 class TrainableConfig(RoleConfig):
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     learning_rate: float = 1e-5  # after the warm-up
     betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
     eps: float = 1e-8  # of AdamW
@@ -43,19 +44,16 @@ class TrainableConfig(RoleConfig):
 class Role:
     """A network that predicts velocities, with or without guidance."""
 
-    def __init__(self, name: str, model: VideoModel, config: RoleConfig, mesh: Mesh) -> None:
+    def __init__(self, name: str, backbone: Backbone, config: RoleConfig) -> None:
         self.name = name
         self.config = config
-        self.device = mesh.device
-        self._model = model
-        if config.activation_checkpointing:
-            model.checkpoint_activations()
-        shard(model.network, model.blocks, mesh)
+        self.device = backbone.mesh.device
+        self._backbone = backbone
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         """velocity = noise - x0 of each sample at its own noise level, float32."""
-        with self._autocast():
-            return self._model.velocity(x_t, sigma, cond)
+        with self._running() as model:
+            return model.velocity(x_t, sigma, cond)
 
     def guided_velocity(
         self, x_t: Latents, sigma: PerSample, cond: Condition, uncond: Condition, guidance_scale: float
@@ -66,18 +64,20 @@ class Role:
         both = self.velocity(torch.cat([x_t, x_t]), torch.cat([sigma, sigma]), cond.cat(uncond))
         return guide(*both.chunk(2), guidance_scale)
 
-    def _autocast(self) -> torch.autocast | nullcontext:
-        if self.config.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
+    @contextmanager
+    def _running(self) -> Iterator[VideoModel]:
+        """The model as this role runs it: its adapter, its precision."""
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
+        with self._backbone.running(self.name) as model, autocast:
+            yield model
+
+    @property
+    def network(self) -> nn.Module:
+        return self._backbone.model.network
 
 
 class Frozen(Role):
     """A role nobody moves: a teacher, or a reference for KL."""
-
-    def __init__(self, name: str, model: VideoModel, config: RoleConfig, mesh: Mesh) -> None:
-        model.network.eval().requires_grad_(False)
-        super().__init__(name, model, config, mesh)
 
     @torch.no_grad()
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
@@ -89,10 +89,10 @@ class Trainable(Role):
 
     config: TrainableConfig
 
-    def __init__(self, name: str, model: VideoModel, config: TrainableConfig, mesh: Mesh) -> None:
-        super().__init__(name, model, config, mesh)
+    def __init__(self, name: str, backbone: Backbone, config: TrainableConfig) -> None:
+        super().__init__(name, backbone, config)
         self.updates = 0
-        self._weights = {key: p for key, p in model.network.named_parameters() if p.requires_grad}
+        self._weights = self._own_weights()
         self._optimizer = torch.optim.AdamW(
             self._weights.values(),
             lr=config.learning_rate,
@@ -101,6 +101,9 @@ class Trainable(Role):
             weight_decay=config.weight_decay,
         )
         self._ema = EMA(self._weights, config.ema_decay) if config.ema_decay else None
+
+    def _own_weights(self) -> dict[str, nn.Parameter]:
+        return self._backbone.weights(self.name)
 
     def step(self) -> dict[str, float]:
         """Clip and move the weights once, and forget the gradient; FloatingPointError, unmoved, if it is not finite."""
@@ -153,10 +156,6 @@ class Trainable(Role):
     def after_load(self, state: dict[str, Tensor]) -> None:
         """Take the counter of a state whose tensors, handed out by `state_dict`, were filled in place."""
         self.updates = int(state["updates"])
-
-    @property
-    def network(self) -> torch.nn.Module:
-        return self._model.network
 
 
 def learning_rate_factor(config: TrainableConfig, updates: int) -> float:

@@ -1,0 +1,25 @@
+"""The Frechet distance between two sets of features (FID, arXiv:1706.08500)."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def frechet_distance(left: Float[Tensor, "n d"], right: Float[Tensor, "m d"]) -> float:
+    """|mu_l - mu_r|^2 + tr(C_l + C_r - 2 (C_l C_r)^(1/2)) of two sets as Gaussians, in float64.
+
+    Biased upwards for few rows: compare only distances over equally many. Raises ValueError below two rows.
+    """
+    if min(len(left), len(right)) < 2:
+        raise ValueError(f"frechet_distance: {len(left)} and {len(right)} rows, at least 2 are needed")
+    left, right = left.double(), right.double()
+    covariances = [torch.cov(rows.T).reshape(rows.shape[1], rows.shape[1]) for rows in (left, right)]
+    root = _square_root(covariances[0])
+    crossed = torch.linalg.eigvalsh(root @ covariances[1] @ root).clamp(min=0).sqrt().sum()
+    means = (left.mean(0) - right.mean(0)).square().sum()
+    return (means + covariances[0].trace() + covariances[1].trace() - 2 * crossed).item()
+
+
+def _square_root(covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:
+    values, vectors = torch.linalg.eigh(covariance)
+    return vectors * values.clamp(min=0).sqrt() @ vectors.T

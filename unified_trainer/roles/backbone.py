@@ -1,0 +1,96 @@
+"""A network in memory: one role's own, or shared by several roles that each train an adapter on it."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from unified_trainer.models.base import VideoModel
+from unified_trainer.parallel.fsdp import shard
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import generator
+
+NO_ADAPTER = "none"  # a name that no adapter has: peft then runs the base weights alone
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    rank: int = 0  # of the low-rank adapter that is trained in place of the weights; 0 trains the weights themselves
+    alpha: float = 0.0  # the adapter's output is scaled by alpha / rank; 0 takes the rank
+    layers: tuple[str, ...] = ()  # names of the linear layers that get one; empty takes the family's usual ones
+
+
+class Backbone:
+    """A model with the adapters of its roles, checkpointed and sharded once all of them are in place.
+
+    With adapters, or with `trained` false, the model's own weights are frozen.
+    """
+
+    def __init__(
+        self,
+        model: VideoModel,
+        mesh: Mesh,
+        *,
+        trained: bool = False,
+        adapters: Mapping[str, AdapterConfig] | None = None,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        self.model, self.mesh = model, mesh
+        self.adapters = dict(adapters or {})
+        model.network.eval().requires_grad_(trained and not self.adapters)
+        for name, config in self.adapters.items():
+            _inject(model, name, config)
+        self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
+        self._adapter_weights = [p for key, p in model.network.named_parameters() if ".lora_" in key]
+        self._running = ""
+        self._switch(NO_ADAPTER)
+        if activation_checkpointing:
+            model.checkpoint_activations(self._recompute_contexts)
+        shard(model.network, model.blocks, mesh)
+
+    def weights(self, role: str) -> dict[str, nn.Parameter]:
+        """What this role trains: its adapter by peft's names, or every trained weight of the model."""
+        if role not in self.adapters:
+            return {key: p for key, p in self.model.network.named_parameters() if p.requires_grad}
+        mine = f".{role}."
+        return {key.replace(mine, "."): p for key, p in self.model.network.named_parameters() if mine in key}
+
+    @contextmanager
+    def running(self, role: str) -> Iterator[VideoModel]:
+        """The model with this role's adapter, or without any; what ran before runs again after."""
+        before = self._running
+        self._switch(role if role in self.adapters else NO_ADAPTER)
+        try:
+            yield self.model
+        finally:
+            self._switch(before)
+
+    def _switch(self, adapter: str) -> None:
+        if adapter == self._running or not self._layers:
+            return
+        for layer in self._layers:
+            layer.set_adapter(adapter)
+        for weight in self._adapter_weights:  # peft freezes the adapters that do not run
+            weight.requires_grad_(True)
+        self._running = adapter
+
+    def _recompute_contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        """Activations are recomputed with the adapter that made them, whichever runs by then."""
+        return nullcontext(), self.running(self._running)
+
+
+def _inject(model: VideoModel, name: str, config: AdapterConfig) -> None:
+    """Fresh adapter layers: A from a stream of its own, the same on every rank, and B zero."""
+    lora = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha or config.rank,
+        target_modules=list(config.layers or model.adapter_layers),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(generator("adapter", name).integers(2**62)))
+        inject_adapter_in_model(lora, model.network, name)
+    model.network.to(next(model.network.parameters()).device)
