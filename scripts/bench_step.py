@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from unified_trainer import config
+from unified_trainer import checkpoint, config
 from unified_trainer.build import build
 from unified_trainer.models.hpsv3 import HPSv3
 from unified_trainer.models.wan import WanCodec, WanModel
@@ -76,7 +76,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 def main(argv: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
-    run = config.parse(argv, {name: kind for name, (_, kind) in METHODS.items()})
+    run = config.parse(argv, {name: kind for name, (_, kind) in METHODS.items()}, checkpoint.contract)
     mesh = Mesh.join(run.device)
     trainer = build(run, mesh).trainer
     calls = record(lambda: trainer.step(0))

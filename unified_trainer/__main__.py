@@ -7,6 +7,7 @@ import transformers
 import tyro
 from safetensors import SafetensorError
 
+from unified_trainer import checkpoint
 from unified_trainer import config as settings
 from unified_trainer.build import build
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
         if argv and argv[0] in COMMANDS:
             tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"python -m unified_trainer {argv[0]}")
         else:
-            train(settings.parse(argv, {name: config for name, (_, config) in METHODS.items()}))
+            train(settings.parse(argv, {name: config for name, (_, config) in METHODS.items()}, checkpoint.contract))
     except MENDABLE as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

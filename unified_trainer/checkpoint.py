@@ -62,6 +62,11 @@ def newest(run: Path) -> tuple[Path, dict[str, Any]]:
     raise CheckpointError(f"{run} holds no complete checkpoint ({why})")
 
 
+def contract(run: Path | str) -> dict[str, Any] | None:
+    """The sampler that the newest checkpoint of a run was made for, if for one."""
+    return newest(Path(run))[1].get("sampler")
+
+
 def load(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
     """Fill the given tensors in place; CheckpointError names keys the checkpoint lacks or holds in another shape."""
     reader = HuggingFaceStorageReader(str(folder))

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -74,10 +74,13 @@ class RunConfig(Generic[Algorithm]):
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
-def parse(argv: Sequence[str], algorithms: Mapping[str, type]) -> RunConfig:
+def parse(
+    argv: Sequence[str], algorithms: Mapping[str, type], contract_of: Callable[[str], Mapping[str, Any] | None]
+) -> RunConfig:
     """The run that the command line asks for; exits with code 2 and one message on a key or value that cannot be.
 
-    `algorithms` maps each method's name to the dataclass of its own settings.
+    `algorithms` maps each method's name to the dataclass of its own settings. `contract_of` gives the sampler that the
+    checkpoint of --init-from was made for, if it was made for one: it stands above the recipe and below the flags.
     """
     sources = _Sources.read(argv)
     saved = _load(sources.saved) if sources.saved else {}
@@ -88,10 +91,12 @@ def parse(argv: Sequence[str], algorithms: Mapping[str, type]) -> RunConfig:
     _must_know("recipe", recipe, known)
     if saved and saved.get("method", method) != method:
         raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {method}: leave --method out")
+    contract = contract_of(sources.init_from) if sources.init_from else None
     sections = _load(RECIPES / f"{recipe}.yaml")
     layers = {
         f"recipe {recipe}": {**sections.get("common", {}), "method": method, "recipe": recipe},
         f"recipe {recipe}, {method}": sections.get(method, {}),
+        f"--init-from {sources.init_from}": {"sampler": contract} if contract else {},
         str(sources.saved): saved,
     }
     kind = RunConfig[algorithms[method]]
@@ -141,13 +146,14 @@ class _Sources:
     method: str | None
     recipe: str | None
     saved: Path | None
+    init_from: str | None
 
     @classmethod
     def read(cls, argv: Sequence[str]) -> "_Sources":
         found: dict[str, str] = {}
         for position, word in enumerate(argv):
             name, equals, value = word.partition("=")
-            if name in ("--method", "--recipe", "--config", "--resume"):
+            if name in ("--method", "--recipe", "--config", "--resume", "--init-from", "--init_from"):
                 if not equals:
                     value = argv[position + 1] if position + 1 < len(argv) else ""
                 found[name] = value
@@ -162,7 +168,8 @@ class _Sources:
             saved = Path(found["--config"])
             if not saved.is_file():
                 raise ConfigError(f"--config {saved}: no such file")
-        return cls(found.get("--method"), found.get("--recipe"), saved)
+        init_from = found.get("--init-from") or found.get("--init_from")
+        return cls(found.get("--method"), found.get("--recipe"), saved, init_from)
 
 
 def _must_know(what: str, name: str, known: list[str]) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 
 from unified_trainer.methods.base import Method
+from unified_trainer.methods.consistency import Consistency, ConsistencyConfig
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
+from unified_trainer.methods.ode_init import ODEInit, ODEInitConfig
 from unified_trainer.models.base import Codec, VideoModel
 from unified_trainer.models.hpsv3 import HPSv3
 from unified_trainer.models.wan import WanCodec, WanModel, latent_channels
@@ -26,9 +28,11 @@ class Family:
 
 
 METHODS: dict[str, tuple[type[Method], type]] = {
+    "consistency": (Consistency, ConsistencyConfig),
     "dance_grpo": (DanceGRPO, DanceGRPOConfig),
     "dmd2": (DMD2, DMD2Config),
     "finetune": (Finetune, FinetuneConfig),
+    "ode_init": (ODEInit, ODEInitConfig),
 }
 FAMILIES = {"WanPipeline": Family(WanModel.load, WanCodec.load, latent_channels)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -1,0 +1,73 @@
+"""Consistency distillation: one prediction along each step of the teacher's ODE (arXiv:2303.01469)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from unified_trainer.batching import BatchPlan
+from unified_trainer.flow import add_noise, per_sample, sigma_table, x0_from_velocity
+from unified_trainer.methods.base import Loss
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.role import Frozen, Trainable
+from unified_trainer.sampling import SamplerConfig
+from unified_trainer.types import Batch
+
+
+@dataclass(frozen=True)
+class ConsistencyConfig:
+    batch_size: int = 32  # clips per update, over all ranks
+    micro_batch: int = 32  # clips per backward pass
+    guidance_scale: float = 3.0  # of the teacher: uncond + w (cond - uncond)
+    teacher_steps: int = 30  # steps of the teacher's ODE; the student agrees with itself across each
+    teacher_shift: float = 5.0  # of those steps' noise levels towards noise
+    huber: float = 0.01  # c of the loss sqrt(d^2 + c^2) - c per element, arXiv:2310.14189; large is squared error
+
+    @property
+    def learns_from_data(self) -> bool:
+        return True
+
+    def check(self, sampler: SamplerConfig) -> None:
+        if self.teacher_steps < 2 or self.huber <= 0:
+            raise ValueError("algorithm.teacher_steps must be at least 2 and algorithm.huber above 0")
+        if sampler.guidance_scale != 1:
+            raise ValueError(
+                f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: a distilled student runs without "
+                "guidance; the teacher's is algorithm.guidance_scale"
+            )
+
+    def plan(self) -> BatchPlan:
+        keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")
+        return BatchPlan(self.batch_size, 1, self.batch_size, self.micro_batch, keys)
+
+
+class Consistency:
+    """loss = d(x0(x_sigma), sg x0(x_next)), x_next one Euler step of the guided teacher below x_sigma."""
+
+    trains_sampler: ClassVar[bool] = True
+
+    def __init__(
+        self, config: ConsistencyConfig, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen
+    ) -> None:
+        self.config, self.student, self.teacher = config, student, teacher
+        self.table = sigma_table(config.teacher_steps, config.teacher_shift)
+
+    def generators(self, batch: Batch) -> list[Batch]:
+        return batch.split(self.config.micro_batch)
+
+    def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
+        rows = (rng.uniform("level", batch.sample_ids) * self.config.teacher_steps).long()
+        sigma, sigma_next = self.table[rows], self.table[rows + 1]
+        noise = rng.noise("noise", batch.sample_ids, batch.latent_shape).to(batch.latents)
+        x_t = add_noise(batch.latents, noise, sigma)
+        with torch.no_grad():
+            velocity = self.teacher.guided_velocity(x_t, sigma, batch.cond, batch.uncond, self.config.guidance_scale)
+            x_next = x_t + per_sample(sigma_next - sigma, x_t) * velocity
+            # At sigma 0 the prediction is x_next itself: the boundary condition.
+            target = x0_from_velocity(x_next, self.student.velocity(x_next, sigma_next, batch.cond), sigma_next)
+        x0 = x0_from_velocity(x_t, self.student.velocity(x_t, sigma, batch.cond), sigma)
+        c = self.config.huber
+        loss = (((x0 - target).square() + c * c).sqrt() - c).mean()
+        yield Loss("student", loss, metrics={"loss": loss.detach()})

@@ -1,0 +1,80 @@
+"""ODE regression: a few-step student starts by predicting where the teacher's ODE ends (CausVid, arXiv:2412.07772)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from unified_trainer.batching import BatchPlan
+from unified_trainer.flow import sigma_table, x0_from_velocity
+from unified_trainer.methods.base import Loss
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
+from unified_trainer.policy import transition
+from unified_trainer.roles.role import Frozen, Trainable
+from unified_trainer.sampling import SamplerConfig
+from unified_trainer.types import Batch, Latents
+
+
+@dataclass(frozen=True)
+class ODEInitConfig:
+    batch_size: int = 32  # trajectories per training step, over all ranks
+    micro_batch: int = 32  # samples per backward pass
+    guidance_scale: float = 3.0  # of the teacher: uncond + w (cond - uncond)
+    teacher_steps: int = 30  # Euler steps of the teacher, to which the student's noise levels are added
+    teacher_shift: float = 3.0  # of the teacher's noise levels towards noise
+    passes: int = 1  # times that each trajectory is learnt from; the student moves once per noise level and pass
+
+    @property
+    def learns_from_data(self) -> bool:
+        return False
+
+    def check(self, sampler: SamplerConfig) -> None:
+        if self.passes < 1 or self.teacher_steps < 1:
+            raise ValueError("algorithm.passes and algorithm.teacher_steps must be at least 1")
+        if sampler.guidance_scale != 1:
+            raise ValueError(
+                f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: a distilled student runs without "
+                "guidance; the teacher's is algorithm.guidance_scale"
+            )
+
+    def plan(self) -> BatchPlan:
+        keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")
+        return BatchPlan(self.batch_size, 1, self.batch_size, self.micro_batch, keys)
+
+
+class ODEInit:
+    """loss = 1/2 mean |x0(x_sigma) - x_end|^2 over the states of the teacher's ODE at the student's noise levels."""
+
+    trains_sampler: ClassVar[bool] = True
+
+    def __init__(self, config: ODEInitConfig, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen) -> None:
+        self.config, self.student, self.teacher = config, student, teacher
+        self.levels = sampler.sigmas()[:-1]
+        table = sigma_table(config.teacher_steps, config.teacher_shift)
+        self.table = torch.cat([table[table <= self.levels[0]], self.levels]).unique().flip(0)
+
+    def generators(self, batch: Batch) -> list[Batch]:
+        return batch.split(self.config.micro_batch)
+
+    def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
+        states, end = self._trajectory(batch, rng)
+        for _ in range(self.config.passes):
+            for level, x_t in zip(self.levels, states, strict=True):
+                sigma = level.expand(len(batch))
+                x0 = x0_from_velocity(x_t, self.student.velocity(x_t, sigma, batch.cond), sigma)
+                loss = 0.5 * (x0 - end).square().mean()
+                yield Loss("student", loss, metrics={"loss": loss.detach()})
+
+    def _trajectory(self, batch: Batch, rng: Streams) -> tuple[list[Latents], Latents]:
+        """The guided teacher's states at the student's levels, and its end; from pure noise at the first level."""
+        x_t = rng.noise("noise", batch.sample_ids, batch.latent_shape).to(self.student.device)
+        states = []
+        for sigma, sigma_next in zip(self.table[:-1], self.table[1:], strict=True):
+            if sigma in self.levels:
+                states.append(x_t)
+            levels = sigma.expand(len(batch))
+            velocity = self.teacher.guided_velocity(x_t, levels, batch.cond, batch.uncond, self.config.guidance_scale)
+            x_t, _ = transition("ode", x_t, velocity, sigma, sigma_next, 0.0)
+        return states, x_t
