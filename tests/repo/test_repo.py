@@ -240,7 +240,7 @@ def test_the_commands_of_the_documents_parse(document, flags, tmp_path, capsys):
     if flags[0] == "import-hpsv3":
         assert flags[1::2] == ["--base", "--checkpoint", "--out"]
         return
-    settings.save(settings.parse([], ALGORITHMS), tmp_path / "config.yaml")
+    settings.save(settings.parse([], ALGORITHMS, no_contract), tmp_path / "config.yaml")
     places = {"--resume": str(tmp_path), "--config": str(tmp_path / "config.yaml")}
     for i, flag in enumerate(flags[:-1]):
         flags[i + 1] = places.get(flag, flags[i + 1])
