@@ -12,8 +12,9 @@ from unified_trainer.data.feed import Feed, Source
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts, read_prompts, training_prompts
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import METHODS, family_of, load_scorer
+from unified_trainer.registry import METHODS, family_of, load_model, load_scorer
 from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Role, RoleConfig, Trainable
 from unified_trainer.trainer import Trainer
@@ -41,13 +42,18 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     method_type, _ = METHODS[run.method]
     configs, paths = _role_settings(run, method_type)
+    types = _role_types(method_type)
+    if run.sampler.chunks.causal:
+        types["student"] = CausalStudent
     family, folder = family_of("student", paths["student"])
     codec = family.codec(folder, mesh.device)
     latent_shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
     _check_same_latents(paths)
+    if run.sampler.chunks.causal:
+        run.sampler.chunks.ranges(latent_shape[1])
     scorer = load_scorer(run.reward.path, run.reward.precision, mesh.device)
     reward = Reward(scorer, codec, run.reward)
-    roles = load_roles(_role_types(method_type), configs, paths, mesh)
+    roles = load_roles(types, configs, paths, mesh)
 
     parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, **roles}
     method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters})
@@ -73,9 +79,9 @@ def load_roles(
         owners.setdefault(name if trains_all else paths[name], []).append(name)
     roles: dict[str, Role] = {}
     for key, names in owners.items():
-        family, folder = family_of(names[0], paths[names[0]])
+        causal = any(issubclass(types[name], CausalStudent) for name in names)
         backbone = Backbone(
-            family.model(folder, mesh.device),
+            load_model(names[0], paths[names[0]], mesh.device, causal=causal),
             mesh,
             trained=key in names,
             adapters={name: configs[name].adapter for name in names if issubclass(types[name], Trainable)}

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-Sigma = Tensor | float  # one noise level, or one per sample
+Sigma = Tensor | float  # one noise level, one per sample, or one per sample and latent frame
 
 
 def shift_sigma(u: Sigma, shift: float) -> Sigma:
@@ -77,8 +77,10 @@ def as_level(sigma: Sigma) -> Tensor:
 
 
 def per_sample(value: Sigma, like: Tensor) -> Tensor:
-    """`value`, one number or one per sample, in the dtype of `like` and shaped to broadcast over its samples."""
+    """`value` in the dtype of `like` [b c t ...] and shaped to broadcast: one number, one per sample, or [b, t]."""
     value = as_level(value)
+    if value.ndim == 2:
+        value = value.reshape(len(value), 1, -1, *[1] * (like.ndim - 3))
     if value.ndim <= 1:
         value = value.reshape(-1, *[1] * (like.ndim - 1))
     return value.to(device=like.device, dtype=like.dtype)

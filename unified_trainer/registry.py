@@ -13,9 +13,11 @@ from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.methods.ode_init import ODEInit, ODEInitConfig
-from unified_trainer.models.base import Codec, VideoModel
+from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
+from unified_trainer.models.base import CausalVideoModel, Codec, VideoModel
 from unified_trainer.models.hpsv3 import HPSv3
 from unified_trainer.models.wan import WanCodec, WanModel, latent_channels
+from unified_trainer.models.wan_causal import CausalWanModel
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 
@@ -24,6 +26,7 @@ TINY = Path(__file__).parent / "assets" / "tiny"
 class Family:
     model: Callable[[Path, torch.device], VideoModel]
     codec: Callable[[Path, torch.device], Codec]
+    causal: Callable[[Path, torch.device], CausalVideoModel] | None  # the same weights, chunk by chunk
     latent_channels: Callable[[Path], int]
 
 
@@ -33,8 +36,9 @@ METHODS: dict[str, tuple[type[Method], type]] = {
     "dmd2": (DMD2, DMD2Config),
     "finetune": (Finetune, FinetuneConfig),
     "ode_init": (ODEInit, ODEInitConfig),
+    "self_forcing": (SelfForcing, SelfForcingConfig),
 }
-FAMILIES = {"WanPipeline": Family(WanModel.load, WanCodec.load, latent_channels)}
+FAMILIES = {"WanPipeline": Family(WanModel.load, WanCodec.load, CausalWanModel.load, latent_channels)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -55,3 +59,13 @@ def family_of(role: str, path: str) -> tuple[Family, Path]:
 
 def load_scorer(path: str, precision: str, device: torch.device) -> HPSv3:
     return HPSv3.load(TINY / "hpsv3" if path == "tiny" else Path(path), device, DTYPES[precision])
+
+
+def load_model(role: str, path: str, device: torch.device, *, causal: bool) -> VideoModel:
+    """The network of a role's path, chunk by chunk if it is to be causal."""
+    family, folder = family_of(role, path)
+    if not causal:
+        return family.model(folder, device)
+    if family.causal is None:
+        raise ValueError(f"{role}.path {path}: this family has no causal form; set sampler.chunks.chunk_frames 0")
+    return family.causal(folder, device)

@@ -1,21 +1,25 @@
-"""From noise to latents: the student followed along its noise levels, by its own sampler or as a policy."""
+"""From noise to latents: the student followed along its noise levels, all at once or chunk by chunk."""
 
+import functools
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.flow import sigma_table, warp_steps, x0_from_velocity
+from unified_trainer.chunks import ChunkConfig
+from unified_trainer.flow import add_noise, guide, sigma_table, warp_steps, x0_from_velocity
 from unified_trainer.policy import Kernel, log_prob, transition
+from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Role
 from unified_trainer.types import Batch, Latents, Rollout
 
 Solver = Literal["ode", "sde"]
-Draw = Callable[[int], Latents]  # the noise of transition s
+Draw = Callable[[int], Latents]  # the noise of transition s; number num_steps is the context's of a causal student
+Call = Callable[[Latents, Tensor], Latents]  # velocity of x_t at one noise level
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,11 @@ class SamplerConfig:
     solver: Solver = "ode"  # Euler steps, or renoising the predicted x0 (sde), which few-step students are made for
     guidance_scale: float = 3.0  # uncond + w (cond - uncond); 1 is no guidance
     negative_prompt: str = ""  # what guidance steers away from
+    chunks: ChunkConfig = field(default_factory=ChunkConfig)
 
     def check(self) -> None:
         """Raise ValueError, naming the key, for what cannot be."""
+        self.chunks.check()
         if self.num_steps < 1:
             raise ValueError(f"sampler.num_steps must be at least 1, not {self.num_steps}")
         if not self.step_list:
@@ -52,6 +58,53 @@ class SamplerConfig:
 
 
 @torch.no_grad()
+def generate(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw) -> Latents:
+    """Clean latents by the sampler's own solver; the same noise and draws give the same sample."""
+    last = sampler.num_steps - 1
+    if not sampler.chunks.causal:
+        return predict_at(role, noise, batch, sampler, draw, last)
+    exits = [last] * len(sampler.chunks.ranges(noise.shape[2]))
+    return predict_chunks(role, noise, batch, sampler, draw, exits)
+
+
+def predict_at(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
+    """x0 as the sampler's call number `step` predicts it; only that call keeps a graph, and none is made after it."""
+    return _descend(lambda x_t, sigma: policy_velocity(role, x_t, sigma, batch, sampler), noise, sampler, draw, step)
+
+
+def predict_chunks(
+    student: CausalStudent,
+    noise: Latents,
+    batch: Batch,
+    sampler: SamplerConfig,
+    draw: Draw,
+    exits: Sequence[int],
+    first_gradient_frame: int = 0,
+) -> Latents:
+    """Chunk by chunk (Self-Forcing, arXiv:2506.08009): x0 as call number exits[i] of chunk i predicts it.
+
+    Only that call keeps a graph, and only in chunks from `first_gradient_frame` on. Every finished chunk is then
+    looked back on, at the context noise and without gradient.
+    """
+    chunks, draw = sampler.chunks, functools.cache(draw)
+    past = student.look_back(batch.cond, batch.uncond, chunks, sampler.guidance_scale)
+    finished = []
+    for (start, stop), step in zip(chunks.ranges(noise.shape[2]), exits, strict=True):
+        own = slice(start, stop)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and start >= first_gradient_frame):
+            x0 = _descend(
+                lambda x_t, sigma: past.velocity(x_t, sigma.expand(len(x_t))),
+                noise[:, :, own],
+                sampler,
+                lambda s, own=own: draw(s)[:, :, own],
+                step,
+            )
+        past.append(_context(x0.detach(), sampler, lambda s, own=own: draw(s)[:, :, own]))
+        finished.append(x0)
+    return torch.cat(finished, 2)
+
+
+@torch.no_grad()
 def rollout(
     role: Role,
     noise: Latents,
@@ -64,10 +117,67 @@ def rollout(
     """Sample with a stochastic kernel and keep every state; `draw(s)` is the noise of transition s.
 
     The last transition goes to the clean prediction without noise: it has no density and is not part of the policy.
+    A causal student does so in every chunk; state s then is what all chunks were at their step s.
     """
+    if not sampler.chunks.causal:
+        return _policy_walk(
+            lambda x_t, sigma: policy_velocity(role, x_t, sigma, batch, sampler), noise, sampler, kernel, level, draw
+        )
+    draw = functools.cache(draw)
+    past = role.look_back(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale)
+    parts = []
+    for start, stop in sampler.chunks.ranges(noise.shape[2]):
+        own = slice(start, stop)
+        part = _policy_walk(
+            lambda x_t, sigma: past.velocity(x_t, sigma.expand(len(x_t))),
+            noise[:, :, own],
+            sampler,
+            kernel,
+            level,
+            lambda s, own=own: draw(s)[:, :, own],
+        )
+        past.append(part.x0)
+        parts.append(part)
+    shares = [part.states.shape[3] / noise.shape[2] for part in parts]
+    log_probs = sum(share * part.log_probs for share, part in zip(shares, parts, strict=True))
+    return Rollout(torch.cat([part.states for part in parts], 3), log_probs)
+
+
+def policy_velocity(
+    role: Role, x_t: Latents, sigma: Tensor, batch: Batch, sampler: SamplerConfig, x0: Latents | None = None
+) -> Latents:
+    """The one network call of sampling and of its replay: same batch geometry, same guidance.
+
+    A causal student's replay looks back on `x0`, the chunks that its rollout finished with.
+    """
+    level = sigma.expand(len(batch))
+    if x0 is None or not sampler.chunks.causal:
+        return role.guided_velocity(x_t, level, batch.cond, batch.uncond, sampler.guidance_scale)
+    if sampler.guidance_scale == 1:
+        return role.masked_velocity(x_t, level, batch.cond, sampler.chunks, x0)
+    x_both, x0_both, cond = torch.cat([x_t, x_t]), torch.cat([x0, x0]), batch.cond.cat(batch.uncond)
+    both = role.masked_velocity(x_both, torch.cat([level, level]), cond, sampler.chunks, x0_both)
+    return guide(*both.chunk(2), sampler.guidance_scale)
+
+
+def _descend(call: Call, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
+    """Follow the solver without gradient up to call number `step`, which predicts x0."""
+    sigmas = sampler.sigmas()
+    kernel, level = sampler.kernel
+    with torch.no_grad():
+        for s in range(step):
+            x_t, std = transition(kernel, x_t, call(x_t, sigmas[s]), sigmas[s], sigmas[s + 1], level)
+            if level:
+                x_t = x_t + std * draw(s).to(x_t)
+    return x0_from_velocity(x_t, call(x_t, sigmas[step]), sigmas[step])
+
+
+def _policy_walk(
+    call: Call, noise: Latents, sampler: SamplerConfig, kernel: Kernel, level: float, draw: Draw
+) -> Rollout:
     sigmas, states, log_probs = sampler.sigmas(), [noise], []
     for s in range(sampler.num_steps):
-        velocity = policy_velocity(role, states[-1], sigmas[s], batch, sampler)
+        velocity = call(states[-1], sigmas[s])
         if s == sampler.num_steps - 1:
             states.append(x0_from_velocity(states[-1], velocity, sigmas[s]))
             continue
@@ -77,26 +187,7 @@ def rollout(
     return Rollout(torch.stack(states, 1), torch.stack(log_probs, 1))
 
 
-def predict_at(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
-    """x0 as the sampler's call number `step` predicts it; only that call keeps a graph, and none is made after it."""
-    sigmas, x_t = sampler.sigmas(), noise
-    kernel, level = sampler.kernel
-    with torch.no_grad():
-        for s in range(step):
-            velocity = policy_velocity(role, x_t, sigmas[s], batch, sampler)
-            x_t, std = transition(kernel, x_t, velocity, sigmas[s], sigmas[s + 1], level)
-            if level:
-                x_t = x_t + std * draw(s).to(x_t)
-    velocity = policy_velocity(role, x_t, sigmas[step], batch, sampler)
-    return x0_from_velocity(x_t, velocity, sigmas[step])
-
-
-@torch.no_grad()
-def generate(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw) -> Latents:
-    """Clean latents by the sampler's own solver; the same noise and draws give the same sample."""
-    return predict_at(role, noise, batch, sampler, draw, sampler.num_steps - 1)
-
-
-def policy_velocity(role: Role, x_t: Latents, sigma: Tensor, batch: Batch, sampler: SamplerConfig) -> Latents:
-    """The one network call of sampling and of its replay: same batch geometry, same guidance."""
-    return role.guided_velocity(x_t, sigma.expand(len(batch)), batch.cond, batch.uncond, sampler.guidance_scale)
+def _context(x0: Latents, sampler: SamplerConfig, draw: Draw) -> Latents:
+    """A finished chunk at the noise level at which it is looked back on."""
+    noise_level = sampler.chunks.context_noise
+    return add_noise(x0, draw(sampler.num_steps).to(x0), noise_level) if noise_level else x0

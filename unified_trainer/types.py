@@ -10,6 +10,7 @@ from torch import Tensor
 Latents = Float[Tensor, "b c t h w"]
 Video = Float[Tensor, "b 3 frames height width"]  # in [0, 1]
 PerSample = Float[Tensor, " b"]
+PerFrame = Float[Tensor, "b t"]
 
 
 class Condition(Protocol):

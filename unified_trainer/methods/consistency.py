@@ -32,6 +32,8 @@ class ConsistencyConfig:
     def check(self, sampler: SamplerConfig) -> None:
         if self.teacher_steps < 2 or self.huber <= 0:
             raise ValueError("algorithm.teacher_steps must be at least 2 and algorithm.huber above 0")
+        if sampler.chunks.causal:
+            raise ValueError("sampler.chunks.chunk_frames must be 0: consistency trains a bidirectional student")
         if sampler.guidance_scale != 1:
             raise ValueError(
                 f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: a distilled student runs without "

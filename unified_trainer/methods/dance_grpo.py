@@ -52,6 +52,10 @@ class DanceGRPOConfig:
             raise ValueError(f"algorithm.rollout_batch must be at least 1, not {self.rollout_batch}")
         if self.kernel == "ode" or self.eta <= 0:
             raise ValueError("algorithm.kernel must be stochastic and algorithm.eta above 0: else there is no policy")
+        if sampler.chunks.causal and sampler.chunks.context_noise:
+            raise ValueError(
+                "sampler.chunks.context_noise must be 0: the replay looks back on clean chunks"
+            )
         if not 0 < self.timestep_fraction <= 1:
             raise ValueError(f"algorithm.timestep_fraction must be in (0, 1], not {self.timestep_fraction}")
 
@@ -148,7 +152,7 @@ class DanceGRPO:
     def _log_ratio(self, sampled: Rollout, batch: Batch, part: slice, s: int) -> Float[Tensor, " b"]:
         """log pi(x_next | x_t) now, minus what it was when it was sampled."""
         x_t, x_next = sampled.states[part, s], sampled.states[part, s + 1]
-        velocity = policy_velocity(self.student, x_t, self.sigmas[s], batch, self.sampler)
+        velocity = policy_velocity(self.student, x_t, self.sigmas[s], batch, self.sampler, sampled.x0[part])
         mean, std = transition(self.config.kernel, x_t, velocity, self.sigmas[s], self.sigmas[s + 1], self.config.eta)
         return log_prob(x_next, mean, std) - sampled.log_probs[part, s]
 

@@ -32,6 +32,13 @@ class DMD2Config(MatchingConfig):
     def learns_from_data(self) -> bool:
         return self.rollout == "data" or self.gan_weight > 0
 
+    def check(self, sampler: SamplerConfig) -> None:
+        super().check(sampler)
+        if sampler.chunks.causal:
+            raise ValueError(
+                "sampler.chunks.chunk_frames must be 0 for dmd2; self_forcing trains causal students"
+            )
+
 
 class DMD2:
     """Sample with the student, push the samples along fake - real, and let the critic follow."""

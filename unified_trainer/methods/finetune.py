@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -13,7 +13,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.types import Batch
+from unified_trainer.types import Batch, PerFrame, PerSample
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,10 @@ class FinetuneConfig:
     batch_size: int = 32  # clips per update, over all ranks
     micro_batch: int = 32  # clips per backward pass
     shift: float = 3.0  # of the uniform noise levels towards noise; 1 is none
+    forcing: Literal["none", "diffusion", "teacher"] = (
+        "none"  # of a causal student: chunks at noise levels of their own
+    )
+    # look back on noisy chunks (diffusion, arXiv:2407.01392) or on clean ones (teacher)
     caption_dropout: float = 0.1  # share of clips trained on the negative prompt, for guidance
 
     @property
@@ -28,6 +32,11 @@ class FinetuneConfig:
         return True
 
     def check(self, sampler: SamplerConfig) -> None:
+        if sampler.chunks.causal != (self.forcing != "none"):
+            raise ValueError(
+                "algorithm.forcing must be diffusion or teacher for a causal student (sampler.chunks.chunk_frames above "
+                "0), and none for another"
+            )
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"algorithm.caption_dropout must be in [0, 1], not {self.caption_dropout}")
 
@@ -41,8 +50,8 @@ class Finetune:
 
     trains_sampler: ClassVar[bool] = False
 
-    def __init__(self, config: FinetuneConfig, *, student: Trainable) -> None:
-        self.config = config
+    def __init__(self, config: FinetuneConfig, sampler: SamplerConfig, *, student: Trainable) -> None:
+        self.config, self.chunks = config, sampler.chunks
         self.student = student
 
     def generators(self, batch: Batch) -> list[Batch]:
@@ -51,10 +60,24 @@ class Finetune:
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         x0 = batch.latents
         noise = rng.noise("noise", batch.sample_ids, batch.latent_shape).to(x0)
-        sigma = shift_sigma(rng.uniform("sigma", batch.sample_ids), self.config.shift)
+        sigma = self._levels(batch, rng)
         dropped = rng.uniform("caption dropout", batch.sample_ids) < self.config.caption_dropout
         both = batch.cond.cat(batch.uncond)
         rows = torch.arange(len(batch)) + len(batch) * dropped
-        velocity = self.student.velocity(add_noise(x0, noise, sigma), sigma, both.map(lambda x: x[rows.to(x.device)]))
+        x_t, cond = add_noise(x0, noise, sigma), both.map(lambda x: x[rows.to(x.device)])
+        if self.config.forcing == "none":
+            velocity = self.student.velocity(x_t, sigma, cond)
+        else:
+            clean = x0 if self.config.forcing == "teacher" else None
+            velocity = self.student.masked_velocity(x_t, sigma, cond, self.chunks, clean)
         loss = (velocity - (noise - x0)).square().mean()
         yield Loss("student", loss, metrics={"loss": loss.detach()})
+
+    def _levels(self, batch: Batch, rng: Streams) -> PerSample | PerFrame:
+        """One noise level for each clip, or for each chunk of it."""
+        if self.config.forcing == "none":
+            return shift_sigma(rng.uniform("sigma", batch.sample_ids), self.config.shift)
+        ranges = self.chunks.ranges(batch.latent_shape[1])
+        levels = [rng.uniform(f"sigma {i}", batch.sample_ids) for i in range(len(ranges))]
+        frames = [level for level, (start, stop) in zip(levels, ranges, strict=True) for _ in range(start, stop)]
+        return shift_sigma(torch.stack(frames, 1), self.config.shift)

@@ -14,7 +14,7 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.policy import transition
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.types import Batch, Latents
+from unified_trainer.types import Batch, Latents, PerFrame
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ODEInit:
     trains_sampler: ClassVar[bool] = True
 
     def __init__(self, config: ODEInitConfig, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen) -> None:
-        self.config, self.student, self.teacher = config, student, teacher
+        self.config, self.student, self.teacher, self.chunks = config, student, teacher, sampler.chunks
         self.levels = sampler.sigmas()[:-1]
         table = sigma_table(config.teacher_steps, config.teacher_shift)
         self.table = torch.cat([table[table <= self.levels[0]], self.levels]).unique().flip(0)
@@ -61,11 +61,24 @@ class ODEInit:
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         states, end = self._trajectory(batch, rng)
         for _ in range(self.config.passes):
-            for level, x_t in zip(self.levels, states, strict=True):
+            for i, (level, x_t) in enumerate(zip(self.levels, states, strict=True)):
                 sigma = level.expand(len(batch))
-                x0 = x0_from_velocity(x_t, self.student.velocity(x_t, sigma, batch.cond), sigma)
+                if self.chunks.causal:
+                    x_t, sigma = self._by_chunk(states, i)
+                    velocity = self.student.masked_velocity(x_t, sigma, batch.cond, self.chunks, end)
+                else:
+                    velocity = self.student.velocity(x_t, sigma, batch.cond)
+                x0 = x0_from_velocity(x_t, velocity, sigma)
                 loss = 0.5 * (x0 - end).square().mean()
                 yield Loss("student", loss, metrics={"loss": loss.detach()})
+
+    def _by_chunk(self, states: list[Latents], turn: int) -> tuple[Latents, PerFrame]:
+        """Every chunk at another of the levels; over the turns each chunk has been at all of them."""
+        frames = states[0].shape[2]
+        ranges = self.chunks.ranges(frames)
+        rows = [(turn + c) % len(states) for c, (start, stop) in enumerate(ranges) for _ in range(start, stop)]
+        x_t = torch.stack([states[row][:, :, frame] for frame, row in enumerate(rows)], 2)
+        return x_t, self.levels[rows].expand(len(x_t), -1)
 
     def _trajectory(self, batch: Batch, rng: Streams) -> tuple[list[Latents], Latents]:
         """The guided teacher's states at the student's levels, and its end; from pure noise at the first level."""

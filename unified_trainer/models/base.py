@@ -7,7 +7,8 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from unified_trainer.types import Condition, Latents, PerSample, Video
+from unified_trainer.chunks import ChunkConfig
+from unified_trainer.types import Condition, Latents, PerFrame, PerSample, Video
 
 CheckpointContexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
 
@@ -38,6 +39,43 @@ class VideoModel(Protocol):
 
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
         """Recompute the blocks' activations in the backward pass, in the second of the contexts made in the first."""
+        ...
+
+
+class Cache(Protocol):
+    """What later chunks look back on; opaque, and written by `append` alone."""
+
+    seen: int  # latent frames finished so far
+
+
+class CausalVideoModel(VideoModel, Protocol):
+    """A model that also generates chunk by chunk; `velocity` stays bidirectional."""
+
+    def velocity_masked(
+        self,
+        x_t: Latents,
+        sigma: PerSample | PerFrame,
+        cond: Condition,
+        chunks: ChunkConfig,
+        clean: Latents | None = None,
+    ) -> Latents:
+        """All chunks in one pass. They look back on each other as they are, or on `clean` ones (teacher forcing)."""
+        ...
+
+    def open_cache(self, chunks: ChunkConfig) -> Cache:
+        """An empty cache for one rollout."""
+        ...
+
+    def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: Condition, cache: Cache) -> Latents:
+        """The next chunk, looking back on the cache, which gets neither gradient nor entry."""
+        ...
+
+    def append(self, x: Latents, cond: Condition, cache: Cache) -> None:
+        """Let later chunks look back on this one, which is at the cache's context noise; without gradient."""
+        ...
+
+    def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig) -> int:
+        """Memory of one sample's full cache, text left out."""
         ...
 
 

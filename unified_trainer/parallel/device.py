@@ -1,5 +1,6 @@
 """The only file that names a device: cuda with nccl, npu with hccl, cpu with gloo."""
 
+import os
 from typing import Literal
 
 import torch
@@ -29,6 +30,18 @@ def peak_memory(device: torch.device) -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def has_flex_attention(device: torch.device) -> bool:
+    """Whether FlexAttention pays on this device; elsewhere attention takes a dense mask."""
+    return device.type == "cuda"
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _import_npu() -> None:

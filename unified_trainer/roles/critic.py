@@ -27,6 +27,6 @@ class Critic(Trainable):
         self, x_t: Latents, sigma: PerSample, cond: Condition
     ) -> tuple[Latents, Float[Tensor, " b"]]:
         """The velocity and, from the same pass, how real each noisy sample looks (above 0: real)."""
-        with self._running() as model, model.features() as seen:
+        with self.running() as model, model.features() as seen:
             velocity = model.velocity(x_t, sigma, cond)
         return velocity, self._discriminator(seen[-1].float().mean(1))[:, 0]

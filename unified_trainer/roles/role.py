@@ -52,7 +52,7 @@ class Role:
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         """velocity = noise - x0 of each sample at its own noise level, float32."""
-        with self._running() as model:
+        with self.running() as model:
             return model.velocity(x_t, sigma, cond)
 
     def guided_velocity(
@@ -65,7 +65,7 @@ class Role:
         return guide(*both.chunk(2), guidance_scale)
 
     @contextmanager
-    def _running(self) -> Iterator[VideoModel]:
+    def running(self) -> Iterator[VideoModel]:
         """The model as this role runs it: its adapter, its precision."""
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
         with self._backbone.running(self.name) as model, autocast:
