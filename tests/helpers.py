@@ -195,7 +195,7 @@ def trainable(name: str = "student", config: TrainableConfig | None = None, *, s
 def finetune(config: FinetuneConfig, *, mesh: Mesh = ALONE, clips: int = 8, seed: int = 0, **recorder) -> Trainer:
     """A trainer of the small network on random latents; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
-    method = Finetune(config, student=student)
+    method = Finetune(config, SamplerConfig(), student=student)
     encoded = torch.randn(clips, *LATENT_SHAPE, generator=torch.Generator().manual_seed(7))
     source = Clips(tuple(CAPTIONS[i % 3] for i in range(clips)), encoded)
     feed = Feed(source, tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
