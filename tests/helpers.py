@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+from unified_trainer import checkpoint
 from unified_trainer.__main__ import main
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.feed import Feed, make_batch
@@ -231,9 +233,14 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 
 def checkpoint_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint written by one rank."""
-    (file,) = (folder / "checkpoints" / f"step_{step}").glob("*.safetensors")
-    return load_file(file)
+    """Every tensor of a checkpoint, whole, whatever number of ranks wrote it."""
+    saved = folder / "checkpoints" / f"step_{step}"
+    tensors: dict[str, torch.Tensor] = {}
+    for kind in sorted({file.parent for file in saved.rglob("*.safetensors")}):
+        held = HuggingFaceStorageReader(str(kind)).read_metadata().state_dict_metadata
+        tensors |= {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in held.items()}
+    checkpoint.load(saved, tensors, ALONE)
+    return tensors
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
 
-from unified_trainer.config import ConfigError, RunConfig
+from unified_trainer.config import ConfigError, RunConfig, plain
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.feed import Feed, Source
 from unified_trainer.data.parquet import ParquetClips
@@ -17,6 +17,7 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Role, RoleConfig, Trainable
+from unified_trainer.saving import Keep
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 
@@ -29,12 +30,15 @@ class Built:
     trainer: Trainer
     validation: Validation
     counts: dict[str, int]  # of one training step's batch
+    keep: Keep
 
 
 def build(run: RunConfig, mesh: Mesh) -> Built:
     """Everything that `run` names, with the roles that its method's constructor asks for."""
-    if run.keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, not {run.keep_last}")
+    keep = Keep(run.keep_last, run.keep_best, run.best_metric, run.best_is)
+    keep.check()
+    if keep.best and not run.validate_every:
+        raise ConfigError(f"keep_best {keep.best} needs validations to compare: set validate_every")
     run.sampler.check()
     run.algorithm.check(run.sampler)
     plan = run.algorithm.plan()
@@ -66,7 +70,8 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     feed = Feed(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
     validation = Validation(run.validation, codec, reward, scorer.features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
-    return Built(Trainer(method, trained, feed, mesh, seed=run.seed), validation, counts)
+    contract = plain(run)["sampler"] if method_type.trains_sampler else None
+    return Built(Trainer(method, trained, feed, mesh, seed=run.seed, contract=contract), validation, counts, keep)
 
 
 def load_roles(

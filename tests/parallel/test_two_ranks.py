@@ -92,7 +92,7 @@ def test_the_mesh_gathers_in_rank_order(metrics):
 def test_one_rank_continues_what_two_saved(folder, tensors, method):
     """Weights, moments, averaged weights and counters; the shards of an average are whole, not one rank's."""
     one = two_ranks.trainer(method, ALONE, moves=True)
-    assert one.resume(folder / method) == 2
+    assert one.resume(folder / method) == (2, [])
     assert_same(two_ranks.whole(one), below(tensors, f"{method}/state/"))
     assert one.roles["student"].updates == (2 if method == "finetune" else 4)
     assert torch.equal(two_ranks.averaged(one), tensors[f"{method}/averaged"])
