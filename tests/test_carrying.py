@@ -15,7 +15,7 @@ CONTRACT = {"num_steps": 4, "solver": "sde", "shift": 5.0, "step_list": [], "neg
 
 
 def weights_of(role: Trainable) -> dict[str, torch.Tensor]:
-    return {key[8:]: value for key, value in role.state_dict().items() if key.startswith("weights/")}
+    return {key: weight.detach() for key, weight in role.weights.items()}
 
 
 def copies(role: Trainable) -> dict[str, torch.Tensor]:

@@ -11,15 +11,17 @@ from safetensors import SafetensorError
 from unified_trainer import checkpoint
 from unified_trainer import config as settings
 from unified_trainer.build import build
+from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
+from unified_trainer.commands.sample import sample
 from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import METHODS
+from unified_trainer.registry import ALGORITHMS
 from unified_trainer.run_folder import claimed
 from unified_trainer.saving import Saver
 from unified_trainer.tracking import Tracker
 
-COMMANDS = {"import-hpsv3": import_hpsv3}
+COMMANDS = {"export": export, "import-hpsv3": import_hpsv3, "sample": sample}
 # What a user can mend: one line and exit code 2. Anything else is ours, and shows its traceback.
 MENDABLE = (ValueError, FileNotFoundError, FileExistsError, FloatingPointError, SafetensorError, RuntimeError)
 
@@ -31,7 +33,7 @@ def main(argv: list[str]) -> int:
         if argv and argv[0] in COMMANDS:
             tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"python -m unified_trainer {argv[0]}")
         else:
-            train(settings.parse(argv, {name: config for name, (_, config) in METHODS.items()}, checkpoint.contract))
+            train(settings.parse(argv, ALGORITHMS, checkpoint.contract))
     except MENDABLE as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -45,8 +45,8 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     counts = plan.table(mesh.size)
     prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     method_type, _ = METHODS[run.method]
-    configs, paths = _role_settings(run, method_type)
-    types = _role_types(method_type)
+    configs, paths = role_settings(run, method_type)
+    types = role_types(method_type)
     if run.sampler.chunks.causal:
         types["student"] = CausalStudent
     family, folder = family_of("student", paths["student"])
@@ -98,7 +98,7 @@ def load_roles(
     return roles
 
 
-def _role_types(method_type: type) -> dict[str, type[Role]]:
+def role_types(method_type: type) -> dict[str, type[Role]]:
     """The networks that a method's constructor asks for, by name."""
     types = {}
     for name, parameter in inspect.signature(method_type).parameters.items():
@@ -109,10 +109,10 @@ def _role_types(method_type: type) -> dict[str, type[Role]]:
     return types
 
 
-def _role_settings(run: RunConfig, method_type: type) -> tuple[dict[str, Any], dict[str, str]]:
+def role_settings(run: RunConfig, method_type: type) -> tuple[dict[str, Any], dict[str, str]]:
     """Settings and path of each role of the method; ConfigError for settings of a role that it does not have."""
     configs: dict[str, Any] = {"student": run.student, "teacher": run.teacher, "critic": run.critic}
-    types = _role_types(method_type)
+    types = role_types(method_type)
     for name, config in configs.items():
         if name not in types and config != type(config)():
             raise ConfigError(f"--{name}.*: {run.method} has no {name}; leave these settings out")

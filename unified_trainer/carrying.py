@@ -25,7 +25,7 @@ def carry(roles: Mapping[str, Mapping[str, Tensor]], spec: str | Path, mesh: Mes
     for name, kind in kinds.items():
         held = {key.removeprefix(f"{kind}/"): tuple(shape) for key, shape in shapes(folder, kind).items()}
         _check_same(name, {key: tuple(tensor.shape) for key, tensor in roles[name].items()}, held, folder, spec)
-    taken = {f"{kind}/{key}": tensor for name, kind in kinds.items() for key, tensor in roles[name].items()}
+    taken = {f"{kind}/{key}": tensor.detach() for name, kind in kinds.items() for key, tensor in roles[name].items()}
     load(folder, taken, mesh)
     return _words(roles, kinds, folder, known)
 

@@ -84,12 +84,7 @@ class Trainer:
 
     def init_from(self, spec: str) -> str:
         """Take the trained roles' weights from RUN[@step][:ema], all or none; what was carried, in words."""
-        weights: dict[str, dict[str, torch.Tensor]] = {name: {} for name in self.roles}
-        for key, value in self.tensors().items():
-            name, _, rest = key.partition("/")
-            if rest.startswith("weights/"):
-                weights[name][rest.removeprefix("weights/")] = value
-        said = carry(weights, spec, self.mesh)
+        said = carry({name: role.weights for name, role in self.roles.items()}, spec, self.mesh)
         for role in self.roles.values():
             role.restart_average()
         return said

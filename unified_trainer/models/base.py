@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from unified_trainer.chunks import ChunkConfig
@@ -35,6 +36,14 @@ class VideoModel(Protocol):
 
     def features(self) -> AbstractContextManager[list[Tensor]]:
         """Inside, every pass appends its middle block's output [b, tokens, feature_size] to the list."""
+        ...
+
+    def example(self) -> tuple[Latents, PerSample, Condition]:
+        """A small input, the same every time, to compare two copies of the network on."""
+        ...
+
+    def save(self, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+        """Write the network's part of a pipeline folder; the weights in memory are rounded to `dtype` as well."""
         ...
 
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
