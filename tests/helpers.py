@@ -1,9 +1,11 @@
 """Small real parts of the product, built in one place for all tests."""
 
+import contextlib
 import functools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -266,6 +268,13 @@ def command(*words: str) -> list[str]:
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a subprocess that finds this checkout's product."""
     return os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"} | extra
+
+
+def free_port() -> int:
+    """Where the ranks of a run can meet."""
+    with contextlib.closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def shell(*words: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:

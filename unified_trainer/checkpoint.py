@@ -49,10 +49,9 @@ def save(
             _write(building / kind, part, mesh)
         mesh.barrier()
         files = _all_or_none(mesh, root, lambda: _on_disk(building, mesh))
-        sums = zip(files, manifest.checksums(files, mesh), strict=True)
-        entries = {str(f.relative_to(building)): {"bytes": f.stat().st_size, "crc32": crc} for f, crc in sums}
+        checksums = manifest.checksums(files, mesh)
         known = {"version": manifest.VERSION, "step": step, "ranks": mesh.size, "sampler": None, **(facts or {})}
-        _on_main(mesh, root, lambda: _finish(building, folder, known | {"files": entries}))
+        _on_main(mesh, root, lambda: _finish(building, folder, known, dict(zip(files, checksums, strict=True))))
     except Exception:
         if mesh.is_main:
             shutil.rmtree(building, ignore_errors=True)
@@ -134,9 +133,11 @@ def _on_disk(building: Path, mesh: Mesh) -> list[Path]:
     return files
 
 
-def _finish(building: Path, folder: Path, known: Manifest) -> None:
+def _finish(building: Path, folder: Path, known: Manifest, checksums: Mapping[Path, int]) -> None:
+    """The manifest, and then the folder's name; no other rank looks into it meanwhile."""
+    files = {str(f.relative_to(building)): {"bytes": f.stat().st_size, "crc32": crc} for f, crc in checksums.items()}
     file = building / manifest.FILE
-    file.write_text(manifest.as_text(known), encoding="utf-8")
+    file.write_text(manifest.as_text({**known, "files": files}), encoding="utf-8")
     _sync(file)
     _sync(building)
     replaced = folder.with_name(f".{folder.name}.old")
