@@ -248,7 +248,7 @@ def test_a_full_disk_on_two_ranks(lives, base, tmp_path):
     """Both ranks go on after each save that found no space, and both end with the same error."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", str(disk)], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "none", str(disk)], capture_output=True).returncode:
         pytest.skip("no right to mount a tmpfs; test_saving.py fills a disk without one")
     try:
         words = flags({"method": "dance_grpo", "student.path": base} | COMMON | METHODS["dance_grpo"])

@@ -1,5 +1,6 @@
 """A network in memory: one role's own, or shared by several roles that each train an adapter on it."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,7 +48,6 @@ class Backbone:
         for name, config in self.adapters.items():
             _inject(model, name, config)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
-        self._adapter_weights = [p for key, p in model.network.named_parameters() if ".lora_" in key]
         self._running = ""
         self._switch(NO_ADAPTER)
         if activation_checkpointing:
@@ -77,7 +77,7 @@ class Backbone:
             if isinstance(layer, LoraLayer):
                 layer.merge(safe_merge=True, adapter_names=[role])
                 self.model.network.set_submodule(key, layer.get_base_layer())
-        self.adapters, self._layers, self._adapter_weights = {}, [], []
+        self.adapters, self._layers = {}, []
 
     def save_adapter(self, role: str, folder: Path) -> None:
         """The role's adapter as peft reads it: adapter_config.json and adapter_model.safetensors."""
@@ -87,12 +87,11 @@ class Backbone:
         _lora(self.model, self.adapters[role]).save_pretrained(str(folder))
 
     def _switch(self, adapter: str) -> None:
-        if adapter == self._running or not self._layers:
+        """By hand: peft's set_adapter also freezes and thaws weights, which FSDP2 has gathered or not at that time."""
+        if adapter == self._running:
             return
         for layer in self._layers:
-            layer.set_adapter(adapter)
-        for weight in self._adapter_weights:  # peft freezes the adapters that do not run
-            weight.requires_grad_(True)
+            layer._active_adapter = adapter
         self._running = adapter
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
@@ -102,9 +101,13 @@ class Backbone:
 
 def _inject(model: VideoModel, name: str, config: AdapterConfig) -> None:
     """Fresh adapter layers: A from a stream of its own, the same on every rank, and B zero."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(int(generator("adapter", name).integers(2**62)))
-        inject_adapter_in_model(_lora(model, config), model.network, name)
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are the point
+        try:
+            inject_adapter_in_model(_lora(model, config), model.network, name)
+        except ValueError as error:
+            raise ValueError(f"{name}.adapter cannot be put on this model: {error}") from error
     model.network.to(next(model.network.parameters()).device)
 
 
