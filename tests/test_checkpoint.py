@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,7 @@ from helpers import (
     SMALL,
     assert_same,
     checkpoint_of,
-    command,
     copy_of,
-    environment,
     files_of,
     flags,
     metrics_of,
@@ -348,34 +344,6 @@ def test_a_moved_run_continues_where_it_is(copied, saved):
 
 def test_another_method_is_refused(copied, capsys):
     assert "is a run of dance_grpo" in refused(capsys, "--resume", str(copied), "--method", "finetune")
-
-
-# Ctrl-C.
-
-
-def interrupt_after(line: str, folder, *extra: str) -> tuple[int, str]:
-    """Exit code and output of a run that gets a Ctrl-C as soon as it has said `line`."""
-    words = command(*SMALL["dance_grpo"], "--output", str(folder), *extra)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    said = []
-    with subprocess.Popen(words, env=environment(), **pipes) as process:
-        for text in process.stdout:
-            said.append(text)
-            if text.startswith(line):
-                process.send_signal(signal.SIGINT)
-    return process.returncode, "".join(said)
-
-
-def test_ctrl_c_saves_and_says_how_to_continue(run_folder):
-    endless = flags({"steps": 5000, "validate-every": 1, "checkpoint-every": 0})
-    code, said = interrupt_after("step 2:", run_folder, *endless)
-    assert code == 0, said
-    done = checkpoint.find(run_folder)[1]["step"]
-    assert f"stopped after step {done}; continue with:" in said
-    assert f"python -m unified_trainer --resume {run_folder}" in said
-    assert "Traceback" not in said
-    steps = [line["step"] for line in metrics_of(run_folder) if "validation/reward" in line]
-    assert steps == list(range(done + 1))  # the validation of the last step too: a resumed run will not repeat it
 
 
 # An output that exists.

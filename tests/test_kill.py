@@ -208,6 +208,48 @@ def test_killed_and_resumed_is_never_killed(lives, base, tmp_path, method, ranks
         assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{STEPS - 1}", f"step_{STEPS}"]
 
 
+# Asked to stop.
+
+
+ENDLESS = {"method": "finetune", "steps": 5000, "validate-every": 1, "checkpoint-every": 0}
+
+
+def begun(lives: Lives, base: Path, run: Path, ranks: int, **more: object) -> list[int]:
+    """A run without an end that has made its first step."""
+    settings = COMMON | METHODS["finetune"] | {"student.path": base, "output": run} | ENDLESS | more
+    pids = lives.start(flags(settings), ranks, run.with_suffix(".log"))
+    assert until(lambda: (run / "metrics.jsonl").is_file() and len(metrics_of(run)) > 1, PATIENCE)
+    return pids
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)])
+def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_continue(lives, base, tmp_path, number, ranks):
+    """It is enough to ask one rank."""
+    run = tmp_path / "run"
+    pids = begun(lives, base, run, ranks)
+    os.kill(pids[-1], number)
+    assert until(lambda: ended(pids), PATIENCE)
+    assert lives.end(pids) == [0] * ranks
+    done, said = checkpoint.find(run)[1]["step"], run.with_suffix(".log").read_text()
+    assert f"stopped after step {done}; continue with:\n  python -m unified_trainer --resume {run}\n" in said
+    assert "Traceback" not in said and not (run / ".lock").exists()
+    steps = [row["step"] for row in metrics_of(run) if "validation/reward" in row]
+    assert steps == list(range(done + 1))  # the validation of the last step too: a resumed run will not repeat it
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_second_request_stops_at_once(lives, base, tmp_path, number, code):
+    """In the middle of a long step, once the first was heard: nothing is saved."""
+    run = tmp_path / "run"
+    (pid,) = begun(lives, base, run, 1, **{"algorithm.batch-size": 400, "data.num-clips": 400})
+    os.kill(pid, number)
+    status, bit = Path(f"/proc/{pid}/status"), 1 << signal.SIGTERM - 1
+    until(lambda: not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & bit, 0.5)  # SIGINT stays caught
+    os.kill(pid, number)
+    assert lives.end([pid]) == [code], run.with_suffix(".log").read_text()
+    assert not (run / "checkpoints").exists()
+
+
 # Another number of ranks.
 
 

@@ -77,6 +77,11 @@ class Saver:
         if self._beside and self._train_mesh.any(self._pending is not None and self._failed(self._pending)):
             self.wait()
 
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written beside the training."""
+        return self._pending is not None and not self._pending.done()
+
     def wait(self) -> None:
         """Until nothing is being written; raises what the save failed with."""
         pending, self._pending = self._pending, None
@@ -100,12 +105,13 @@ class Saver:
         except DiskFull as full:
             self._say(f"warning: step {step} is not saved: {full}. Training goes on; earlier checkpoints are untouched")
             return
-        if self._mesh.is_main:
-            self._forget(step)
+        self.forget(step)
 
-    def _forget(self, step: int) -> None:
+    def forget(self, step: int) -> None:
         """Remove what need not stay, of this step and those before: a later one is damaged, and not ours to count."""
-        metrics = {}
+        if not self._mesh.is_main:
+            return
+        metrics: dict[int, dict[str, float]] = {}
         for folder in manifest.folders(self._root):
             if manifest.step_of(folder) <= step:
                 known, fault = manifest.read(folder)

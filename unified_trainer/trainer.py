@@ -114,6 +114,7 @@ class Trainer:
         with _stop_signal() as asked:
             if validate_every and start == 0:
                 validate(0)
+            saver.forget(start)  # what a process that was killed had no time for
             watch = Stopwatch()
             for step in range(start, steps):
                 metrics = self.step(step)
