@@ -53,9 +53,7 @@ class DanceGRPOConfig:
         if self.kernel == "ode" or self.eta <= 0:
             raise ValueError("algorithm.kernel must be stochastic and algorithm.eta above 0: else there is no policy")
         if sampler.chunks.causal and sampler.chunks.context_noise:
-            raise ValueError(
-                "sampler.chunks.context_noise must be 0: the replay looks back on clean chunks"
-            )
+            raise ValueError("sampler.chunks.context_noise must be 0: the replay looks back on clean chunks")
         if not 0 < self.timestep_fraction <= 1:
             raise ValueError(f"algorithm.timestep_fraction must be in (0, 1], not {self.timestep_fraction}")
 

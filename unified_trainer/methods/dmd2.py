@@ -35,9 +35,7 @@ class DMD2Config(MatchingConfig):
     def check(self, sampler: SamplerConfig) -> None:
         super().check(sampler)
         if sampler.chunks.causal:
-            raise ValueError(
-                "sampler.chunks.chunk_frames must be 0 for dmd2; self_forcing trains causal students"
-            )
+            raise ValueError("sampler.chunks.chunk_frames must be 0 for dmd2; self_forcing trains causal students")
 
 
 class DMD2:

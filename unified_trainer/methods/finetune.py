@@ -21,10 +21,8 @@ class FinetuneConfig:
     batch_size: int = 32  # clips per update, over all ranks
     micro_batch: int = 32  # clips per backward pass
     shift: float = 3.0  # of the uniform noise levels towards noise; 1 is none
-    forcing: Literal["none", "diffusion", "teacher"] = (
-        "none"  # of a causal student: chunks at noise levels of their own
-    )
-    # look back on noisy chunks (diffusion, arXiv:2407.01392) or on clean ones (teacher)
+    forcing: Literal["none", "diffusion", "teacher"] = "none"  # of a causal student, whose chunks have noise levels
+    # of their own: they look back on noisy chunks (diffusion, arXiv:2407.01392) or on clean ones (teacher)
     caption_dropout: float = 0.1  # share of clips trained on the negative prompt, for guidance
 
     @property
@@ -34,8 +32,8 @@ class FinetuneConfig:
     def check(self, sampler: SamplerConfig) -> None:
         if sampler.chunks.causal != (self.forcing != "none"):
             raise ValueError(
-                "algorithm.forcing must be diffusion or teacher for a causal student (sampler.chunks.chunk_frames above "
-                "0), and none for another"
+                "algorithm.forcing must be diffusion or teacher for a causal student, none for another: "
+                f"it is {self.forcing}, and sampler.chunks.chunk_frames is {sampler.chunks.chunk_frames}"
             )
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"algorithm.caption_dropout must be in [0, 1], not {self.caption_dropout}")
