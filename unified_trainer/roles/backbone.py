@@ -46,9 +46,6 @@ class Backbone:
         for name, config in self.adapters.items():
             _inject(model, name, config)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
-        for adapter in self.adapters:
-            for weight in self.weights(adapter).values():  # peft froze all but the one injected last
-                weight.requires_grad_(True)
         self._running = ""
         self._switch(NO_ADAPTER)
         if activation_checkpointing:
