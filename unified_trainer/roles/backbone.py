@@ -70,7 +70,7 @@ class Backbone:
             self._switch(before)
 
     def _switch(self, adapter: str) -> None:
-        """By hand: peft's set_adapter freezes the other adapters, and who is frozen in the backward pass learns nothing."""
+        """By hand: peft's set_adapter also freezes and thaws weights, which FSDP2 has gathered or not at that time."""
         if adapter == self._running:
             return
         for layer in self._layers:
