@@ -1,6 +1,5 @@
 """The causal Wan: cached equals masked, the past has no gradient, and the weights are the bidirectional ones."""
 
-import copy
 from contextlib import nullcontext
 
 import pytest
@@ -306,30 +305,20 @@ def test_text_is_projected_once_per_rollout_and_anew_where_there_is_gradient():
 # Gradients
 
 
-class DetachedContext(WanAttnProcessor):
-    """diffusers' attention with a dense mask over [context | chunk], whose context gives no gradient to anybody."""
+class Masked(WanAttnProcessor):
+    """diffusers' attention with a dense mask."""
 
-    def __init__(self, context: int, mask: torch.Tensor) -> None:
+    def __init__(self, mask: torch.Tensor) -> None:
         super().__init__()
-        self.context, self.mask = context, mask
+        self.mask = mask
 
-    def __call__(self, attn, x, _encoder, _mask, rotary_emb):
-        class Cut:
-            """The projections, cut off at the context's tokens."""
+    def __call__(self, attn, x, encoder, _mask, rotary_emb):
+        return super().__call__(attn, x, encoder, self.mask, rotary_emb)
 
-            def __init__(self, linear):
-                self.linear = linear
 
-            def __call__(self, y):
-                out = self.linear(y)
-                return torch.cat([out[:, : context.context].detach(), out[:, context.context :]], 1)
-
-        context, cut = self, copy.copy(attn)
-        cut._modules = dict(attn._modules)
-        for name in ("to_k", "to_v", "norm_k"):
-            del cut._modules[name]
-            object.__setattr__(cut, name, Cut(attn._modules[name]))
-        return super().__call__(cut, x, None, self.mask, rotary_emb)
+def without_gradient_before(tokens: int):
+    """A forward hook: the first tokens' output is a constant."""
+    return lambda _module, _inputs, out: torch.cat([out[:, :tokens].detach(), out[:, tokens:]], 1)
 
 
 def loss_of(velocity, seed=9):
@@ -357,7 +346,9 @@ def test_the_gradient_is_that_of_a_detached_context(checkpointing):
     frame = torch.arange(6) // 2
     mask = (frame[:, None] >= frame).repeat_interleave(TOKENS, 0).repeat_interleave(TOKENS, 1)
     for block in plain.blocks:
-        block.attn1.processor = DetachedContext(4 * TOKENS, mask)
+        block.attn1.processor = Masked(mask)
+        for part in (block.attn1.norm_k, block.attn1.to_v):
+            part.register_forward_hook(without_gradient_before(4 * TOKENS))
     time = torch.cat([torch.zeros(2, 4 * TOKENS), torch.tensor([[600.0], [900.0]]).expand(2, 2 * TOKENS)], 1)
     reference = plain(x, time, cond.text, return_dict=False)[0][:, :, 4:]
     loss_of(reference).backward()
@@ -392,10 +383,6 @@ def test_recomputed_activations_look_back_on_what_was_there(chunks):
 def test_a_chunk_gives_no_gradient_to_an_earlier_one(checkpointing):
     """d loss(last chunk) / d keys and values of earlier chunks is exactly none."""
     model, cond, chunks, x = checkpointed(causal(), checkpointing), condition(2), ChunkConfig(2), latents(6)
-    made = []
-    for block in model.blocks:
-        for projection in (block.attn1.to_k, block.attn1.to_v):
-            projection.register_forward_hook(lambda _module, inputs, _out: made.append(inputs[0]))
     x = x.requires_grad_()
     parts = rollout(model, x, levels(6, chunks), cond, chunks, lambda _i: True)
     loss_of(parts[-1]).backward()
