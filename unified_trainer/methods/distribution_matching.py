@@ -91,7 +91,10 @@ class DistributionMatching:
         fake = x0_from_velocity(x_tau, velocity, sigma).detach()
         gradient = distribution_matching_gradient(x.detach(), real, fake)
         loss = distribution_matching_loss(x0, gradient, mask)
-        metrics |= {"dmd_loss": loss.detach()} | _gaps(fake - real, sigma)
+        target = noise - x.detach()
+        critic_error, teacher_error = (velocity.detach() - target).square(), (guided - target).square()
+        alarm = {"critic_alarm": critic_error.mean() / teacher_error.mean()}
+        metrics |= {"dmd_loss": loss.detach()} | alarm | _gaps(fake - real, sigma)
         if self.config.gan_weight:
             loss = loss + self.config.gan_weight * (x0 * gan_gradient).sum()
         return Loss("student", loss, metrics=metrics)
