@@ -173,6 +173,16 @@ def test_every_file_of_a_checkpoint_is_watched(copied, spoil):
     assert checkpoint.newest_sound(copied, ALONE)[0] == folder
 
 
+def test_every_bit_of_the_manifest_counts(copied):
+    """Also where it stays readable: another step, another sampler."""
+    file = copied / "checkpoints" / "step_3" / "manifest.json"
+    whole = file.read_text()
+    for said, other in (('"step": 3', '"step": 7'), ('"num_steps": 4', '"num_steps": 5'), ("\n", "\n ")):
+        assert said in whole
+        file.write_text(whole.replace(said, other, 1))
+        assert "manifest.json is damaged, its checksum is not its own" in checkpoint.newest_sound(copied, ALONE)[2][0]
+
+
 def test_a_resumed_run_says_what_it_skipped(copied, capsys):
     flip_a_bit(copied / "checkpoints" / "step_3")
     before = metrics_of(copied)
