@@ -72,7 +72,8 @@ def log_prob(x_next: Tensor, mean: Tensor, std: Tensor, *, normalised: bool = Tr
     """
     if bool((torch.as_tensor(std) <= 0).any()):
         raise ValueError("log_prob: a step with std 0 is deterministic and has no density")
-    mean, std = promote(mean), promote(torch.as_tensor(std, device=mean.device))
+    mean = promote(mean)
+    std = torch.as_tensor(std, dtype=mean.dtype, device=mean.device)
     error = promote(x_next).detach() - mean
     if not normalised:
         return -error.square().flatten(1).mean(1)
