@@ -1,6 +1,7 @@
 """The student as a stochastic sampler: transition kernels and their log-densities."""
 
 import math
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -79,6 +80,32 @@ def log_prob(x_next: Tensor, mean: Tensor, std: Tensor, *, normalised: bool = Tr
         return -error.square().flatten(1).mean(1)
     density = -0.5 * (error / std).square() - std.log() - 0.5 * math.log(2 * math.pi)
     return density.flatten(1).mean(1)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A kernel along a table of noise levels; transition s goes from level s to level s + 1."""
+
+    kernel: Kernel
+    level: float  # of the kernel's noise
+    sigmas: Float[Tensor, " steps_and_0"]
+    normalised: bool = True  # density; False is -(x_next - mean)^2 alone
+
+    def step(self, s: int, x_t: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of x_next."""
+        sigma, sigma_next, second = self.sigmas[s], self.sigmas[s + 1], self.sigmas[1]
+        return transition(self.kernel, x_t, velocity, sigma, sigma_next, self.level, sigma_max=second)
+
+    def log_prob(self, x_next: Tensor, mean: Tensor, std: Tensor) -> Float[Tensor, " b"]:
+        return log_prob(x_next, mean, std, normalised=self.normalised)
+
+    def std(self, s: int) -> float:
+        """How much noise transition s draws; 0 is a step without density."""
+        return float(self.step(s, *torch.zeros(2, 1, 1, dtype=torch.float64))[1])
+
+    def pull(self, s: int) -> float:
+        """How far a unit of velocity moves the mean of transition s: |d mean / d velocity|."""
+        return abs(float(self.step(s, *torch.tensor([[[0.0]], [[1.0]]], dtype=torch.float64))[0]))
 
 
 def _needed(kernel: Kernel, sigma_max: Sigma | None) -> Tensor:
