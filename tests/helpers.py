@@ -25,7 +25,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.reward import Reward, RewardConfig
-from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
 
@@ -192,6 +192,11 @@ def trainable(name: str = "student", config: TrainableConfig | None = None, *, s
     return Trainable(name, backbone, config)
 
 
+def frozen(name: str, *, seed: int = 0) -> Frozen:
+    """A role over a small network of its own that nobody moves."""
+    return Frozen(name, Backbone(small_model(seed), ALONE), RoleConfig())
+
+
 def finetune(config: FinetuneConfig, *, mesh: Mesh = ALONE, clips: int = 8, seed: int = 0, **recorder) -> Trainer:
     """A trainer of the small network on random latents; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
@@ -209,12 +214,13 @@ def dance_grpo(
     scorer=None,
     mesh: Mesh = ALONE,
     seed: int = 0,
+    reference: Frozen | None = None,
     **recorder,
 ) -> Trainer:
     """A trainer of the small network on `CAPTIONS`; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
     reward = Reward(scorer or MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
-    method = DanceGRPO(config, sampler, student=student, reward=reward)
+    method = DanceGRPO(config, sampler, student=student, reward=reward, reference=reference)
     feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
     return Trainer(method, {"student": student}, feed, mesh, seed=seed)
 

@@ -100,8 +100,8 @@ class Policy:
         return log_prob(x_next, mean, std, normalised=self.normalised)
 
     def std(self, s: int) -> float:
-        """How much noise transition s draws; 0 is a step without density."""
-        return float(self.step(s, *torch.zeros(2, 1, 1, dtype=torch.float64))[1])
+        """How much noise transition s draws, in float32 as it is drawn; 0 is a step without density."""
+        return float(self.step(s, *torch.zeros(2, 1, 1))[1])
 
     def pull(self, s: int) -> float:
         """How far a unit of velocity moves the mean of transition s: |d mean / d velocity|."""

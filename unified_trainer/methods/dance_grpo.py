@@ -74,6 +74,8 @@ class DanceGRPO:
         trained = self._trained_steps(window, rng)
         lived, rewards = self._collect(batch, window, rng)
         advantages, lessons, metrics = self._judge(rewards, batch, mesh)
+        if self.config.window.size:
+            metrics["window_first"] = float(window.start)
         if not any(lessons):  # nothing moves, and the metrics say why
             yield Loss("student", torch.zeros((), requires_grad=True), moves=False, metrics=metrics)
         for parts in lessons:
