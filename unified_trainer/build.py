@@ -56,7 +56,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     roles = load_roles(types, configs, paths, mesh)
 
     parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, **roles}
-    method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters})
+    method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters if name in parts})
     if not run.algorithm.learns_from_data:
         source: Source = Prompts(prompts)
     elif run.data.path:
@@ -84,7 +84,9 @@ def load_roles(
             load_model(names[0], paths[names[0]], mesh.device, causal=causal),
             mesh,
             trained=bool(owner),
-            adapters={name: configs[name].adapter for name in names if issubclass(types[name], Trainable) and not owner},
+            adapters={
+                name: configs[name].adapter for name in names if issubclass(types[name], Trainable) and not owner
+            },
             activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
         )
         roles |= {name: types[name](name, backbone, configs[name]) for name in names}
@@ -92,10 +94,12 @@ def load_roles(
 
 
 def _role_types(method_type: type) -> dict[str, type[Role]]:
-    """The networks that a method's constructor asks for, by name."""
+    """The networks that a method's constructor asks for, by name; one with a default may be left out, and is."""
     types = {}
     for name, parameter in inspect.signature(method_type).parameters.items():
         asked = parameter.annotation
+        if parameter.default is not parameter.empty:
+            continue
         for kind in get_args(asked) if isinstance(asked, UnionType) else (asked,):
             if isinstance(kind, type) and issubclass(kind, Role):
                 types[name] = kind
