@@ -99,7 +99,7 @@ def load_roles(
 
 
 def role_types(method_type: type) -> dict[str, type[Role]]:
-    """The networks that a method\'s constructor asks for, by name; one with a default may be left out, and is."""
+    """The networks that a method's constructor asks for, by name; one with a default may be left out, and is."""
     types = {}
     for name, parameter in inspect.signature(method_type).parameters.items():
         asked = parameter.annotation

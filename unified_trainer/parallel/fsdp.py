@@ -17,8 +17,7 @@ def shard(network: nn.Module, blocks: nn.ModuleList, mesh: Mesh) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for block in blocks:
         fully_shard(block, mesh=mesh.shards)
-    # The root too frees its weights after a pass: what it kept would be stale once weights and average are swapped.
-    fully_shard(network, mesh=mesh.shards, reshard_after_forward=True)
+    fully_shard(network, mesh=mesh.shards)
 
 
 def forget_gathered(network: nn.Module) -> None:
