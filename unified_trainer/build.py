@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
 
+import torch
+
 from unified_trainer.config import ConfigError, RunConfig, plain
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.feed import Feed, Source
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts, read_prompts, training_prompts
+from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS, family_of, load_model, load_scorer
 from unified_trainer.roles.backbone import Backbone
@@ -29,7 +32,7 @@ STARTS_AS = {"student": "tiny", "teacher": "student", "critic": "teacher"}
 class Built:
     trainer: Trainer
     validation: Validation
-    counts: dict[str, int]  # of one training step's batch
+    counts: dict[str, int | str]  # of one training step's batch
     keep: Keep
 
 
@@ -58,6 +61,8 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     scorer = load_scorer(run.reward.path, run.reward.precision, mesh.device)
     reward = Reward(scorer, codec, run.reward)
     roles = load_roles(types, configs, paths, mesh)
+    if run.sampler.chunks.causal:
+        counts |= _cache_memory(run, roles["student"], latent_shape, max(plan.micro_batch, run.validation.batch), mesh)
 
     parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, **roles}
     method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters if name in parts})
@@ -96,6 +101,19 @@ def load_roles(
         )
         roles |= {name: types[name](name, backbone, configs[name]) for name in names}
     return roles
+
+
+def _cache_memory(
+    run: RunConfig, student: Role, latent_shape: tuple[int, int, int, int], samples: int, mesh: Mesh
+) -> dict[str, str]:
+    """What a causal student's cache takes, in words; ValueError when it does not fit."""
+    dtype = torch.bfloat16 if run.student.precision == "bf16" else torch.float32
+    with student.running() as model:
+        size = samples * model.cache_bytes(latent_shape, run.sampler.chunks, dtype)
+    size *= 1 if run.sampler.guidance_scale == 1 else 2
+    way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
+    require_memory(size, mesh.device, "the student's cache", way_out)
+    return {"cache of the student": f"{size / 2**30:.3f} GiB for {samples} samples"}
 
 
 def role_types(method_type: type) -> dict[str, type[Role]]:
