@@ -18,12 +18,14 @@ from unified_trainer.data.clips import Clips
 from unified_trainer.data.feed import Feed, make_batch
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
+from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.models.wan import WanCodec, WanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
-from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
@@ -82,20 +84,33 @@ def small_model(seed: int = 0) -> WanModel:
     return WanModel(network)
 
 
-class Recorder(Trainable):
-    """A student that keeps the gradient of every update, and moves only if asked to."""
+class Recording(Trainable):
+    """A role that keeps the gradient of every update, by its own names of weights, and moves only if asked to."""
 
-    def __init__(self, role: TrainableConfig | None = None, *, moves: bool = False, mesh: Mesh = ALONE) -> None:
-        super().__init__("student", Backbone(small_model(), mesh, trained=True), role or TrainableConfig(clip_norm=0.0))
+    def __init__(self, name: str, backbone: Backbone, config: TrainableConfig, *, moves: bool = False) -> None:
+        super().__init__(name, backbone, config)
         self.moves = moves
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def step(self) -> dict[str, float]:
-        self.gradients.append(gradients(self.network))
+        given = {key: p.grad for key, p in self._own_weights().items() if p.grad is not None}
+        self.gradients.append({key: full(gradient).clone() for key, gradient in given.items()})
         if self.moves:
             return super().step()
-        self.network.zero_grad()
+        self._optimizer.zero_grad()
         return {}
+
+
+class RecordingCritic(Recording, Critic):
+    """A critic that does."""
+
+
+class Recorder(Recording):
+    """The student of the small network, recording."""
+
+    def __init__(self, role: TrainableConfig | None = None, *, moves: bool = False, mesh: Mesh = ALONE) -> None:
+        backbone = Backbone(small_model(), mesh, trained=True)
+        super().__init__("student", backbone, role or TrainableConfig(clip_norm=0.0), moves=moves)
 
 
 def gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -197,13 +212,17 @@ def frozen(name: str, *, seed: int = 0) -> Frozen:
     return Frozen(name, Backbone(small_model(seed), ALONE), RoleConfig())
 
 
+def random_clips(count: int) -> Clips:
+    """Captions with random latents."""
+    encoded = torch.randn(count, *LATENT_SHAPE, generator=torch.Generator().manual_seed(7))
+    return Clips(tuple(CAPTIONS[i % 3] for i in range(count)), encoded)
+
+
 def finetune(config: FinetuneConfig, *, mesh: Mesh = ALONE, clips: int = 8, seed: int = 0, **recorder) -> Trainer:
     """A trainer of the small network on random latents; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
     method = Finetune(config, SamplerConfig(), student=student)
-    encoded = torch.randn(clips, *LATENT_SHAPE, generator=torch.Generator().manual_seed(7))
-    source = Clips(tuple(CAPTIONS[i % 3] for i in range(clips)), encoded)
-    feed = Feed(source, tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    feed = Feed(random_clips(clips), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
     return Trainer(method, {"student": student}, feed, mesh, seed=seed)
 
 
@@ -223,6 +242,64 @@ def dance_grpo(
     method = DanceGRPO(config, sampler, student=student, reward=reward, reference=reference)
     feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
     return Trainer(method, {"student": student}, feed, mesh, seed=seed)
+
+
+FEW_STEPS = SamplerConfig(num_steps=4, shift=5.0, solver="sde", guidance_scale=1.0)
+
+
+def adapted(mesh: Mesh = ALONE, *, checkpointing: bool = False, ranks: tuple[int, int] = (2, 3)) -> Backbone:
+    """The small network with adapters of student and critic, both away from zero."""
+    configs = {name: AdapterConfig(rank=rank) for name, rank in zip(("student", "critic"), ranks, strict=True)}
+    model, random = small_model(), torch.Generator().manual_seed(5)
+    backbone = Backbone(model, mesh, adapters=configs, activation_checkpointing=checkpointing)
+    for name in configs:
+        for key, weight in backbone.weights(name).items():
+            value = 0.3 * torch.randn(weight.shape, generator=random)
+            if "lora_B" in key:
+                weight.data.copy_(replicated(value, weight))
+    return backbone
+
+
+def replicated(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole value, sharded as another tensor is."""
+    if not isinstance(like, torch.distributed.tensor.DTensor):
+        return value
+    return torch.distributed.tensor.distribute_tensor(value, like.device_mesh, like.placements)
+
+
+def dmd2(
+    config: DMD2Config,
+    *,
+    sampler: SamplerConfig = FEW_STEPS,
+    shared: bool = False,
+    checkpointing: bool = False,
+    role: TrainableConfig | None = None,
+    moves: bool = False,
+    mesh: Mesh = ALONE,
+    seed: int = 0,
+) -> Trainer:
+    """A trainer of three small networks, or of one that they share by adapters; student and critic record."""
+    if shared:
+        names = dict.fromkeys(("student", "teacher", "critic"), adapted(mesh, checkpointing=checkpointing))
+    else:
+        names = {
+            name: Backbone(small_model(i), mesh, trained=name != "teacher", activation_checkpointing=checkpointing)
+            for i, name in enumerate(("student", "teacher", "critic"))
+        }
+    role = role or TrainableConfig(clip_norm=0.0)
+    student = Recording("student", names["student"], role, moves=moves)
+    critic = RecordingCritic("critic", names["critic"], role, moves=moves)
+    for i, weight in enumerate(
+        critic._discriminator.parameters()
+    ):  # at its start, zero, it teaches the student nothing
+        value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
+        weight.data.copy_(replicated(value, weight))
+    method = DMD2(
+        config, sampler, student=student, teacher=Frozen("teacher", names["teacher"], RoleConfig()), critic=critic
+    )
+    source = random_clips(8) if config.learns_from_data else Prompts(CAPTIONS)
+    feed = Feed(source, tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    return Trainer(method, {"student": student, "critic": critic}, feed, mesh, seed=seed)
 
 
 def run(method: str, output: Path, *extra: str) -> None:

@@ -49,6 +49,7 @@ def train(run: RunConfig) -> None:
     if start > run.steps:
         raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
     carried = trainer.init_from(run.init_from) if run.init_from and not run.resume else None
+    mesh.barrier()  # every rank has looked for the folder before the main one makes it
     if mesh.is_main:
         output.mkdir(parents=True, exist_ok=True)
         settings.save(run, output / "config.yaml")

@@ -73,20 +73,20 @@ def load_roles(
     types: Mapping[str, type[Role]], configs: Mapping[str, RoleConfig], paths: Mapping[str, str], mesh: Mesh
 ) -> dict[str, Role]:
     """The roles, those of the same path whose base weights stay as they are over one network in memory."""
-    owners: dict[str, list[str]] = {}
+    owners: dict[tuple[str, str], list[str]] = {}  # by path, and by name where a role trains all weights
     for name in types:
         trains_all = issubclass(types[name], Trainable) and not configs[name].adapter.rank
-        owners.setdefault(name if trains_all else paths[name], []).append(name)
+        owners.setdefault((paths[name], name if trains_all else ""), []).append(name)
     roles: dict[str, Role] = {}
-    for key, names in owners.items():
+    for (_, owner), names in owners.items():
         causal = any(issubclass(types[name], CausalStudent) for name in names)
         backbone = Backbone(
             load_model(names[0], paths[names[0]], mesh.device, causal=causal),
             mesh,
-            trained=key in names,
-            adapters={name: configs[name].adapter for name in names if issubclass(types[name], Trainable)}
-            if key not in names
-            else None,
+            trained=bool(owner),
+            adapters={
+                name: configs[name].adapter for name in names if issubclass(types[name], Trainable) and not owner
+            },
             activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
         )
         roles |= {name: types[name](name, backbone, configs[name]) for name in names}

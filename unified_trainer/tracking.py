@@ -21,6 +21,8 @@ from unified_trainer.parallel.mesh import Mesh
 SHOWN = {  # on the progress bar: metric and its short name
     "reward": "reward",
     "loss": "loss",
+    "critic_loss": "critic",
+    "critic_alarm": "alarm",
     "log_ratio": "log-ratio",
     "student/grad_norm": "grad",
     "samples_per_second": "samples/s",

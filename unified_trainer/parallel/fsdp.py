@@ -4,7 +4,7 @@ import warnings
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from unified_trainer.parallel.mesh import Mesh
 
@@ -18,6 +18,13 @@ def shard(network: nn.Module, blocks: nn.ModuleList, mesh: Mesh) -> None:
     for block in blocks:
         fully_shard(block, mesh=mesh.shards)
     fully_shard(network, mesh=mesh.shards)
+
+
+def forget_gathered(network: nn.Module) -> None:
+    """Gather anew at the next pass: the shards were changed by hand, and a root stays gathered without a backward."""
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """A network in memory: one role's own, or shared by several roles that each train an adapter on it."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -45,7 +46,6 @@ class Backbone:
         for name, config in self.adapters.items():
             _inject(model, name, config)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
-        self._adapter_weights = [p for key, p in model.network.named_parameters() if ".lora_" in key]
         self._running = ""
         self._switch(NO_ADAPTER)
         if activation_checkpointing:
@@ -70,12 +70,11 @@ class Backbone:
             self._switch(before)
 
     def _switch(self, adapter: str) -> None:
-        if adapter == self._running or not self._layers:
+        """By hand: peft's set_adapter also freezes and thaws weights, which FSDP2 has gathered or not at that time."""
+        if adapter == self._running:
             return
         for layer in self._layers:
-            layer.set_adapter(adapter)
-        for weight in self._adapter_weights:  # peft freezes the adapters that do not run
-            weight.requires_grad_(True)
+            layer._active_adapter = adapter
         self._running = adapter
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
@@ -90,7 +89,11 @@ def _inject(model: VideoModel, name: str, config: AdapterConfig) -> None:
         lora_alpha=config.alpha or config.rank,
         target_modules=list(config.layers or model.adapter_layers),
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(int(generator("adapter", name).integers(2**62)))
-        inject_adapter_in_model(lora, model.network, name)
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are the point
+        try:
+            inject_adapter_in_model(lora, model.network, name)
+        except ValueError as error:
+            raise ValueError(f"{name}.adapter cannot be put on this model: {error}") from error
     model.network.to(next(model.network.parameters()).device)

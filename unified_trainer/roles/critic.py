@@ -16,7 +16,7 @@ class Critic(Trainable):
         self._discriminator = nn.Linear(backbone.model.feature_size, 1, device=backbone.mesh.device)
         nn.init.zeros_(self._discriminator.weight)
         nn.init.zeros_(self._discriminator.bias)
-        shard(self._discriminator, [], backbone.mesh)
+        shard(self._discriminator, nn.ModuleList(), backbone.mesh)
         super().__init__(name, backbone, config)
 
     def _own_weights(self) -> dict[str, nn.Parameter]:

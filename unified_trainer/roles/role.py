@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unified_trainer.flow import guide
 from unified_trainer.models.base import VideoModel
-from unified_trainer.parallel.fsdp import full
+from unified_trainer.parallel.fsdp import forget_gathered, full
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.ema import EMA
 from unified_trainer.types import Condition, Latents, PerSample
@@ -136,7 +136,9 @@ class Trainable(Role):
     def averaged(self) -> Iterator[None]:
         """The role with its averaged weights, if it keeps any."""
         with self._ema.swapped() if self._ema else nullcontext():
+            forget_gathered(self.network)
             yield
+        forget_gathered(self.network)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, optimizer moments, averaged weights and the update counter, as one flat dict of tensors."""
