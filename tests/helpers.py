@@ -1,9 +1,11 @@
 """Small real parts of the product, built in one place for all tests."""
 
+import contextlib
 import functools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -12,7 +14,9 @@ from pathlib import Path
 import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+from unified_trainer import checkpoint
 from unified_trainer.__main__ import main
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.feed import Feed, make_batch
@@ -207,15 +211,15 @@ def trainable(name: str = "student", config: TrainableConfig | None = None, *, s
     return Trainable(name, backbone, config)
 
 
-def frozen(name: str, *, seed: int = 0) -> Frozen:
-    """A role over a small network of its own that nobody moves."""
-    return Frozen(name, Backbone(small_model(seed), ALONE), RoleConfig())
-
-
 def random_clips(count: int) -> Clips:
     """Captions with random latents."""
     encoded = torch.randn(count, *LATENT_SHAPE, generator=torch.Generator().manual_seed(7))
     return Clips(tuple(CAPTIONS[i % 3] for i in range(count)), encoded)
+
+
+def frozen(name: str, *, seed: int = 0) -> Frozen:
+    """A role over a small network of its own that nobody moves."""
+    return Frozen(name, Backbone(small_model(seed), ALONE), RoleConfig())
 
 
 def finetune(config: FinetuneConfig, *, mesh: Mesh = ALONE, clips: int = 8, seed: int = 0, **recorder) -> Trainer:
@@ -314,9 +318,14 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 
 def checkpoint_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint written by one rank."""
-    (file,) = (folder / "checkpoints" / f"step_{step}").glob("*.safetensors")
-    return load_file(file)
+    """Every tensor of a checkpoint, whole, whatever number of ranks wrote it."""
+    saved = folder / "checkpoints" / f"step_{step}"
+    tensors: dict[str, torch.Tensor] = {}
+    for kind in sorted({file.parent for file in saved.rglob("*.safetensors")}):
+        held = HuggingFaceStorageReader(str(kind)).read_metadata().state_dict_metadata
+        tensors |= {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in held.items()}
+    checkpoint.load(saved, tensors, ALONE)
+    return tensors
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -342,6 +351,13 @@ def command(*words: str) -> list[str]:
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a subprocess that finds this checkout's product."""
     return os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"} | extra
+
+
+def free_port() -> int:
+    """Where the ranks of a run can meet."""
+    with contextlib.closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def shell(*words: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
 
-from unified_trainer.config import ConfigError, RunConfig
+from unified_trainer.config import ConfigError, RunConfig, plain
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.feed import Feed, Source
 from unified_trainer.data.parquet import ParquetClips
@@ -17,6 +17,7 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Role, RoleConfig, Trainable
+from unified_trainer.saving import Keep
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 
@@ -29,20 +30,23 @@ class Built:
     trainer: Trainer
     validation: Validation
     counts: dict[str, int]  # of one training step's batch
+    keep: Keep
 
 
 def build(run: RunConfig, mesh: Mesh) -> Built:
     """Everything that `run` names, with the roles that its method's constructor asks for."""
-    if run.keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, not {run.keep_last}")
+    keep = Keep(run.keep_last, run.keep_best, run.best_metric, run.best_is)
+    keep.check()
+    if keep.best and not run.validate_every:
+        raise ConfigError(f"keep_best {keep.best} needs validations to compare: set validate_every")
     run.sampler.check()
     run.algorithm.check(run.sampler)
     plan = run.algorithm.plan()
     counts = plan.table(mesh.size)
     prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     method_type, _ = METHODS[run.method]
-    configs, paths = _role_settings(run, method_type)
-    types = _role_types(method_type)
+    configs, paths = role_settings(run, method_type)
+    types = role_types(method_type)
     if run.sampler.chunks.causal:
         types["student"] = CausalStudent
     family, folder = family_of("student", paths["student"])
@@ -66,7 +70,8 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     feed = Feed(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
     validation = Validation(run.validation, codec, reward, scorer.features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
-    return Built(Trainer(method, trained, feed, mesh, seed=run.seed), validation, counts)
+    contract = plain(run)["sampler"] if method_type.trains_sampler else None
+    return Built(Trainer(method, trained, feed, mesh, seed=run.seed, contract=contract), validation, counts, keep)
 
 
 def load_roles(
@@ -93,7 +98,7 @@ def load_roles(
     return roles
 
 
-def _role_types(method_type: type) -> dict[str, type[Role]]:
+def role_types(method_type: type) -> dict[str, type[Role]]:
     """The networks that a method's constructor asks for, by name; one with a default may be left out, and is."""
     types = {}
     for name, parameter in inspect.signature(method_type).parameters.items():
@@ -106,10 +111,10 @@ def _role_types(method_type: type) -> dict[str, type[Role]]:
     return types
 
 
-def _role_settings(run: RunConfig, method_type: type) -> tuple[dict[str, Any], dict[str, str]]:
+def role_settings(run: RunConfig, method_type: type) -> tuple[dict[str, Any], dict[str, str]]:
     """Settings and path of each role of the method; ConfigError for settings of a role that it does not have."""
     configs: dict[str, Any] = {"student": run.student, "teacher": run.teacher, "critic": run.critic}
-    types = _role_types(method_type)
+    types = role_types(method_type)
     for name, config in configs.items():
         if name not in types and config != type(config)():
             raise ConfigError(f"--{name}.*: {run.method} has no {name}; leave these settings out")

@@ -86,7 +86,7 @@ def main(folder: Path) -> None:
         one = trainer(method, mesh, moves=True)
         for step in range(2):
             one.step(step)
-        checkpoint.save(folder / method / "checkpoints", 2, one.tensors(), mesh, 1)
+        checkpoint.save(folder / method / "checkpoints", 2, one.tensors(), mesh)
         tensors |= {f"{method}/state/{key}": value for key, value in whole(one).items()}
         tensors[f"{method}/averaged"] = averaged(one)
     metrics["shards"] = type(next(one.roles["student"].network.parameters())).__name__

@@ -38,6 +38,14 @@ class VideoModel(Protocol):
         """Inside, every pass appends its middle block's output [b, tokens, feature_size] to the list."""
         ...
 
+    def example(self) -> tuple[Latents, PerSample, Condition]:
+        """A small input, the same every time, to compare two copies of the network on."""
+        ...
+
+    def save(self, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+        """Write the network's part of a pipeline folder; the weights in memory are rounded to `dtype` as well."""
+        ...
+
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
         """Recompute the blocks' activations in the backward pass, in the second of the contexts made in the first."""
         ...

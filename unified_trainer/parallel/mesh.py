@@ -19,6 +19,7 @@ class Mesh:
     rank: int = 0
     size: int = 1
     shards: DeviceMesh | None = None
+    group: dist.ProcessGroup | None = None  # through which the ranks talk; None is the one they all joined
 
     @property
     def is_main(self) -> bool:
@@ -35,12 +36,17 @@ class Mesh:
             dist.init_process_group(BACKENDS[picked.type])
         return cls(picked, rank, size, init_device_mesh(picked.type, (size,), mesh_dim_names=("shard",)))
 
+    def aside(self) -> "Mesh":
+        """The same ranks on their CPUs, talking through a group of their own: for a thread beside the training."""
+        group = dist.new_group(backend="gloo") if self.size > 1 else None
+        return Mesh(torch.device("cpu"), self.rank, self.size, group=group)
+
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of every rank, in rank order; every rank brings as many."""
         if self.size == 1:
             return rows
         parts = [torch.empty_like(rows) for _ in range(self.size)]
-        dist.all_gather(parts, rows.contiguous())
+        dist.all_gather(parts, rows.contiguous(), group=self.group)
         return torch.cat(parts)
 
     def any(self, flag: bool) -> bool:
@@ -49,4 +55,4 @@ class Mesh:
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
