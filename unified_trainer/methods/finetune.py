@@ -23,9 +23,7 @@ class FinetuneConfig:
     batch_size: int = 32  # clips per update, over all ranks
     micro_batch: int = 32  # clips per backward pass
     shift: float = 3.0  # of the uniform noise levels towards noise; 1 is none
-    forcing: Forcing = (
-        "none"  # of a causal student: its chunks look back on noisy ones (diffusion) or clean ones (teacher)
-    )
+    forcing: Forcing = "none"  # what the chunks of a causal student look back on: noisy (diffusion) or clean ones
     caption_dropout: float = 0.1  # share of clips trained on the negative prompt, for guidance
 
     @property
