@@ -1,5 +1,7 @@
 """python -m unified_trainer: parse, build, run."""
 
+import hashlib
+import json
 import sys
 from pathlib import Path
 
@@ -37,7 +39,8 @@ def main(argv: list[str]) -> int:
 
 def train(run: RunConfig) -> None:
     """Build the run, continue or start it, and write everything into its directory."""
-    mesh = Mesh.join(run.device)
+    mesh = Mesh.join(run.device, run.parallel)
+    mesh.agree("the settings", hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest())
     output = run.resume or run.output or _free_folder(run.method)
     if run.resume:
         settings.check_resumable(run, output / "config.yaml")

@@ -12,7 +12,7 @@ from unified_trainer.data.feed import Feed, Source
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts, read_prompts, training_prompts
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import METHODS, family_of, load_model, load_scorer
+from unified_trainer.registry import METHODS, family_of, load_scorer, open_model
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.reward import Reward
@@ -38,7 +38,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     run.sampler.check()
     run.algorithm.check(run.sampler)
     plan = run.algorithm.plan()
-    counts = plan.table(mesh.size)
+    counts = plan.table(mesh.data_size)
     prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     method_type, _ = METHODS[run.method]
     configs, paths = _role_settings(run, method_type)
@@ -49,6 +49,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     codec = family.codec(folder, mesh.device)
     latent_shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
     _check_same_latents(paths)
+    _check_sequence(paths, mesh, causal=run.sampler.chunks.causal)
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
     scorer = load_scorer(run.reward.path, run.reward.precision, mesh.device)
@@ -81,13 +82,15 @@ def load_roles(
     for key, names in owners.items():
         causal = any(issubclass(types[name], CausalStudent) for name in names)
         backbone = Backbone(
-            load_model(names[0], paths[names[0]], mesh.device, causal=causal),
+            open_model(names[0], paths[names[0]], causal=causal),
             mesh,
             trained=key in names,
             adapters={name: configs[name].adapter for name in names if issubclass(types[name], Trainable)}
             if key not in names
             else None,
             activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
+            half=key not in names and all(configs[name].precision == "bf16" for name in names),
+            compile=any(configs[name].compile for name in names),
         )
         roles |= {name: types[name](name, backbone, configs[name]) for name in names}
     return roles
@@ -125,3 +128,17 @@ def _check_same_latents(paths: Mapping[str, str]) -> None:
         channels[name] = family.latent_channels(folder)
     if len(set(channels.values())) > 1:
         raise ConfigError(f"roles must share one latent space, but their channels are {channels}: set their paths")
+
+
+def _check_sequence(paths: Mapping[str, str], mesh: Mesh, *, causal: bool) -> None:
+    """Whether the sequence ranks can share attention, before any weight is read."""
+    ranks = mesh.config.sequence
+    if ranks > 1 and causal:
+        raise ConfigError("parallel.sequence must be 1 for a causal student: its cache is not shared yet")
+    for name, path in paths.items():
+        family, folder = family_of(name, path)
+        heads = family.attention_heads(folder)
+        if heads % ranks:
+            raise ConfigError(
+                f"parallel.sequence must divide the {heads} attention heads of {name}.path, but is {ranks}"
+            )

@@ -13,6 +13,7 @@ import yaml
 
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.roles.reward import RewardConfig
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
@@ -22,7 +23,16 @@ RECIPES = Path(__file__).parent / "recipes"
 # Flags that say where a run is read from and written to; a saved config leaves them out.
 PLACES = ("config", "resume", "output")
 # What may differ when a run is resumed: nothing that changes what a step computes.
-HARMLESS = ("steps", "checkpoint_every", "validate_every", "keep_last", "validation", "tracking", "init_from")
+HARMLESS = (
+    "steps",
+    "checkpoint_every",
+    "validate_every",
+    "keep_last",
+    "validation",
+    "tracking",
+    "init_from",
+    "parallel",
+)
 
 
 class ConfigError(ValueError):
@@ -63,6 +73,7 @@ class RunConfig(Generic[Algorithm]):
     validate_every: int = 10  # training steps between validations, before the first and after the last too; 0 is never
     prompts: Path | None = None  # file with one training prompt a line, instead of the built-in ones
     device: Device = "auto"  # where to run
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     student: TrainableConfig = field(default_factory=TrainableConfig)
     teacher: RoleConfig = field(default_factory=RoleConfig)

@@ -144,7 +144,7 @@ class DanceGRPO:
             "advantage_zero": (advantages == 0).double().mean().item(),
         }
         bound = self.config.advantage_clip
-        start = mesh.rank * len(rewards)
+        start = mesh.data_rank * len(rewards)
         return advantages[start : start + len(rewards)].clamp(-bound, bound).to(rewards.dtype), metrics
 
     def _log_ratio(self, sampled: Rollout, batch: Batch, part: slice, s: int) -> Float[Tensor, " b"]:

@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from unified_trainer.models.base import VideoModel
-from unified_trainer.parallel.fsdp import shard
+from unified_trainer.parallel.fsdp import exchange_gradients, keep_gathered, shard
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
 
@@ -27,7 +27,7 @@ class AdapterConfig:
 class Backbone:
     """A model with the adapters of its roles, checkpointed and sharded once all of them are in place.
 
-    With adapters, or with `trained` false, the model's own weights are frozen.
+    With adapters, or with `trained` false, the model's own weights are frozen, and can be held in half precision.
     """
 
     def __init__(
@@ -38,19 +38,29 @@ class Backbone:
         trained: bool = False,
         adapters: Mapping[str, AdapterConfig] | None = None,
         activation_checkpointing: bool = False,
+        half: bool = False,
+        compile: bool = False,
     ) -> None:
         self.model, self.mesh = model, mesh
         self.adapters = dict(adapters or {})
         model.network.eval().requires_grad_(trained and not self.adapters)
         for name, config in self.adapters.items():
-            _inject(model, name, config)
+            _inject(model, name, config, mesh.device)
+        if half:
+            _hold_in_bf16(model.network)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
         self._adapter_weights = [p for key, p in model.network.named_parameters() if ".lora_" in key]
         self._running = ""
         self._switch(NO_ADAPTER)
         if activation_checkpointing:
             model.checkpoint_activations(self._recompute_contexts)
+        if mesh.config.sequence > 1:
+            model.share_tokens(mesh)
+        if compile:
+            for block in model.blocks:
+                block.compile()
         shard(model.network, model.blocks, mesh)
+        model.read(mesh)
 
     def weights(self, role: str) -> dict[str, nn.Parameter]:
         """What this role trains: its adapter by peft's names, or every trained weight of the model."""
@@ -63,11 +73,16 @@ class Backbone:
     def running(self, role: str) -> Iterator[VideoModel]:
         """The model with this role's adapter, or without any; what ran before runs again after."""
         before = self._running
+        keep_gathered(self.model.network, self.mesh)
         self._switch(role if role in self.adapters else NO_ADAPTER)
         try:
             yield self.model
         finally:
             self._switch(before)
+
+    def exchange_gradients(self, *, last: bool) -> None:
+        """Say before a backward pass whether weights move after it: only then need the ranks' gradients meet."""
+        exchange_gradients(self.model.network, last=last, mesh=self.mesh)
 
     def _switch(self, adapter: str) -> None:
         if adapter == self._running or not self._layers:
@@ -83,7 +98,7 @@ class Backbone:
         return nullcontext(), self.running(self._running)
 
 
-def _inject(model: VideoModel, name: str, config: AdapterConfig) -> None:
+def _inject(model: VideoModel, name: str, config: AdapterConfig, device: torch.device) -> None:
     """Fresh adapter layers: A from a stream of its own, the same on every rank, and B zero."""
     lora = LoraConfig(
         r=config.rank,
@@ -93,4 +108,13 @@ def _inject(model: VideoModel, name: str, config: AdapterConfig) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(generator("adapter", name).integers(2**62)))
         inject_adapter_in_model(lora, model.network, name)
-    model.network.to(next(model.network.parameters()).device)
+    for key, weight in model.network.named_parameters():
+        if f".{name}." in key:
+            weight.data = weight.to(device)
+
+
+def _hold_in_bf16(network: nn.Module) -> None:
+    """Hold the frozen weights that autocast rounds in every pass as it rounds them: the results are the same bits."""
+    for module in network.modules():
+        if isinstance(module, (nn.Linear, nn.Conv3d)) and not any(p.requires_grad for p in module.parameters()):
+            module.to(torch.bfloat16)

@@ -22,8 +22,9 @@ Precision = Literal["fp32", "bf16"]
 @dataclass(frozen=True)
 class RoleConfig:
     path: str = ""  # diffusers folder of the weights; "tiny" is the embedded one; empty takes the student's
-    precision: Precision = "fp32"  # of the forward pass; weights and optimizer stay fp32
+    precision: Precision = "fp32"  # of the network's pass; with bf16, weights that nobody trains are held in it too
     activation_checkpointing: bool = False  # recompute activations in the backward pass: slower, smaller
+    compile: bool = False  # the network's blocks, with torch.compile: a slow first step, faster ones after
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ class Trainable(Role):
 
     def _own_weights(self) -> dict[str, nn.Parameter]:
         return self._backbone.weights(self.name)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add to the gradient; `last` says that `step` comes next."""
+        self._backbone.exchange_gradients(last=last)
+        loss.backward()
 
     def step(self) -> dict[str, float]:
         """Clip and move the weights once, and forget the gradient; FloatingPointError, unmoved, if it is not finite."""
