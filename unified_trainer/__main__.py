@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
 def train(run: RunConfig) -> None:
     """Build the run, continue or start it, and write everything into its directory."""
     mesh = Mesh.join(run.device, run.parallel)
-    mesh.agree("the settings", hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest())
+    digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
+    mesh.agree(f"{run.method} with settings {digest[:16]}")
     output = run.resume or run.output or _free_folder(run.method)
     if run.resume:
         settings.check_resumable(run, output / "config.yaml")

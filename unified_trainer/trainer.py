@@ -59,7 +59,7 @@ class Trainer:
                 means.add(loss.metrics)
         loss = None if loss is ended else loss
         self.mesh.agree(
-            "the next loss", f"{loss.role}, {'which' if loss.moves else 'not yet'} moves" if loss else "none"
+            f"loss of {loss.role}, which {'moves' if loss.moves else 'stays'}" if loss else "end of the step"
         )
         return loss
 

@@ -23,7 +23,6 @@ def shard(network: nn.Module, blocks: nn.ModuleList, mesh: Mesh) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     offload = CPUOffloadPolicy(pin_memory=can_pin(mesh.device)) if mesh.config.offload else OffloadPolicy()
     for module in (*blocks, network):
-        # The root too frees its weights after a pass: what it kept would be stale once the role has moved.
         fully_shard(module, mesh=mesh.weights, reshard_after_forward=True, offload_policy=offload)
         module.set_force_sum_reduction_for_comms(True)  # and divides after: gloo and hccl have no mean of their own
     for first, second in itertools.pairwise(blocks):
@@ -39,9 +38,13 @@ def exchange_gradients(network: nn.Module, *, last: bool, mesh: Mesh) -> None:
 
 
 def keep_gathered(network: nn.Module, mesh: Mesh) -> None:
-    """Say before a pass whether weights stay gathered for its backward; a pass without gradient always frees them."""
-    if isinstance(network, FSDPModule) and not mesh.config.reshard:
-        network.set_reshard_after_forward(not torch.is_grad_enabled())
+    """Say before a pass whether weights stay gathered after it: for its backward pass, or not at all.
+
+    What a pass without gradient kept would be stale once the role has moved. For a backward pass the root's few
+    weights are always kept: one that starts from the features, not from the output, would not gather them again.
+    """
+    if isinstance(network, FSDPModule):
+        network.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=not mesh.config.reshard)
 
 
 def at_home(mesh: Mesh) -> torch.device:

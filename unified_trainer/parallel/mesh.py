@@ -133,17 +133,21 @@ class Mesh:
         """Whether any rank says so."""
         return bool(self.largest(float(flag)))
 
-    def agree(self, what: str, word: str) -> None:
-        """RuntimeError on all ranks, with what each said, unless all say the same word."""
+    def agree(self, point: str) -> None:
+        """RuntimeError on all ranks, with what each said, unless all are at the same point.
+
+        To be asked before the ranks exchange anything that only ranks at the same point can: else they would hang, or
+        mistake one thing for another.
+        """
         if self.size == 1:
             return
-        mine = word.encode()[:LONGEST_WORD].ljust(LONGEST_WORD)
-        rows = [torch.empty(LONGEST_WORD, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(rows, torch.tensor([*mine], dtype=torch.uint8), group=self.talk)
-        words = [bytes(row.tolist()).decode().strip() for row in rows]
-        if len(set(words)) > 1:
-            said = "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(words))
-            raise RuntimeError(f"the ranks disagree on {what}: {said}")
+        mine = torch.tensor([*point.encode()[:LONGEST_WORD].ljust(LONGEST_WORD)], dtype=torch.uint8)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self.talk)
+        points = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
+        if len(set(points)) > 1:
+            told = "; ".join(f"rank {rank}: {point}" for rank, point in enumerate(points))
+            raise RuntimeError(f"the ranks do not do the same: {told}")
 
     def barrier(self) -> None:
         if self.size > 1:

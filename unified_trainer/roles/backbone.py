@@ -49,7 +49,6 @@ class Backbone:
         if half:
             _hold_in_bf16(model.network)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
-        self._adapter_weights = [p for key, p in model.network.named_parameters() if ".lora_" in key]
         self._running = ""
         self._switch(NO_ADAPTER)
         if activation_checkpointing:
@@ -85,12 +84,11 @@ class Backbone:
         exchange_gradients(self.model.network, last=last, mesh=self.mesh)
 
     def _switch(self, adapter: str) -> None:
-        if adapter == self._running or not self._layers:
+        """By hand: peft's set_adapter also freezes and thaws weights, which FSDP2 has gathered or not at that time."""
+        if adapter == self._running:
             return
         for layer in self._layers:
-            layer.set_adapter(adapter)
-        for weight in self._adapter_weights:  # peft freezes the adapters that do not run
-            weight.requires_grad_(True)
+            layer._active_adapter = adapter
         self._running = adapter
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:

@@ -67,7 +67,8 @@ class Role:
 
     @contextmanager
     def running(self) -> Iterator[VideoModel]:
-        """The model as this role runs it: its adapter, its precision."""
+        """The model as this role runs it: its adapter, its precision; on all ranks or RuntimeError on all."""
+        self._backbone.mesh.agree(f"pass of {self.name} with{'' if torch.is_grad_enabled() else 'out'} gradient")
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
         with self._backbone.running(self.name) as model, autocast:
             yield model
