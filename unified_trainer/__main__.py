@@ -58,6 +58,8 @@ def train(run: RunConfig) -> None:
         settings.save(run, output / "config.yaml")
     with Tracker(output, run.tracking, settings.plain(run), run.steps, start, mesh.is_main) as tracker:
         tracker.table(f"{run.method}: one training step", built.counts)
+        for note in built.notes:
+            tracker.say(note)
         tracker.say(f"writing to {output}" + (f"; weights of {carried}" if carried else ""))
         trainer.run(
             output,

@@ -29,6 +29,7 @@ class Built:
     trainer: Trainer
     validation: Validation
     counts: dict[str, int]  # of one training step's batch
+    notes: tuple[str, ...]  # on what and in which precision it runs
 
 
 def build(run: RunConfig, mesh: Mesh) -> Built:
@@ -67,7 +68,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     feed = Feed(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
     validation = Validation(run.validation, codec, reward, scorer.features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
-    return Built(Trainer(method, trained, feed, mesh, seed=run.seed), validation, counts)
+    return Built(Trainer(method, trained, feed, mesh, seed=run.seed), validation, counts, _notes(roles, mesh))
 
 
 def load_roles(
@@ -142,3 +143,9 @@ def _check_sequence(paths: Mapping[str, str], mesh: Mesh, *, causal: bool) -> No
             raise ConfigError(
                 f"parallel.sequence must divide the {heads} attention heads of {name}.path, but is {ranks}"
             )
+
+
+def _notes(roles: Mapping[str, Role], mesh: Mesh) -> tuple[str, ...]:
+    held = "; ".join(f"{name} {role.precision}" for name, role in roles.items())
+    rest = "gradients, optimizers, guidance, losses and log-probabilities fp32; noise levels fp64"
+    return (f"ranks: {mesh}", f"precision: {held}; {rest}")

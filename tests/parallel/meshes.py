@@ -1,4 +1,4 @@
-"""What the ranks of tests/parallel/test_meshes.py run: `python meshes.py FOLDER`, with torchrun's environment.
+"""What the ranks of tests/parallel/test_meshes.py run: `python meshes.py FOLDER` writes FOLDER/2 and FOLDER/4.
 
 The same functions on one rank are what the test compares with. 9 tokens do not divide by two sequence ranks.
 """
@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import CAPTIONS, WAN, MeanScorer, small_model, tiny_codec
+from launch import fork_ranks
 
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.feed import Feed
@@ -23,6 +25,7 @@ from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.models.wan import WanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.reward import Reward, RewardConfig
@@ -44,11 +47,25 @@ MESHES = {
     },
 }
 METHODS = ("finetune", "dmd2", "dmd2 adapters", "dance_grpo")
+ON_FOUR = (
+    ("replicated and sharded", "finetune"),
+    ("replicated and sharded", "dance_grpo"),
+    ("sharded and sequence", "dmd2"),
+    ("sharded and sequence", "dmd2 adapters"),
+)
+# What must not change what finetune learns: the mesh, and the samples of a backward pass.
+OPTIONS = {
+    "accumulated by four": (ParallelConfig(), 1),
+    "all at once": (ParallelConfig(), 4),
+    "summed every time": (ParallelConfig(gradients="every"), 1),
+    "kept gathered": (ParallelConfig(reshard=False), 2),
+    "offloaded": (ParallelConfig(offload=True), 2),
+}
 # Far above rounding, so that AdamW does not turn a rounded gradient into a step of its own.
 MOVING = {"learning_rate": 1e-3, "eps": 1e-2, "clip_norm": 1e3}
 FEW = SamplerConfig(num_steps=3, guidance_scale=1.0, solver="sde")
 GRPO = DanceGRPOConfig(
-    num_prompts=2, num_samples=4, prompts_per_update=1, rollout_batch=2, update_batch=1, kernel="dance", clip_low=1.0
+    num_prompts=2, num_samples=2, prompts_per_update=2, rollout_batch=2, update_batch=1, timestep_fraction=1.0
 )
 
 
@@ -159,19 +176,11 @@ def trajectory(mesh: Mesh, method, roles, clips) -> dict[str, torch.Tensor]:
     return result
 
 
-def options(device: str) -> dict[str, torch.Tensor]:
-    """Finetune with everything that must not change what is learnt."""
-    found = {}
-    for name, config, micro in (
-        ("accumulated by four", ParallelConfig(), 1),
-        ("all at once", ParallelConfig(), 4),
-        ("summed every time", ParallelConfig(gradients="every"), 1),
-        ("kept gathered", ParallelConfig(reshard=False), 2),
-        ("offloaded", ParallelConfig(offload=True), 2),
-    ):
-        mesh = Mesh.join(device, config)
-        found |= {f"{name}/{key}": value for key, value in trajectory(mesh, *finetune(mesh, micro)).items()}
-    return found
+def samples_and_noise(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which samples all ranks hold in a step, and the noise each of them draws for its own."""
+    ids = trainer(mesh, *finetune(mesh)).feed.batch(0).sample_ids
+    noise = Streams(0, 0).noise("initial", ids, SHAPE)
+    return mesh.gather(torch.tensor(ids)), mesh.gather(noise)
 
 
 def stale(mesh: Mesh) -> torch.Tensor:
@@ -205,31 +214,38 @@ def read(mesh: Mesh) -> dict[str, torch.Tensor]:
     return {key: full(weight) for key, weight in network.state_dict().items()} | {"share": torch.tensor(share / whole)}
 
 
-def main(folder: Path) -> None:
-    ranks = Mesh.join("cpu").size
+def on_two(mesh: Mesh) -> tuple[dict[str, torch.Tensor], str]:
+    """What two ranks show on any mesh."""
+    found = {f"read/{key}": value for key, value in read(mesh).items()}
+    for name, (config, micro_batch) in OPTIONS.items():
+        one = Mesh.join("cpu", config)
+        rows = trajectory(one, *finetune(one, micro_batch))
+        found |= {f"options/{name}/{key}": value for key, value in rows.items()}
+    return found, disagreement(mesh)
+
+
+def work(folder: Path) -> None:
+    torch.set_num_threads(1)
+    first = Mesh.join("cpu")
     tensors, words = {}, ""
-    for name, config in MESHES[ranks].items():
+    for name, config in MESHES[first.size].items():
         mesh = Mesh.join("cpu", config)
-        for method, parts in PARTS.items():
-            if mesh.is_main:
-                sys.stderr.write(f"{name} {method}\n")
-            if ranks == 2 or ("adapters" in method) == (config.sequence == 2) or method == "dmd2":
-                found = trajectory(mesh, *parts(mesh))
+        for method in METHODS:
+            if first.size == 2 or (name, method) in ON_FOUR:
+                found = trajectory(mesh, *PARTS[method](mesh))
                 tensors |= {f"{name}/{method}/{key}": value for key, value in found.items()}
-        noise_keys = mesh.gather(torch.tensor(trainer(mesh, *finetune(mesh)).feed.batch(0).sample_ids))
-        tensors[f"{name}/samples"] = noise_keys
-        if ranks == 2:
-            tensors[f"{name}/stale"] = stale(mesh)
-    if ranks == 2:
-        mesh = Mesh.join("cpu")
-        tensors |= {f"options/{key}": value for key, value in options("cpu").items()}
-        tensors |= {f"read/{key}": value for key, value in read(mesh).items()}
-        words = disagreement(mesh)
-    if mesh.is_main:
+        tensors[f"{name}/samples"], tensors[f"{name}/noise"] = samples_and_noise(mesh)
+        tensors[f"{name}/stale"] = stale(mesh)
+    if first.size == 2:
+        found, words = on_two(first)
+        tensors |= found
+    if first.is_main:
+        folder.mkdir()
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "tensors.safetensors")
         (folder / "words.txt").write_text(words)
-    mesh.barrier()
+    first.barrier()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    for count in MESHES:
+        fork_ranks(count, work, Path(sys.argv[1]) / str(count))

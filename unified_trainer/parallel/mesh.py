@@ -62,6 +62,11 @@ class Mesh:
     samples: DeviceMesh | None = None  # data x sequence
     talk: dist.ProcessGroup | None = None  # of all ranks' CPUs
 
+    def __str__(self) -> str:
+        config = self.config
+        degrees = f"replicate {config.replicate} x shard {config.shard} x sequence {config.sequence}"
+        return f"{self.size} on {self.device.type} = {degrees}"
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0

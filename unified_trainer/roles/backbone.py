@@ -41,7 +41,7 @@ class Backbone:
         half: bool = False,
         compile: bool = False,
     ) -> None:
-        self.model, self.mesh = model, mesh
+        self.model, self.mesh, self.half = model, mesh, half
         self.adapters = dict(adapters or {})
         model.network.eval().requires_grad_(trained and not self.adapters)
         for name, config in self.adapters.items():

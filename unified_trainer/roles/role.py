@@ -74,6 +74,10 @@ class Role:
             yield model
 
     @property
+    def precision(self) -> str:
+        return f"weights {'bf16' if self._backbone.half else 'fp32'}, passes {self.config.precision}"
+
+    @property
     def network(self) -> nn.Module:
         return self._backbone.model.network
 
