@@ -14,7 +14,7 @@ from unified_trainer import config as settings
 from unified_trainer.build import build
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
 from unified_trainer.config import ConfigError, RunConfig
-from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.mesh import Mesh, where
 from unified_trainer.registry import METHODS
 from unified_trainer.tracking import Tracker
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
         else:
             train(settings.parse(argv, {name: config for name, (_, config) in METHODS.items()}, checkpoint.contract))
     except MENDABLE as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error{where()}: {error}\n")
         return 2
     return 0
 

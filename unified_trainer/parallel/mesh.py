@@ -159,5 +159,10 @@ class Mesh:
             dist.barrier(group=self.talk)
 
 
+def where() -> str:
+    """Which rank speaks, for messages; nothing when there is one."""
+    return f" on rank {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+
+
 def _device_mesh(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
