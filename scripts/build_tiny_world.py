@@ -113,7 +113,7 @@ def finetune(start: Path, run: Path, out: Path, seed: int) -> None:
     subprocess.run(command, check=True)
     network = WanTransformer3DModel.from_pretrained(start / "transformer")
     weights = {f"student/ema/{key}": p.data for key, p in network.named_parameters()}
-    newest, manifest = checkpoint.newest(run)
+    newest, manifest = checkpoint.find(run)
     if manifest["step"] < yaml.safe_load((run / "config.yaml").read_text())["steps"]:
         raise SystemExit(f"{run} was stopped at step {manifest['step']}; run this script again to continue")
     checkpoint.load(newest, weights, Mesh(torch.device("cpu")))

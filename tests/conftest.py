@@ -14,6 +14,10 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=0, help="how often test_kill.py kills each run; 0 is a few times")
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """Tests that draw with torch's own generator draw the same every time."""

@@ -1,9 +1,11 @@
 """Small real parts of the product, built in one place for all tests."""
 
+import contextlib
 import functools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -12,20 +14,24 @@ from pathlib import Path
 import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+from unified_trainer import checkpoint
 from unified_trainer.__main__ import main
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.feed import Feed, make_batch
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
+from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.models.wan import WanCodec, WanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
-from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.reward import Reward, RewardConfig
-from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
 
@@ -82,20 +88,33 @@ def small_model(seed: int = 0) -> WanModel:
     return WanModel(network)
 
 
-class Recorder(Trainable):
-    """A student that keeps the gradient of every update, and moves only if asked to."""
+class Recording(Trainable):
+    """A role that keeps the gradient of every update, by its own names of weights, and moves only if asked to."""
 
-    def __init__(self, role: TrainableConfig | None = None, *, moves: bool = False, mesh: Mesh = ALONE) -> None:
-        super().__init__("student", Backbone(small_model(), mesh, trained=True), role or TrainableConfig(clip_norm=0.0))
+    def __init__(self, name: str, backbone: Backbone, config: TrainableConfig, *, moves: bool = False) -> None:
+        super().__init__(name, backbone, config)
         self.moves = moves
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def step(self) -> dict[str, float]:
-        self.gradients.append(gradients(self.network))
+        given = {key: p.grad for key, p in self._own_weights().items() if p.grad is not None}
+        self.gradients.append({key: full(gradient).clone() for key, gradient in given.items()})
         if self.moves:
             return super().step()
-        self.network.zero_grad()
+        self._optimizer.zero_grad()
         return {}
+
+
+class RecordingCritic(Recording, Critic):
+    """A critic that does."""
+
+
+class Recorder(Recording):
+    """The student of the small network, recording."""
+
+    def __init__(self, role: TrainableConfig | None = None, *, moves: bool = False, mesh: Mesh = ALONE) -> None:
+        backbone = Backbone(small_model(), mesh, trained=True)
+        super().__init__("student", backbone, role or TrainableConfig(clip_norm=0.0), moves=moves)
 
 
 def gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -192,13 +211,22 @@ def trainable(name: str = "student", config: TrainableConfig | None = None, *, s
     return Trainable(name, backbone, config)
 
 
+def random_clips(count: int) -> Clips:
+    """Captions with random latents."""
+    encoded = torch.randn(count, *LATENT_SHAPE, generator=torch.Generator().manual_seed(7))
+    return Clips(tuple(CAPTIONS[i % 3] for i in range(count)), encoded)
+
+
+def frozen(name: str, *, seed: int = 0) -> Frozen:
+    """A role over a small network of its own that nobody moves."""
+    return Frozen(name, Backbone(small_model(seed), ALONE), RoleConfig())
+
+
 def finetune(config: FinetuneConfig, *, mesh: Mesh = ALONE, clips: int = 8, seed: int = 0, **recorder) -> Trainer:
     """A trainer of the small network on random latents; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
     method = Finetune(config, SamplerConfig(), student=student)
-    encoded = torch.randn(clips, *LATENT_SHAPE, generator=torch.Generator().manual_seed(7))
-    source = Clips(tuple(CAPTIONS[i % 3] for i in range(clips)), encoded)
-    feed = Feed(source, tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    feed = Feed(random_clips(clips), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
     return Trainer(method, {"student": student}, feed, mesh, seed=seed)
 
 
@@ -209,14 +237,73 @@ def dance_grpo(
     scorer=None,
     mesh: Mesh = ALONE,
     seed: int = 0,
+    reference: Frozen | None = None,
     **recorder,
 ) -> Trainer:
     """A trainer of the small network on `CAPTIONS`; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
     reward = Reward(scorer or MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
-    method = DanceGRPO(config, sampler, student=student, reward=reward)
+    method = DanceGRPO(config, sampler, student=student, reward=reward, reference=reference)
     feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
     return Trainer(method, {"student": student}, feed, mesh, seed=seed)
+
+
+FEW_STEPS = SamplerConfig(num_steps=4, shift=5.0, solver="sde", guidance_scale=1.0)
+
+
+def adapted(mesh: Mesh = ALONE, *, checkpointing: bool = False, ranks: tuple[int, int] = (2, 3)) -> Backbone:
+    """The small network with adapters of student and critic, both away from zero."""
+    configs = {name: AdapterConfig(rank=rank) for name, rank in zip(("student", "critic"), ranks, strict=True)}
+    model, random = small_model(), torch.Generator().manual_seed(5)
+    backbone = Backbone(model, mesh, adapters=configs, activation_checkpointing=checkpointing)
+    for name in configs:
+        for key, weight in backbone.weights(name).items():
+            value = 0.3 * torch.randn(weight.shape, generator=random)
+            if "lora_B" in key:
+                weight.data.copy_(replicated(value, weight))
+    return backbone
+
+
+def replicated(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole value, sharded as another tensor is."""
+    if not isinstance(like, torch.distributed.tensor.DTensor):
+        return value
+    return torch.distributed.tensor.distribute_tensor(value, like.device_mesh, like.placements)
+
+
+def dmd2(
+    config: DMD2Config,
+    *,
+    sampler: SamplerConfig = FEW_STEPS,
+    shared: bool = False,
+    checkpointing: bool = False,
+    role: TrainableConfig | None = None,
+    moves: bool = False,
+    mesh: Mesh = ALONE,
+    seed: int = 0,
+) -> Trainer:
+    """A trainer of three small networks, or of one that they share by adapters; student and critic record."""
+    if shared:
+        names = dict.fromkeys(("student", "teacher", "critic"), adapted(mesh, checkpointing=checkpointing))
+    else:
+        names = {
+            name: Backbone(small_model(i), mesh, trained=name != "teacher", activation_checkpointing=checkpointing)
+            for i, name in enumerate(("student", "teacher", "critic"))
+        }
+    role = role or TrainableConfig(clip_norm=0.0)
+    student = Recording("student", names["student"], role, moves=moves)
+    critic = RecordingCritic("critic", names["critic"], role, moves=moves)
+    for i, weight in enumerate(
+        critic._discriminator.parameters()
+    ):  # at its start, zero, it teaches the student nothing
+        value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
+        weight.data.copy_(replicated(value, weight))
+    method = DMD2(
+        config, sampler, student=student, teacher=Frozen("teacher", names["teacher"], RoleConfig()), critic=critic
+    )
+    source = random_clips(8) if config.learns_from_data else Prompts(CAPTIONS)
+    feed = Feed(source, tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    return Trainer(method, {"student": student, "critic": critic}, feed, mesh, seed=seed)
 
 
 def run(method: str, output: Path, *extra: str) -> None:
@@ -231,9 +318,14 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 
 def checkpoint_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint written by one rank."""
-    (file,) = (folder / "checkpoints" / f"step_{step}").glob("*.safetensors")
-    return load_file(file)
+    """Every tensor of a checkpoint, whole, whatever number of ranks wrote it."""
+    saved = folder / "checkpoints" / f"step_{step}"
+    tensors: dict[str, torch.Tensor] = {}
+    for kind in sorted({file.parent for file in saved.rglob("*.safetensors")}):
+        held = HuggingFaceStorageReader(str(kind)).read_metadata().state_dict_metadata
+        tensors |= {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in held.items()}
+    checkpoint.load(saved, tensors, ALONE)
+    return tensors
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -259,6 +351,13 @@ def command(*words: str) -> list[str]:
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a subprocess that finds this checkout's product."""
     return os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"} | extra
+
+
+def free_port() -> int:
+    """Where the ranks of a run can meet."""
+    with contextlib.closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def shell(*words: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:

@@ -2,8 +2,7 @@
 
 import json
 import shutil
-import signal
-import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,18 +11,16 @@ from helpers import (
     SMALL,
     assert_same,
     checkpoint_of,
-    command,
     copy_of,
-    environment,
     files_of,
     flags,
     metrics_of,
     run,
 )
 
-from unified_trainer import checkpoint
+from unified_trainer import checkpoint, manifest
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint import CheckpointError
+from unified_trainer.checkpoint import CheckpointError, Spec
 
 # Everything that has a state: optimizer, warm-up and decay, averaged weights; dropout and several epochs in finetune.
 STATEFUL = flags(
@@ -106,38 +103,112 @@ def cut_manifest(folder):
     (folder / "manifest.json").write_text('{"version": 1, "st')
 
 
+def flip_a_bit(folder):
+    """The newest weights are one bit off; the file is as long as it was."""
+    flip(folder / SHARD, 0.9)
+
+
 def cut_shard(folder):
-    (shard,) = folder.glob("*.safetensors")
-    shard.write_bytes(shard.read_bytes()[:-100])
+    (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-100])
 
 
 def drop_shard(folder):
-    for shard in folder.glob("*.safetensors"):
-        shard.unlink()
+    (folder / SHARD).unlink()
 
 
-def another_version(folder):
+def stranger(folder):
+    """A shard of somebody else, which the reader would take for one of these."""
+    copy_of(folder / "student" / "weights", folder / "student" / "weights" / "more")
+
+
+def older_version(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
 
 
-DAMAGE = [drop_manifest, cut_manifest, cut_shard, drop_shard, another_version]
+def flip(file: Path, place: float) -> None:
+    """One bit of a file, at this share of its length."""
+    data = bytearray(file.read_bytes())
+    data[int(place * len(data))] ^= 4
+    file.write_bytes(data)
+
+
+SHARD = "student/weights/shard-00001-model-00001-of-00001.safetensors"
+DAMAGE = {
+    drop_manifest: "manifest.json unreadable",
+    cut_manifest: "manifest.json unreadable",
+    flip_a_bit: f"{SHARD} is damaged, its checksum is not the manifest's",
+    cut_shard: f"{SHARD} is missing or not",
+    drop_shard: f"{SHARD} is missing or not",
+    stranger: "student/weights/more/shard-00001-model-00001-of-00001.safetensors does not belong to it",
+    older_version: "format version 1, this program reads 2",
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_half_written_newest_checkpoint_is_passed_over(copied, damage):
+def test_a_newest_checkpoint_that_is_not_whole_is_passed_over_by_name(copied, damage):
     damage(copied / "checkpoints" / "step_3")
-    folder, manifest = checkpoint.newest(copied)
+    folder, manifest, skipped = checkpoint.newest_sound(copied, ALONE)
     assert folder.name == "step_2" and manifest["step"] == 2
+    (why,) = skipped
+    assert why.startswith("step_3: ") and DAMAGE[damage] in why
+
+
+@pytest.mark.parametrize("spoil", ["flip", "cut"])
+def test_every_file_of_a_checkpoint_is_watched(copied, spoil):
+    """One bit anywhere, or one byte less, in weights, moments, average, counter or manifest."""
+    folder = copied / "checkpoints" / "step_3"
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    assert {file.parent.name for file in files} == {"weights", "optimizer", "ema", "updates", "step_3"}
+    for file in files:
+        whole = file.read_bytes()
+        for place in (0.0, 0.3, 0.6, 0.999):
+            if spoil == "flip":
+                flip(file, place)
+            else:
+                file.write_bytes(whole[: int(place * len(whole))])
+            found, _, skipped = checkpoint.newest_sound(copied, ALONE)
+            assert found.name == "step_2" and str(file.relative_to(folder)) in skipped[0]
+        file.write_bytes(whole)
+    assert checkpoint.newest_sound(copied, ALONE)[0] == folder
+
+
+def test_a_resumed_run_says_what_it_skipped(copied, capsys):
+    flip_a_bit(copied / "checkpoints" / "step_3")
+    before = metrics_of(copied)
+    assert main(["--resume", str(copied)]) == 0
+    said = capsys.readouterr().out
+    assert "continuing after step 2" in said and f"skipped step_3: {SHARD} is damaged" in said
+    assert metrics_of(copied) == before
+    assert checkpoint.newest_sound(copied, ALONE)[0].name == "step_3"  # written anew
+
+
+def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(copied):
+    """Retention counts what this run has; step 3, which it passed over, is not among them."""
+    flip_a_bit(copied / "checkpoints" / "step_3")
+    (copied / "checkpoints" / "step_2" / SHARD).unlink()
+    assert main(["--resume", str(copied), "--steps", "2", "--keep-last", "1"]) == 0
+    assert checkpoint.find(copied)[0].name == "step_3"  # only its checksum tells
+    assert checkpoint.newest_sound(copied, ALONE)[0].name == "step_2"
+
+
+def test_a_newer_format_is_an_error_not_a_step_back(copied, capsys):
+    folder = copied / "checkpoints" / "step_3"
+    known, _ = manifest.read(folder)
+    (folder / "manifest.json").write_text(
+        manifest.as_text({key: value for key, value in known.items() if key != "crc32"} | {"version": 3})
+    )
+    message = refused(capsys, "--resume", str(copied))
+    assert f"{folder} has format version 3, this program reads 2: update it" in message
 
 
 def test_a_folder_still_being_written_is_not_a_checkpoint(copied):
     copy_of(copied / "checkpoints" / "step_3", copied / "checkpoints" / ".step_4.tmp")
     copy_of(copied / "checkpoints" / "step_3", copied / "checkpoints" / "step_latest")
-    assert checkpoint.newest(copied)[0].name == "step_3"
+    assert checkpoint.find(copied)[0].name == "step_3"
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", [flip_a_bit, drop_manifest])
 def test_no_whole_checkpoint_lists_what_was_wrong(copied, damage, capsys):
     for folder in (copied / "checkpoints").iterdir():
         damage(folder)
@@ -153,22 +224,30 @@ def test_resuming_needs_a_run(tmp_path, capsys):
     assert "absent: no config.yaml there, so it is not a run directory" in message
 
 
-def test_resuming_needs_a_checkpoint(copied, capsys):
+def test_a_run_killed_before_its_first_checkpoint_begins_again(copied, capsys):
     shutil.rmtree(copied / "checkpoints")
-    assert "no step_N folder in" in refused(capsys, "--resume", str(copied))
+    before = metrics_of(copied)
+    assert main(["--resume", str(copied)]) == 0
+    assert "no checkpoint yet: from the beginning" in capsys.readouterr().out
+    assert metrics_of(copied) == before
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):
     for step in (9, 10, 100):
-        checkpoint.save(tmp_path / "checkpoints", step, {"w": torch.tensor(float(step))}, ALONE, keep=3)
-    assert checkpoint.newest(tmp_path)[1]["step"] == 100
+        checkpoint.save(tmp_path / "checkpoints", step, {"a/weights/w": torch.tensor(float(step))}, ALONE)
+    assert checkpoint.find(tmp_path)[1]["step"] == 100
+    assert checkpoint.find(f"{tmp_path}@9")[0].name == "step_9"
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 11; it has 9, 10, 100"):
+        checkpoint.find(f"{tmp_path}@11")
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_only_the_last_are_kept(tmp_path, keep):
-    for step in (8, 9, 10):
-        checkpoint.save(tmp_path, step, {"w": torch.ones(2)}, ALONE, keep)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step_{step}" for step in (8, 9, 10)[-keep:])
+def test_a_folder_is_called_what_it_is_called(tmp_path):
+    odd = tmp_path / "run@7:ema"
+    odd.mkdir()
+    assert Spec.of(odd) == (odd, None, False)
+    assert Spec.of(f"{odd}@3:ema") == (odd, 3, True)
+    assert Spec.of("runs/a@12") == (Path("runs/a"), 12, False)
+    assert Spec.of("runs/a:ema") == (Path("runs/a"), None, True)
 
 
 def test_keeping_none_is_refused(run_folder, capsys):
@@ -178,37 +257,37 @@ def test_keeping_none_is_refused(run_folder, capsys):
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     for value in (1.0, 2.0):
-        folder = checkpoint.save(tmp_path, 1, {"w": torch.tensor([value])}, ALONE, 2)
-    loaded = {"w": torch.zeros(1)}
+        folder = checkpoint.save(tmp_path, 1, {"a/weights/w": torch.tensor([value])}, ALONE)
+    loaded = {"a/weights/w": torch.zeros(1)}
     checkpoint.load(folder, loaded, ALONE)
-    assert loaded["w"].tolist() == [2.0]
-
-
-def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path / "checkpoints", 1, {"w": torch.ones(1)}, ALONE, 2)
-
-    def full_disk(*arguments, **options):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(checkpoint.dcp, "save", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(tmp_path / "checkpoints", 2, {"w": torch.ones(1)}, ALONE, 2)
-    assert checkpoint.newest(tmp_path)[1]["step"] == 1
+    assert loaded["a/weights/w"].tolist() == [2.0]
 
 
 # Another model.
 
 
 def test_a_shape_that_differs_is_named(tmp_path):
-    folder = checkpoint.save(tmp_path, 1, {"a": torch.zeros(2, 3), "b": torch.zeros(1)}, ALONE, 1)
-    with pytest.raises(CheckpointError, match=r"step_1: a is \(2, 3\) there, \(3, 2\) in this run"):
-        checkpoint.load(folder, {"a": torch.zeros(3, 2), "b": torch.zeros(1)}, ALONE)
+    folder = checkpoint.save(tmp_path, 1, {"r/weights/a": torch.zeros(2, 3), "r/weights/b": torch.zeros(1)}, ALONE)
+    with pytest.raises(CheckpointError, match=r"step_1: r/weights/a is \(2, 3\) there, \(3, 2\) in this run"):
+        checkpoint.load(folder, {"r/weights/a": torch.zeros(3, 2), "r/weights/b": torch.zeros(1)}, ALONE)
 
 
 def test_a_tensor_that_is_not_there_is_named(tmp_path):
-    folder = checkpoint.save(tmp_path, 1, {"a": torch.zeros(2)}, ALONE, 1)
-    with pytest.raises(CheckpointError, match=r"step_1 lacks 2 tensors, first b"):
-        checkpoint.load(folder, {"a": torch.zeros(2), "c": torch.zeros(1), "b": torch.zeros(1)}, ALONE)
+    folder = checkpoint.save(tmp_path, 1, {"r/weights/a": torch.zeros(2)}, ALONE)
+    wanted = {f"r/weights/{key}": torch.zeros(1 + (key == "a")) for key in "acb"}
+    with pytest.raises(CheckpointError, match=r"step_1 lacks 2 tensors, first r/weights/b"):
+        checkpoint.load(folder, wanted, ALONE)
+
+
+def test_one_kind_of_state_is_read_without_the_others(tmp_path):
+    """As export does: the weights of one role, where everything else is gone."""
+    state = {f"{role}/{kind}/w": torch.ones(2) for role in ("student", "critic") for kind in ("weights", "optimizer")}
+    folder = checkpoint.save(tmp_path, 1, state, ALONE)
+    for other in ("critic", "student/optimizer"):
+        shutil.rmtree(folder / other)
+    loaded = {"student/weights/w": torch.zeros(2)}
+    checkpoint.load(folder, loaded, ALONE)
+    assert loaded["student/weights/w"].tolist() == [1.0, 1.0]
 
 
 # Resuming with other settings.
@@ -228,8 +307,25 @@ def test_a_tensor_that_is_not_there_is_named(tmp_path):
 def test_a_setting_that_changes_the_run_is_refused_by_name(copied, changed, key, capsys):
     before = files_of(copied)
     message = refused(capsys, "--resume", str(copied), *changed)
-    assert key in message and "--init-from" in message
+    assert key in message and "--init-from" in message and f"--allow {key.split(':')[0]}" in message
     assert files_of(copied) == before
+
+
+def test_allow_takes_it_and_the_run_says_so(copied, capsys):
+    words = ["--student.learning-rate", "0.5", "--reward.scale", "2", "--steps", "4"]
+    allowed = ["--allow", "student.learning-rate", "--allow", "reward.scale"]
+    assert "reward.scale" in refused(capsys, "--resume", str(copied), *words, *allowed[:2])
+    assert main(["--resume", str(copied), *words, *allowed]) == 0
+    said = capsys.readouterr().out
+    for change in ("student.learning_rate: 0.00015 -> 0.5", "reward.scale: 1.0 -> 2.0", "steps: 3 -> 4"):
+        assert f"changed {change}" in said
+    assert metrics_of(copied)[-1]["train/student/learning_rate"] > 0.4
+    assert main(["--resume", str(copied), "--steps", "5"]) == 0  # the new settings are the run's own now
+
+
+def test_allowing_what_does_not_differ_is_refused(copied, capsys):
+    message = refused(capsys, "--resume", str(copied), "--allow", "seed")
+    assert "--allow seed: this setting does not differ" in message
 
 
 def test_a_setting_that_does_not_is_taken(copied):
@@ -242,62 +338,12 @@ def test_a_setting_that_does_not_is_taken(copied):
 def test_a_moved_run_continues_where_it_is(copied, saved):
     before = files_of(saved)
     assert main(["--resume", str(copied), "--steps", "4"]) == 0
-    assert checkpoint.newest(copied)[1]["step"] == 4
+    assert checkpoint.find(copied)[1]["step"] == 4
     assert files_of(saved) == before
 
 
 def test_another_method_is_refused(copied, capsys):
     assert "is a run of dance_grpo" in refused(capsys, "--resume", str(copied), "--method", "finetune")
-
-
-# Starting from another run's weights.
-
-
-@pytest.mark.parametrize("method", ["dance_grpo", "finetune"])
-def test_weights_are_carried_and_nothing_else(saved, run_folder, method):
-    """With learning rate 0 the weights after a step are those carried; counter and moments start anew."""
-    frozen = ["--student.learning-rate", "0", "--student.warmup-updates", "0", "--student.ema-decay", "0.5"]
-    run(method, run_folder, "--init-from", str(saved), *frozen)
-    carried, source = checkpoint_of(run_folder, 1), checkpoint_of(saved, 3)
-    for key in source:
-        if "/weights/" in key:
-            assert torch.equal(carried[key], source[key]), key
-            assert torch.equal(carried[key.replace("/weights/", "/ema/")], source[key]), key
-    assert int(carried["student/updates"]) == 1
-
-
-def test_starting_from_nothing_is_refused(tmp_path, run_folder, capsys):
-    words = [*SMALL["dance_grpo"], "--output", str(run_folder), "--init-from", str(tmp_path / "absent")]
-    assert "absent holds no complete checkpoint" in refused(capsys, *words)
-    assert not run_folder.exists()
-
-
-# Ctrl-C.
-
-
-def interrupt_after(line: str, folder, *extra: str) -> tuple[int, str]:
-    """Exit code and output of a run that gets a Ctrl-C as soon as it has said `line`."""
-    words = command(*SMALL["dance_grpo"], "--output", str(folder), *extra)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    said = []
-    with subprocess.Popen(words, env=environment(), **pipes) as process:
-        for text in process.stdout:
-            said.append(text)
-            if text.startswith(line):
-                process.send_signal(signal.SIGINT)
-    return process.returncode, "".join(said)
-
-
-def test_ctrl_c_saves_and_says_how_to_continue(run_folder):
-    endless = flags({"steps": 5000, "validate-every": 1, "checkpoint-every": 0})
-    code, said = interrupt_after("step 2:", run_folder, *endless)
-    assert code == 0, said
-    done = checkpoint.newest(run_folder)[1]["step"]
-    assert f"stopped after step {done}; continue with:" in said
-    assert f"python -m unified_trainer --resume {run_folder}" in said
-    assert "Traceback" not in said
-    steps = [line["step"] for line in metrics_of(run_folder) if "validation/reward" in line]
-    assert steps == list(range(done + 1))  # the validation of the last step too: a resumed run will not repeat it
 
 
 # An output that exists.

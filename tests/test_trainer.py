@@ -39,7 +39,7 @@ PLAN = BatchPlan(4, 1, 4, 2, ("P", "n", "G", "micro"))
 class Plain:
     """Four prompts a step in parts of two; what a test does not care about."""
 
-    learns_from_data = False
+    trains_sampler = False
 
     def generators(self, batch):
         return batch.split(2)

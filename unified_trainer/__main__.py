@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,13 +13,17 @@ from safetensors import SafetensorError
 from unified_trainer import checkpoint
 from unified_trainer import config as settings
 from unified_trainer.build import build
+from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
+from unified_trainer.commands.sample import sample
 from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.parallel.mesh import Mesh, where
-from unified_trainer.registry import METHODS
+from unified_trainer.registry import ALGORITHMS
+from unified_trainer.run_folder import claimed
+from unified_trainer.saving import Saver
 from unified_trainer.tracking import Tracker
 
-COMMANDS = {"import-hpsv3": import_hpsv3}
+COMMANDS = {"export": export, "import-hpsv3": import_hpsv3, "sample": sample}
 # What a user can mend: one line and exit code 2. Anything else is ours, and shows its traceback.
 MENDABLE = (ValueError, FileNotFoundError, FileExistsError, FloatingPointError, SafetensorError, RuntimeError)
 
@@ -30,10 +35,14 @@ def main(argv: list[str]) -> int:
         if argv and argv[0] in COMMANDS:
             tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"python -m unified_trainer {argv[0]}")
         else:
-            train(settings.parse(argv, {name: config for name, (_, config) in METHODS.items()}, checkpoint.contract))
+            train(settings.parse(argv, ALGORITHMS, checkpoint.contract))
     except MENDABLE as error:
         sys.stderr.write(f"error{where()}: {error}\n")
         return 2
+    except KeyboardInterrupt:  # the second one, or one before the first step; a save that is under way is given up
+        sys.stderr.write("stopped\n")
+        sys.stderr.flush()
+        os._exit(130)
     return 0
 
 
@@ -43,34 +52,45 @@ def train(run: RunConfig) -> None:
     digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
     mesh.agree(f"{run.method} with settings {digest[:16]}")
     output = run.resume or run.output or _free_folder(run.method)
-    if run.resume:
-        settings.check_resumable(run, output / "config.yaml")
-    elif (output / "config.yaml").exists():
-        raise ConfigError(f"--output {output} already holds a run: continue it with --resume {output}, or name another")
-    built = build(run, mesh)
-    trainer = built.trainer
-    start = trainer.resume(output) if run.resume else 0
-    if start > run.steps:
-        raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
-    carried = trainer.init_from(run.init_from) if run.init_from and not run.resume else None
-    if mesh.is_main:
-        output.mkdir(parents=True, exist_ok=True)
-        settings.save(run, output / "config.yaml")
-    with Tracker(output, run.tracking, settings.plain(run), run.steps, start, mesh.is_main) as tracker:
-        tracker.table(f"{run.method}: one training step", built.counts)
-        for note in built.notes:
-            tracker.say(note)
-        tracker.say(f"writing to {output}" + (f"; weights of {carried}" if carried else ""))
-        trainer.run(
-            output,
-            tracker,
-            built.validation,
-            start=start,
-            steps=run.steps,
-            checkpoint_every=run.checkpoint_every,
-            keep_last=run.keep_last,
-            validate_every=run.validate_every,
-        )
+    with claimed(output, mesh):
+        changed: list[str] = []
+        if run.resume:
+            changed = settings.check_resumable(run, output / "config.yaml")
+        elif (output / "config.yaml").exists():
+            raise ConfigError(
+                f"--output {output} already holds a run: continue it with --resume {output}, or name another"
+            )
+        built = build(run, mesh)
+        trainer = built.trainer
+        start, skipped = trainer.resume(output) if run.resume else (0, [])
+        if start > run.steps:
+            raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
+        carried = trainer.init_from(run.init_from) if run.init_from and not start else None
+        if mesh.is_main:
+            settings.save(run, output / "config.yaml")
+        with (
+            Tracker(output, run.tracking, settings.plain(run), run.steps, start, mesh.is_main) as tracker,
+            Saver(output / "checkpoints", mesh, built.keep, tracker.say, beside=run.async_save) as saver,
+        ):
+            tracker.table(f"{run.method}: one training step", built.counts)
+            for note in built.notes:
+                tracker.say(note)
+            tracker.say(f"writing to {output}" + (f"; weights of {carried}" if carried else ""))
+            if run.resume:
+                tracker.say(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
+            for line in (*(f"skipped {why}" for why in skipped), *(f"changed {what}" for what in changed)):
+                tracker.say(line)
+            trainer.run(
+                output,
+                tracker,
+                built.validation,
+                saver,
+                start=start,
+                steps=run.steps,
+                checkpoint_every=run.checkpoint_every,
+                validate_every=run.validate_every,
+            )
+    mesh.leave()
 
 
 def _free_folder(method: str) -> Path:

@@ -6,17 +6,21 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
 
-from unified_trainer.config import ConfigError, RunConfig
+import torch
+
+from unified_trainer.config import ConfigError, RunConfig, plain
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.feed import Feed, Source
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts, read_prompts, training_prompts
+from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS, family_of, load_scorer, open_model
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Role, RoleConfig, Trainable
+from unified_trainer.saving import Keep
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 
@@ -28,22 +32,25 @@ STARTS_AS = {"student": "tiny", "teacher": "student", "critic": "teacher"}
 class Built:
     trainer: Trainer
     validation: Validation
-    counts: dict[str, int]  # of one training step's batch
+    counts: dict[str, int | str]  # of one training step's batch
     notes: tuple[str, ...]  # on what and in which precision it runs
+    keep: Keep
 
 
 def build(run: RunConfig, mesh: Mesh) -> Built:
     """Everything that `run` names, with the roles that its method's constructor asks for."""
-    if run.keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, not {run.keep_last}")
+    keep = Keep(run.keep_last, run.keep_best, run.best_metric, run.best_is)
+    keep.check()
+    if keep.best and not run.validate_every:
+        raise ConfigError(f"keep_best {keep.best} needs validations to compare: set validate_every")
     run.sampler.check()
     run.algorithm.check(run.sampler)
     plan = run.algorithm.plan()
     counts = plan.table(mesh.data_size)
     prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     method_type, _ = METHODS[run.method]
-    configs, paths = _role_settings(run, method_type)
-    types = _role_types(method_type)
+    configs, paths = role_settings(run, method_type)
+    types = role_types(method_type)
     if run.sampler.chunks.causal:
         types["student"] = CausalStudent
     family, folder = family_of("student", paths["student"])
@@ -56,9 +63,11 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     scorer = load_scorer(run.reward.path, run.reward.precision, mesh.device)
     reward = Reward(scorer, codec, run.reward)
     roles = load_roles(types, configs, paths, mesh)
+    if run.sampler.chunks.causal:
+        counts |= _cache_memory(run, roles["student"], latent_shape, max(plan.micro_batch, run.validation.batch), mesh)
 
     parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, **roles}
-    method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters})
+    method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters if name in parts})
     if not run.algorithm.learns_from_data:
         source: Source = Prompts(prompts)
     elif run.data.path:
@@ -68,50 +77,75 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     feed = Feed(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
     validation = Validation(run.validation, codec, reward, scorer.features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
-    return Built(Trainer(method, trained, feed, mesh, seed=run.seed), validation, counts, _notes(roles, mesh))
+    contract = plain(run)["sampler"] if method_type.trains_sampler else None
+    trainer = Trainer(method, trained, feed, mesh, seed=run.seed, contract=contract)
+    return Built(trainer, validation, counts, _notes(roles, mesh), keep)
 
 
 def load_roles(
-    types: Mapping[str, type[Role]], configs: Mapping[str, RoleConfig], paths: Mapping[str, str], mesh: Mesh
+    types: Mapping[str, type[Role]],
+    configs: Mapping[str, RoleConfig],
+    paths: Mapping[str, str],
+    mesh: Mesh,
+    *,
+    half: bool = True,
 ) -> dict[str, Role]:
-    """The roles, those of the same path whose base weights stay as they are over one network in memory."""
-    owners: dict[str, list[str]] = {}
+    """The roles, those of the same path whose base weights stay as they are over one network in memory.
+
+    With `half`, such weights are held in the precision of their roles; else in float32, to be changed after all.
+    """
+    owners: dict[tuple[str, str], list[str]] = {}  # by path, and by name where a role trains all weights
     for name in types:
         trains_all = issubclass(types[name], Trainable) and not configs[name].adapter.rank
-        owners.setdefault(name if trains_all else paths[name], []).append(name)
+        owners.setdefault((paths[name], name if trains_all else ""), []).append(name)
     roles: dict[str, Role] = {}
-    for key, names in owners.items():
+    for (_, owner), names in owners.items():
         causal = any(issubclass(types[name], CausalStudent) for name in names)
         backbone = Backbone(
             open_model(names[0], paths[names[0]], causal=causal),
             mesh,
-            trained=key in names,
-            adapters={name: configs[name].adapter for name in names if issubclass(types[name], Trainable)}
-            if key not in names
-            else None,
+            trained=bool(owner),
+            adapters={
+                name: configs[name].adapter for name in names if issubclass(types[name], Trainable) and not owner
+            },
             activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
-            half=key not in names and all(configs[name].precision == "bf16" for name in names),
+            half=half and not owner and all(configs[name].precision == "bf16" for name in names),
             compile=any(configs[name].compile for name in names),
         )
         roles |= {name: types[name](name, backbone, configs[name]) for name in names}
     return roles
 
 
-def _role_types(method_type: type) -> dict[str, type[Role]]:
-    """The networks that a method's constructor asks for, by name."""
+def _cache_memory(
+    run: RunConfig, student: Role, latent_shape: tuple[int, int, int, int], samples: int, mesh: Mesh
+) -> dict[str, str]:
+    """What a causal student's cache takes, in words; ValueError when it does not fit."""
+    dtype = torch.bfloat16 if run.student.precision == "bf16" else torch.float32
+    with student.running() as model:
+        size = samples * model.cache_bytes(latent_shape, run.sampler.chunks, dtype)
+    size *= 1 if run.sampler.guidance_scale == 1 else 2
+    way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
+    require_memory(size, mesh.device, "the student's cache", way_out)
+    return {"cache of the student": f"{size / 2**30:.3f} GiB for {samples} samples"}
+
+
+def role_types(method_type: type) -> dict[str, type[Role]]:
+    """The networks that a method's constructor asks for, by name; one with a default may be left out, and is."""
     types = {}
     for name, parameter in inspect.signature(method_type).parameters.items():
         asked = parameter.annotation
+        if parameter.default is not parameter.empty:
+            continue
         for kind in get_args(asked) if isinstance(asked, UnionType) else (asked,):
             if isinstance(kind, type) and issubclass(kind, Role):
                 types[name] = kind
     return types
 
 
-def _role_settings(run: RunConfig, method_type: type) -> tuple[dict[str, Any], dict[str, str]]:
+def role_settings(run: RunConfig, method_type: type) -> tuple[dict[str, Any], dict[str, str]]:
     """Settings and path of each role of the method; ConfigError for settings of a role that it does not have."""
     configs: dict[str, Any] = {"student": run.student, "teacher": run.teacher, "critic": run.critic}
-    types = _role_types(method_type)
+    types = role_types(method_type)
     for name, config in configs.items():
         if name not in types and config != type(config)():
             raise ConfigError(f"--{name}.*: {run.method} has no {name}; leave these settings out")

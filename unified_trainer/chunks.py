@@ -34,7 +34,7 @@ class ChunkConfig:
     def ranges(self, frames: int) -> list[tuple[int, int]]:
         """First and one past the last latent frame of every chunk; ValueError when they do not divide."""
         first = 1 if self.independent_first_frame else 0
-        if frames <= first or (frames - first) % self.chunk_frames:
+        if frames < 1 or (frames - first) % self.chunk_frames:
             alone = " after the first" if first else ""
             raise ValueError(
                 f"sampler.chunks.chunk_frames must divide the {frames - first} latent frames{alone}, "

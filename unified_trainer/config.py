@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +22,17 @@ from unified_trainer.sampling import SamplerConfig
 Algorithm = TypeVar("Algorithm")
 RECIPES = Path(__file__).parent / "recipes"
 # Flags that say where a run is read from and written to; a saved config leaves them out.
-PLACES = ("config", "resume", "output")
+PLACES = ("config", "resume", "output", "allow")
 # What may differ when a run is resumed: nothing that changes what a step computes.
 HARMLESS = (
     "steps",
     "checkpoint_every",
     "validate_every",
     "keep_last",
+    "keep_best",
+    "best_metric",
+    "best_is",
+    "async_save",
     "validation",
     "tracking",
     "init_from",
@@ -67,9 +72,15 @@ class RunConfig(Generic[Algorithm]):
     seed: int = 0  # of everything random
     output: Path | None = None  # run directory; runs/METHOD-N by default
     resume: Path | None = None  # run directory to continue
-    init_from: Path | None = None  # run directory whose newest checkpoint gives the trained roles' weights
+    allow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # setting in which --resume may differ; repeatable
+    init_from: str | None = None  # RUN[@step][:ema]: its newest checkpoint, or that step's, gives the trained roles'
+    # weights, the averaged ones with :ema
     checkpoint_every: int = 20  # training steps between checkpoints; the last step always saves; 0 saves no other
-    keep_last: int = 2  # checkpoints kept
+    async_save: bool = False  # write checkpoints from a copy in CPU memory while training goes on
+    keep_last: int = 2  # newest checkpoints kept
+    keep_best: int = 0  # checkpoints kept besides, of those saved after a validation: the best so many
+    best_metric: str = "reward"  # the validation metric that they are best in
+    best_is: Literal["highest", "lowest"] = "highest"  # value of it
     validate_every: int = 10  # training steps between validations, before the first and after the last too; 0 is never
     prompts: Path | None = None  # file with one training prompt a line, instead of the built-in ones
     device: Device = "auto"  # where to run
@@ -118,8 +129,13 @@ def parse(
 
 
 def save(run: RunConfig, file: Path) -> None:
-    """Write the resolved settings so that --config FILE runs them again."""
-    file.write_text(yaml.safe_dump(plain(run), sort_keys=False))
+    """Write the resolved settings, whole or not at all, so that --config FILE runs them again."""
+    building = file.with_suffix(".tmp")
+    with building.open("w", encoding="utf-8") as opened:
+        yaml.safe_dump(plain(run), opened, sort_keys=False)
+        opened.flush()
+        os.fsync(opened.fileno())
+    building.replace(file)
 
 
 def plain(run: RunConfig) -> dict[str, Any]:
@@ -135,19 +151,24 @@ def plain(run: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in convert(dataclasses.asdict(run)).items() if key not in PLACES}
 
 
-def check_resumable(run: RunConfig, file: Path) -> None:
-    """Raise ConfigError naming every setting that differs from the saved run's and would change what it computes."""
+def check_resumable(run: RunConfig, file: Path) -> list[str]:
+    """Every setting that differs from the saved run's, in words.
+
+    ConfigError if one would change what a step computes, unless --allow names it.
+    """
     old, new = _flat(_load(file)), _flat(plain(run))
-    changed = [
-        f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key.split(".")[0] not in HARMLESS
-    ]
-    if changed:
+    changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted(old.keys() | new.keys())}
+    changed = {key: words for key, words in changed.items() if old.get(key) != new.get(key)}
+    allowed = {key.replace("-", "_") for key in run.allow}
+    if unknown := sorted(allowed - changed.keys()):
+        raise ConfigError(f"--allow {unknown[0]}: this setting does not differ from that of --resume {file.parent}")
+    refused = {key: words for key, words in changed.items() if key.split(".")[0] not in HARMLESS and key not in allowed}
+    if refused:
         raise ConfigError(
-            f"--resume {file.parent} cannot change {'; '.join(changed)}. Leave these flags out, or start a new run "
-            f"with --init-from {file.parent}"
+            f"--resume {file.parent} cannot change {'; '.join(refused.values())}. Leave these flags out, say "
+            f"{' '.join(f'--allow {key}' for key in refused)}, or start a new run with --init-from {file.parent}"
         )
+    return list(changed.values())
 
 
 @dataclass(frozen=True)

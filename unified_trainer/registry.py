@@ -39,6 +39,7 @@ METHODS: dict[str, tuple[type[Method], type]] = {
     "ode_init": (ODEInit, ODEInitConfig),
     "self_forcing": (SelfForcing, SelfForcingConfig),
 }
+ALGORITHMS = {name: config for name, (_, config) in METHODS.items()}
 FAMILIES = {"WanPipeline": Family(WanModel.open, WanCodec.load, CausalWanModel.open, latent_channels, attention_heads)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

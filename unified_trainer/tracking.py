@@ -1,5 +1,6 @@
 """Where numbers go: metrics.jsonl always, the terminal, TensorBoard and wandb."""
 
+import errno
 import json
 import math
 import os
@@ -21,6 +22,8 @@ from unified_trainer.parallel.mesh import Mesh
 SHOWN = {  # on the progress bar: metric and its short name
     "reward": "reward",
     "loss": "loss",
+    "critic_loss": "critic",
+    "critic_alarm": "alarm",
     "log_ratio": "log-ratio",
     "student/grad_norm": "grad",
     "samples_per_second": "samples/s",
@@ -49,7 +52,8 @@ class Tracker:
             return
         self._file = run / "metrics.jsonl"
         _drop_after(self._file, start)
-        self._jsonl = self._file.open("a", encoding="utf-8")
+        self._jsonl = self._file.open("ab", buffering=0)
+        self._unwritten = b""  # lines that found a full disk
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -73,6 +77,7 @@ class Tracker:
         self._progress.stop()
         if not self._active:
             return
+        self._write("")
         self._jsonl.close()
         for sink in self._sinks:
             sink(None, {})
@@ -81,14 +86,24 @@ class Tracker:
         """One JSON object in metrics.jsonl, with `step`; the terminal shows the most telling few."""
         if not self._active:
             return
-        self._jsonl.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._jsonl.flush()
+        self._write(json.dumps({"step": step, **metrics}) + "\n")
         for sink in self._sinks:
             sink(step, metrics)
         if advance:
             shown = {short: metrics.get(f"train/{name}") for name, short in SHOWN.items()}
             numbers = " ".join(f"{short} {value:.3g}" for short, value in shown.items() if value is not None)
             self._progress.update(self._task, completed=step, numbers=numbers)
+
+    def _write(self, lines: str) -> None:
+        """Append to metrics.jsonl; what a full disk refuses is written with the next lines."""
+        self._unwritten += lines.encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._jsonl.write(self._unwritten) :]
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            self.say(f"warning: no space for {self._file}; its lines are kept in memory until there is")
 
     def say(self, message: str) -> None:
         self.console.print(message, highlight=False, soft_wrap=True)
@@ -113,10 +128,10 @@ class Tracker:
 
 
 def _drop_after(file: Path, step: int) -> None:
-    """Forget the lines that a resumed run will write again."""
+    """Forget the lines that a run continued after this step will write again: from the beginning, all of them."""
     if not file.is_file():
         return
-    lines = file.read_text().splitlines(keepends=True)
+    lines = file.read_text().splitlines(keepends=True) if step else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]  # the last may be cut
     building = file.with_suffix(".tmp")
     building.write_text("".join(kept))

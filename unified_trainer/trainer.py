@@ -5,16 +5,19 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from unified_trainer import checkpoint
+from unified_trainer import checkpoint, manifest
+from unified_trainer.carrying import carry
 from unified_trainer.data.feed import Feed
 from unified_trainer.methods.base import Loss, Method
 from unified_trainer.parallel.device import peak_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Trainable
+from unified_trainer.saving import Saver
 from unified_trainer.tracking import Means, Stopwatch, Tracker
 from unified_trainer.validation import Validation
 
@@ -30,8 +33,11 @@ class Trainer:
         mesh: Mesh,
         *,
         seed: int,
+        contract: Mapping[str, Any] | None = None,
     ) -> None:
+        """`contract` is the sampler that the student is trained for, if for one: it goes into the checkpoints."""
         self.method, self.roles, self.feed, self.mesh, self.seed = method, roles, feed, mesh, seed
+        self.contract = contract
 
     def step(self, step: int) -> dict[str, float]:
         """One training step: the method's generators in lockstep, one graph alive at a time."""
@@ -67,49 +73,53 @@ class Trainer:
         """Everything a checkpoint holds."""
         return {f"{name}/{key}": value for name, role in self.roles.items() for key, value in role.state_dict().items()}
 
-    def resume(self, run: Path) -> int:
-        """Continue from the newest complete checkpoint; the number of steps already done."""
-        folder, manifest = checkpoint.newest(run)
+    def resume(self, run: Path) -> tuple[int, list[str]]:
+        """Continue from the newest whole checkpoint; the number of steps already done, and which were skipped why.
+
+        A run that was stopped before its first checkpoint has done none.
+        """
+        if not manifest.folders(run / "checkpoints"):
+            return 0, []
+        folder, known, skipped = checkpoint.newest_sound(run, self.mesh)
         state = self.tensors()
         checkpoint.load(folder, state, self.mesh)
         for name, role in self.roles.items():
             role.after_load({"updates": state[f"{name}/updates"]})
-        return manifest["step"]
+        return known["step"], skipped
 
-    def init_from(self, run: Path) -> str:
-        """Take the trained roles' weights from another run; what was carried, in words."""
-        folder, _ = checkpoint.newest(run)
-        weights = {key: value for key, value in self.tensors().items() if "/weights/" in key}
-        checkpoint.load(folder, weights, self.mesh)
+    def init_from(self, spec: str) -> str:
+        """Take the trained roles' weights from RUN[@step][:ema], all or none; what was carried, in words."""
+        said = carry({name: role.weights for name, role in self.roles.items()}, spec, self.mesh)
         for role in self.roles.values():
             role.restart_average()
-        return f"{', '.join(self.roles)} from {folder}"
+        return said
 
     def run(
         self,
         output: Path,
         tracker: Tracker,
         validation: Validation,
+        saver: Saver,
         *,
         start: int,
         steps: int,
         checkpoint_every: int,
-        keep_last: int,
         validate_every: int,
     ) -> None:
         """Steps `start` to `steps`; a first Ctrl-C or SIGTERM ends the step, saves and returns."""
 
-        def validate(step: int) -> None:
+        def validate(step: int) -> dict[str, float]:
             metrics = validation.run(self.roles["student"], output / "validation" / f"step_{step}")
             tracker.log(step, metrics)
-            tracker.say(f"step {step}: " + "  ".join(f"{k.split('/')[1]} {v:.3f}" for k, v in metrics.items()))
-
-        def save(step: int) -> None:
-            checkpoint.save(output / "checkpoints", step, self.tensors(), self.mesh, keep_last)
+            short = {name.split("/")[1]: value for name, value in metrics.items()}
+            tracker.say(f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in short.items()))
+            saver.keep.check_metric(short)
+            return short
 
         with _stop_signal() as asked:
             if validate_every and start == 0:
                 validate(0)
+            saver.forget(start)  # what a process that was killed had no time for
             watch = Stopwatch()
             for step in range(start, steps):
                 metrics = self.step(step)
@@ -118,15 +128,24 @@ class Trainer:
                 metrics["peak_memory_gib_max"] = self.mesh.largest(peak_memory(self.mesh.device))
                 tracker.log(done, {f"train/{name}": value for name, value in metrics.items()}, advance=True)
                 stop = self.mesh.any(bool(asked)) and done < steps
+                saver.check()
+                measured: dict[str, float] = {}
                 if validate_every and (done % validate_every == 0 or done == steps):
-                    validate(done)
+                    measured = validate(done)
                     watch.restart()
                 if stop or done == steps or (checkpoint_every and done % checkpoint_every == 0):
-                    save(done)  # after the step's validation, which a resumed run does not repeat
+                    # after the step's validation, which a resumed run does not repeat
+                    saver.save(done, self.tensors(), self.facts(measured))
+                if stop or done == steps:
+                    saver.finish(done)
                 if stop:
                     tracker.say(f"stopped after step {done}; continue with:")
                     tracker.say(f"  python -m unified_trainer --resume {shlex.quote(str(output))}")
                     return
+
+    def facts(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """What a checkpoint's manifest says of it."""
+        return {"method": type(self.method).__name__, "sampler": self.contract, "metrics": dict(metrics)}
 
 
 @contextmanager

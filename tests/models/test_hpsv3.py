@@ -381,3 +381,32 @@ def test_half_broken_scores_between(tiny):
 
 def test_the_tiny_hpsv3_is_small():
     assert sum(path.stat().st_size for path in TINY.iterdir()) < 2.5e6
+
+
+# Features, for the Frechet distance.
+
+
+def test_features_are_the_mean_token_of_each_image(hpsv3):
+    """Of its own tokens alone, whatever else is in the batch and however large each image is."""
+    together = hpsv3.features(IMAGES)
+    assert together.dtype == torch.float32 and len(together) == len(IMAGES)
+    for image, row in zip(IMAGES, together, strict=True):
+        patches, grid = hpsv3.preprocessor.patches(Image.open(image))
+        tokens = hpsv3.network.visual(patches, grid_thw=torch.tensor([grid])).pooler_output
+        assert len(tokens) == grid[1] * grid[2] // 4
+        torch.testing.assert_close(row, tokens.mean(0), atol=1e-5, rtol=1e-4)
+    assert float(together.std(0).max()) > 0.01
+
+
+def test_features_see_the_colours(tiny):
+    images = torch.zeros(3, 3, 64, 64)
+    images[1, 0], images[2, 2] = 1.0, 1.0
+    rows = tiny.features(images)
+    assert torch.equal(rows, tiny.features(images)) and not rows.requires_grad
+    assert float(torch.pdist(rows).min()) > 1e-2
+
+
+def test_features_of_bfloat16_are_float32(folder, hpsv3):
+    rounded = HPSv3.load(folder, "cpu", torch.bfloat16).features(IMAGES[:1])
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded, hpsv3.features(IMAGES[:1]), atol=0.1, rtol=0.1)

@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers import SMALL, ScriptedScorer, dance_grpo, finetune, flags
+from helpers import SMALL, ScriptedScorer, dance_grpo, dmd2, finetune, flags
 
 from unified_trainer import __main__ as program
 from unified_trainer import checkpoint
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
+from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
@@ -30,7 +31,8 @@ GRPO = DanceGRPOConfig(
     num_prompts=2, num_samples=4, prompts_per_update=1, rollout_batch=2, update_batch=2, timestep_fraction=0.5
 )
 MOVING = TrainableConfig(learning_rate=1e-3, ema_decay=0.5, clip_norm=0.1, warmup_updates=3)
-METHODS = ("finetune", "dance_grpo")
+MATCHING = DMD2Config(batch_size=4, micro_batch=1, guidance_scale=2.0, student_every=1, gan_weight=0.5)
+METHODS = ("finetune", "dance_grpo", "dmd2", "dmd2_shared")  # the last: adapters over one base, recomputed activations
 PROGRAM = SMALL["dance_grpo"] + flags(
     {"steps": 2, "validate-every": 2, "validation.num-videos": 1, "student.ema-decay": 0.5}
     | {"algorithm.update-batch": 2, "algorithm.rollout-batch": 2}
@@ -42,6 +44,9 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
     if method == "finetune":
         config = FinetuneConfig(batch_size=8, micro_batch=2, caption_dropout=0.5)
         return finetune(config, **recorder)
+    if method.startswith("dmd2"):
+        shared = method == "dmd2_shared"
+        return dmd2(MATCHING, shared=shared, checkpointing=shared, **recorder)
     one = dance_grpo(GRPO, sampler=SamplerConfig(num_steps=4, guidance_scale=2.0), scorer=None, **recorder)
     batch = one.feed.batch(0)  # the rewards of this rank's samples, whatever rank holds them
     one.method.reward._scorer = ScriptedScorer([REWARDS[sample] for sample in batch.sample_ids])
@@ -49,10 +54,15 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
 
 
 def gradients(method: str, mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The gradients of one training step's updates, and its metrics."""
+    """The gradients of one training step's updates, role by role, and its metrics."""
     one = trainer(method, mesh)
     metrics = one.step(0)
-    flat = {f"{i}/{key}": g for i, row in enumerate(one.roles["student"].gradients) for key, g in row.items()}
+    flat = {
+        f"{name}/{i}/{key}": gradient
+        for name, role in one.roles.items()
+        for i, row in enumerate(role.gradients)
+        for key, gradient in row.items()
+    }
     return flat, metrics
 
 
@@ -76,7 +86,7 @@ def main(folder: Path) -> None:
         one = trainer(method, mesh, moves=True)
         for step in range(2):
             one.step(step)
-        checkpoint.save(folder / method / "checkpoints", 2, one.tensors(), mesh, 1)
+        checkpoint.save(folder / method / "checkpoints", 2, one.tensors(), mesh)
         tensors |= {f"{method}/state/{key}": value for key, value in whole(one).items()}
         tensors[f"{method}/averaged"] = averaged(one)
     metrics["shards"] = type(next(one.roles["student"].network.parameters())).__name__

@@ -38,6 +38,10 @@ class MatchingConfig:
         low, high = self.tau_range
         if not 0 < low < high <= 1:
             raise ValueError(f"algorithm.tau_range must lie in (0, 1] and rise, not {self.tau_range}")
+        if self.tau_shift <= 0:
+            raise ValueError(f"algorithm.tau_shift must be above 0, not {self.tau_shift}")
+        if min(self.gan_weight, self.gan_critic_weight) < 0:
+            raise ValueError("algorithm.gan_weight and algorithm.gan_critic_weight must not be negative")
         if self.student_every < 1 or self.critic_first < 0:
             raise ValueError("algorithm.student_every must be at least 1 and algorithm.critic_first at least 0")
         if self.calendar == "exclusive" and self.student_every == 1:
@@ -87,7 +91,10 @@ class DistributionMatching:
         fake = x0_from_velocity(x_tau, velocity, sigma).detach()
         gradient = distribution_matching_gradient(x.detach(), real, fake)
         loss = distribution_matching_loss(x0, gradient, mask)
-        metrics |= {"dmd_loss": loss.detach()} | _gaps(fake - real, sigma)
+        target = noise - x.detach()
+        critic_error, teacher_error = (velocity.detach() - target).square(), (guided - target).square()
+        alarm = {"critic_alarm": critic_error.mean() / teacher_error.mean()}
+        metrics |= {"dmd_loss": loss.detach()} | alarm | _gaps(fake - real, sigma)
         if self.config.gan_weight:
             loss = loss + self.config.gan_weight * (x0 * gan_gradient).sum()
         return Loss("student", loss, metrics=metrics)

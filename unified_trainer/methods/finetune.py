@@ -35,6 +35,8 @@ class FinetuneConfig:
                 "algorithm.forcing must be diffusion or teacher for a causal student, none for another: "
                 f"it is {self.forcing}, and sampler.chunks.chunk_frames is {sampler.chunks.chunk_frames}"
             )
+        if sampler.chunks.context_noise:
+            raise ValueError("sampler.chunks.context_noise must be 0 for finetune, which looks back on clean chunks")
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"algorithm.caption_dropout must be in [0, 1], not {self.caption_dropout}")
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from unified_trainer.chunks import ChunkConfig
@@ -46,6 +47,14 @@ class VideoModel(Protocol):
         """Spread every sample's tokens over the mesh's sequence ranks; in and out go whole samples."""
         ...
 
+    def example(self) -> tuple[Latents, PerSample, Condition]:
+        """A small input, the same every time, to compare two copies of the network on."""
+        ...
+
+    def save(self, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+        """Write the network's part of a pipeline folder; the weights in memory are rounded to `dtype` as well."""
+        ...
+
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
         """Recompute the blocks' activations in the backward pass, in the second of the contexts made in the first."""
         ...
@@ -68,11 +77,14 @@ class CausalVideoModel(VideoModel, Protocol):
         chunks: ChunkConfig,
         clean: Latents | None = None,
     ) -> Latents:
-        """All chunks in one pass. They look back on each other as they are, or on `clean` ones (teacher forcing)."""
+        """All chunks in one pass. They look back on each other as they are, or on `clean` ones (teacher forcing).
+
+        Clean chunks are seen as a cache would hold them: they must be at the chunks' context noise.
+        """
         ...
 
     def open_cache(self, chunks: ChunkConfig) -> Cache:
-        """An empty cache for one rollout."""
+        """An empty cache for one rollout, all of whose passes have one condition."""
         ...
 
     def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: Condition, cache: Cache) -> Latents:
@@ -83,8 +95,8 @@ class CausalVideoModel(VideoModel, Protocol):
         """Let later chunks look back on this one, which is at the cache's context noise; without gradient."""
         ...
 
-    def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig) -> int:
-        """Memory of one sample's full cache, text left out."""
+    def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig, dtype: torch.dtype) -> int:
+        """Memory of one sample's full cache when passes compute in `dtype`, the text's share left out."""
         ...
 
 

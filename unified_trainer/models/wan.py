@@ -56,9 +56,17 @@ class WanModel:
         """`folder/transformer` in float32, whose weights `read` will bring."""
         return cls(outline(WanTransformer3DModel, folder / "transformer"), folder / "transformer")
 
+    @classmethod
+    def load(cls, folder: Path, device: torch.device) -> "WanModel":
+        """The same with its weights, in this process alone."""
+        model = cls.open(folder)
+        model.read(Mesh(device))
+        return model
+
     def read(self, mesh: Mesh) -> None:
         if self._folder is not None:
             read_weights(self.network, self._folder, mesh)
+            self._folder = None
             for table in self.network.buffers():
                 table.data = table.to(mesh.device)
 
@@ -90,6 +98,24 @@ class WanModel:
             yield seen
         finally:
             handle.remove()
+
+    def example(self) -> tuple[Latents, PerSample, WanCondition]:
+        config = self.network.config
+        time, height, width = (2 * size for size in config.patch_size)
+        draw = torch.Generator().manual_seed(0)
+        x_t = torch.randn(1, config.in_channels, time, height, width, generator=draw)
+        text = torch.randn(1, 4, config.text_dim, generator=draw)
+        device = next(self.network.parameters()).device
+        return x_t.to(device), torch.full((1,), 0.5, device=device), WanCondition(text.to(device))
+
+    def save(self, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+        whole = self.network._keep_in_fp32_modules  # which diffusers does not load in half precision either
+        for key, weight in self.network.named_parameters():
+            if not set(whole) & set(key.split(".")):
+                weight.data = weight.data.to(dtype)
+        self.network.register_to_config(_name_or_path="")
+        self.network.save_pretrained(folder / "transformer", max_shard_size=max_shard_size)
+        self.network.float()
 
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
         self.network.enable_gradient_checkpointing(

@@ -1,8 +1,8 @@
 """The only file that names a device: cuda with nccl, npu with hccl, cpu with gloo."""
 
-import os
 from typing import Literal
 
+import psutil
 import torch
 
 Device = Literal["auto", "cuda", "npu", "cpu"]
@@ -47,10 +47,19 @@ def can_pin(device: torch.device) -> bool:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated."""
-    if device.type != "cpu":
-        return torch.get_device_module(device).mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that can still be allocated, those that torch holds without using them among them."""
+    if device.type == "cpu":
+        return psutil.virtual_memory().available
+    torch_memory = torch.get_device_module(device)
+    held = torch_memory.memory_reserved(device) - torch_memory.memory_allocated(device)
+    return torch_memory.mem_get_info(device)[0] + held
+
+
+def require_memory(needed: int, device: torch.device, what: str, way_out: str) -> None:
+    """ValueError if `needed` bytes cannot be allocated, before anybody tries."""
+    free = free_memory(device)
+    if needed > free:
+        raise ValueError(f"{what} needs {needed / 2**30:.2f} GiB, but {device} has {free / 2**30:.2f} free: {way_out}")
 
 
 def _import_npu() -> None:

@@ -118,6 +118,11 @@ class Mesh:
         if self.size > 1:
             dist.destroy_process_group()
 
+    def aside(self) -> "Mesh":
+        """The same ranks on their CPUs, talking through a group of their own: for a thread beside the training."""
+        talk = dist.new_group(backend=TALK) if self.size > 1 else None
+        return Mesh(torch.device("cpu"), self.rank, self.size, talk=talk)
+
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of every holder of samples, in order of `data_rank`; every one brings as many."""
         if self.data_size == 1:
@@ -126,13 +131,18 @@ class Mesh:
         dist.all_gather(parts, rows.contiguous(), group=self.samples.get_group("data"))
         return torch.cat(parts)
 
+    def everyone(self, rows: Tensor) -> Tensor:
+        """The rows of every rank, in rank order, on the CPU; every one brings as many."""
+        rows = rows.cpu().contiguous()
+        if self.size == 1:
+            return rows
+        parts = [torch.empty_like(rows) for _ in range(self.size)]
+        dist.all_gather(parts, rows, group=self.talk)
+        return torch.cat(parts)
+
     def largest(self, value: float) -> float:
         """Over all ranks."""
-        if self.size > 1:
-            told = torch.tensor(value, dtype=torch.float64)
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.talk)
-            value = told.item()
-        return value
+        return float(self.everyone(torch.tensor([value], dtype=torch.float64)).max())
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""
@@ -146,10 +156,8 @@ class Mesh:
         """
         if self.size == 1:
             return
-        mine = torch.tensor([*point.encode()[:LONGEST_WORD].ljust(LONGEST_WORD)], dtype=torch.uint8)
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine, group=self.talk)
-        points = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
+        mine = torch.tensor([[*point.encode()[:LONGEST_WORD].ljust(LONGEST_WORD)]], dtype=torch.uint8)
+        points = [bytes(row).decode(errors="replace").strip() for row in self.everyone(mine).tolist()]
         if len(set(points)) > 1:
             told = "; ".join(f"rank {rank}: {point}" for rank, point in enumerate(points))
             raise RuntimeError(f"the ranks do not do the same: {told}")

@@ -1,12 +1,15 @@
 """A network in memory: one role's own, or shared by several roles that each train an adapter on it."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
 from torch import nn
 
 from unified_trainer.models.base import VideoModel
@@ -83,6 +86,21 @@ class Backbone:
         """Say before a backward pass whether weights move after it: only then need the ranks' gradients meet."""
         exchange_gradients(self.model.network, last=last, mesh=self.mesh)
 
+    def merge(self, role: str) -> None:
+        """Fold the role's adapter into the weights and forget all adapters, for good."""
+        for key, layer in list(self.model.network.named_modules()):
+            if isinstance(layer, LoraLayer):
+                layer.merge(safe_merge=True, adapter_names=[role])
+                self.model.network.set_submodule(key, layer.get_base_layer())
+        self.adapters, self._layers = {}, []
+
+    def save_adapter(self, role: str, folder: Path) -> None:
+        """The role's adapter as peft reads it: adapter_config.json and adapter_model.safetensors."""
+        weights = {f"base_model.model.{key}": p.detach().contiguous() for key, p in self.weights(role).items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        _lora(self.model, self.adapters[role]).save_pretrained(str(folder))
+
     def _switch(self, adapter: str) -> None:
         """By hand: peft's set_adapter also freezes and thaws weights, which FSDP2 has gathered or not at that time."""
         if adapter == self._running:
@@ -98,17 +116,24 @@ class Backbone:
 
 def _inject(model: VideoModel, name: str, config: AdapterConfig, device: torch.device) -> None:
     """Fresh adapter layers: A from a stream of its own, the same on every rank, and B zero."""
-    lora = LoraConfig(
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        torch.manual_seed(int(generator("adapter", name).integers(2**62)))
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are the point
+        try:
+            inject_adapter_in_model(_lora(model, config), model.network, name)
+        except ValueError as error:
+            raise ValueError(f"{name}.adapter cannot be put on this model: {error}") from error
+    for key, weight in model.network.named_parameters():
+        if f".{name}." in key:
+            weight.data = weight.to(device)
+
+
+def _lora(model: VideoModel, config: AdapterConfig) -> LoraConfig:
+    return LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha or config.rank,
         target_modules=list(config.layers or model.adapter_layers),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(generator("adapter", name).integers(2**62)))
-        inject_adapter_in_model(lora, model.network, name)
-    for key, weight in model.network.named_parameters():
-        if f".{name}." in key:
-            weight.data = weight.to(device)
 
 
 def _hold_in_bf16(network: nn.Module) -> None:

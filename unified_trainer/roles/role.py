@@ -1,9 +1,10 @@
 """A role: a model plus what may be done to its weights."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -111,6 +112,11 @@ class Trainable(Role):
     def _own_weights(self) -> dict[str, nn.Parameter]:
         return self._backbone.weights(self.name)
 
+    @property
+    def weights(self) -> Mapping[str, nn.Parameter]:
+        """What it trains, by name."""
+        return self._weights
+
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add to the gradient; `last` says that `step` comes next."""
         self._backbone.exchange_gradients(last=last)
@@ -137,6 +143,15 @@ class Trainable(Role):
         if self._ema:
             self._ema.update()
         return {f"{self.name}/grad_norm": grad_norm, f"{self.name}/learning_rate": learning_rate}
+
+    def merge(self) -> None:
+        """Fold an adapter into the weights, for good; nothing is left to train."""
+        self._backbone.merge(self.name)
+        self._weights = {}
+
+    def save_adapter(self, folder: Path) -> None:
+        """The adapter in peft's layout."""
+        self._backbone.save_adapter(self.name, folder)
 
     def restart_average(self) -> None:
         """Average anew from the weights as they are, after they were loaded."""

@@ -1,0 +1,258 @@
+"""Export: what a checkpoint holds, as diffusers and peft load it, and nothing else is needed for it."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import yaml
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from helpers import WAN, assert_near, assert_same, checkpoint_of, copy_of, files_of, flags, run
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from unified_trainer.__main__ import main
+from unified_trainer.chunks import ChunkConfig
+from unified_trainer.commands.scheduler import euler_scheduler
+from unified_trainer.models.wan import WanModel
+from unified_trainer.sampling import SamplerConfig
+
+MOVING = flags({"student.ema-decay": 0.5, "student.learning-rate": 1e-2, "student.warmup-updates": 0})
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of all weights, with an average, and checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run("dance_grpo", folder, "--steps", "2", "--checkpoint-every", "1", *MOVING)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A run of an adapter."""
+    folder = tmp_path_factory.mktemp("adapted") / "run"
+    run("dance_grpo", folder, "--steps", "2", "--student.adapter.rank", "2", *MOVING)
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def exported(*words: object) -> None:
+    assert main(["export", *map(str, words)]) == 0
+
+
+def refused(capsys, *words: object) -> str:
+    capsys.readouterr()
+    assert main(["export", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def held(folder, step: int, kind: str) -> dict[str, torch.Tensor]:
+    prefix = f"student/{kind}/"
+    return {key.removeprefix(prefix): v for key, v in checkpoint_of(folder, step).items() if key.startswith(prefix)}
+
+
+@torch.no_grad()
+def velocity(network) -> torch.Tensor:
+    model = WanModel(network)
+    return model.velocity(*model.example())
+
+
+# Weights.
+
+
+@pytest.mark.parametrize(("spec", "step", "kind"), [("", 2, "weights"), ("@1", 1, "weights"), (":ema", 2, "ema")])
+def test_diffusers_loads_the_very_weights(saved, out, spec, step, kind):
+    exported(f"{saved}{spec}", out)
+    pipeline = WanPipeline.from_pretrained(out)
+    assert_same(dict(pipeline.transformer.state_dict()), held(saved, step, kind))
+
+
+def test_an_adapter_is_folded_in(adapted, out):
+    """base + alpha / rank B A, computed here from the checkpoint's tensors."""
+    exported(adapted, out)
+    low_rank = held(adapted, 2, "weights")
+    expected = load_file(WAN / WEIGHTS)
+    touched = {key.split(".lora_")[0] for key in low_rank}
+    for layer in touched:
+        delta = low_rank[f"{layer}.lora_B.weight"] @ low_rank[f"{layer}.lora_A.weight"]
+        assert float(delta.abs().max()) > 0
+        expected[f"{layer}.weight"] += delta
+    written = load_file(out / WEIGHTS)
+    assert_near(written, expected, 1e-6)
+    assert not torch.equal(written[f"{layer}.weight"], load_file(WAN / WEIGHTS)[f"{layer}.weight"])
+
+
+def test_an_adapter_alone_in_pefts_layout(adapted, tmp_path):
+    exported(adapted, tmp_path / "alone", "--adapter", "peft")
+    exported(adapted, tmp_path / "merged")
+    assert {path.name for path in (tmp_path / "alone").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "unified_trainer.json",
+    }
+    network = WanTransformer3DModel.from_pretrained(WAN / "transformer")
+    base = velocity(network)
+    PeftModel.from_pretrained(network, tmp_path / "alone")
+    merged = WanTransformer3DModel.from_pretrained(tmp_path / "merged" / "transformer")
+    torch.testing.assert_close(velocity(network), velocity(merged), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(velocity(network), base, atol=1e-4)
+
+
+def test_bf16_rounds_what_diffusers_loads_rounded(saved, out):
+    exported(saved, out, "--dtype", "bf16")
+    whole = held(saved, 2, "weights")
+    for key, value in load_file(out / WEIGHTS).items():
+        half = not {"time_embedder", "scale_shift_table", "norm2"} & set(key.split("."))
+        assert value.dtype == (torch.bfloat16 if half else torch.float32), key
+        assert torch.equal(value, whole[key].to(value.dtype)), key
+    pipeline = WanPipeline.from_pretrained(out, dtype=torch.bfloat16)
+    assert pipeline.transformer.dtype == torch.bfloat16
+
+
+def test_large_weights_are_sharded(saved, out):
+    exported(saved, out, "--max-shard-size", "300KB")
+    assert len(list((out / "transformer").glob("*-of-*.safetensors"))) > 1
+    assert (out / "transformer" / "diffusion_pytorch_model.safetensors.index.json").is_file()
+    loaded = WanTransformer3DModel.from_pretrained(out / "transformer")
+    assert_same(dict(loaded.state_dict()), held(saved, 2, "weights"))
+
+
+def test_what_is_written_is_compared_with_what_is_in_memory(saved, out, monkeypatch, capsys):
+    """A file that comes out wrong never gets its name."""
+    original = WanTransformer3DModel.save_pretrained
+
+    def spoil(self, folder, **options):
+        original(self, folder, **options)
+        file = folder / "diffusion_pytorch_model.safetensors"
+        tensors = load_file(file)
+        tensors["proj_out.bias"][0] += 1e-3
+        save_file(tensors, file, metadata={"format": "pt"})
+
+    monkeypatch.setattr(WanTransformer3DModel, "save_pretrained", spoil)
+    assert "proj_out.bias is not written as it is in memory" in refused(capsys, saved, out)
+    assert not any(out.parent.iterdir())
+
+
+# The rest of the folder.
+
+
+@pytest.mark.parametrize("how", ["link", "copy"])
+def test_components_are_linked_or_copied(saved, out, how):
+    before = files_of(WAN)
+    exported(saved, out, "--components", how)
+    for name in ("vae/diffusion_pytorch_model.safetensors", "text_encoder/config.json", "tokenizer/tokenizer.json"):
+        assert (out / name).read_bytes() == (WAN / name).read_bytes()
+        same_disk = WAN.stat().st_dev == out.stat().st_dev
+        assert (out / name).samefile(WAN / name) == (how == "link" and same_disk)
+    assert files_of(WAN) == before
+    config = json.loads((out / "transformer" / "config.json").read_text())
+    assert config.get("_name_or_path", "") == ""
+
+
+def test_weights_without_components(saved, out):
+    exported(saved, out, "--components", "none")
+    assert {path.name for path in out.iterdir()} == {"transformer", "scheduler", "unified_trainer.json"}
+
+
+def test_the_folder_says_what_it_is(saved, out, capsys):
+    exported(f"{saved}@1:ema", out)
+    about = json.loads((out / "unified_trainer.json").read_text())
+    assert (about["step"], about["from"], about["method"]) == (1, f"{saved}@1:ema", "DanceGRPO")
+    assert about["sampler"]["num_steps"] == 4
+    said = capsys.readouterr().out
+    assert f"student (averaged) from {saved / 'checkpoints' / 'step_1'}" in said
+    assert "num_inference_steps=4, guidance_scale=1.0" in said
+
+
+def test_an_export_is_where_another_run_starts(saved, out, tmp_path):
+    exported(saved, out)
+    run("finetune", tmp_path / "next", "--student.path", str(out), "--student.learning-rate", "0")
+    assert_same(held(tmp_path / "next", 1, "weights"), held(saved, 2, "weights"))
+
+
+# Nothing else is needed.
+
+
+def test_no_other_role_and_no_data_are_read(saved, out, tmp_path):
+    """Prompts, reward and the optimizer are gone or garbage; the base has moved."""
+    copied, moved = copy_of(saved, tmp_path / "copied"), copy_of(WAN, tmp_path / "moved")
+    config = yaml.safe_load((copied / "config.yaml").read_text())
+    config["reward"]["path"] = config["prompts"] = config["student"]["path"] = "/absent"
+    (copied / "config.yaml").write_text(yaml.safe_dump(config))
+    for kind in ("optimizer", "ema"):
+        (file,) = (copied / "checkpoints" / "step_2" / "student" / kind).iterdir()
+        file.write_bytes(bytes(file.stat().st_size))
+    exported(copied, out, "--base", moved)
+    assert_same(load_file(out / WEIGHTS), held(saved, 2, "weights"))
+
+
+# Refused.
+
+
+def test_what_is_not_there_is_named(saved, out, tmp_path, capsys):
+    assert "has no checkpoint of step 7; it has 1, 2" in refused(capsys, f"{saved}@7", out)
+    assert "--role teacher; have student" in refused(capsys, saved, out, "--role", "teacher")
+    assert "absent holds no complete checkpoint" in refused(capsys, tmp_path / "absent", out)
+    assert "trained all weights of student; leave it out" in refused(capsys, saved, out, "--adapter", "peft")
+    assert not out.exists()
+
+
+def test_an_average_that_was_not_kept_is_named(tmp_path, out, capsys):
+    run("dance_grpo", tmp_path / "run", "--student.ema-decay", "0")
+    assert "keeps no averaged weights of student; leave :ema out" in refused(capsys, f"{tmp_path / 'run'}:ema", out)
+
+
+def test_a_folder_with_something_in_it_is_left_alone(saved, out, capsys):
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    assert f"{out} exists and is not an empty folder" in refused(capsys, saved, out)
+    assert files_of(out) == {"mine": b"mine"}
+
+
+def test_damaged_weights_are_never_exported(saved, out, tmp_path, capsys):
+    copied = copy_of(saved, tmp_path / "copied")
+    (file,) = (copied / "checkpoints" / "step_2" / "student" / "weights").iterdir()
+    data = bytearray(file.read_bytes())
+    data[-9] ^= 64
+    file.write_bytes(data)
+    message = refused(capsys, copied, out)
+    assert "is damaged" in message and f"take another one with {copied}@STEP" in message
+    exported(f"{copied}@1", out)
+    shutil.rmtree(out)
+
+
+# The scheduler.
+
+
+@given(
+    num_steps=st.integers(1, 60),
+    shift=st.floats(0.3, 15),
+    solver=st.sampled_from(["ode", "sde"]),
+)
+def test_diffusers_visits_our_noise_levels(num_steps, shift, solver):
+    sampler = SamplerConfig(num_steps=num_steps, shift=shift, solver=solver)
+    scheduler = euler_scheduler(sampler)
+    read = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
+    read.set_timesteps(num_steps)
+    torch.testing.assert_close(read.sigmas.double(), sampler.sigmas(), rtol=0, atol=1e-6)
+    assert read.config.stochastic_sampling == (solver == "sde")
+
+
+def test_step_lists_that_fall_evenly_have_a_scheduler_others_have_not():
+    def of(*steps: float) -> SamplerConfig:
+        return SamplerConfig(num_steps=len(steps), step_list=steps, shift=5.0)
+
+    for even in (of(1000, 750, 500, 250), of(1000, 900, 800), of(1000)):
+        scheduler = euler_scheduler(even)
+        torch.testing.assert_close(scheduler.sigmas.double(), even.sigmas(), rtol=0, atol=1e-6)
+    assert euler_scheduler(of(1000, 700, 500, 250)) is None
+    assert euler_scheduler(of(900, 600, 300)) is None
+    assert euler_scheduler(SamplerConfig(num_steps=4, chunks=ChunkConfig(chunk_frames=1))) is None

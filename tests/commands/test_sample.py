@@ -1,0 +1,144 @@
+"""Sample: a run's own sampler; and the export in diffusers gives the same videos for the same seeds."""
+
+import json
+
+import av
+import pytest
+import torch
+from diffusers import WanPipeline
+from diffusers.schedulers import scheduling_flow_match_euler_discrete as euler
+from helpers import ALONE, flags, run
+from PIL import Image
+
+from unified_trainer.__main__ import main
+from unified_trainer.commands.sample import videos
+from unified_trainer.commands.trained import Trained, load_trained
+
+PROMPTS = ["a red circle moving left", "blue square moves up", "something else"]
+MOVING = {"student.learning-rate": 1e-2, "student.warmup-updates": 0, "student.ema-decay": 0.5}
+SAMPLERS = {
+    "ode": {"sampler.num-steps": 3, "sampler.guidance-scale": 3.0, "sampler.negative-prompt": "a green triangle"},
+    "sde": {"sampler.num-steps": 4, "sampler.guidance-scale": 1.0, "sampler.solver": "sde"},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run for each sampler, the first of an adapter."""
+    root = tmp_path_factory.mktemp("runs")
+    run("finetune", root / "ode", *flags(MOVING | SAMPLERS["ode"] | {"student.adapter.rank": 2}))
+    run("finetune", root / "sde", *flags(MOVING | SAMPLERS["sde"]))
+    causal = {"sampler.chunks.chunk-frames": 1, "algorithm.forcing": "teacher"}
+    run("finetune", root / "causal", *flags(MOVING | SAMPLERS["sde"] | causal))
+    return root
+
+
+def trained(folder, spec: str = "") -> Trained:
+    return load_trained(f"{folder}{spec}", "student", None, ALONE, causal=True)
+
+
+def sampled(one: Trained, prompts: list[str], seed: int, batch: int) -> torch.Tensor:
+    return torch.cat(list(videos(one, prompts, seed, batch)))
+
+
+# The same videos.
+
+
+@pytest.mark.parametrize("solver", SAMPLERS)
+def test_diffusers_gives_the_same_video_for_the_same_seed(runs, tmp_path, monkeypatch, solver):
+    """WanPipeline of the export, asked as its unified_trainer.json says. The renoising solver's draws are handed in:
+    WanPipeline takes them from torch's global generator."""
+    ours = sampled(trained(runs / solver), PROMPTS[:2], 5, 2)
+    assert main(["export", str(runs / solver), str(tmp_path / "out")]) == 0
+    about = json.loads((tmp_path / "out" / "unified_trainer.json").read_text())["sampler"]
+    pipeline = WanPipeline.from_pretrained(tmp_path / "out")
+    pipeline.set_progress_bar_config(disable=True)
+    for i, prompt in enumerate(PROMPTS[:2]):
+        stream = torch.Generator().manual_seed(5 + i)
+        monkeypatch.setattr(
+            euler, "randn_tensor", lambda shape, generator, stream=stream, **_: torch.randn(shape, generator=stream)
+        )
+        theirs = pipeline(
+            prompt,
+            negative_prompt=about["negative_prompt"],
+            num_frames=17,
+            height=64,
+            width=64,
+            num_inference_steps=about["num_steps"],
+            guidance_scale=about["guidance_scale"],
+            generator=stream,
+            max_sequence_length=16,
+            output_type="pt",
+        ).frames[0]
+        torch.testing.assert_close(ours[i], theirs.movedim(1, 0), rtol=0, atol=2e-5)
+        assert float(ours[i].std()) > 0.01
+
+
+def test_a_video_does_not_depend_on_the_batch(runs):
+    one = trained(runs / "sde")
+    together, apart = sampled(one, PROMPTS, 3, 3), sampled(one, PROMPTS, 3, 1)
+    torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
+    torch.testing.assert_close(sampled(one, PROMPTS[1:], 4, 2), together[1:], rtol=0, atol=1e-5)
+    assert not torch.allclose(sampled(one, PROMPTS, 4, 3), together, atol=1e-2)
+
+
+def test_the_averaged_weights_make_other_videos(runs):
+    live, averaged = (sampled(trained(runs / "ode", spec), PROMPTS[:1], 0, 1) for spec in ("", ":ema"))
+    assert not torch.allclose(live, averaged, atol=1e-4)
+
+
+def test_a_causal_student_samples_chunk_by_chunk(runs):
+    """Not as its weights would do bidirectionally."""
+    causal = trained(runs / "causal")
+    assert type(causal.role).__name__ == "CausalStudent"
+    plain = load_trained(str(runs / "causal"), "student", None, ALONE, causal=False)
+    x_t, sigma, cond = causal.role._backbone.model.example()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            causal.role.velocity(x_t, sigma, cond), plain.role.velocity(x_t, sigma, cond), rtol=0, atol=1e-5
+        )
+    video = sampled(causal, PROMPTS[:2], 0, 2)
+    assert video.shape == (2, 3, 17, 64, 64) and float(video.std()) > 0.01
+
+
+def test_a_causal_export_says_that_diffusers_cannot_sample_it(runs, tmp_path, capsys):
+    assert main(["export", str(runs / "causal"), str(tmp_path / "out")]) == 0
+    assert f"`python -m unified_trainer sample {runs / 'causal'}` has" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "model_index.json").read_text())["scheduler"][1] == "UniPCMultistepScheduler"
+
+
+# Files.
+
+
+def test_videos_and_what_they_are_of(runs, tmp_path, capsys):
+    (tmp_path / "more.txt").write_text("\n".join(PROMPTS[1:]) + "\n")
+    words = ["--prompts", PROMPTS[0], str(tmp_path / "more.txt"), "--seed", "7", "--output", str(tmp_path / "out")]
+    assert main(["sample", f"{runs / 'ode'}@1:ema", *words, "--batch", "2"]) == 0
+    assert f"student (averaged) from {runs / 'ode' / 'checkpoints' / 'step_1'}" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "out" / "samples.json").read_text())
+    assert [(row["prompt"], row["seed"]) for row in rows] == list(zip(PROMPTS, (7, 8, 9), strict=True))
+    for row in rows:
+        with av.open(str(tmp_path / "out" / row["video"])) as video:
+            frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+        assert len(frames) == 17 and frames[0].shape == (64, 64, 3)
+    with Image.open(tmp_path / "out" / "contact_sheet.png") as sheet:
+        assert sheet.height == 3 * (128 + 14)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["RUN@9", "--prompts", "a"], "has no checkpoint of step 9; it has 1"),
+        (["RUN", "--prompts", "EMPTY"], "empty.txt is empty"),
+        (["RUN", "--prompts", "a", "--batch", "0"], "--batch must be at least 1"),
+        (["RUN", "--prompts", "a", "--output", "RUN"], "exists and is not an empty folder"),
+        (["RUN", "--prompts"], "--prompts needs at least one"),
+    ],
+)
+def test_bad_input_is_one_message(runs, tmp_path, capsys, words, message):
+    (tmp_path / "empty.txt").touch()
+    places = {"RUN": str(runs / "ode"), "RUN@9": f"{runs / 'ode'}@9", "EMPTY": str(tmp_path / "empty.txt")}
+    words = [places.get(word, word) for word in words]
+    assert main(["sample", "--output", str(tmp_path / "out"), *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,340 @@
+"""DMD2: its calendar, its calls, its samples, and gradients that no micro-batch changes."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers import (
+    ALONE,
+    CAPTIONS,
+    FEW_STEPS,
+    SMALL,
+    WAN,
+    Calls,
+    assert_near,
+    assert_same,
+    dmd2,
+    flags,
+    small_batch,
+    trainable,
+    weights,
+)
+
+from unified_trainer.__main__ import main
+from unified_trainer.flow import add_noise, x0_from_velocity
+from unified_trainer.methods.dmd2 import DMD2Config
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.sampling import SamplerConfig, generate, predict_at
+
+SMALLEST = {"batch_size": 4, "micro_batch": 4, "guidance_scale": 2.0}
+STEPS = 4
+ONE_STEP = SamplerConfig(num_steps=1, solver="sde", guidance_scale=1.0)
+RUN = [*SMALL["finetune"], *flags({"method": "dmd2", "sampler.num-steps": 4, "sampler.guidance-scale": 1.0})]
+
+
+def trainer(moves=False, sampler=FEW_STEPS, role=None, **config):
+    return dmd2(DMD2Config(**SMALLEST | config), moves=moves, sampler=sampler, role=role)
+
+
+def exits(step: int, turns: int, seed: int = 0, num_steps: int = STEPS) -> list[int]:
+    """The exit steps of a training step's rollouts, in order."""
+    rng = Streams(seed, step)
+    return [int(rng.shared.integers(num_steps)) for _ in range(turns)]
+
+
+def listen(one) -> dict[str, Calls]:
+    matching = one.method.matching
+    return {r.name: Calls.of(r) for r in (one.method.student, matching.teacher, matching.critic)}
+
+
+# Calls: the minimum that the algorithm needs.
+
+
+@pytest.mark.parametrize("calendar", ["every_step", "exclusive"])
+@pytest.mark.parametrize("critic_samples", ["fresh", "shared"])
+@pytest.mark.parametrize("rollout", ["simulate", "data"])
+@pytest.mark.parametrize("gan_weight", [0.0, 0.5])
+def test_model_calls_are_the_minimum(calendar, critic_samples, rollout, gan_weight):
+    """A rollout that exits at e is e + 1 calls (one on data), with a graph in the last alone and for the student alone.
+
+    The student's loss is one call of the teacher, on both conditions, and one of the critic; the critic's is one of
+    the critic, on samples and clips together when it also discriminates.
+    """
+    settings = {"calendar": calendar, "critic_samples": critic_samples, "rollout": rollout, "gan_weight": gan_weight}
+    one = trainer(student_every=2, **settings)
+    for step in range(7):
+        calls = listen(one)
+        one.step(step)
+        student = step % 2 == 0
+        critic = calendar == "every_step" or not student
+        rollouts = int(student) + int(critic and not (student and critic_samples == "shared"))
+        drawn = exits(step, rollouts) if rollout == "simulate" else [0] * rollouts
+        assert [len(x) for x in calls["student"].x_t] == [4] * sum(e + 1 for e in drawn)
+        assert calls["student"].where(graph=True) == ([drawn[0]] if student else [])
+        assert [len(x) for x in calls["teacher"].x_t] == [8] * student
+        assert not any(calls["teacher"].graph)
+        assert [len(x) for x in calls["critic"].x_t] == [4] * student + [8 if gan_weight else 4] * critic
+        assert calls["critic"].graph == [bool(gan_weight)] * student + [True] * critic
+
+
+def test_the_steps_above_exit_at_every_step():
+    assert {e for step in range(7) for e in exits(step, 2)} == set(range(STEPS))
+
+
+def test_unguided_teachers_are_asked_once():
+    """A scale of 1 is the conditional prediction: half of the work."""
+    one = trainer(guidance_scale=1.0, student_every=1)
+    calls = listen(one)
+    one.step(0)
+    assert [len(x) for x in calls["teacher"].x_t] == [4]
+
+
+# The rollout.
+
+
+@pytest.mark.parametrize("solver", ["sde", "ode"])
+@pytest.mark.parametrize("step_list", [(), (1000.0, 700.0, 300.0)])
+def test_a_rollout_is_the_hand_written_loop(solver, step_list):
+    """x0 = x - sigma v; then (1 - s) x0 + s noise (sde) or x + (s - sigma) v (ode), at every exit step."""
+    sampler = SamplerConfig(num_steps=3, step_list=step_list, shift=5.0, solver=solver, guidance_scale=1.0)
+    levels = [u * 5 / (1 + 4 * u) for u in ((1.0, 0.7, 0.3) if step_list else (1, 2 / 3, 1 / 3))]
+    role, batch = trainable(), small_batch()
+    noise = torch.randn(4, 2, *batch.latent_shape)
+    for exit_step in range(3):
+        got = predict_at(role, noise[3], batch, sampler, noise.__getitem__, exit_step)
+        x = noise[3]
+        for s, sigma in enumerate(levels[: exit_step + 1]):
+            velocity = role.velocity(x, torch.full((2,), sigma, dtype=torch.float64), batch.cond)
+            x0, following = x - sigma * velocity, levels[s + 1] if s < 2 else 0.0
+            x = (1 - following) * x0 + following * noise[s] if solver == "sde" else x + (following - sigma) * velocity
+        torch.testing.assert_close(got, x0, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        generate(role, noise[3], batch, sampler, noise.__getitem__), x0.detach(), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_only_the_last_call_of_a_rollout_has_a_graph():
+    """The gradient of the whole equals that of the last call on its detached input."""
+    role, batch = trainable(), small_batch()
+    noise, calls = torch.randn(5, 2, *batch.latent_shape), Calls.of(role)
+    predict_at(role, noise[4], batch, FEW_STEPS, noise.__getitem__, 2).square().sum().backward()
+    got = {key: p.grad.clone() for key, p in role.network.named_parameters() if p.grad is not None}
+    assert calls.graph == [False, False, True]
+    role.network.zero_grad()
+    x_t, sigma = calls.x_t[2], FEW_STEPS.sigmas()[2].expand(2)
+    x0_from_velocity(x_t, role.velocity(x_t, sigma, batch.cond), sigma).square().sum().backward()
+    assert_same(got, {key: p.grad for key, p in role.network.named_parameters() if p.grad is not None})
+
+
+def test_a_rollout_on_data_is_one_call_at_a_level_of_the_list_drawn_for_each_sample():
+    one = trainer(rollout="data", batch_size=64, micro_batch=64)
+    calls = listen(one)
+    for step in (1, 2):
+        one.step(step)
+    levels, seen = FEW_STEPS.sigmas()[:STEPS], torch.cat(calls["student"].sigma)
+    nearest = (seen[:, None] - levels).abs().min(1)
+    assert float(nearest.values.max()) < 1e-6
+    counts = nearest.indices.bincount(minlength=STEPS)
+    assert int(counts.min()) >= 16 and int(counts.max()) <= 50  # 32 each, +- 3 sqrt(128 / 4 * 3 / 4) = 15
+    assert torch.equal(calls["student"].text[0], one.feed.batch(1).cond.text)
+
+
+def test_a_rollout_on_data_starts_from_the_noised_clips():
+    one = trainer(rollout="data")
+    calls, batch = listen(one), one.feed.batch(1)
+    one.step(1)
+    noise = Streams(0, 1).noise("critic noise", batch.sample_ids, batch.latent_shape)
+    torch.testing.assert_close(calls["student"].x_t[0], add_noise(batch.latents, noise, calls["student"].sigma[0]))
+
+
+def test_exit_steps_are_uniform():
+    """Over 400 steps each of 4 is drawn 100 +- 4 sqrt(75) = 35 times."""
+    counts = torch.tensor([exits(step, 1)[0] for step in range(400)]).bincount(minlength=STEPS)
+    assert int(counts.min()) >= 65 and int(counts.max()) <= 135
+
+
+def test_all_micro_batches_exit_together():
+    one = trainer(micro_batch=1, student_every=1)
+    for step in range(4):
+        calls = listen(one)["student"]
+        one.step(step)
+        student, critic = exits(step, 2)
+        assert len(calls.x_t) == 4 * (student + 1 + critic + 1)
+        assert len(calls.where(graph=True)) == 4
+
+
+def test_the_critic_follows_the_moved_student():
+    """Fresh samples are those of the student after its update; shared ones those it moved by."""
+    for critic_samples in ("fresh", "shared"):
+        one = trainer(moves=True, student_every=1, critic_samples=critic_samples, sampler=ONE_STEP)
+        calls = listen(one)
+        before = weights(one.roles["student"].network)
+        one.step(0)
+        batch = one.feed.batch(0)
+        turn = "critic" if critic_samples == "fresh" else "student"
+        if critic_samples == "shared":
+            one.roles["student"].network.load_state_dict(before)
+        noise = Streams(0, 0).noise(f"{turn} noise", batch.sample_ids, batch.latent_shape)
+        x0 = generate(one.roles["student"], noise, batch, ONE_STEP, {}.__getitem__)
+        tau_noise = Streams(0, 0).noise("critic tau noise", batch.sample_ids, batch.latent_shape)
+        torch.testing.assert_close(calls["critic"].x_t[1], add_noise(x0, tau_noise, calls["critic"].sigma[1]))
+
+
+# Micro-batches, calendar, clocks.
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+@pytest.mark.parametrize("settings", [{}, {"rollout": "data", "gan_weight": 0.5}], ids=["simulate", "data and GAN"])
+def test_gradients_do_not_depend_on_the_micro_batch(micro_batch, settings):
+    whole, parts = (trainer(student_every=1, micro_batch=size, **settings) for size in (4, micro_batch))
+    metrics = [one.step(0) for one in (whole, parts)]
+    for name in ("student", "critic"):
+        assert_near(parts.roles[name].gradients[0], whole.roles[name].gradients[0], 1e-4)
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-3)
+
+
+def moved(steps: int, **config) -> dict[str, list[int]]:
+    """The steps in which each role moved."""
+    one = trainer(**config)
+    moves = {"student": [], "critic": []}
+    for step in range(steps):
+        before = {name: len(role.gradients) for name, role in one.roles.items()}
+        one.step(step)
+        for name, role in one.roles.items():
+            moves[name] += [step] * (len(role.gradients) - before[name])
+    return moves
+
+
+@pytest.mark.parametrize(
+    ("config", "student", "critic"),
+    [
+        ({}, [0, 3, 6], [0, 1, 2, 3, 4, 5, 6]),
+        ({"calendar": "exclusive"}, [0, 3, 6], [1, 2, 4, 5]),
+        ({"critic_first": 2}, [2, 5], [0, 1, 2, 3, 4, 5, 6]),
+        ({"critic_first": 2, "calendar": "exclusive"}, [2, 5], [0, 1, 3, 4, 6]),
+    ],
+)
+def test_the_calendar(config, student, critic):
+    assert moved(7, student_every=3, micro_batch=2, **config) == {"student": student, "critic": critic}
+
+
+def test_the_students_clock_counts_its_own_updates():
+    """Schedule, average and counter: 7 steps are 3 updates of the student and 7 of the critic."""
+    role = TrainableConfig(learning_rate=1e-3, warmup_updates=2, decay="linear", decay_updates=4, ema_decay=0.5)
+    one = trainer(moves=True, student_every=3, role=role)
+    student, averages, rates = one.roles["student"], [], []
+    average = {key: weight.clone() for key, weight in weights(student.network).items()}
+    for step in range(7):
+        metrics = one.step(step)
+        if "student/learning_rate" in metrics:
+            rates.append(metrics["student/learning_rate"])
+            average = {key: 0.5 * average[key] + 0.5 * weight for key, weight in weights(student.network).items()}
+        with student.averaged():
+            averages.append(weights(student.network))
+        assert_near(averages[-1], average, 1e-6)
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
+    assert (student.updates, one.roles["critic"].updates) == (3, 7)
+    assert_same(averages[1], averages[2])
+
+
+def test_every_sample_of_a_batch_teaches():
+    """Batch > 1: a sample's gradient is its own share, so the sum over single samples is that of the batch."""
+    whole, alone = trainer(student_every=1), trainer(student_every=1)
+    whole.step(0)
+    batch, shares = alone.feed.batch(0), []
+    for part in batch.split(1):
+        next(alone.method.step(part, 0, Streams(0, 0), ALONE)).value.backward()
+        alone.roles["student"].step()
+        shares.append(alone.roles["student"].gradients[-1])
+    assert len({float(share["proj_out.bias"].sum()) for share in shares}) == 4
+    total = {key: sum(share[key] for share in shares) / 4 for key in shares[0]}
+    assert_near(total, whole.roles["student"].gradients[0], 1e-4)
+
+
+def test_a_frozen_critic_never_moves():
+    frozen = TrainableConfig(learning_rate=0.0, weight_decay=0.1)
+    one = dmd2(DMD2Config(**SMALLEST, student_every=2, gan_weight=0.5), moves=True, role=frozen)
+    before = {name: role.state_dict() for name, role in one.roles.items()}
+    kept = {name: {key: value.clone() for key, value in state.items()} for name, state in before.items()}
+    for step in range(3):
+        one.step(step)
+    for name, role in one.roles.items():
+        ours = {key: value for key, value in role.state_dict().items() if key.startswith("weights/")}
+        assert_same(ours, {key: kept[name][key] for key in ours})
+
+
+def test_the_same_seed_gives_the_same_run_and_another_gives_another():
+    metrics = [dmd2(DMD2Config(**SMALLEST), seed=seed).step(0) for seed in (0, 0, 1)]
+    assert metrics[0] == metrics[1] and metrics[0] != metrics[2]
+
+
+# Bad input, before any weight is read.
+
+
+def refused(tmp_path, capsys, *words: str) -> str:
+    """What the program says; it must not leave anything behind."""
+    assert main([*RUN, "--output", str(tmp_path / "run"), *words]) == 2
+    assert not (tmp_path / "run").exists()
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--sampler.step-list", "1000", "500", "500", "250"), "sampler.step_list must fall"),
+        (("--sampler.step-list", "1000", "500"), "sampler.step_list has 2 levels, but sampler.num_steps is 4"),
+        (("--sampler.guidance-scale", "3"), "sampler.guidance_scale must be 1"),
+        (("--algorithm.micro-batch", "3"), "algorithm.micro_batch"),
+        (("--algorithm.student-every", "0"), "algorithm.student_every must be at least 1"),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(tmp_path, capsys, words, message):
+    assert message in refused(tmp_path, capsys, *words)
+
+
+@pytest.mark.parametrize("role", ["teacher", "critic"])
+def test_roles_of_different_latents_are_refused(tmp_path, capsys, role):
+    """Read from the configs: the folder has no weights at all."""
+    folder = tmp_path / "other"
+    (folder / "transformer").mkdir(parents=True)
+    shutil.copy(WAN / "model_index.json", folder)
+    config = json.loads((WAN / "transformer" / "config.json").read_text())
+    channels = config["in_channels"]
+    (folder / "transformer" / "config.json").write_text(json.dumps(config | {"in_channels": channels + 1}))
+    said = refused(tmp_path, capsys, f"--{role}.path", str(folder))
+    assert "one latent space" in said and f"'{role}': {channels + 1}" in said
+
+
+@pytest.mark.parametrize("method", ["finetune", "dance_grpo"])
+@pytest.mark.parametrize("flag", ["--critic.learning-rate", "--teacher.precision"])
+def test_settings_of_a_role_that_the_method_lacks_are_refused(tmp_path, capsys, method, flag):
+    value = "bf16" if "precision" in flag else "1e-3"
+    assert main([*SMALL[method], "--output", str(tmp_path / "run"), flag, value]) == 2
+    assert f"{method} has no {flag[2:].split('.')[0]}" in capsys.readouterr().err
+
+
+def test_a_teacher_has_nothing_to_train(capsys, tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        main([*RUN, "--output", str(tmp_path / "run"), "--teacher.learning-rate", "1e-3"])
+    assert "teacher.learning-rate" in capsys.readouterr().err
+
+
+def test_a_small_run_of_the_program(tmp_path):
+    """From the command line on the embedded world, over one shared base, and again from its checkpoint."""
+    words = [*RUN, *flags({"student.adapter.rank": 2, "critic.adapter.rank": 2, "steps": 2, "algorithm.batch-size": 2})]
+    assert main([*words, "--output", str(tmp_path / "run")]) == 0
+    assert main(["--resume", str(tmp_path / "run"), "--steps", "3"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert {"train/dmd_loss", "train/critic_loss", "train/student/grad_norm"} <= lines[0].keys()
+    assert "train/dmd_loss" not in lines[1]
+
+
+def test_captions_are_those_of_the_samples():
+    one = trainer(student_every=1)
+    calls = listen(one)
+    one.step(0)
+    assert set(one.feed.batch(0).prompts) <= set(CAPTIONS)
+    assert all(torch.equal(text, one.feed.batch(0).cond.text) for text in calls["student"].text)

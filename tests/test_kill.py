@@ -1,0 +1,306 @@
+"""A run that is killed at any moment, saves included, and resumed ends as the run that was left alone: bit for bit.
+
+And one that goes on with another number of ranks ends so within rounding.
+
+`pytest tests/test_kill.py --kills 30` kills every method so often on one and on two ranks; without it, a few times.
+"""
+
+import functools
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import (
+    ALONE,
+    REPO,
+    WAN,
+    assert_near,
+    assert_same,
+    checkpoint_of,
+    environment,
+    flags,
+    free_port,
+    metrics_of,
+    small_model,
+)
+
+from unified_trainer import checkpoint, manifest
+from unified_trainer.checkpoint import CheckpointError
+from unified_trainer.parallel.random import generator
+
+STEPS = 6
+COMMON = {"student.ema-decay": 0.5, "student.learning-rate": 1e-3, "student.warmup-updates": 4, "device": "cpu"} | {
+    "steps": STEPS,
+    "checkpoint-every": 1,
+    "validate-every": 3,
+    "validation.num-samples": 2,
+    "validation.num-videos": 0,
+}
+SMALL = {"video.frames": 5, "video.height": 32, "video.width": 32, "sampler.num-steps": 2, "reward.frames": "first"}
+PAIRS = {"algorithm.batch-size": 4, "algorithm.micro-batch": 1}
+# The critic moves in every step and the student in every second: the calendar is part of what is resumed.
+MATCHING = SMALL | PAIRS | {"algorithm.student-every": 2, "critic.learning-rate": 1e-3}
+METHODS = {
+    "finetune": PAIRS | {"data.num-clips": 6, "sampler.num-steps": 1, "sampler.guidance-scale": 1},
+    "dance_grpo": SMALL
+    | {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
+    | {"algorithm.rollout-batch": 2, "algorithm.update-batch": 2, "async-save": True},
+    "dmd2": MATCHING | {"student.adapter.rank": 2, "critic.adapter.rank": 2},
+    "self_forcing": MATCHING,
+}
+ROLES = {"finetune": ("student",), "dmd2": ("student", "critic")}
+PATIENCE = 120  # seconds that any life may take
+
+
+class Lives:
+    """Starts runs in forks of a warm process."""
+
+    def __init__(self, folder: Path) -> None:
+        words = [sys.executable, str(REPO / "tests" / "warm.py"), str(folder)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(words, env=environment(), **pipes)
+
+    def _ask(self, **question: object) -> dict:
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def start(self, words: list[str], ranks: int, log: Path) -> list[int]:
+        return self._ask(start=words, ranks=ranks, port=free_port(), log=str(log))["pids"]
+
+    def end(self, pids: list[int]) -> list[int]:
+        return self._ask(wait=pids)["codes"]
+
+    def close(self) -> None:
+        self._process.communicate(timeout=PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A pipeline folder whose transformer is two small blocks."""
+    folder = tmp_path_factory.mktemp("base") / "wan"
+    shutil.copytree(WAN, folder, ignore=shutil.ignore_patterns("transformer"))
+    small_model().network.save_pretrained(folder / "transformer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lives(base):
+    started = Lives(base)
+    yield started
+    started.close()
+
+
+@dataclass
+class Pace:
+    """How long the parts of a run take, in seconds."""
+
+    until_save: float
+    save: float
+    step: float
+
+
+def until(happened: Callable[[], bool], seconds: float) -> bool:
+    """Whether it happened within this time."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        if happened():
+            return True
+        threading.Event().wait(5e-4)
+    return False
+
+
+def ended(pids: list[int]) -> bool:
+    """Whether all ranks are done; they wait for their parent to be asked after them."""
+    states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
+    return all(state == "Z" for state in states)
+
+
+def being_saved(run: Path) -> bool:
+    return any((run / "checkpoints").glob(".step_*.tmp"))
+
+
+def undisturbed(lives: Lives, words: list[str], run: Path, ranks: int) -> Pace:
+    start = time.perf_counter()
+    pids = lives.start(words, ranks, run.with_suffix(".log"))
+    moments = []
+    for happened in (lambda: being_saved(run), lambda: manifest.folders(run / "checkpoints"), lambda: ended(pids)):
+        assert until(happened, PATIENCE), run.with_suffix(".log").read_text()
+        moments.append(time.perf_counter() - start)
+    assert lives.end(pids) == [0] * ranks, run.with_suffix(".log").read_text()
+    first, saved, end = moments
+    return Pace(first, saved - first, (end - saved) / (STEPS - 1))
+
+
+def wait_for_the_moment(pids: list[int], run: Path, pace: Pace, draw: np.random.Generator) -> None:
+    """Any time in the first steps of this life; or, as often, while a checkpoint is being written."""
+    if draw.random() < 0.5:
+        until(lambda: ended(pids), draw.uniform(0.2 * pace.until_save, pace.until_save + 3 * pace.step))
+        return
+    for _ in range(draw.integers(1, 3)):
+        until(lambda: being_saved(run) or ended(pids), PATIENCE)
+        until(lambda: not being_saved(run) or ended(pids), draw.uniform(0, 1.1 * pace.save))
+
+
+def kill(pids: list[int], draw: np.random.Generator) -> None:
+    """All ranks, in any order, not quite at once."""
+    for pid in draw.permutation(pids).tolist():
+        os.kill(pid, signal.SIGKILL)
+        threading.Event().wait(draw.uniform(0, 0.02))
+
+
+def last_saved(run: Path) -> int:
+    try:
+        return checkpoint.newest_sound(run, ALONE)[1]["step"]
+    except CheckpointError as error:
+        assert "no step_N folder" in str(error)  # and never a damaged one
+        return 0
+
+
+def killed_often(lives: Lives, words: list[str], run: Path, ranks: int, pace: Pace, kills: int, draw) -> int:
+    """Live and die until the run is through or has been killed this often, then let it finish; the number of kills."""
+    log, done = run.with_suffix(".log"), 0
+    while True:
+        saved = last_saved(run)
+        log.write_text("")
+        pids = lives.start(["--resume", str(run)] if (run / "config.yaml").is_file() else words, ranks, log)
+        if done < kills:
+            wait_for_the_moment(pids, run, pace, draw)
+        else:
+            assert until(functools.partial(ended, pids), PATIENCE), log.read_text()
+        if ended(pids):
+            assert lives.end(pids) == [0] * ranks, log.read_text()
+            return done
+        kill(pids, draw)
+        codes = lives.end(pids)
+        assert all(code in (-signal.SIGKILL, 0) or ranks > 1 for code in codes), (codes, log.read_text())
+        done += 1
+        if saved and "writing to" in log.read_text():
+            assert f"continuing after step {saved}\n" in log.read_text()
+        logged = [row["step"] for row in metrics_of(run)] if (run / "metrics.jsonl").is_file() else []
+        assert max([0, *logged[:-1]]) <= last_saved(run) + 1  # nothing is lost but the step since the last checkpoint
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_killed_and_resumed_is_never_killed(lives, base, tmp_path, method, ranks, request):
+    words = flags({"method": method, "student.path": base} | COMMON | METHODS[method])
+    alone = tmp_path / "alone"
+    pace = undisturbed(lives, [*words, "--output", str(alone)], alone, ranks)
+    draw = generator("kill", method, ranks)
+    wanted, done, number = request.config.getoption("--kills") or (3, 2)[ranks - 1], 0, 0
+    while done < wanted:
+        run, number = tmp_path / f"killed-{number}", number + 1
+        done += killed_often(lives, [*words, "--output", str(run)], run, ranks, pace, wanted - done, draw)
+        assert metrics_of(run) == metrics_of(alone)
+        assert_same(checkpoint_of(run, STEPS), checkpoint_of(alone, STEPS))
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{STEPS - 1}", f"step_{STEPS}"]
+
+
+# Asked to stop.
+
+
+ENDLESS = {"method": "finetune", "steps": 5000, "validate-every": 1, "checkpoint-every": 0}
+
+
+def begun(lives: Lives, base: Path, run: Path, ranks: int, **more: object) -> list[int]:
+    """A run without an end that has made its first step."""
+    settings = COMMON | METHODS["finetune"] | {"student.path": base, "output": run} | ENDLESS | more
+    pids = lives.start(flags(settings), ranks, run.with_suffix(".log"))
+    assert until(lambda: (run / "metrics.jsonl").is_file() and len(metrics_of(run)) > 1, PATIENCE)
+    return pids
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)])
+def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_continue(lives, base, tmp_path, number, ranks):
+    """It is enough to ask one rank."""
+    run = tmp_path / "run"
+    pids = begun(lives, base, run, ranks)
+    os.kill(pids[-1], number)
+    assert until(lambda: ended(pids), PATIENCE)
+    assert lives.end(pids) == [0] * ranks
+    done, said = checkpoint.find(run)[1]["step"], run.with_suffix(".log").read_text()
+    assert f"stopped after step {done}; continue with:\n  python -m unified_trainer --resume {run}\n" in said
+    assert "Traceback" not in said and not (run / ".lock").exists()
+    steps = [row["step"] for row in metrics_of(run) if "validation/reward" in row]
+    assert steps == list(range(done + 1))  # the validation of the last step too: a resumed run will not repeat it
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_second_request_stops_at_once(lives, base, tmp_path, number, code):
+    """In the middle of a long step, once the first was heard: nothing is saved."""
+    run = tmp_path / "run"
+    (pid,) = begun(lives, base, run, 1, **{"algorithm.batch-size": 400, "data.num-clips": 400})
+    os.kill(pid, number)
+    status, bit = Path(f"/proc/{pid}/status"), 1 << signal.SIGTERM - 1
+    until(lambda: not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) & bit, 0.5)  # SIGINT stays caught
+    os.kill(pid, number)
+    assert lives.end([pid]) == [code], run.with_suffix(".log").read_text()
+    assert not (run / "checkpoints").exists()
+
+
+# Another number of ranks.
+
+
+def through(lives: Lives, words: list[str], run: Path, ranks: int) -> str:
+    log = run.with_suffix(".log")
+    pids = lives.start(words, ranks, log)
+    assert until(lambda: ended(pids), PATIENCE), log.read_text()
+    assert lives.end(pids) == [0] * ranks, log.read_text()
+    return log.read_text()
+
+
+@pytest.mark.parametrize("method", ["finetune", "dmd2"])
+def test_two_ranks_then_one_then_two(lives, base, tmp_path, method):
+    """All state goes along, averages and adapters too: the end is that of one rank, within rounding.
+
+    A large eps makes AdamW's steps proportional to the gradient, so that rounding stays small.
+    """
+    linear = {f"{role}.{key}": value for role in ROLES[method] for key, value in {"eps": 1, "learning-rate": 1}.items()}
+    words = flags({"method": method, "student.path": base} | COMMON | METHODS[method] | linear)
+    moved, alone = tmp_path / "moved", tmp_path / "alone"
+    through(lives, [*words, "--steps", "2", "--output", str(moved)], moved, 2)
+    assert len(list((moved / "checkpoints" / "step_2" / "student" / "ema").iterdir())) == 2
+    assert "continuing after step 2\n" in through(lives, ["--resume", str(moved), "--steps", "4"], moved, 1)
+    assert len(list((moved / "checkpoints" / "step_4" / "student" / "ema").iterdir())) == 1
+    through(lives, ["--resume", str(moved), "--steps", str(STEPS)], moved, 2)
+    through(lives, [*words, "--output", str(alone)], alone, 1)
+    one, other = checkpoint_of(moved, STEPS), checkpoint_of(alone, STEPS)
+    for role, kind in itertools.product(ROLES[method], ("weights", "optimizer", "updates")):
+        keys = [key for key in one if key.startswith(f"{role}/{kind}")]
+        assert_near({key: one[key] for key in keys}, {key: other[key] for key in keys}, 1e-3)
+    averages = [key for key in one if key.startswith("student/ema/")]
+    assert_near({key: one[key] for key in averages}, {key: other[key] for key in averages}, 1e-3)
+    moved_most = max(float((one[key] - one[key.replace("/ema/", "/weights/")]).abs().max()) for key in averages)
+    assert moved_most > 1e-3  # the average is not the weights: it came along by itself
+
+
+def test_a_full_disk_on_two_ranks(lives, base, tmp_path):
+    """Both ranks go on after each save that found no space, and both end with the same error."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("no right to mount a tmpfs; test_saving.py fills a disk without one")
+    try:
+        words = flags({"method": "dance_grpo", "student.path": base} | COMMON | METHODS["dance_grpo"])
+        log = tmp_path / "log"
+        pids = lives.start([*words, "--steps", "2", "--output", str(disk / "run")], 2, log)
+        assert until(lambda: ended(pids), PATIENCE), log.read_text()
+        assert lives.end(pids) == [2, 2]
+        said = log.read_text()
+        assert said.count("warning: step 1 is not saved: no space for a checkpoint") == 1
+        assert said.count("error: step 2 could not be saved: free space below") == 2
+        assert [row["step"] for row in metrics_of(disk / "run")] == [0, 1, 2, 2]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,346 @@
+"""When checkpoints are written and kept: beside the training, on a full disk, and into a folder somebody else has."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    ALONE,
+    SMALL,
+    assert_same,
+    checkpoint_of,
+    command,
+    environment,
+    files_of,
+    metrics_of,
+    run,
+    shell,
+)
+
+from unified_trainer import checkpoint, manifest
+from unified_trainer.__main__ import main
+from unified_trainer.checkpoint import CheckpointError, DiskFull
+from unified_trainer.run_folder import RunFolderError, claimed
+from unified_trainer.saving import Keep, Saver
+
+
+def state(value: float = 1.0, size: int = 4) -> dict[str, torch.Tensor]:
+    return {"a/weights/w": torch.full((size,), value), "a/updates": torch.tensor(3)}
+
+
+def steps_in(root: Path) -> list[int]:
+    return [manifest.step_of(folder) for folder in manifest.folders(root)]
+
+
+def saver(root: Path, keep: Keep | None = None, said: list[str] | None = None, *, beside: bool = False) -> Saver:
+    return Saver(root, ALONE, keep or Keep(2), [].append if said is None else said.append, beside=beside)
+
+
+# What stays.
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_only_the_last_are_kept(tmp_path, keep):
+    with saver(tmp_path, Keep(keep)) as one:
+        for step in (8, 9, 10):
+            one.save(step, state(), {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step_{step}" for step in (8, 9, 10)[-keep:])
+
+
+@pytest.mark.parametrize(("order", "stay"), [("highest", [2, 4, 6]), ("lowest", [1, 3, 6])])
+def test_the_best_are_kept_besides(tmp_path, order, stay):
+    """The best of what a validation measured at that very step; 5 and 6 have none."""
+    with saver(tmp_path, Keep(1, 2, "judge", order)) as one:
+        for step, judge in enumerate([0.1, 0.9, 0.2, 0.8, None, None], start=1):
+            one.save(step, state(), {"metrics": {} if judge is None else {"judge": judge, "reward": -judge}})
+    assert steps_in(tmp_path) == stay
+
+
+def test_the_best_are_known_after_a_resume(tmp_path):
+    """From the manifests: a saver remembers nothing."""
+    for step, judge in ((1, 0.9), (2, 0.1), (3, 0.5)):
+        with saver(tmp_path, Keep(1, 1, "judge")) as one:
+            one.save(step, state(), {"metrics": {"judge": judge}})
+    assert steps_in(tmp_path) == [1, 3]
+
+
+def test_what_is_best_must_be_measured(run_folder, capsys):
+    words = [*SMALL["finetune"], "--output", str(run_folder), "--keep-best", "1"]
+    assert main([*words, "--validate-every", "0"]) == 2
+    assert "keep_best 1 needs validations" in capsys.readouterr().err and not run_folder.exists()
+    assert main([*words, "--validate-every", "1", "--best-metric", "beauty"]) == 2
+    assert "best_metric beauty is not measured; have" in capsys.readouterr().err
+    assert not (run_folder / "checkpoints").exists()
+
+
+def test_a_run_keeps_its_best(run_folder):
+    words = ["--steps", "3", "--checkpoint-every", "1", "--validate-every", "1", "--keep-last", "1", "--keep-best", "1"]
+    run("finetune", run_folder, *words, "--best-is", "lowest", "--student.learning-rate", "1e-3")
+    rewards = {row["step"]: row["validation/reward"] for row in metrics_of(run_folder) if "validation/reward" in row}
+    best = min(range(1, 4), key=lambda step: rewards[step])
+    assert steps_in(run_folder / "checkpoints") == sorted({best, 3})
+    known = checkpoint.find(f"{run_folder}@{best}")[1]
+    assert known["metrics"]["reward"] == rewards[best] and known["method"] == "Finetune"
+
+
+# Beside the training.
+
+
+@contextmanager
+def held_up(monkeypatch):
+    """The writing waits in its thread until the event that this gives is set."""
+    gate = threading.Event()
+    original = checkpoint.save
+
+    def wait_and_save(*arguments):
+        assert gate.wait(60)
+        return original(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", wait_and_save)
+    yield gate
+    gate.set()
+
+
+def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path, monkeypatch):
+    """Training moves the weights while they are being written: the copy does not follow."""
+    weights = state(1.0)
+    with held_up(monkeypatch) as gate, saver(tmp_path / "checkpoints", beside=True) as one:
+        one.save(1, weights, {})
+        weights["a/weights/w"].fill_(2.0)
+        weights["a/updates"].fill_(9)
+        assert not (tmp_path / "checkpoints").exists()
+        gate.set()
+        one.wait()
+    held = checkpoint_of(tmp_path, 1)
+    assert held["a/weights/w"].tolist() == [1.0] * 4 and int(held["a/updates"]) == 3
+
+
+def test_the_end_waits_for_what_is_being_written(tmp_path, monkeypatch):
+    with held_up(monkeypatch) as gate, saver(tmp_path, beside=True) as one:
+        one.save(1, state(), {})
+        threading.Timer(0.2, gate.set).start()
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_save_that_failed_is_an_error_at_the_next_step(tmp_path):
+    """Not silence: the folder cannot be made because a file has its name."""
+    (tmp_path / "checkpoints").write_text("in the way")
+    with saver(tmp_path / "checkpoints", beside=True) as one:
+        one.check()
+        one.save(1, state(), {})
+        with pytest.raises(CheckpointError, match=r"checkpoints cannot be written \(File exists\)"):
+            while True:
+                one.check()
+        one.check()  # told once
+
+
+def test_a_fault_that_is_not_the_disks_is_an_error_too(tmp_path):
+    with saver(tmp_path, beside=True) as one:
+        one.save(1, {"a/weights/w": torch.ones(2), "a/weights": torch.ones(2)}, {"metrics": object()})
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            one.wait()
+    assert not any(tmp_path.iterdir())
+
+
+def test_beside_and_in_the_way_are_one_run(tmp_path):
+    moving = [
+        "--steps",
+        "3",
+        "--checkpoint-every",
+        "1",
+        "--student.ema-decay",
+        "0.5",
+        "--student.learning-rate",
+        "1e-3",
+    ]
+    run("finetune", tmp_path / "a", *moving)
+    run("finetune", tmp_path / "b", *moving, "--async-save", "True")
+    for step in (2, 3):
+        assert_same(checkpoint_of(tmp_path / "b", step), checkpoint_of(tmp_path / "a", step))
+    assert main(["--resume", str(tmp_path / "b"), "--steps", "4", "--async-save", "False"]) == 0
+
+
+# A full disk.
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 8 MiB, where this process may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)], capture_output=True).returncode:
+        pytest.skip("no right to mount a tmpfs; the next test fills a disk without one")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    """A file that leaves so many bytes free."""
+    filler = disk / "filler"
+    filler.write_bytes(bytes(max(0, shutil.disk_usage(disk).free - leave)))
+    return filler
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_full_disk_is_said_and_leaves_the_last_checkpoint(small_disk, monkeypatch, beside, announced):
+    """Seen beforehand, or only when a write fails: the run goes on, and saves again once there is space."""
+    said: list[str] = []
+    root = small_disk / "checkpoints"
+    with saver(root, said=said, beside=beside) as one:
+        one.save(1, state(1.0, 2**18), {})
+        one.wait()
+        filler = fill(small_disk, leave=2**19)
+        before = files_of(root)
+        if not announced:  # as if the space went between the look and the write
+            monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 0, 2**40))
+        one.save(2, state(2.0, 2**18), {})
+        one.wait()
+        assert files_of(root) == before  # nothing half-written is left either
+        assert said == [said[0]] and said[0].startswith("warning: step 2 is not saved: no space for a checkpoint in")
+        assert ("MiB free" in said[0]) == announced
+        filler.unlink()
+        one.save(3, state(3.0, 2**18), {})
+        one.finish(3)
+    assert steps_in(root) == [1, 3]
+    assert checkpoint.newest_sound(small_disk, ALONE)[0].name == "step_3"
+
+
+def test_the_last_step_must_be_saved(small_disk):
+    fill(small_disk, leave=2**19)
+    with saver(small_disk / "checkpoints") as one:
+        one.save(5, state(1.0, 2**18), {})
+        with pytest.raises(
+            DiskFull, match=rf"step 5 could not be saved: free space below .* then --resume {small_disk}"
+        ):
+            one.finish(5)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_space_and_quota_are_the_same_another_fault_is_not(tmp_path, monkeypatch, number):
+    """Where nothing can be mounted: the system call that fails is stood in for, nothing of ours is."""
+    checkpoint.save(tmp_path, 1, state(), ALONE)
+
+    def refuse(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint.save(tmp_path, 2, state(), ALONE)
+    assert isinstance(raised.value, DiskFull) == (number != errno.EIO)
+    assert os.strerror(number) in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_metrics_wait_for_space(small_disk):
+    """The run's own lines too: a disk that is full to the last byte costs none of them."""
+    program = """
+import sys
+from pathlib import Path
+from unified_trainer.config import TrackingConfig
+from unified_trainer.tracking import Tracker
+disk = Path(sys.argv[1])
+with Tracker(disk, TrackingConfig(), {}, 3, 0, True) as tracker:
+    tracker.log(1, {"a": 1.0})
+    filler = (disk / "filler").open("wb", buffering=0)
+    try:
+        while filler.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+    for step in range(2, 400):
+        tracker.log(step, {"a": 1.0})
+    (disk / "filler").unlink()
+    filler.close()
+"""
+    done = shell(sys.executable, "-c", program, str(small_disk))
+    assert done.returncode == 0, done.stderr
+    assert "no space for" in done.stdout
+    assert [row["step"] for row in metrics_of(small_disk)] == list(range(1, 400))
+
+
+# One run, one folder.
+
+
+def test_a_folder_has_one_owner(tmp_path):
+    with claimed(tmp_path / "run", ALONE):
+        holder = rf"another run is writing into .*run \(process {os.getpid()} on"
+        with pytest.raises(RunFolderError, match=holder), claimed(tmp_path / "run", ALONE):
+            pass
+        (tmp_path / "run" / "config.yaml").touch()
+    with claimed(tmp_path / "run", ALONE):
+        pass
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+def test_nothing_stays_of_a_run_that_wrote_nothing(tmp_path):
+    with claimed(tmp_path / "runs" / "a", ALONE):
+        assert (tmp_path / "runs" / "a").is_dir()
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_killed_owner_is_none(tmp_path):
+    """SIGKILL leaves the file and not the lock."""
+    program = """
+import os, signal, sys, torch
+from pathlib import Path
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run_folder import claimed
+with claimed(Path(sys.argv[1]), Mesh(torch.device("cpu"))):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = shell(sys.executable, "-c", program, str(tmp_path / "run"))
+    assert done.returncode == -9 and (tmp_path / "run" / ".lock").exists()
+    with claimed(tmp_path / "run", ALONE):
+        pass
+
+
+def test_two_runs_into_one_folder(run_folder, capsys):
+    """The second is refused while the first one runs, whether it starts or resumes; the first does not notice."""
+    endless = ["--steps", "5000", "--checkpoint-every", "1"]
+    words = command(*SMALL["finetune"], "--output", str(run_folder), *endless)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, env=environment(), **pipes) as first:
+        for line in first.stdout:
+            if line.startswith("writing to"):
+                break
+        for second in ([*SMALL["finetune"], "--output", str(run_folder)], ["--resume", str(run_folder)]):
+            assert main(second) == 2
+            assert f"another run is writing into {run_folder} (process {first.pid} on" in capsys.readouterr().err
+        first.terminate()
+        said = first.stdout.read()
+    assert first.returncode == 0 and "continue with:" in said
+    assert not (run_folder / ".lock").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(tmp_path, capsys):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(disk)], capture_output=True).returncode:
+        disk.chmod(0o500)
+        if os.access(disk, os.W_OK):
+            pytest.skip("neither a read-only mount nor permissions bind this process")
+        words = "Permission denied"
+    else:
+        words = "Read-only file system"
+    try:
+        assert main([*SMALL["finetune"], "--output", str(disk / "run")]) == 2
+    finally:
+        subprocess.run(["umount", str(disk)], capture_output=True)
+        disk.chmod(0o700)
+    said = capsys.readouterr().err
+    assert f"{disk / 'run'} cannot be written into ({words}); choose another --output" in said
+
+
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert main([*SMALL["finetune"], "--output", str(tmp_path / "file")]) == 2
+    assert f"{tmp_path / 'file'} cannot be written into (File exists)" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"

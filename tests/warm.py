@@ -1,0 +1,59 @@
+"""A warm process that forks the product, so that a run starts in a second: `python warm.py PIPELINE_FOLDER`.
+
+One JSON line in, one out: {"start": flags, "ranks": n, "port": p, "log": file} gives {"pids": [...]}, and
+{"wait": pids} gives {"codes": [...]}, each an exit code or minus a signal.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from unified_trainer import build, registry
+from unified_trainer.__main__ import main
+
+
+def warm(folder: str) -> None:
+    """Load what no run changes, once: the text encoder, the VAE and the scorer. The runs then find it loaded."""
+    torch.set_num_threads(1)
+    family = registry.FAMILIES["WanPipeline"]
+    registry.FAMILIES["WanPipeline"] = dataclasses.replace(family, codec=functools.cache(family.codec))
+    build.load_scorer = functools.cache(build.load_scorer)
+    registry.FAMILIES["WanPipeline"].codec(Path(folder), torch.device("cpu"))
+    build.load_scorer("tiny", "fp32", torch.device("cpu"))
+
+
+def fork(flags: list[str], rank: int, ranks: int, port: int, log: str) -> int:
+    """The process id of a rank that runs the product and leaves without cleaning up."""
+    if pid := os.fork():
+        return pid
+    code = 70
+    try:
+        if ranks > 1:
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {key: str(value) for key, value in place.items()}
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        code = main(flags)
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
+
+
+def answer(asked: dict) -> dict:
+    if "wait" in asked:
+        return {"codes": [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in asked["wait"]]}
+    ranks = range(asked["ranks"])
+    return {"pids": [fork(asked["start"], rank, len(ranks), asked["port"], asked["log"]) for rank in ranks]}
+
+
+if __name__ == "__main__":
+    warm(sys.argv[1])
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")
+        sys.stdout.flush()

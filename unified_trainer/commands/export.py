@@ -1,0 +1,137 @@
+"""python -m unified_trainer export: a role's weights as a diffusers folder."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from peft import PeftModel
+from rich.console import Console
+from torch import Tensor
+
+from unified_trainer import config as settings
+from unified_trainer.commands.import_hpsv3 import link_or_copy
+from unified_trainer.commands.scheduler import euler_scheduler
+from unified_trainer.commands.trained import Trained, load_trained
+from unified_trainer.models.base import VideoModel
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.registry import DTYPES
+
+ABOUT = "unified_trainer.json"
+MERGED, WRITTEN = 1e-3, 1e-5  # how far the example's velocity may move, as a share of its largest value
+INDEX = "model_index.json"
+
+
+def export(
+    run: Annotated[str, tyro.conf.Positional],
+    out: Annotated[Path, tyro.conf.Positional],
+    role: str = "student",
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    adapter: Literal["merge", "peft"] = "merge",
+    components: Literal["link", "copy", "none"] = "link",
+    max_shard_size: str = "10GB",
+    base: Path | None = None,
+) -> None:
+    """Write a role's weights as a folder that diffusers.WanPipeline loads, and check them by loading them again.
+
+    Args:
+        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the averaged weights with :ema
+        out: folder to write; must be empty or absent
+        role: whose weights
+        dtype: of the weights
+        adapter: fold an adapter into the weights, or write it alone in peft's layout
+        components: the base's text encoder, VAE and the rest: hard links (copies across file systems), copies, or none
+        max_shard_size: of one file of weights
+        base: pipeline folder that the role started from, if it is no longer where the run found it
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is not an empty folder; choose another one or remove it")
+    trained = load_trained(run, role, base, Mesh(torch.device("cpu")), causal=False)
+    if adapter == "peft" and not trained.role.config.adapter.rank:
+        raise ValueError(f"--adapter peft: {run} trained all weights of {role}; leave it out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
+        folder = Path(scratch) / out.name
+        folder.mkdir()
+        if adapter == "peft":
+            _write_adapter(trained, folder)
+        else:
+            _write_network(trained, folder, DTYPES[dtype], max_shard_size)
+            _write_components(trained, folder, components)
+        about = _about(trained, role, run)
+        (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        folder.chmod(0o755)
+        folder.replace(out)
+    Console().print(f"{out}: {trained.said}. {about['how']}", highlight=False, soft_wrap=True)
+
+
+def _write_network(trained: Trained, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+    """The network, any adapter folded in; RuntimeError unless what was written is what was trained."""
+    with trained.role.running() as model:
+        before = _velocity(model)
+    trained.role.merge()
+    _must_agree(_velocity(model), before, MERGED, f"{trained.said}: with its adapter folded in")
+    model.save(folder, dtype, max_shard_size)
+    again = trained.family.model(folder, torch.device("cpu"))
+    read = again.network.state_dict()
+    for key, weight in model.network.state_dict().items():
+        if not torch.equal(read[key], weight):
+            raise RuntimeError(f"{trained.said}: {key} is not written as it is in memory; is the disk sound?")
+    _must_agree(_velocity(again), _velocity(model), WRITTEN, f"{trained.said}: read again")
+
+
+def _write_adapter(trained: Trained, folder: Path) -> None:
+    with trained.role.running() as model:
+        before = _velocity(model)
+    trained.role.save_adapter(folder)
+    again = trained.family.model(trained.base, torch.device("cpu"))
+    PeftModel.from_pretrained(again.network, folder)
+    _must_agree(_velocity(again), before, WRITTEN, f"{trained.said}: the adapter read again")
+
+
+@torch.no_grad()
+def _velocity(model: VideoModel) -> Tensor:
+    return model.velocity(*model.example())
+
+
+def _must_agree(velocity: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    off = float((velocity - expected).abs().max() / expected.abs().max())
+    if not off <= tolerance:
+        raise RuntimeError(f"{what}, the network's output is off by {off:.1e} of its largest value")
+
+
+def _write_components(trained: Trained, folder: Path, how: Literal["link", "copy", "none"]) -> None:
+    """The rest of the pipeline, with the run's own scheduler where diffusers has one."""
+    index = json.loads((trained.base / INDEX).read_text())
+    scheduler = euler_scheduler(trained.run.sampler)
+    if scheduler is not None:
+        scheduler.save_pretrained(folder / "scheduler")
+        index["scheduler"] = ["diffusers", type(scheduler).__name__]
+    if how == "none":
+        return
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    present = [name for name, entry in index.items() if isinstance(entry, list) and entry[0] is not None]
+    place = link_or_copy if how == "link" else shutil.copyfile
+    for name in present:
+        if not (folder / name).exists():
+            shutil.copytree(trained.base / name, folder / name, copy_function=lambda a, b: place(Path(a), Path(b)))
+
+
+def _about(trained: Trained, role: str, spec: str) -> dict[str, Any]:
+    """Where the folder comes from, and how its sampler is asked for."""
+    sampler = trained.run.sampler
+    if euler_scheduler(sampler) is None:
+        how = f"diffusers has no scheduler for its sampler: `python -m unified_trainer sample {spec}` has"
+    else:
+        how = f"Sample with num_inference_steps={sampler.num_steps}, guidance_scale={sampler.guidance_scale}"
+    return {
+        "role": role,
+        "from": spec,
+        "step": trained.known["step"],
+        "method": trained.known["method"],
+        "sampler": settings.plain(trained.run)["sampler"],
+        "how": how,
+    }

@@ -1,0 +1,37 @@
+"""A run's sampler as a scheduler of diffusers, where it has one."""
+
+import math
+
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from unified_trainer.sampling import SamplerConfig
+
+TRAIN_STEPS = 1000  # what diffusers counts network time in
+TOLERANCE = 1e-6  # of a noise level
+
+
+def euler_scheduler(sampler: SamplerConfig) -> FlowMatchEulerDiscreteScheduler | None:
+    """The scheduler that, asked for `sampler.num_steps` steps, visits the sampler's noise levels; None if none does.
+
+    FlowMatchEulerDiscreteScheduler spaces n levels evenly from 1 to the shifted 1/1000, then shifts them, then
+    stretches 1 - sigma so that the last is shift_terminal. Ours are u = 1 - i d, shifted by s. Both are Moebius maps of
+    i that fix 1, so they are equal when the last level is, and the shift z solves
+    (1 - s) z^2 + (s r + 999 (1 - s)) z = s r, r = 999 / (d (n - 1)).
+    """
+    if sampler.chunks.causal:
+        return None
+    steps, s = sampler.num_steps, sampler.shift
+    levels = sampler.sigmas().tolist()
+    settings: dict[str, float | bool] = {"shift": s, "stochastic_sampling": sampler.solver == "sde"}
+    if steps > 1:
+        d = 1 - sampler.step_list[1] / TRAIN_STEPS if sampler.step_list else 1 / steps
+        r = (TRAIN_STEPS - 1) / (d * (steps - 1))
+        b = s * r + (TRAIN_STEPS - 1) * (1 - s)
+        root = b * b + 4 * (1 - s) * s * r
+        if root < 0:
+            return None
+        settings |= {"shift": 2 * s * r / (b + math.sqrt(root)), "shift_terminal": levels[-2]}
+    scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=TRAIN_STEPS, **settings)
+    scheduler.set_timesteps(steps)
+    near = all(abs(a - b) < TOLERANCE for a, b in zip(scheduler.sigmas.tolist(), levels, strict=True))
+    return scheduler if near else None

@@ -1,0 +1,51 @@
+"""One role of a run as a checkpoint left it; no other role, no optimizer and no data set is built."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from unified_trainer import checkpoint
+from unified_trainer import config as settings
+from unified_trainer.build import load_roles, role_settings, role_types
+from unified_trainer.carrying import carry, held_roles
+from unified_trainer.checkpoint import CheckpointError, Spec
+from unified_trainer.config import RunConfig
+from unified_trainer.manifest import Manifest
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.registry import ALGORITHMS, METHODS, Family, family_of
+from unified_trainer.roles.causal import CausalStudent
+from unified_trainer.roles.critic import Critic
+from unified_trainer.roles.role import Trainable
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A role with its trained weights."""
+
+    run: RunConfig
+    known: Manifest
+    role: Trainable
+    family: Family
+    base: Path  # the pipeline folder that it started from
+    said: str  # where its weights come from, in words
+
+
+def load_trained(spec: str, role: str, base: Path | None, mesh: Mesh, *, causal: bool) -> Trained:
+    """The role of RUN[@step][:ema]; `causal` makes it what its sampler asks for, else it is bidirectional."""
+    _, known = checkpoint.find(spec)
+    file = Spec.of(spec).run / "config.yaml"
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: {spec} must be a run directory")
+    if role not in held_roles(known):
+        raise CheckpointError(f"{spec} holds no weights of --role {role}; have {', '.join(held_roles(known))}")
+    run = settings.parse(["--config", str(file)], ALGORITHMS, checkpoint.contract)
+    method_type, _ = METHODS[run.method]
+    configs, paths = role_settings(run, method_type)
+    path = str(base) if base else paths[role]
+    kind = Critic if issubclass(role_types(method_type)[role], Critic) else Trainable
+    if causal and run.sampler.chunks.causal:
+        kind = CausalStudent
+    bare = dataclasses.replace(configs[role], ema_decay=0.0, activation_checkpointing=False, compile=False)
+    one = load_roles({role: kind}, {role: bare}, {role: path}, mesh, half=False)[role]
+    said = carry({role: one.weights}, spec, mesh)
+    return Trained(run, known, one, *family_of(role, path), said)

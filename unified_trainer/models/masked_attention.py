@@ -1,0 +1,63 @@
+"""Attention masked by latent frame: FlexAttention, which skips blocks of tokens, or a dense mask."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+Queries = Float[Tensor, "b q heads d"]
+Keys = Float[Tensor, "b k heads d"]
+Mask = Bool[Tensor, "q k"] | BlockMask  # by token
+
+BLOCK = 128  # tokens of a block that FlexAttention computes or skips
+
+
+def attend(query: Queries, key: Keys, value: Keys, mask: Mask | None) -> Queries:
+    """softmax(query key / sqrt(d)) value over what the mask lets each token see; None lets it see everything."""
+    by_head = (part.transpose(1, 2) for part in (query, key, value))
+    if isinstance(mask, BlockMask):
+        return _compiled_flex_attention()(*by_head, block_mask=mask).transpose(1, 2)
+    return scaled_dot_product_attention(*by_head, attn_mask=mask).transpose(1, 2)
+
+
+def token_mask(frame_mask: Bool[Tensor, "t t"], tokens: int, *, flex: bool) -> Mask:
+    """Who sees whom, by token, where every frame has `tokens` of them: as FlexAttention takes it, or dense."""
+    if flex:
+        return _block_mask(frame_mask, tokens)
+    return frame_mask.repeat_interleave(tokens, 0).repeat_interleave(tokens, 1)
+
+
+def _block_mask(frame_mask: Bool[Tensor, "t t"], tokens: int) -> BlockMask:
+    """As `create_block_mask` gives it, from the frames that each block touches: the n x n mask is never in memory."""
+    frames, device = len(frame_mask), frame_mask.device
+    n = frames * tokens
+    first = torch.arange(0, n, BLOCK, device=device)[:, None]
+    frame = torch.arange(frames, device=device)
+    touches = (first // tokens <= frame) & (frame <= (first + BLOCK - 1).clamp(max=n - 1) // tokens)
+    touches, sees = touches.float(), frame_mask.float()
+    inside = first + BLOCK <= n
+    full = (touches @ (1 - sees) @ touches.T == 0) & inside & inside.T
+    partial = (touches @ sees @ touches.T > 0) & ~full
+
+    return BlockMask.from_kv_blocks(
+        *_listed(partial),
+        *_listed(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=lambda _sample, _head, query, key: frame_mask[query // tokens, key // tokens],
+        seq_lengths=(n, n),
+    )
+
+
+def _listed(blocks: Bool[Tensor, "q k"]) -> tuple[Tensor, Tensor]:
+    """How many key blocks each query block has, and which, those first."""
+    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
