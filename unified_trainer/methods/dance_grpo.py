@@ -122,7 +122,7 @@ class DanceGRPO:
         if config.keep_samples:
             useful &= best_of_n(advantages, ids, config.keep_samples)
         updates = config.num_prompts // config.prompts_per_update
-        lessons = plan_lessons(useful, advantages, mesh.rank, mesh.size, updates, config.update_batch)
+        lessons = plan_lessons(useful, advantages, mesh.data_rank, mesh.data_size, updates, config.update_batch)
         in_groups, between_groups = spread(all_rewards, ids)
         metrics = {
             "reward": all_rewards.mean().item(),
@@ -133,7 +133,7 @@ class DanceGRPO:
             "filtered_groups": len(ids[below | equal].unique()) / len(ids.unique()),
             "skipped_updates": float(sum(not parts for parts in lessons)),
         }
-        start = mesh.rank * len(rewards)
+        start = mesh.data_rank * len(rewards)
         mine = advantages[start : start + len(rewards)].clamp(-config.advantage_clip, config.advantage_clip)
         return mine.to(rewards.dtype), lessons, metrics
 
