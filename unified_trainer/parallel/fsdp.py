@@ -24,7 +24,7 @@ def shard(network: nn.Module, blocks: nn.ModuleList, mesh: Mesh) -> None:
     offload = CPUOffloadPolicy(pin_memory=can_pin(mesh.device)) if mesh.config.offload else OffloadPolicy()
     for module in (*blocks, network):
         fully_shard(module, mesh=mesh.weights, reshard_after_forward=True, offload_policy=offload)
-        module.set_force_sum_reduction_for_comms(True)  # and divides after: gloo and hccl have no mean of their own
+        module.set_force_sum_reduction_for_comms(True)  # and divides after: not every backend has a mean
     for first, second in itertools.pairwise(blocks):
         first.set_modules_to_forward_prefetch([second])
         second.set_modules_to_backward_prefetch([first])
