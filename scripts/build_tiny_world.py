@@ -146,7 +146,7 @@ def measure_base(wan: Path, seed: int) -> dict[str, float]:
     """Judge rates of the base model: guided over all 48 subjects, and as the default GRPO run finds it."""
     device = torch.device("cpu")
     codec = WanCodec.load(wan, device)
-    student = Frozen("base", Backbone(WanModel.load(wan, device), Mesh(device)), RoleConfig())
+    student = Frozen("base", Backbone(WanModel.open(wan), Mesh(device)), RoleConfig())
     subjects = [subject for subject in SUBJECTS for _ in range(4)]
     samples = list(range(len(subjects)))
     shape = codec.latent_shape(FRAMES, SIZE, SIZE)

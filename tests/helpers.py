@@ -217,6 +217,11 @@ def random_clips(count: int) -> Clips:
     return Clips(tuple(CAPTIONS[i % 3] for i in range(count)), encoded)
 
 
+def frozen(name: str, *, seed: int = 0) -> Frozen:
+    """A role over a small network of its own that nobody moves."""
+    return Frozen(name, Backbone(small_model(seed), ALONE), RoleConfig())
+
+
 def finetune(config: FinetuneConfig, *, mesh: Mesh = ALONE, clips: int = 8, seed: int = 0, **recorder) -> Trainer:
     """A trainer of the small network on random latents; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
@@ -232,12 +237,13 @@ def dance_grpo(
     scorer=None,
     mesh: Mesh = ALONE,
     seed: int = 0,
+    reference: Frozen | None = None,
     **recorder,
 ) -> Trainer:
     """A trainer of the small network on `CAPTIONS`; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
     reward = Reward(scorer or MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
-    method = DanceGRPO(config, sampler, student=student, reward=reward)
+    method = DanceGRPO(config, sampler, student=student, reward=reward, reference=reference)
     feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
     return Trainer(method, {"student": student}, feed, mesh, seed=seed)
 

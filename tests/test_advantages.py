@@ -5,7 +5,18 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from unified_trainer.advantages import below_threshold, group_advantages
+from unified_trainer.advantages import (
+    below_threshold,
+    best_of_n,
+    curriculum,
+    global_statistics,
+    group_advantages,
+    spread,
+    terminal_advantages,
+    totals,
+    vtrace,
+    zero_variance,
+)
 
 GRPO = [-1.095445115, -0.547722558, 0.547722558, 1.095445115]  # of rewards 1, 2, 4, 5: Bessel's std is sqrt(10/3)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -20,8 +31,176 @@ def assert_equal(got, expected, atol=1e-9):
     torch.testing.assert_close(got, double(expected), rtol=0, atol=atol)
 
 
-def test_grpo_golden():
-    assert_equal(group_advantages(double([1, 2, 4, 5]), ["p"] * 4), GRPO, atol=1e-7)
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("grpo", GRPO), ("dr_grpo", [-2, -1, 1, 2]), ("rloo", [-8 / 3, -4 / 3, 4 / 3, 8 / 3])],
+)
+def test_estimators_golden(estimator, expected):
+    assert_equal(group_advantages(double([1, 2, 4, 5]), ["p"] * 4, estimator), expected, atol=1e-7)
+
+
+def test_rloo_is_against_the_mean_of_the_others():
+    rewards = double([1, 2, 4, 5, 3, 9])
+    others = [r - (sum(rewards.tolist()[:4]) - r) / 3 for r in rewards.tolist()[:4]]
+    assert_equal(group_advantages(rewards, [0, 0, 0, 0, 1, 1], "rloo"), [*others, -6, 6])
+
+
+TWO_GROUPS, TWO_IDS = [1.0, 2, 4, 5, 10, 14], [0, 0, 0, 0, 1, 1]
+
+
+def test_global_estimators_by_hand():
+    """Mean 6 of all, Bessel's variance (25 + 16 + 4 + 1 + 16 + 64) / 5 = 25.2."""
+    std = 25.2**0.5
+    rewards = double(TWO_GROUPS)
+    expected = [(r - 6) / std for r in TWO_GROUPS]
+    assert_equal(group_advantages(rewards, TWO_IDS, "global"), expected, atol=1e-7)
+    expected = [d / (std + 1e-4) for d in (-2, -1, 1, 2, -2, 2)]
+    assert_equal(group_advantages(rewards, TWO_IDS, "global_std"), expected)
+
+
+def test_gdpo_by_hand():
+    """Each reward in its group, weighted, summed, then over the batch: a reward's scale does not count."""
+    first, second = double(TWO_GROUPS), double([3.0, 3, 3, 7, 2, 1])
+    one, two = group_advantages(first, TWO_IDS), group_advantages(second, TWO_IDS)
+    mixed = 2 * one + 0.5 * two
+    expected = (mixed - mixed.mean()) / mixed.std()
+    got = group_advantages(torch.stack([first, second], 1), TWO_IDS, "gdpo", weights=(2.0, 0.5))
+    assert_equal(got, expected, atol=1e-7)
+    scaled = group_advantages(torch.stack([first, 1000 * second], 1), TWO_IDS, "gdpo", weights=(2.0, 0.5))
+    assert_equal(scaled, got, atol=1e-6)
+    assert_equal(group_advantages(first, TWO_IDS, "gdpo"), one / one.std(), atol=1e-7)
+
+
+def test_gdpo_alone_takes_several_rewards_and_as_many_weights():
+    with pytest.raises(ValueError, match="grpo takes one reward of each sample, not 2"):
+        group_advantages(double([[1, 2], [3, 4]]), [0, 0])
+    with pytest.raises(ValueError, match="2 rewards but 1 weights"):
+        group_advantages(double([[1, 2], [3, 4]]), [0, 0], "gdpo", weights=(1.0,))
+
+
+@pytest.mark.parametrize("estimator", ["dr_grpo", "rloo", "global", "global_std", "gdpo"])
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_equal_rewards_give_nothing_by_any_estimator(estimator, offset):
+    assert not group_advantages(double([0.1 + offset] * 6), TWO_IDS, estimator).any()
+
+
+@pytest.mark.parametrize("estimator", ["global", "global_std", "gdpo"])
+def test_an_offset_of_all_rewards_does_not_matter(estimator):
+    """Sums of squares of values around 1e8 have lost the spread of 1."""
+    rewards = double(TWO_GROUPS)
+    far = group_advantages(rewards + 1e8, TWO_IDS, estimator)
+    assert_equal(far, group_advantages(rewards, TWO_IDS, estimator), atol=1e-6)
+
+
+@given(values=st.lists(st.floats(-100, 100), min_size=2, max_size=20), cut=st.integers(1, 19))
+def test_statistics_from_totals_of_parts_are_those_of_all(values, cut):
+    parts = [totals(double(part)) for part in (values[:cut], values[cut:])]
+    mean, std = global_statistics(*(parts[0] + parts[1]))
+    assert float(mean) == pytest.approx(float(double(values).mean()), abs=1e-9)
+    assert float(std) == pytest.approx(float(double(values).std()), abs=1e-4)
+
+
+def test_statistics_of_one_sample_are_refused():
+    with pytest.raises(ValueError, match="at least two samples, not 1"):
+        global_statistics(3.0, 9.0, 1)
+
+
+# Filters.
+
+
+def test_groups_without_variance():
+    ids = [0, 1, 0, 1, 2, 2]
+    assert zero_variance(double([1, 5, 1, 5.5, 0.1, 0.1]), ids).tolist() == [True, False, True, False, True, True]
+
+
+def test_the_best_and_the_worst_of_each_group_are_kept():
+    advantages, ids = double([3, -1, 0, 1, -2, 7, 5, 6, 4, 8]), [0] * 5 + [1] * 5
+    assert best_of_n(advantages, ids, 4).tolist() == [True, True, False, True, True, True, True, False, True, True]
+    assert best_of_n(advantages, ids, 2).tolist() == [True, False, False, False, True] + [False] * 3 + [True, True]
+
+
+@given(values=st.lists(st.integers(0, 3), min_size=4, max_size=9), half=st.integers(1, 2))
+def test_as_many_are_kept_as_asked_also_among_equals(values, half):
+    kept = best_of_n(double(values), [0] * len(values), 2 * half)
+    chosen, left = double(values)[kept], double(values)[~kept]
+    assert len(chosen) == 2 * half
+    if len(left):
+        assert chosen.sort().values[half - 1] <= left.min() and left.max() <= chosen.sort().values[half]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3, 6])
+def test_what_cannot_be_kept(keep):
+    with pytest.raises(ValueError, match=f"cannot keep {keep} of the 4 samples of prompt 'p'"):
+        best_of_n(double([1, 2, 3, 4]), ["p"] * 4, keep)
+
+
+def test_spread_in_and_between_groups():
+    """Stds sqrt(10/3) and sqrt(8) in, means 3 and 12 between."""
+    within, between = spread(double(TWO_GROUPS), TWO_IDS)
+    assert within == pytest.approx(((10 / 3) ** 0.5 + 8**0.5) / 2)
+    assert between == pytest.approx(9 / 2**0.5)
+    assert spread(double([1, 2]), [0, 0])[1] == 0
+
+
+def test_the_curriculum_draws_what_failed():
+    assert_equal(curriculum([3, 0, 1]), [4 / 7, 1 / 7, 2 / 7], atol=1e-15)
+    with pytest.raises(ValueError, match="failures are counts"):
+        curriculum([1, -1])
+
+
+# Off-policy.
+
+RHO, GAMMA = double([0.5, 2, 1, 0.8]), double([0.99, 0.99, 0.99, 0])
+REWARDS, VALUES = double([0, 1, 0, 2]), double([0.1, 0.2, 0.3, 0.4])
+
+
+def test_vtrace_golden():
+    vs, td = vtrace(RHO.log(), REWARDS, VALUES, GAMMA, 0.0)
+    assert_equal(vs, [1.360051, 2.646568, 1.6632, 1.68], atol=5e-7)
+    assert_equal(td, [2.520102, 2.446568, 1.3632, 1.6], atol=5e-7)
+
+
+def test_vtrace_of_many_is_vtrace_of_each():
+    other = (RHO.flip(0).log(), REWARDS.flip(0), VALUES.flip(0), 0.9 * torch.ones(4, dtype=torch.float64))
+    both = [torch.stack(pair) for pair in zip((RHO.log(), REWARDS, VALUES, GAMMA), other, strict=True)]
+    vs, td = vtrace(*both, double([0.0, 0.7]), rho_bar=1.5, c_bar=0.9)
+    alone = vtrace(*other, 0.7, rho_bar=1.5, c_bar=0.9)
+    assert_equal(vs[1], alone[0], atol=1e-12)
+    assert_equal(td[1], alone[1], atol=1e-12)
+
+
+@given(seed=st.integers(0, 100))
+def test_vtrace_on_policy_is_the_discounted_return(seed):
+    """rho = 1: vs is the n-step return with the bootstrap at its end, whatever the values."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    vs, td = vtrace(torch.zeros_like(values), rewards, values, torch.full_like(values, 0.9), 3.0)
+    returns, after = [], 3.0
+    for reward in reversed(rewards.tolist()):
+        after = reward + 0.9 * after
+        returns.insert(0, after)
+    assert_equal(vs, returns, atol=1e-9)
+    assert_equal(td, vs - values, atol=1e-9)
+
+
+def test_vtrace_caps_are_two():
+    """rho_bar bounds how a step corrects its own value, c_bar how far later corrections travel back."""
+    step = (RHO.log(), REWARDS, VALUES, GAMMA, 0.0)
+    near, far = vtrace(*step, rho_bar=2.0, c_bar=1.0)[0], vtrace(*step, rho_bar=2.0, c_bar=0.0)[0]
+    following = double([0.2, 0.3, 0.4, 0])
+    assert_equal(far, VALUES + RHO * (REWARDS + GAMMA * following - VALUES), atol=1e-12)
+    assert not torch.allclose(near, far)
+
+
+def test_vtrace_has_no_gradient():
+    log_rho = RHO.log().requires_grad_()
+    assert not any(part.requires_grad for part in vtrace(log_rho, REWARDS, VALUES, GAMMA, 0.0))
+
+
+def test_an_end_reward_reaches_back_through_what_is_still_trusted():
+    """td_t = A prod over later steps of min(1, rho): an update of the last step needs none of the others."""
+    got = terminal_advantages(double([[0.5, 2.0, 0.8]]).log(), double([10.0]))
+    assert_equal(got, [[8.0, 8.0, 10.0]], atol=1e-12)
 
 
 def test_groups_are_keyed_by_prompt_id():

@@ -13,6 +13,9 @@ from unified_trainer.policy import log_prob, transition
 K = torch.arange(16, dtype=torch.float64).reshape(2, 8)
 X_T, VELOCITY, NOISE = K.sin(), (1.3 * K).cos(), (2.7 * K + 0.5).sin()
 SIGMA, SIGMA_NEXT = sigma_table(20, 3.0)[4:6]
+SIGMA_MAX = sigma_table(20, 3.0)[1]  # .9827586207
+DENSITY_DANCE, DENSITY_FLOW = [1.9333554108, 1.9463761462], [-0.1563957745, -0.1433750391]
+DENSITY_WAN, DENSITY_CPS = [0.8268170569, 0.8398377922], [-0.3460167450, -0.3269374125]  # cps unnormalised
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -20,13 +23,81 @@ def assert_equal(got, expected, atol):
     torch.testing.assert_close(got, torch.as_tensor(expected, dtype=torch.float64), rtol=0, atol=atol)
 
 
-def test_dance_golden():
-    mean, std = transition("dance", X_T, VELOCITY, SIGMA, SIGMA_NEXT, 0.3)
-    x_next = mean + std * NOISE
-    assert float(std) == pytest.approx(0.045573271519, abs=5e-13)
-    assert_equal(mean[0, :3], [-0.0231634615, 0.8343281311, 0.9281229769], atol=5e-11)
-    assert float(x_next[1, 7]) == pytest.approx(0.623893482937, abs=5e-13)
-    assert_equal(log_prob(x_next, mean, std), [1.9333554108, 1.9463761462], atol=5e-11)
+@pytest.mark.parametrize(
+    ("kernel", "level", "std", "mean", "x_next", "density"),
+    [
+        ("dance", 0.3, 0.045573271519, [-0.0231634615, 0.8343281311, 0.9281229769], 0.623893482937, DENSITY_DANCE),
+        ("flow", 0.7, 0.368364368109, [-0.0287307692, 0.7719374203, 0.8670831390], 0.521196368495, DENSITY_FLOW),
+        ("flow_wan", 0.0, 0.137807770640, [-0.0238682140, 0.8264302372, 0.9203960868], 0.602744352738, DENSITY_WAN),
+        ("cps", 0.8, 0.855950864666, [-0.0709142081, 0.2992035820, 0.4045848521], 0.053675979592, DENSITY_CPS),
+    ],
+)
+def test_kernels_golden(kernel, level, std, mean, x_next, density):
+    got, spread = transition(kernel, X_T, VELOCITY, SIGMA, SIGMA_NEXT, level, sigma_max=SIGMA_MAX)
+    drawn = got + spread * NOISE
+    assert float(spread) == pytest.approx(std, abs=5e-13)
+    assert_equal(got[0, :3], mean, atol=5e-11)
+    assert float(drawn[1, 7]) == pytest.approx(x_next, abs=5e-13)
+    assert_equal(log_prob(drawn, got, spread, normalised=kernel != "cps"), density, atol=5e-11)
+
+
+def closed_form(s: float, sigma: float, sigma_next: float) -> tuple[torch.Tensor, float]:
+    drift = VELOCITY + s**2 / (2 * sigma) * (X_T + (1 - sigma) * VELOCITY)
+    return X_T + (sigma_next - sigma) * drift, s * math.sqrt(sigma - sigma_next)
+
+
+@given(level=st.floats(0.05, 1.0), sigma=st.floats(0.05, 0.99), share=st.floats(0.0, 0.95))
+def test_flow_closed_form_below_pure_noise(level, sigma, share):
+    """s = level sqrt(sigma / (1 - sigma)); sigma_max is not looked at."""
+    mean, std = transition("flow", X_T, VELOCITY, sigma, share * sigma, level)
+    expected, spread = closed_form(level * math.sqrt(sigma / (1 - sigma)), sigma, share * sigma)
+    assert_equal(mean, expected, atol=1e-9)
+    assert float(std) == pytest.approx(spread, rel=1e-12)
+
+
+@pytest.mark.parametrize("sigma", [1.0, 1 - 1e-5, 0.9995])
+def test_flow_is_guarded_near_pure_noise(sigma):
+    """A level that rounding left just below 1 would divide by almost nothing."""
+    mean, std = transition("flow", X_T, VELOCITY, sigma, 0.98, 0.7, sigma_max=SIGMA_MAX)
+    expected, spread = closed_form(0.7 * math.sqrt(sigma / (1 - float(SIGMA_MAX))), sigma, 0.98)
+    assert_equal(mean, expected, atol=1e-12)
+    assert float(std) == pytest.approx(spread, rel=1e-12)
+
+
+def test_the_guard_is_of_each_sample():
+    sigmas, nexts = torch.tensor([1.0, 0.5], dtype=torch.float64), torch.tensor([0.9, 0.4], dtype=torch.float64)
+    mean, std = transition("flow", X_T, VELOCITY, sigmas, nexts, 0.7, sigma_max=SIGMA_MAX)
+    for i, s in enumerate((0.7 * math.sqrt(1 / (1 - float(SIGMA_MAX))), 0.7)):
+        expected, spread = closed_form(s, float(sigmas[i]), float(nexts[i]))
+        assert_equal(mean[i], expected[i], atol=1e-12)
+        assert float(std[i]) == pytest.approx(spread, rel=1e-12)
+
+
+@pytest.mark.parametrize("sigma_max", [None, 1.0])
+@pytest.mark.parametrize(("kernel", "sigma"), [("flow", 1.0), ("flow_wan", 1.0), ("flow_wan", 0.5)])
+def test_a_kernel_says_that_it_needs_the_second_level(kernel, sigma, sigma_max):
+    with pytest.raises(ValueError, match=f"{kernel} needs sigma_max"):
+        transition(kernel, X_T, VELOCITY, sigma, 0.4, 0.7, sigma_max=sigma_max)
+
+
+@given(level=st.floats(0.0, 1.0), sigma=st.floats(0.05, 1.0), share=st.floats(0.0, 0.95))
+def test_cps_keeps_the_noise_level(level, sigma, share):
+    """What noise the mean keeps and what is drawn anew have sigma_next together: coefficients preserved."""
+    sigma_next = share * sigma
+    x0, noise = X_T - sigma * VELOCITY, X_T + (1 - sigma) * VELOCITY
+    mean, std = transition("cps", X_T, VELOCITY, sigma, sigma_next, level)
+    kept = (mean - (1 - sigma_next) * x0) / noise
+    assert_equal(kept.square() + std.square(), torch.full_like(kept, sigma_next**2), atol=1e-9)
+
+
+def test_cps_at_level_one_renoises_and_at_level_zero_is_euler():
+    x0 = X_T - SIGMA * VELOCITY
+    mean, std = transition("cps", X_T, VELOCITY, SIGMA, SIGMA_NEXT, 1.0)
+    assert_equal(mean, (1 - SIGMA_NEXT) * x0, atol=1e-15)
+    assert float(std) == float(SIGMA_NEXT)
+    mean, std = transition("cps", X_T, VELOCITY, SIGMA, SIGMA_NEXT, 0.0)
+    assert_equal(mean, X_T + (SIGMA_NEXT - SIGMA) * VELOCITY, atol=1e-12)
+    assert float(std) == 0
 
 
 def test_ode_is_the_euler_step_without_density():

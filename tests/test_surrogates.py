@@ -1,4 +1,4 @@
-"""The clipped objective: the published table of values and slopes, and what holds for every ratio."""
+"""Policy objectives: the published table of values and slopes, what holds for every ratio, and the diagnostics."""
 
 import math
 
@@ -7,32 +7,114 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.surrogates import LOG_RATIO_LIMIT, outside_clip, surrogate
+from unified_trainer.policy import log_prob
+from unified_trainer.surrogates import (
+    LOG_RATIO_LIMIT,
+    Shape,
+    diagnostics,
+    guard_ratio,
+    guarded_log_ratio,
+    leaves_trust_region,
+    outside_clip,
+    surrogate,
+)
 
 RATIOS = (0.5, 0.9, 1.0, 1.1, 1.5, 4.0)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def value_and_slope(log_ratio: torch.Tensor, advantage: float, low: float, high: float):
+LOG_RATIOS = torch.tensor(RATIOS, dtype=torch.float64).log()
+
+
+def value_and_slope(log_ratio: torch.Tensor, advantage: float, low: float, high: float, mode="clip", **shape):
     """J and g = dJ / dlogp of each element."""
     log_ratio = log_ratio.clone().requires_grad_()
-    objective = surrogate("clip", log_ratio, torch.full_like(log_ratio, advantage), clip_low=low, clip_high=high)
+    advantages = torch.full_like(log_ratio, advantage)
+    objective = surrogate(mode, log_ratio, advantages, clip_low=low, clip_high=high, **shape)
     (slope,) = torch.autograd.grad(objective.sum(), log_ratio)
     return objective.detach(), slope
 
 
+SAPO_POS = [1.5102, 1.9001, 2.0, 2.0999, 2.4898, 3.8103], [0.4700, 0.8978, 1.0, 1.0973, 1.4100, 0.7228]
+SAPO_NEG = [-1.4159, -1.8049, -1.9048, -2.0047, -2.3936, -3.6530], [-0.4671, -0.8975, -1.0, -1.0970, -1.4012, -0.6304]
+SOFT_SQUARED = [0.125, 0.729, 1.0, 0.9091, 0.6667, 0.25]
+FREE = [0.5, 0.9, 1.0, 1.1, 1.5, 4.0]
+
+
+def minus(values: list[float]) -> list[float]:
+    return [-value for value in values]
+
+
 @pytest.mark.parametrize(
-    ("advantage", "value", "slope"),
+    ("mode", "shape", "advantage", "value", "slope"),
     [
-        (1.0, [0.5, 0.9, 1.0, 1.1, 1.2, 1.2], [0.5, 0.9, 1.0, 1.1, 0.0, 0.0]),
-        (-1.0, [-0.8, -0.9, -1.0, -1.1, -1.5, -4.0], [0.0, -0.9, -1.0, -1.1, -1.5, -4.0]),
+        ("none", {}, 1.0, FREE, FREE),
+        ("none", {}, -1.0, minus(FREE), minus(FREE)),
+        ("clip", {}, 1.0, [0.5, 0.9, 1.0, 1.1, 1.2, 1.2], [0.5, 0.9, 1.0, 1.1, 0.0, 0.0]),
+        ("clip", {}, -1.0, [-0.8, -0.9, -1.0, -1.1, -1.5, -4.0], [0.0, -0.9, -1.0, -1.1, -1.5, -4.0]),
+        ("dual_clip", {}, 1.0, [0.5, 0.9, 1.0, 1.1, 1.2, 1.2], [0.5, 0.9, 1.0, 1.1, 0.0, 0.0]),
+        ("dual_clip", {}, -1.0, [-0.8, -0.9, -1.0, -1.1, -1.5, -3.0], [0.0, -0.9, -1.0, -1.1, -1.5, 0.0]),
+        ("dual_clip", {"dual_clip": 1.25}, -1.0, [-0.8, -0.9, -1, -1.1, -1.25, -1.25], [0, -0.9, -1, -1.1, 0, 0]),
+        ("soft_clip", {}, 1.0, [0.25, 0.81, 1, 1, 1, 1], [0.25, 0.81, 1, 1, 1, 1]),
+        ("soft_clip", {"alpha": 2.0}, 1.0, SOFT_SQUARED, SOFT_SQUARED),
+        ("soft_clip", {}, -1.0, [-0.25, -0.81, -1, -1, -1, -1], [-0.25, -0.81, -1, -1, -1, -1]),
+        ("sapo", {}, 1.0, *SAPO_POS),
+        ("sapo", {}, -1.0, *SAPO_NEG),
+        ("ce_gppo", {}, 1.0, [0.5, 0.9, 1, 1.1, 1.2, 1.2], [0.5, 0.9, 1, 1.1, 1.2, 1.2]),
+        ("ce_gppo", {}, -1.0, [-0.6, -0.9, -1, -1.1, -1.5, -4], [-0.6, -0.9, -1, -1.1, -1.5, -4]),
+        ("ce_gppo", {"beta_high": 0.5}, 1.0, [0.5, 0.9, 1, 1.1, 0.6, 0.6], [0.5, 0.9, 1, 1.1, 0.6, 0.6]),
+        ("ce_gppo", {"beta_low": 0.0}, -1.0, [0, -0.9, -1, -1.1, -1.5, -4], [0, -0.9, -1, -1.1, -1.5, -4]),
     ],
 )
-def test_clip_golden(advantage, value, slope):
-    log_ratio = torch.tensor(RATIOS, dtype=torch.float64).log()
-    got = value_and_slope(log_ratio, advantage, 0.2, 0.2)
-    torch.testing.assert_close(got[0], torch.tensor(value, dtype=torch.float64), rtol=0, atol=1e-12)
-    torch.testing.assert_close(got[1], torch.tensor(slope, dtype=torch.float64), rtol=0, atol=1e-12)
+def test_objectives_golden(mode, shape, advantage, value, slope):
+    got = value_and_slope(LOG_RATIOS, advantage, 0.2, 0.2, mode, **shape)
+    for tensor, expected in zip(got, (value, slope), strict=True):
+        torch.testing.assert_close(tensor, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=6e-5)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_cispo_golden(sign):
+    """Canonically without a lower bound; J = g."""
+    value, slope = value_and_slope(LOG_RATIOS, sign, 1.0, 0.2, "cispo")
+    expected = sign * torch.tensor([0.5, 0.9, 1.0, 1.1, 1.2, 1.2], dtype=torch.float64)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(slope, expected)
+    bounded = value_and_slope(LOG_RATIOS, sign, 0.2, 0.2, "cispo")[0]
+    assert float(bounded[0]) == pytest.approx(0.8 * sign)
+
+
+def test_gspo_has_one_ratio_for_all_steps():
+    """s = exp(mean of d): min(s A, clip(s) A), and s A / T for each step."""
+    log_ratio = torch.tensor([[0.1, -0.3, 0.5], [0.9, 0.2, 0.4]], dtype=torch.float64, requires_grad=True)
+    advantage = torch.tensor([2.0, 1.0], dtype=torch.float64)
+    objective = surrogate("gspo", log_ratio, advantage, clip_low=0.2, clip_high=0.3)
+    (slope,) = torch.autograd.grad(objective.sum(), log_ratio)
+    assert objective.tolist() == pytest.approx([2 * math.exp(0.1), 1.3])
+    assert slope.tolist() == [pytest.approx([2 * math.exp(0.1) / 3] * 3), [0.0, 0.0, 0.0]]
+    with pytest.raises(ValueError, match=r"gspo needs the log-ratios of all steps, \[b, s\]"):
+        surrogate("gspo", log_ratio[:, 0], advantage)
+
+
+MODES = ("none", "clip", "dual_clip", "soft_clip", "sapo", "ce_gppo", "cispo")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(advantage=st.floats(-5, 5), low=st.floats(0.05, 0.9), high=st.floats(0.05, 3))
+def test_every_objective_starts_with_the_policy_gradient(mode, advantage, low, high):
+    """At ratio 1 the slope is the advantage, whatever the mode and its parameters."""
+    assert float(value_and_slope(torch.zeros(1, dtype=torch.float64), advantage, low, high, mode)[1]) == pytest.approx(
+        advantage, abs=1e-12
+    )
+
+
+@pytest.mark.parametrize("mode", ["none", "clip", "dual_clip", "sapo", "ce_gppo"])
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+def test_slopes_are_those_of_the_value_where_nothing_is_detached(mode, advantage):
+    """Central differences."""
+    points = torch.tensor([0.85, 1.02, 1.15], dtype=torch.float64).log()
+    up, down = (value_and_slope(points + step, advantage, 0.2, 0.2, mode)[0] for step in (1e-6, -1e-6))
+    slope = value_and_slope(points, advantage, 0.2, 0.2, mode)[1]
+    torch.testing.assert_close(slope, (up - down) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
 def test_low_and_high_are_two_ranges():
@@ -77,5 +159,116 @@ def test_outside_is_where_the_ratio_left_the_range():
 
 
 def test_an_unknown_mode_is_named(unchecked):
-    with pytest.raises(ValueError, match="unknown surrogate 'clop'; have clip"):
+    with pytest.raises(ValueError, match="unknown surrogate 'clop'; have none, clip, dual_clip"):
         surrogate("clop", torch.zeros(1), torch.zeros(1), clip_low=0.2, clip_high=0.2)
+
+
+# The guard and the trust region.
+
+
+def step_of(seed: int = 0, shift: float = 0.05, std: float = 0.3):
+    """Means before and after a move, their std, and what was drawn from the old one; float64, 500 elements."""
+    generator = torch.Generator().manual_seed(seed)
+    old, move, eps = torch.randn(3, 4, 5, 100, generator=generator, dtype=torch.float64)
+    return old, old + shift * move, torch.tensor([[[std]]], dtype=torch.float64), eps
+
+
+def test_the_guard_ratio_by_hand():
+    """exp((dlogp + mean(dmu^2) / (2 std^2)) std); dmu = (.3, -.1), std .5: mean square .05, over .5."""
+    mean, old = torch.tensor([[1.3, 0.9]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
+    log_ratio = torch.tensor([-0.02], dtype=torch.float64)
+    got = guard_ratio(log_ratio, mean, old, torch.tensor(0.5, dtype=torch.float64))
+    assert got.tolist() == pytest.approx([math.exp((-0.02 + 0.1) * 0.5)])
+
+
+def test_the_guard_takes_the_bias_away_exactly():
+    """log-ratio = mean(eps dmu) / std - k, so that the guarded one is mean(eps dmu): odd in eps, no k left."""
+    old, new, std, eps = step_of()
+    guarded = []
+    for sign in (1, -1):
+        x_next = old + sign * std * eps
+        log_ratio = log_prob(x_next, new, std) - log_prob(x_next, old, std)
+        guarded.append(guarded_log_ratio(log_ratio, new, old, std))
+        torch.testing.assert_close(guarded[-1], sign * (eps * (new - old)).flatten(1).mean(1))
+    torch.testing.assert_close(guarded[0], -guarded[1])
+
+
+def test_the_gradient_of_the_guard_is_the_drawn_noise():
+    """d guarded / d mean = eps / D: the pull of k cancels, and no std is left."""
+    old, new, std, eps = step_of()
+    mean = new.clone().requires_grad_()
+    log_ratio = log_prob(old + std * eps, mean, std) - log_prob(old + std * eps, old, std)
+    guarded_log_ratio(log_ratio, mean, old, std).sum().backward()
+    torch.testing.assert_close(mean.grad, eps / 500)
+
+
+def test_who_leaves_the_trust_region():
+    """Only where k has reached the bound and the ratio went where the advantage pushes it."""
+    log_ratio = torch.tensor([0.1, 0.1, -0.1, -0.1, 0.1, 0.0])
+    advantage = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, 1.0])
+    kl = torch.tensor([0.5, 0.5, 0.6, 0.5, 0.49, 0.5])
+    assert leaves_trust_region(log_ratio, advantage, kl, 0.5).tolist() == [True, False, True, False, False, False]
+
+
+# Diagnostics.
+
+
+def test_diagnostics_by_hand():
+    """Ratios .5 1 1.5 1.1 and advantages 1 2 3 0 under clip .2: outside .5; dead .25; U = .5, 1, 0 of three."""
+    log_ratio = torch.tensor([0.5, 1.0, 1.5, 1.1], dtype=torch.float64).log()
+    got = diagnostics("clip", log_ratio, torch.tensor([1.0, 2.0, 3.0, 0.0]), clip_low=0.2, clip_high=0.2)
+    assert got == {
+        "outside": 0.5,
+        "dead": 0.25,
+        "u_mean": pytest.approx(0.5),
+        "u_p50": pytest.approx(0.5),
+        "u_p90": pytest.approx(0.9),
+        "u_p99": pytest.approx(0.99),
+        "ess": pytest.approx(1.5**2 / (3 * 1.25)),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_outside_and_dead_are_of_the_ratio_and_not_of_the_mode(mode):
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
+    got = diagnostics(mode, LOG_RATIOS, advantage, clip_low=0.2, clip_high=0.2)
+    assert got["outside"] == pytest.approx(3 / 6) and got["dead"] == pytest.approx(1 / 6)  # 1.5 alone: A = +1, r > hi
+    _, slope = value_and_slope(LOG_RATIOS, 1.0, 0.2, 0.2, mode)
+    up = diagnostics(mode, LOG_RATIOS, torch.full((6,), 7.0), clip_low=0.2, clip_high=0.2)
+    assert up["u_mean"] == pytest.approx(float(slope.mean()))
+    assert up["ess"] == pytest.approx(float(slope.sum() ** 2 / (6 * slope.square().sum())))
+
+
+def test_the_diagnostics_of_gspo_are_of_whole_sequences():
+    """Sequence ratios exp(.1) and exp(.5): the second is stopped."""
+    log_ratio = torch.tensor([[0.0, 0.2], [0.9, 0.1]], dtype=torch.float64)
+    got = diagnostics("gspo", log_ratio, torch.ones(2), clip_low=0.2, clip_high=0.2)
+    assert (got["outside"], got["dead"], got["ess"]) == (0.5, 0.5, pytest.approx(0.5))
+    assert got["u_mean"] == pytest.approx(math.exp(0.1) / 2)
+
+
+@pytest.mark.parametrize("advantage", [0.0, 1.0])
+def test_no_slope_at_all_is_an_effective_size_of_zero(advantage):
+    got = diagnostics("clip", torch.full((3,), 2.0), torch.full((3,), advantage), clip_low=0.2, clip_high=0.2)
+    assert got["ess"] == got["u_mean"] == got["u_p99"] == 0
+
+
+def test_diagnostics_need_no_graph_and_leave_none():
+    log_ratio = torch.zeros(3, requires_grad=True)
+    with torch.no_grad():
+        got = diagnostics("sapo", log_ratio, torch.ones(3))
+    assert got["u_mean"] == got["ess"] == 1 and log_ratio.grad is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dual_clip": 1.0}, r"algorithm\.shape\.dual_clip must be above 1"),
+        ({"tau_neg": 0.0}, "tau_pos and tau_neg must be above 0"),
+        ({"beta_low": -0.1}, "must not be negative"),
+        ({"alpha": -1.0}, "must not be negative"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Shape(**changes).check()

@@ -1,5 +1,7 @@
 """python -m unified_trainer: parse, build, run."""
 
+import hashlib
+import json
 import os
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
 from unified_trainer.commands.sample import sample
 from unified_trainer.config import ConfigError, RunConfig
-from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.mesh import Mesh, where
 from unified_trainer.registry import ALGORITHMS
 from unified_trainer.run_folder import claimed
 from unified_trainer.saving import Saver
@@ -35,7 +37,7 @@ def main(argv: list[str]) -> int:
         else:
             train(settings.parse(argv, ALGORITHMS, checkpoint.contract))
     except MENDABLE as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error{where()}: {error}\n")
         return 2
     except KeyboardInterrupt:  # the second one, or one before the first step; a save that is under way is given up
         sys.stderr.write("stopped\n")
@@ -46,7 +48,9 @@ def main(argv: list[str]) -> int:
 
 def train(run: RunConfig) -> None:
     """Build the run, continue or start it, and write everything into its directory."""
-    mesh = Mesh.join(run.device)
+    mesh = Mesh.join(run.device, run.parallel)
+    digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
+    mesh.agree(f"{run.method} with settings {digest[:16]}")
     output = run.resume or run.output or _free_folder(run.method)
     with claimed(output, mesh):
         changed: list[str] = []
@@ -69,6 +73,8 @@ def train(run: RunConfig) -> None:
             Saver(output / "checkpoints", mesh, built.keep, tracker.say, beside=run.async_save) as saver,
         ):
             tracker.table(f"{run.method}: one training step", built.counts)
+            for note in built.notes:
+                tracker.say(note)
             tracker.say(f"writing to {output}" + (f"; weights of {carried}" if carried else ""))
             if run.resume:
                 tracker.say(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
@@ -84,6 +90,7 @@ def train(run: RunConfig) -> None:
                 checkpoint_every=run.checkpoint_every,
                 validate_every=run.validate_every,
             )
+    mesh.leave()
 
 
 def _free_folder(method: str) -> Path:

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args
 
+import torch
+
 from unified_trainer.config import ConfigError, RunConfig, plain
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.feed import Feed, Source
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts, read_prompts, training_prompts
+from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import METHODS, family_of, load_model, load_scorer
+from unified_trainer.registry import METHODS, family_of, load_scorer, open_model
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.reward import Reward
@@ -29,7 +32,8 @@ STARTS_AS = {"student": "tiny", "teacher": "student", "critic": "teacher"}
 class Built:
     trainer: Trainer
     validation: Validation
-    counts: dict[str, int]  # of one training step's batch
+    counts: dict[str, int | str]  # of one training step's batch
+    notes: tuple[str, ...]  # on what and in which precision it runs
     keep: Keep
 
 
@@ -42,7 +46,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     run.sampler.check()
     run.algorithm.check(run.sampler)
     plan = run.algorithm.plan()
-    counts = plan.table(mesh.size)
+    counts = plan.table(mesh.data_size)
     prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     method_type, _ = METHODS[run.method]
     configs, paths = role_settings(run, method_type)
@@ -53,14 +57,17 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     codec = family.codec(folder, mesh.device)
     latent_shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
     _check_same_latents(paths)
+    _check_sequence(paths, mesh, causal=run.sampler.chunks.causal)
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
     scorer = load_scorer(run.reward.path, run.reward.precision, mesh.device)
     reward = Reward(scorer, codec, run.reward)
     roles = load_roles(types, configs, paths, mesh)
+    if run.sampler.chunks.causal:
+        counts |= _cache_memory(run, roles["student"], latent_shape, max(plan.micro_batch, run.validation.batch), mesh)
 
     parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, **roles}
-    method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters})
+    method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters if name in parts})
     if not run.algorithm.learns_from_data:
         source: Source = Prompts(prompts)
     elif run.data.path:
@@ -71,13 +78,22 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     validation = Validation(run.validation, codec, reward, scorer.features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
     contract = plain(run)["sampler"] if method_type.trains_sampler else None
-    return Built(Trainer(method, trained, feed, mesh, seed=run.seed, contract=contract), validation, counts, keep)
+    trainer = Trainer(method, trained, feed, mesh, seed=run.seed, contract=contract)
+    return Built(trainer, validation, counts, _notes(roles, mesh), keep)
 
 
 def load_roles(
-    types: Mapping[str, type[Role]], configs: Mapping[str, RoleConfig], paths: Mapping[str, str], mesh: Mesh
+    types: Mapping[str, type[Role]],
+    configs: Mapping[str, RoleConfig],
+    paths: Mapping[str, str],
+    mesh: Mesh,
+    *,
+    half: bool = True,
 ) -> dict[str, Role]:
-    """The roles, those of the same path whose base weights stay as they are over one network in memory."""
+    """The roles, those of the same path whose base weights stay as they are over one network in memory.
+
+    With `half`, such weights are held in the precision of their roles; else in float32, to be changed after all.
+    """
     owners: dict[tuple[str, str], list[str]] = {}  # by path, and by name where a role trains all weights
     for name in types:
         trains_all = issubclass(types[name], Trainable) and not configs[name].adapter.rank
@@ -86,23 +102,40 @@ def load_roles(
     for (_, owner), names in owners.items():
         causal = any(issubclass(types[name], CausalStudent) for name in names)
         backbone = Backbone(
-            load_model(names[0], paths[names[0]], mesh.device, causal=causal),
+            open_model(names[0], paths[names[0]], causal=causal),
             mesh,
             trained=bool(owner),
             adapters={
                 name: configs[name].adapter for name in names if issubclass(types[name], Trainable) and not owner
             },
             activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
+            half=half and not owner and all(configs[name].precision == "bf16" for name in names),
+            compile=any(configs[name].compile for name in names),
         )
         roles |= {name: types[name](name, backbone, configs[name]) for name in names}
     return roles
 
 
+def _cache_memory(
+    run: RunConfig, student: Role, latent_shape: tuple[int, int, int, int], samples: int, mesh: Mesh
+) -> dict[str, str]:
+    """What a causal student's cache takes, in words; ValueError when it does not fit."""
+    dtype = torch.bfloat16 if run.student.precision == "bf16" else torch.float32
+    with student.running() as model:
+        size = samples * model.cache_bytes(latent_shape, run.sampler.chunks, dtype)
+    size *= 1 if run.sampler.guidance_scale == 1 else 2
+    way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
+    require_memory(size, mesh.device, "the student's cache", way_out)
+    return {"cache of the student": f"{size / 2**30:.3f} GiB for {samples} samples"}
+
+
 def role_types(method_type: type) -> dict[str, type[Role]]:
-    """The networks that a method's constructor asks for, by name."""
+    """The networks that a method's constructor asks for, by name; one with a default may be left out, and is."""
     types = {}
     for name, parameter in inspect.signature(method_type).parameters.items():
         asked = parameter.annotation
+        if parameter.default is not parameter.empty:
+            continue
         for kind in get_args(asked) if isinstance(asked, UnionType) else (asked,):
             if isinstance(kind, type) and issubclass(kind, Role):
                 types[name] = kind
@@ -130,3 +163,23 @@ def _check_same_latents(paths: Mapping[str, str]) -> None:
         channels[name] = family.latent_channels(folder)
     if len(set(channels.values())) > 1:
         raise ConfigError(f"roles must share one latent space, but their channels are {channels}: set their paths")
+
+
+def _check_sequence(paths: Mapping[str, str], mesh: Mesh, *, causal: bool) -> None:
+    """Whether the sequence ranks can share attention, before any weight is read."""
+    ranks = mesh.config.sequence
+    if ranks > 1 and causal:
+        raise ConfigError("parallel.sequence must be 1 for a causal student: its cache is not shared yet")
+    for name, path in paths.items():
+        family, folder = family_of(name, path)
+        heads = family.attention_heads(folder)
+        if heads % ranks:
+            raise ConfigError(
+                f"parallel.sequence must divide the {heads} attention heads of {name}.path, but is {ranks}"
+            )
+
+
+def _notes(roles: Mapping[str, Role], mesh: Mesh) -> tuple[str, ...]:
+    held = "; ".join(f"{name} {role.precision}" for name, role in roles.items())
+    rest = "gradients, optimizers, guidance, losses and log-probabilities fp32; noise levels fp64"
+    return (f"ranks: {mesh}", f"precision: {held}; {rest}")

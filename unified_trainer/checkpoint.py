@@ -117,7 +117,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
     _no_advice()
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save(tensors, storage_writer=writer, no_dist=mesh.size == 1, process_group=mesh.group)
+        dcp.save(tensors, storage_writer=writer, no_dist=mesh.size == 1, process_group=mesh.talk)
     except CheckpointException as failed:  # the same on all ranks
         error = next(iter(failed.failures.values()))[0]
         if not isinstance(error, OSError):
@@ -160,7 +160,7 @@ def _all_or_none(mesh: Mesh, where: Path, work: Callable[[], T]) -> T:
     except OSError as caught:
         error = _named(where, caught)
     mine = 0 if error is None else 2 if isinstance(error, DiskFull) else 1
-    worst = int(mesh.gather(torch.tensor([mine], device=mesh.device)).max())
+    worst = int(mesh.largest(mine))
     if error is None and worst:
         error = (CheckpointError, DiskFull)[worst - 1](f"{where}: another rank could not write its part")
     if error is not None:

@@ -14,6 +14,7 @@ import yaml
 
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.roles.reward import RewardConfig
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
@@ -35,6 +36,7 @@ HARMLESS = (
     "validation",
     "tracking",
     "init_from",
+    "parallel",
 )
 
 
@@ -82,6 +84,7 @@ class RunConfig(Generic[Algorithm]):
     validate_every: int = 10  # training steps between validations, before the first and after the last too; 0 is never
     prompts: Path | None = None  # file with one training prompt a line, instead of the built-in ones
     device: Device = "auto"  # where to run
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     student: TrainableConfig = field(default_factory=TrainableConfig)
     teacher: RoleConfig = field(default_factory=RoleConfig)

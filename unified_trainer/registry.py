@@ -16,7 +16,7 @@ from unified_trainer.methods.ode_init import ODEInit, ODEInitConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.base import CausalVideoModel, Codec, VideoModel
 from unified_trainer.models.hpsv3 import HPSv3
-from unified_trainer.models.wan import WanCodec, WanModel, latent_channels
+from unified_trainer.models.wan import WanCodec, WanModel, attention_heads, latent_channels
 from unified_trainer.models.wan_causal import CausalWanModel
 
 TINY = Path(__file__).parent / "assets" / "tiny"
@@ -24,10 +24,11 @@ TINY = Path(__file__).parent / "assets" / "tiny"
 
 @dataclass(frozen=True)
 class Family:
-    model: Callable[[Path, torch.device], VideoModel]
+    model: Callable[[Path], VideoModel]  # without its weights, which `read` brings
     codec: Callable[[Path, torch.device], Codec]
-    causal: Callable[[Path, torch.device], CausalVideoModel] | None  # the same weights, chunk by chunk
+    causal: Callable[[Path], CausalVideoModel] | None  # the same weights, chunk by chunk
     latent_channels: Callable[[Path], int]
+    attention_heads: Callable[[Path], int]
 
 
 METHODS: dict[str, tuple[type[Method], type]] = {
@@ -39,7 +40,7 @@ METHODS: dict[str, tuple[type[Method], type]] = {
     "self_forcing": (SelfForcing, SelfForcingConfig),
 }
 ALGORITHMS = {name: config for name, (_, config) in METHODS.items()}
-FAMILIES = {"WanPipeline": Family(WanModel.load, WanCodec.load, CausalWanModel.load, latent_channels)}
+FAMILIES = {"WanPipeline": Family(WanModel.open, WanCodec.load, CausalWanModel.open, latent_channels, attention_heads)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -62,11 +63,11 @@ def load_scorer(path: str, precision: str, device: torch.device) -> HPSv3:
     return HPSv3.load(TINY / "hpsv3" if path == "tiny" else Path(path), device, DTYPES[precision])
 
 
-def load_model(role: str, path: str, device: torch.device, *, causal: bool) -> VideoModel:
-    """The network of a role's path, chunk by chunk if it is to be causal."""
+def open_model(role: str, path: str, *, causal: bool) -> VideoModel:
+    """The network of a role's path, chunk by chunk if it is to be causal; its weights are still to be read."""
     family, folder = family_of(role, path)
     if not causal:
-        return family.model(folder, device)
+        return family.model(folder)
     if family.causal is None:
         raise ValueError(f"{role}.path {path}: this family has no causal form; set sampler.chunks.chunk_frames 0")
-    return family.causal(folder, device)
+    return family.causal(folder)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unified_trainer.chunks import ChunkConfig
 from unified_trainer.flow import add_noise, guide, sigma_table, warp_steps, x0_from_velocity
-from unified_trainer.policy import Kernel, log_prob, transition
+from unified_trainer.policy import Kernel, Policy, transition
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Role
 from unified_trainer.types import Batch, Latents, Rollout
@@ -110,18 +110,19 @@ def rollout(
     noise: Latents,
     batch: Batch,
     sampler: SamplerConfig,
-    kernel: Kernel,
-    level: float,
+    policy: Policy,
+    window: range,
     draw: Draw,
 ) -> Rollout:
-    """Sample with a stochastic kernel and keep every state; `draw(s)` is the noise of transition s.
+    """Sample with the policy's noise in the transitions of `window`, Euler steps elsewhere, and keep what it did.
 
-    The last transition goes to the clean prediction without noise: it has no density and is not part of the policy.
-    A causal student does so in every chunk; state s then is what all chunks were at their step s.
+    `draw(s)` is the noise of transition s. The last transition goes to the clean prediction without noise: it has no
+    density and cannot be in the window. A causal student does so in every chunk; state s then is what all chunks were
+    at their step s.
     """
     if not sampler.chunks.causal:
         return _policy_walk(
-            lambda x_t, sigma: policy_velocity(role, x_t, sigma, batch, sampler), noise, sampler, kernel, level, draw
+            lambda x_t, sigma: policy_velocity(role, x_t, sigma, batch, sampler), noise, sampler, policy, window, draw
         )
     draw = functools.cache(draw)
     past = role.look_back(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale)
@@ -132,15 +133,16 @@ def rollout(
             lambda x_t, sigma: past.velocity(x_t, sigma.expand(len(x_t))),
             noise[:, :, own],
             sampler,
-            kernel,
-            level,
+            policy,
+            window,
             lambda s, own=own: draw(s)[:, :, own],
         )
         past.append(part.x0)
         parts.append(part)
     shares = [part.states.shape[3] / noise.shape[2] for part in parts]
     log_probs = sum(share * part.log_probs for share, part in zip(shares, parts, strict=True))
-    return Rollout(torch.cat([part.states for part in parts], 3), log_probs)
+    states, x0 = torch.cat([part.states for part in parts], 3), torch.cat([part.x0 for part in parts], 2)
+    return Rollout(states, log_probs, x0)
 
 
 def policy_velocity(
@@ -173,18 +175,22 @@ def _descend(call: Call, x_t: Latents, sampler: SamplerConfig, draw: Draw, step:
 
 
 def _policy_walk(
-    call: Call, noise: Latents, sampler: SamplerConfig, kernel: Kernel, level: float, draw: Draw
+    call: Call, x_t: Latents, sampler: SamplerConfig, policy: Policy, window: range, draw: Draw
 ) -> Rollout:
-    sigmas, states, log_probs = sampler.sigmas(), [noise], []
-    for s in range(sampler.num_steps):
-        velocity = call(states[-1], sigmas[s])
-        if s == sampler.num_steps - 1:
-            states.append(x0_from_velocity(states[-1], velocity, sigmas[s]))
+    sigmas, states, log_probs = sampler.sigmas(), [], []
+    for s in range(sampler.num_steps - 1):
+        velocity = call(x_t, sigmas[s])
+        if s not in window:
+            x_t, _ = transition("ode", x_t, velocity, sigmas[s], sigmas[s + 1], 0.0)
             continue
-        mean, std = transition(kernel, states[-1], velocity, sigmas[s], sigmas[s + 1], level)
-        states.append(mean + std * draw(s).to(mean))
-        log_probs.append(log_prob(states[-1], mean, std))
-    return Rollout(torch.stack(states, 1), torch.stack(log_probs, 1))
+        if not states:
+            states.append(x_t)
+        mean, std = policy.step(s, x_t, velocity)
+        x_t = mean + std * draw(s).to(mean)
+        states.append(x_t)
+        log_probs.append(policy.log_prob(x_t, mean, std))
+    x0 = x0_from_velocity(x_t, call(x_t, sigmas[-2]), sigmas[-2])
+    return Rollout(torch.stack(states, 1), torch.stack(log_probs, 1), x0)
 
 
 def _context(x0: Latents, sampler: SamplerConfig, draw: Draw) -> Latents:

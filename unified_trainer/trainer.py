@@ -54,15 +54,20 @@ class Trainer:
         ended = object()
         told = set()
         loss = None
-        for generator in generators:
+        for number, generator in enumerate(generators, 1):
             loss = next(generator, ended)
             told.add(None if loss is ended else (loss.role, loss.moves))
             if len(told) > 1:
                 raise RuntimeError(f"{type(self.method).__name__}: micro-batches disagree on the next loss: {told}")
             if loss is not ended:
-                (loss.value / len(generators)).backward()
+                last = loss.moves and number == len(generators)
+                self.roles[loss.role].backward(loss.value / len(generators), last=last)
                 means.add(loss.metrics)
-        return None if loss is ended else loss
+        loss = None if loss is ended else loss
+        self.mesh.agree(
+            f"loss of {loss.role}, which {'moves' if loss.moves else 'stays'}" if loss else "end of the step"
+        )
+        return loss
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything a checkpoint holds."""
@@ -120,7 +125,7 @@ class Trainer:
                 metrics = self.step(step)
                 done = step + 1
                 metrics["samples_per_second"] = watch.rate(self.feed.samples)
-                metrics["peak_memory_gib_max"] = peak_memory(self.mesh.device)
+                metrics["peak_memory_gib_max"] = self.mesh.largest(peak_memory(self.mesh.device))
                 tracker.log(done, {f"train/{name}": value for name, value in metrics.items()}, advance=True)
                 stop = self.mesh.any(bool(asked)) and done < steps
                 saver.check()

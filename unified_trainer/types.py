@@ -47,27 +47,29 @@ class Batch:
         return [self[slice(i, i + size)] for i in range(0, len(self), size)]
 
     def __getitem__(self, part: slice) -> "Batch":
+        return self.take(range(len(self))[part])
+
+    def take(self, rows: Sequence[int]) -> "Batch":
+        """These samples, in this order; one may come more than once."""
+        index = list(rows)
         return replace(
             self,
-            prompts=self.prompts[part],
-            prompt_ids=self.prompt_ids[part],
-            sample_ids=self.sample_ids[part],
-            cond=self.cond.map(lambda x: x[part]),
-            uncond=self.uncond.map(lambda x: x[part]),
-            latents=None if self.latents is None else self.latents[part],
+            prompts=tuple(self.prompts[i] for i in index),
+            prompt_ids=tuple(self.prompt_ids[i] for i in index),
+            sample_ids=tuple(self.sample_ids[i] for i in index),
+            cond=self.cond.map(lambda x: x[index]),
+            uncond=self.uncond.map(lambda x: x[index]),
+            latents=None if self.latents is None else self.latents[index],
         )
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What the policy did: s transitions of b samples, stored in float32."""
+    """What the policy did: the s stochastic transitions of b samples, stored in float32."""
 
-    states: Float[Tensor, "b s_plus_1 c t h w"]  # from the initial noise to the final clean prediction
-    log_probs: Float[Tensor, "b s_stochastic"]  # of the stochastic transitions, which come first
-
-    @property
-    def x0(self) -> Latents:
-        return self.states[:, -1]
+    states: Float[Tensor, "b s_plus_1 c t h w"]  # before the first of them, and after each
+    log_probs: Float[Tensor, "b s"]
+    x0: Latents  # the final clean prediction
 
     @classmethod
     def cat(cls, parts: Sequence["Rollout"]) -> "Rollout":

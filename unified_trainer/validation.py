@@ -35,9 +35,9 @@ class Validation:
         latent_shape: tuple[int, int, int, int],
         mesh: Mesh,
     ) -> None:
-        if config.num_samples < 2 or config.num_samples % mesh.size or config.batch < 1:
+        if config.num_samples < 2 or config.num_samples % mesh.data_size or config.batch < 1:
             raise ConfigError(
-                f"validation.num_samples must be at least 2 and divide by the {mesh.size} ranks, "
+                f"validation.num_samples must be at least 2 and divide by the {mesh.data_size} ranks with samples, "
                 f"not {config.num_samples}; validation.batch at least 1, not {config.batch}"
             )
         if config.prompts is None:
@@ -63,8 +63,8 @@ class Validation:
 
     @torch.no_grad()
     def _measure(self, student: Trainable, folder: Path) -> dict[str, float]:
-        share = self._config.num_samples // self._mesh.size
-        mine = range(self._mesh.rank * share, (self._mesh.rank + 1) * share)
+        share = self._config.num_samples // self._mesh.data_size
+        mine = range(self._mesh.data_rank * share, (self._mesh.data_rank + 1) * share)
         rewards, videos = [], []
         for start in range(mine.start, mine.stop, self._config.batch):
             video, reward = self._part(student, list(range(start, min(start + self._config.batch, mine.stop))))
@@ -109,7 +109,7 @@ class Validation:
     def _frechet(self, video: Tensor, prompts: list[str]) -> float:
         """The Frechet distance of frame features to as many real clips of the same captions, both decoded."""
         if self._real is None:
-            generator = torch.Generator().manual_seed(self._config.seed + self._mesh.rank)
+            generator = torch.Generator().manual_seed(self._config.seed + self._mesh.data_rank)
             clips = render([draw_clip(SUBJECT_OF_CAPTION[prompt], generator) for prompt in prompts])
             parts = clips.to(self._mesh.device).split(self._config.batch)
             self._real = torch.cat([self._frame_features(self._codec.decode(self._codec.encode(p))) for p in parts])

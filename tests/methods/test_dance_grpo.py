@@ -11,11 +11,14 @@ import pytest
 import torch
 from helpers import ALONE, CPU, Calls, ScriptedScorer, assert_near, dance_grpo, gradients, trainable
 
+from unified_trainer.chunks import ChunkConfig
 from unified_trainer.flow import sigma_table
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
+from unified_trainer.methods.windows import WindowConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig
+from unified_trainer.surrogates import Shape
 
 STEPS, ETA = 4, 0.3
 SIGMAS = sigma_table(STEPS, 3.0)
@@ -25,6 +28,8 @@ ADVANTAGES = torch.tensor([-1.0954451, -0.5477226, 0.5477226, 1.0954451, -HALF, 
 CONFIG = DanceGRPOConfig(
     num_prompts=2, num_samples=4, prompts_per_update=2, rollout_batch=8, update_batch=8, eta=ETA, timestep_fraction=1.0
 )
+RENOISED = SamplerConfig(num_steps=STEPS, guidance_scale=1.0, solver="sde")
+CHUNKED = SamplerConfig(num_steps=STEPS, guidance_scale=1.0, chunks=ChunkConfig(chunk_frames=1))
 GUIDED = SamplerConfig(num_steps=STEPS, guidance_scale=3.0)
 
 
@@ -55,13 +60,15 @@ def unmoved() -> Trainable:
     return trainable()
 
 
-def velocity_at(role: Trainable, states: list[torch.Tensor], s: int, cond, rows: slice) -> torch.Tensor:
+def velocity_at(role: Trainable, states: list[torch.Tensor], s: int, cond, rows: slice | torch.Tensor) -> torch.Tensor:
     return role.velocity(states[s][rows], SIGMAS[s].expand(len(states[s][rows])), cond)
 
 
-def expected_gradient(one, calls: Calls, advantages: torch.Tensor, rows: slice = slice(None), steps=(0, 1, 2)):
+def expected_gradient(
+    one, calls: Calls, advantages: torch.Tensor, rows: slice | torch.Tensor = slice(None), steps=(0, 1, 2)
+):
     """-mean over samples and trained steps of A d log pi(x_{s+1} | x_s): at ratio 1 the clip is not felt."""
-    role, cond = unmoved(), one.feed.batch(0)[rows].cond
+    role, cond = unmoved(), one.feed.batch(0).cond.map(lambda x: x[rows])
     loss = 0.0
     for s in steps:
         x_t, x_next = calls.x_t[s][rows], calls.x_t[s + 1][rows]
@@ -118,11 +125,47 @@ def test_a_group_below_the_threshold_teaches_nothing():
     assert metrics["advantage_zero"] == 0.5
 
 
-@pytest.mark.parametrize("changes", [{"reward_threshold": 10.0}, {"scorer": ScriptedScorer([0.1] * 8)}])
-def test_nothing_to_learn_is_a_gradient_of_exactly_zero(changes):
-    one, metrics, _ = stepped(**changes)
-    assert all(not value.any() for value in one.roles["student"].gradients[0].values())
-    assert metrics["advantage_zero"] == 1
+EQUAL = ScriptedScorer([0.1] * 8)
+HALF_EQUAL = ScriptedScorer([*REWARDS[:4], 2.0, 2.0, 2.0, 2.0])
+
+
+@pytest.mark.parametrize("changes", [{"reward_threshold": 10.0}, {"scorer": EQUAL}])
+def test_a_step_with_nothing_to_learn_moves_nothing_and_says_so(changes):
+    """No update at all: AdamW would move by its momentum and its weight decay even without a gradient."""
+    one, metrics, calls = stepped(moves=True, **changes)
+    assert one.roles["student"].gradients == [] and one.roles["student"].updates == 0
+    assert not calls.where(graph=True)
+    assert metrics["advantage_zero"] == metrics["filtered_groups"] == metrics["skipped_updates"] == 1
+    assert metrics["reward"] == pytest.approx(sum(one.method.reward._scorer.rewards) / 8)
+
+
+def test_a_group_of_equal_rewards_leaves_the_mean():
+    """Unlike one below the threshold: the mean is over the samples that are left."""
+    one, metrics, calls = stepped(scorer=HALF_EQUAL)
+    assert_near(one.roles["student"].gradients[0], expected_gradient(one, calls, ADVANTAGES, slice(0, 4)), 1e-4)
+    assert (metrics["filtered_groups"], metrics["skipped_updates"]) == (0.5, 0)
+
+
+def test_only_the_update_without_a_lesson_is_skipped():
+    one, metrics, calls = stepped(scorer=HALF_EQUAL, prompts_per_update=1, update_batch=4)
+    (only,) = one.roles["student"].gradients
+    assert_near(only, expected_gradient(one, calls, ADVANTAGES, slice(0, 4)), 1e-4)
+    assert metrics["skipped_updates"] == 1
+
+
+@pytest.mark.parametrize("update_batch", [8, 4, 2, 1])
+def test_the_best_and_the_worst_alone_are_learnt_from(update_batch):
+    """Rewards 1 2 4 5 and -1 1 -1 1: advantages of the whole group, the mean over those kept, whatever fills up."""
+    one, _, calls = stepped(keep_samples=2, update_batch=update_batch)
+    kept = torch.tensor([0, 3, 4, 7])  # of equals, the first as worst and the last as best
+    assert_near(one.roles["student"].gradients[0], expected_gradient(one, calls, ADVANTAGES, kept), 1e-4)
+
+
+def test_rewards_are_spread_in_and_between_groups():
+    """Bessel's stds of (1, 2, 4, 5) and (-1, 1, -1, 1); means 3 and 0."""
+    metrics = stepped()[1]
+    assert metrics["reward_std_in_groups"] == pytest.approx((math.sqrt(10 / 3) + math.sqrt(4 / 3)) / 2)
+    assert metrics["reward_std_between_groups"] == pytest.approx(3 / math.sqrt(2))
 
 
 def test_rewards_go_to_their_own_samples():
@@ -315,6 +358,23 @@ def test_the_rollout_is_the_same_for_any_rollout_batch():
         ({"timestep_fraction": 0.0}, r"algorithm\.timestep_fraction must be in \(0, 1\], not 0\.0"),
         ({"timestep_fraction": 1.5}, r"algorithm\.timestep_fraction must be in \(0, 1\], not 1\.5"),
         ({"rollout_batch": 0}, r"algorithm\.rollout_batch must be at least 1"),
+        ({"kernel": "cps", "eta": 1.2}, r"algorithm\.eta must be at most 1 for cps, not 1\.2"),
+        ({"normalised": False}, r"algorithm\.normalised can be false for algorithm\.kernel cps alone"),
+        ({"kernel": "cps", "normalised": False, "guard": True}, r"algorithm\.normalised must be true"),
+        ({"kernel": "cps", "normalised": False, "step_weight": "equal"}, r"algorithm\.normalised must be true"),
+        ({"kernel": "cps", "normalised": False, "kl_coefficient": 1.0, "kl": "k3"}, "algorithm.normalised must be"),
+        ({"window": WindowConfig(size=4)}, r"algorithm\.window\.size is 4, outside the table: .* leaves 3"),
+        ({"window": WindowConfig(size=-1)}, r"algorithm\.window\.size is -1, outside the table"),
+        ({"window": WindowConfig(size=2), "sampler": RENOISED}, r"algorithm\.window\.size must be 0 for .* sde"),
+        ({"kl_coefficient": 0.1, "sampler": CHUNKED}, r"algorithm\.kl_coefficient must be 0 for a causal student"),
+        ({"kl_coefficient": -0.1}, r"algorithm\.kl_coefficient must not be negative"),
+        ({"trust_region": -1.0}, r"algorithm\.trust_region and .* must not be negative"),
+        ({"clip_low": 1.1}, r"algorithm\.clip_low must be in \[0, 1\]"),
+        ({"clip_high": -0.1}, r"algorithm\.clip_high not negative"),
+        ({"objective": "gspo", "step_weight": "inverse_dt"}, r"algorithm\.step_weight must be none for gspo"),
+        ({"keep_samples": 3}, r"algorithm\.keep_samples must be even and at most .*, not 3"),
+        ({"keep_samples": 6}, r"algorithm\.keep_samples must be even and at most .*, not 6"),
+        ({"shape": Shape(dual_clip=0.5)}, r"algorithm\.shape\.dual_clip must be above 1"),
     ],
 )
 def test_a_setting_that_cannot_be_names_its_key(changes, message):
@@ -322,3 +382,15 @@ def test_a_setting_that_cannot_be_names_its_key(changes, message):
     sampler = changes.pop("sampler", GUIDED)
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes).check(sampler)
+
+
+def test_a_kl_needs_a_reference():
+    with pytest.raises(ValueError, match=r"algorithm\.kl_coefficient needs the role reference"):
+        trainer(kl_coefficient=0.1)
+
+
+def test_a_transition_without_density_is_named():
+    """A level so small that its noise is 0 in float32."""
+    config = dataclasses.replace(CONFIG, kernel="cps", eta=1e-50)
+    with pytest.raises(ValueError, match=r"algorithm\.kernel cps at level .* has no density at transition 0"):
+        config.check(GUIDED)

@@ -45,7 +45,7 @@ def load_trained(spec: str, role: str, base: Path | None, mesh: Mesh, *, causal:
     kind = Critic if issubclass(role_types(method_type)[role], Critic) else Trainable
     if causal and run.sampler.chunks.causal:
         kind = CausalStudent
-    bare = dataclasses.replace(configs[role], ema_decay=0.0, activation_checkpointing=False)
-    one = load_roles({role: kind}, {role: bare}, {role: path}, mesh)[role]
+    bare = dataclasses.replace(configs[role], ema_decay=0.0, activation_checkpointing=False, compile=False)
+    one = load_roles({role: kind}, {role: bare}, {role: path}, mesh, half=False)[role]
     said = carry({role: one.weights}, spec, mesh)
     return Trained(run, known, one, *family_of(role, path), said)

@@ -40,7 +40,7 @@ class Feed:
 
     def batch(self, step: int) -> Batch:
         """This rank's share of the step's samples."""
-        positions = self._plan.rank_samples(self._mesh.rank, self._mesh.size)
+        positions = self._plan.rank_samples(self._mesh.data_rank, self._mesh.data_size)
         rows = self._rows(step)
         indices = [rows[position // self._plan.num_samples] for position in positions]
         latents = self._source.latents(indices)

@@ -15,14 +15,15 @@ from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch, PerFrame, PerSample
 
+Forcing = Literal["none", "diffusion", "teacher"]  # diffusion forcing: arXiv:2407.01392
+
 
 @dataclass(frozen=True)
 class FinetuneConfig:
     batch_size: int = 32  # clips per update, over all ranks
     micro_batch: int = 32  # clips per backward pass
     shift: float = 3.0  # of the uniform noise levels towards noise; 1 is none
-    forcing: Literal["none", "diffusion", "teacher"] = "none"  # of a causal student, whose chunks have noise levels
-    # of their own: they look back on noisy chunks (diffusion, arXiv:2407.01392) or on clean ones (teacher)
+    forcing: Forcing = "none"  # what the chunks of a causal student look back on: noisy (diffusion) or clean ones
     caption_dropout: float = 0.1  # share of clips trained on the negative prompt, for guidance
 
     @property
@@ -35,6 +36,8 @@ class FinetuneConfig:
                 "algorithm.forcing must be diffusion or teacher for a causal student, none for another: "
                 f"it is {self.forcing}, and sampler.chunks.chunk_frames is {sampler.chunks.chunk_frames}"
             )
+        if sampler.chunks.context_noise:
+            raise ValueError("sampler.chunks.context_noise must be 0 for finetune, which looks back on clean chunks")
         if not 0 <= self.caption_dropout <= 1:
             raise ValueError(f"algorithm.caption_dropout must be in [0, 1], not {self.caption_dropout}")
 

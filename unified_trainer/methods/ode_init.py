@@ -33,6 +33,8 @@ class ODEInitConfig:
     def check(self, sampler: SamplerConfig) -> None:
         if self.passes < 1 or self.teacher_steps < 1:
             raise ValueError("algorithm.passes and algorithm.teacher_steps must be at least 1")
+        if sampler.chunks.context_noise:
+            raise ValueError("sampler.chunks.context_noise must be 0 for ode_init, which looks back on clean chunks")
         if sampler.guidance_scale != 1:
             raise ValueError(
                 f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: a distilled student runs without "

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unified_trainer.chunks import ChunkConfig
+from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.types import Condition, Latents, PerFrame, PerSample, Video
 
 CheckpointContexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
@@ -36,6 +37,14 @@ class VideoModel(Protocol):
 
     def features(self) -> AbstractContextManager[list[Tensor]]:
         """Inside, every pass appends its middle block's output [b, tokens, feature_size] to the list."""
+        ...
+
+    def read(self, mesh: Mesh) -> None:
+        """Give a network that was opened without weights those of its folder, each rank its shards."""
+        ...
+
+    def share_tokens(self, mesh: Mesh) -> None:
+        """Spread every sample's tokens over the mesh's sequence ranks; in and out go whole samples."""
         ...
 
     def example(self) -> tuple[Latents, PerSample, Condition]:

@@ -1,11 +1,21 @@
 """Reading model folders: whole or not at all."""
 
+import json
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from unified_trainer.parallel.fsdp import at_home, own_part
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.reading import fill
 
 M = TypeVar("M")
+WEIGHTS = "diffusion_pytorch_model"
 
 
 def check_component(folder: Path, weights: str) -> None:
@@ -25,14 +35,61 @@ def check_component(folder: Path, weights: str) -> None:
             raise ValueError(f"{file} is damaged or cut short ({error}): fetch or write it again") from error
 
 
-def load_strictly(kind: type[M], folder: Path, weights: str = "diffusion_pytorch_model") -> M:
+def load_strictly(kind: type[M], folder: Path, weights: str = WEIGHTS) -> M:
     """A model in float32 with exactly the keys and shapes of its config, all weights finite."""
     check_component(folder, weights)
     model, info = kind.from_pretrained(folder, output_loading_info=True)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[what]:
-            raise ValueError(f"{folder}: {what.replace('_', ' ')} {sorted(map(str, info[what]))[:5]}")
+        _refuse(folder, what, [str(key) for key in info[what]])
     for name, weight in model.state_dict().items():
         if not bool(weight.isfinite().all()):
             raise ValueError(f"{folder}: weight {name} holds a value that is not finite")
     return model.float()
+
+
+def outline(kind: type[M], folder: Path) -> M:
+    """The float32 model of a diffusers component without memory for its weights; what it computes itself is there."""
+    check_component(folder, WEIGHTS)
+    with init_empty_weights(include_buffers=False):
+        return kind.from_config(kind.load_config(folder))
+
+
+def read_weights(network: nn.Module, folder: Path, mesh: Mesh) -> None:
+    """Give an outline its weights, each rank its own shards; as strict as `load_strictly`.
+
+    Weights that are there already, of adapters, stay as they are.
+    """
+    _check_one_set(folder)
+    inside = {key: key.replace(".base_layer.", ".") for key, weight in network.state_dict().items() if weight.is_meta}
+    held = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    spare = network._keys_to_ignore_on_load_unexpected or []
+    empty = {key: weight for key, weight in network.state_dict().items() if key in inside}
+    _refuse(folder, "missing_keys", sorted(set(inside.values()) - held.keys()))
+    unexpected = sorted(held.keys() - set(inside.values()))
+    _refuse(folder, "unexpected_keys", [key for key in unexpected if not any(word in key for word in spare)])
+    shapes = {key: (held[inside[key]].size, weight.shape) for key, weight in empty.items()}
+    _refuse(folder, "mismatched_keys", [f"{inside[key]} {a} {b}" for key, (a, b) in shapes.items() if a != b])
+    device = at_home(mesh)
+    weights = {key: torch.empty_like(weight, device=device) for key, weight in empty.items()}
+    fill({inside[key]: weight for key, weight in weights.items()}, folder, mesh)
+    bad = [inside[key] for key, weight in weights.items() if not bool(own_part(weight).isfinite().all())]
+    if mesh.any(bool(bad)):
+        name = bad[0] if bad else "that another rank holds"
+        raise ValueError(f"{folder}: weight {name} holds a value that is not finite")
+    network.load_state_dict(weights, assign=True, strict=False)
+
+
+def _refuse(folder: Path, what: str, keys: list[str]) -> None:
+    if keys:
+        raise ValueError(f"{folder}: {what.replace('_', ' ')} {sorted(keys)[:5]}")
+
+
+def _check_one_set(folder: Path) -> None:
+    """A download may bring the same weights twice, as another variant: which ones to read would be a guess."""
+    found = {file.name for file in folder.glob("*.safetensors")}
+    index = folder / f"{WEIGHTS}.safetensors.index.json"
+    listed = (
+        set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {f"{WEIGHTS}.safetensors"}
+    )
+    if found != listed:
+        raise ValueError(f"{folder} must hold exactly {sorted(listed)}, but holds {sorted(found)}")

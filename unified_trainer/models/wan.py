@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
@@ -15,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderModel
 
 from unified_trainer.models.base import CheckpointContexts
-from unified_trainer.models.folder import load_strictly
+from unified_trainer.models.folder import load_strictly, outline, read_weights
+from unified_trainer.models.wan_ulysses import SharedTokens
+from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.types import Latents, PerSample, Video
 
 MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
@@ -43,16 +46,37 @@ class WanModel:
 
     adapter_layers = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 
-    def __init__(self, network: WanTransformer3DModel) -> None:
+    def __init__(self, network: WanTransformer3DModel, folder: Path | None = None) -> None:
         self.network = network
+        self._folder = folder  # of the weights, while the network is an outline
+        self._shared: SharedTokens | None = None
+
+    @classmethod
+    def open(cls, folder: Path) -> "WanModel":
+        """`folder/transformer` in float32, whose weights `read` will bring."""
+        return cls(outline(WanTransformer3DModel, folder / "transformer"), folder / "transformer")
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> "WanModel":
-        """Float32 weights of `folder/transformer`; every key must be there."""
-        return cls(load_strictly(WanTransformer3DModel, folder / "transformer").to(device))
+        """The same with its weights, in this process alone."""
+        model = cls.open(folder)
+        model.read(Mesh(device))
+        return model
+
+    def read(self, mesh: Mesh) -> None:
+        if self._folder is not None:
+            read_weights(self.network, self._folder, mesh)
+            self._folder = None
+            for table in self.network.buffers():
+                table.data = table.to(mesh.device)
+
+    def share_tokens(self, mesh: Mesh) -> None:
+        self._shared = SharedTokens(self.network, mesh)
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: WanCondition) -> Latents:
         time = (TIME_SCALE * sigma.double()).to(device=x_t.device, dtype=torch.float32)
+        if self._shared:
+            x_t = self._shared.whole_gradient(x_t)
         return self.network(x_t, time, cond.text, return_dict=False)[0].float()
 
     @property
@@ -68,7 +92,8 @@ class WanModel:
     def features(self) -> Iterator[list[Tensor]]:
         seen: list[Tensor] = []
         middle = self.blocks[len(self.blocks) // 2]
-        handle = middle.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+        whole = self._shared.gather if self._shared else lambda x: x
+        handle = middle.register_forward_hook(lambda _module, _inputs, output: seen.append(whole(output)))
         try:
             yield seen
         finally:
@@ -164,7 +189,16 @@ class WanCodec:
 
 def latent_channels(folder: Path) -> int:
     """How many channels the transformer of this folder works on, from its config alone."""
+    return _config(folder)["in_channels"]
+
+
+def attention_heads(folder: Path) -> int:
+    """How many heads the transformer of this folder attends with, from its config alone."""
+    return _config(folder)["num_attention_heads"]
+
+
+def _config(folder: Path) -> dict[str, Any]:
     file = folder / "transformer" / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: not a whole diffusers folder")
-    return json.loads(file.read_text())["in_channels"]
+    return json.loads(file.read_text())

@@ -5,6 +5,7 @@ untouched, also when activations are recomputed: positions, mask, and the keys a
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -63,8 +64,8 @@ class Pass:
 class CausalWanModel(WanModel):
     """WanTransformer3DModel looking back in chunks; without chunks it is the bidirectional one."""
 
-    def __init__(self, network: WanTransformer3DModel) -> None:
-        super().__init__(network)
+    def __init__(self, network: WanTransformer3DModel, folder: Path | None = None) -> None:
+        super().__init__(network, folder)
         if network.config.patch_size[0] != 1:
             raise ValueError(f"a causal Wan cannot patch over time, but patch_size is {network.config.patch_size}")
         if network.config.added_kv_proj_dim is not None:

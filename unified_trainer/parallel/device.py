@@ -7,26 +7,30 @@ import torch
 
 Device = Literal["auto", "cuda", "npu", "cpu"]
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gloo"}
+TALK = "gloo"  # between the ranks' CPUs, beside what their devices exchange
 
 
 def pick_device(name: Device, local_rank: int) -> torch.device:
-    """The device of this process; `auto` takes an accelerator if torch sees one."""
+    """The device of this process; `auto` takes an accelerator that torch sees by itself, and imports none."""
     if name == "npu":
         _import_npu()
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device; use --device cpu")
-    device = torch.device(name) if name == "cpu" else torch.device(name, local_rank)
-    if name == "cuda":
-        torch.cuda.set_device(device)
+        seen = torch.accelerator.current_accelerator(check_available=True)
+        name = seen.type if seen is not None and seen.type in BACKENDS else "cpu"
+    if name == "cpu":
+        return torch.device(name)
+    torch_device = torch.get_device_module(name)
+    if not torch_device.is_available():
+        raise ValueError(f"--device {name}: torch sees no {name.upper()} device; use --device cpu")
+    device = torch.device(name, local_rank)
+    torch_device.set_device(device)
     return device
 
 
 def peak_memory(device: torch.device) -> float:
     """Peak memory in GiB: allocated on an accelerator, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+    if device.type != "cpu":
+        return torch.get_device_module(device).max_memory_allocated(device) / 2**30
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -35,6 +39,11 @@ def peak_memory(device: torch.device) -> float:
 def has_flex_attention(device: torch.device) -> bool:
     """Whether FlexAttention pays on this device; elsewhere attention takes a dense mask."""
     return device.type == "cuda"
+
+
+def can_pin(device: torch.device) -> bool:
+    """Whether CPU memory can be pinned for copies to this device."""
+    return device.type != "cpu"
 
 
 def free_memory(device: torch.device) -> int:
@@ -56,7 +65,8 @@ def require_memory(needed: int, device: torch.device, what: str, way_out: str) -
 def _import_npu() -> None:
     try:
         import torch_npu  # noqa: F401
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
         raise ValueError(
-            f"--device npu needs torch_npu and CANN ({error}); install the extra: pip install '.[npu]'"
+            f"--device npu needs torch_npu and CANN ({why}); install the extra: pip install '.[npu]'"
         ) from error

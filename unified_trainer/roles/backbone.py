@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from unified_trainer.models.base import VideoModel
-from unified_trainer.parallel.fsdp import shard
+from unified_trainer.parallel.fsdp import exchange_gradients, keep_gathered, shard
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
 
@@ -30,7 +30,7 @@ class AdapterConfig:
 class Backbone:
     """A model with the adapters of its roles, checkpointed and sharded once all of them are in place.
 
-    With adapters, or with `trained` false, the model's own weights are frozen.
+    With adapters, or with `trained` false, the model's own weights are frozen, and can be held in half precision.
     """
 
     def __init__(
@@ -41,18 +41,28 @@ class Backbone:
         trained: bool = False,
         adapters: Mapping[str, AdapterConfig] | None = None,
         activation_checkpointing: bool = False,
+        half: bool = False,
+        compile: bool = False,
     ) -> None:
-        self.model, self.mesh = model, mesh
+        self.model, self.mesh, self.half = model, mesh, half
         self.adapters = dict(adapters or {})
         model.network.eval().requires_grad_(trained and not self.adapters)
         for name, config in self.adapters.items():
-            _inject(model, name, config)
+            _inject(model, name, config, mesh.device)
+        if half:
+            _hold_in_bf16(model.network)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
         self._running = ""
         self._switch(NO_ADAPTER)
         if activation_checkpointing:
             model.checkpoint_activations(self._recompute_contexts)
+        if mesh.config.sequence > 1:
+            model.share_tokens(mesh)
+        if compile:
+            for block in model.blocks:
+                block.compile()
         shard(model.network, model.blocks, mesh)
+        model.read(mesh)
 
     def weights(self, role: str) -> dict[str, nn.Parameter]:
         """What this role trains: its adapter by peft's names, or every trained weight of the model."""
@@ -65,11 +75,16 @@ class Backbone:
     def running(self, role: str) -> Iterator[VideoModel]:
         """The model with this role's adapter, or without any; what ran before runs again after."""
         before = self._running
+        keep_gathered(self.model.network, self.mesh)
         self._switch(role if role in self.adapters else NO_ADAPTER)
         try:
             yield self.model
         finally:
             self._switch(before)
+
+    def exchange_gradients(self, *, last: bool) -> None:
+        """Say before a backward pass whether weights move after it: only then need the ranks' gradients meet."""
+        exchange_gradients(self.model.network, last=last, mesh=self.mesh)
 
     def merge(self, role: str) -> None:
         """Fold the role's adapter into the weights and forget all adapters, for good."""
@@ -99,7 +114,7 @@ class Backbone:
         return nullcontext(), self.running(self._running)
 
 
-def _inject(model: VideoModel, name: str, config: AdapterConfig) -> None:
+def _inject(model: VideoModel, name: str, config: AdapterConfig, device: torch.device) -> None:
     """Fresh adapter layers: A from a stream of its own, the same on every rank, and B zero."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(int(generator("adapter", name).integers(2**62)))
@@ -108,7 +123,11 @@ def _inject(model: VideoModel, name: str, config: AdapterConfig) -> None:
             inject_adapter_in_model(_lora(model, config), model.network, name)
         except ValueError as error:
             raise ValueError(f"{name}.adapter cannot be put on this model: {error}") from error
-    model.network.to(next(model.network.parameters()).device)
+        for module in model.network.modules():  # made anew, because a model that is still an outline makes outlines
+            if isinstance(module, LoraLayer):
+                for layers in (module.lora_A, module.lora_B):
+                    layers[name].to_empty(device=device)
+                module.reset_lora_parameters(name, True)
 
 
 def _lora(model: VideoModel, config: AdapterConfig) -> LoraConfig:
@@ -117,3 +136,10 @@ def _lora(model: VideoModel, config: AdapterConfig) -> LoraConfig:
         lora_alpha=config.alpha or config.rank,
         target_modules=list(config.layers or model.adapter_layers),
     )
+
+
+def _hold_in_bf16(network: nn.Module) -> None:
+    """Hold the frozen weights that autocast rounds in every pass as it rounds them: the results are the same bits."""
+    for module in network.modules():
+        if isinstance(module, (nn.Linear, nn.Conv3d)) and not any(p.requires_grad for p in module.parameters()):
+            module.to(torch.bfloat16)

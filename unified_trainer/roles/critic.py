@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.parallel.fsdp import shard
+from unified_trainer.parallel.fsdp import exchange_gradients, shard
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.types import Condition, Latents, PerSample
@@ -22,6 +22,10 @@ class Critic(Trainable):
     def _own_weights(self) -> dict[str, nn.Parameter]:
         head = {f"discriminator.{key}": p for key, p in self._discriminator.named_parameters()}
         return super()._own_weights() | head
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        exchange_gradients(self._discriminator, last=last, mesh=self._backbone.mesh)
+        super().backward(loss, last=last)
 
     def velocity_and_logits(
         self, x_t: Latents, sigma: PerSample, cond: Condition

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unified_trainer.flow import guide
 from unified_trainer.models.base import VideoModel
-from unified_trainer.parallel.fsdp import forget_gathered, full
+from unified_trainer.parallel.fsdp import full
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.ema import EMA
 from unified_trainer.types import Condition, Latents, PerSample
@@ -23,8 +23,9 @@ Precision = Literal["fp32", "bf16"]
 @dataclass(frozen=True)
 class RoleConfig:
     path: str = ""  # diffusers folder of the weights; "tiny" is the embedded one; empty takes the student's
-    precision: Precision = "fp32"  # of the forward pass; weights and optimizer stay fp32
+    precision: Precision = "fp32"  # of the network's pass; with bf16, weights that nobody trains are held in it too
     activation_checkpointing: bool = False  # recompute activations in the backward pass: slower, smaller
+    compile: bool = False  # the network's blocks, with torch.compile: a slow first step, faster ones after
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,15 @@ class Role:
 
     @contextmanager
     def running(self) -> Iterator[VideoModel]:
-        """The model as this role runs it: its adapter, its precision."""
+        """The model as this role runs it: its adapter, its precision; on all ranks or RuntimeError on all."""
+        self._backbone.mesh.agree(f"pass of {self.name} with{'' if torch.is_grad_enabled() else 'out'} gradient")
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
         with self._backbone.running(self.name) as model, autocast:
             yield model
+
+    @property
+    def precision(self) -> str:
+        return f"weights {'bf16' if self._backbone.half else 'fp32'}, passes {self.config.precision}"
 
     @property
     def network(self) -> nn.Module:
@@ -110,6 +116,11 @@ class Trainable(Role):
     def weights(self) -> Mapping[str, nn.Parameter]:
         """What it trains, by name."""
         return self._weights
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add to the gradient; `last` says that `step` comes next."""
+        self._backbone.exchange_gradients(last=last)
+        loss.backward()
 
     def step(self) -> dict[str, float]:
         """Clip and move the weights once, and forget the gradient; FloatingPointError, unmoved, if it is not finite."""
@@ -151,9 +162,7 @@ class Trainable(Role):
     def averaged(self) -> Iterator[None]:
         """The role with its averaged weights, if it keeps any."""
         with self._ema.swapped() if self._ema else nullcontext():
-            forget_gathered(self.network)
             yield
-        forget_gathered(self.network)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Weights, optimizer moments, averaged weights and the update counter, as one flat dict of tensors."""

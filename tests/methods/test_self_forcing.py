@@ -1,0 +1,205 @@
+"""Self-forcing: the plan of calls, exits, the gradient window, and reinforcement learning on a causal student.
+
+The tests watch the network of the student: a call is told by its number of frames and whether it has a graph.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import (
+    ALONE,
+    CAPTIONS,
+    FEW_STEPS,
+    Calls,
+    MeanScorer,
+    Recording,
+    RecordingCritic,
+    assert_near,
+    small_model,
+    tiny_codec,
+)
+
+from unified_trainer.chunks import ChunkConfig
+from unified_trainer.data.feed import Feed
+from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods.dance_grpo import DanceGRPO
+from unified_trainer.methods.dance_grpo_config import DanceGRPOConfig
+from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
+from unified_trainer.models.wan_causal import CausalWanModel
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.causal import CausalStudent
+from unified_trainer.roles.reward import Reward, RewardConfig
+from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
+from unified_trainer.sampling import SamplerConfig, generate, predict_chunks
+from unified_trainer.trainer import Trainer
+
+SHAPE = (16, 5, 2, 2)
+CHUNKS = ChunkConfig(chunk_frames=2, independent_first_frame=True)
+SAMPLER = dataclasses.replace(FEW_STEPS, chunks=CHUNKS)
+CONFIG = SelfForcingConfig(batch_size=2, micro_batch=2, student_every=1)
+
+
+class RecordingStudent(Recording, CausalStudent):
+    """A causal student that keeps its gradients."""
+
+
+def causal_student(*, checkpointing: bool = False, moves: bool = False) -> RecordingStudent:
+    model = CausalWanModel(small_model().network)
+    backbone = Backbone(model, ALONE, trained=True, activation_checkpointing=checkpointing)
+    return RecordingStudent("student", backbone, TrainableConfig(clip_norm=0.0), moves=moves)
+
+
+def trainer(sampler: SamplerConfig = SAMPLER, *, checkpointing: bool = False, shape=SHAPE, **changes) -> Trainer:
+    config = dataclasses.replace(CONFIG, **changes)
+    student = causal_student(checkpointing=checkpointing)
+    teacher = Frozen("teacher", Backbone(small_model(1), ALONE), RoleConfig())
+    critic = RecordingCritic("critic", Backbone(small_model(2), ALONE, trained=True), TrainableConfig(clip_norm=0.0))
+    method = SelfForcing(config, sampler, student=student, teacher=teacher, critic=critic)
+    feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), shape, "", 0, ALONE)
+    return Trainer(method, {"student": student, "critic": critic}, feed, ALONE, seed=0)
+
+
+def watched(one: Trainer, step: int = 0) -> tuple[list[int], list[bool]]:
+    """Frames and graph of every call of the student in one training step."""
+    calls = Calls.of(one.roles["student"])
+    one.step(step)
+    return [x_t.shape[2] for x_t in calls.x_t], calls.graph
+
+
+def plan(exits: list[int]) -> list[tuple[int, bool]]:
+    """Of each chunk the calls without graph, the one with, and the context pass."""
+    expected = []
+    for (start, stop), last in zip([(0, 1), (1, 3), (3, 5)], exits, strict=True):
+        expected += [(stop - start, False)] * last + [(stop - start, True), (stop - start, False)]
+    return expected
+
+
+@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("same", [True, False])
+def test_the_calls_are_those_of_the_plan(step, same):
+    one = trainer(same_step_across_chunks=same)
+    shared = Streams(0, step).shared
+    draws = shared.integers(4, size=1).tolist() * 3 if same else shared.integers(4, size=3).tolist()
+    frames, graph = watched(one, step)
+    student_turn = len(plan(draws))
+    assert list(zip(frames, graph, strict=True))[:student_turn] == plan(draws)
+    assert not any(graph[student_turn:])  # the critic's samples are made without
+
+
+def test_the_last_step_only():
+    frames, graph = watched(trainer(last_step_only=True))
+    assert list(zip(frames, graph, strict=True))[:15] == plan([3, 3, 3])
+    assert len(frames) == 30
+
+
+def test_only_chunks_at_the_end_have_gradient():
+    """Five frames, the last three: the chunk at [1, 3) begins before them and is not trained."""
+    frames, graph = watched(trainer(last_step_only=True, gradient_frames=3))
+    assert [i for i, has in enumerate(graph) if has] == [13]
+    assert frames[13] == 2
+
+
+def test_the_mean_is_over_the_trained_frames():
+    one = trainer(gradient_frames=2)
+    mask = one.method._trained_frames(torch.zeros(1, *SHAPE))
+    assert mask.flatten().tolist() == [False, False, False, True, True]
+    assert trainer().method._trained_frames(torch.zeros(1, *SHAPE)) is None
+
+
+def test_exits_are_uniform():
+    method = trainer().method
+    exits = [method._exits(5, Streams(0, step))[0] for step in range(400)]
+    counts = torch.bincount(torch.tensor(exits), minlength=4)
+    assert counts.min() > 70 and counts.max() < 130
+
+
+def test_recomputed_activations_change_nothing():
+    gradients = []
+    for checkpointing in (False, True):
+        one = trainer(checkpointing=checkpointing, last_step_only=True)
+        one.step(0)
+        gradients.append(one.roles["student"].gradients[0])
+    assert_near(gradients[1], gradients[0], 1e-5)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_the_gradient_does_not_depend_on_the_parts(micro_batch):
+    one, whole = trainer(micro_batch=micro_batch, batch_size=4), trainer(micro_batch=4, batch_size=4)
+    one.step(0)
+    whole.step(0)
+    for name in ("student", "critic"):
+        assert_near(one.roles[name].gradients[0], whole.roles[name].gradients[0], 2e-5)
+
+
+def test_a_rollout_replays_from_its_seeds_and_differs_between_samples():
+    one = trainer()
+    batch = one.feed.batch(0)
+    first, again = (one.method._generate(batch, Streams(0, 0), "student").detach() for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.allclose(first[0], first[1])
+    assert not torch.allclose(first, one.method._generate(batch, Streams(0, 1), "student"))
+
+
+def test_a_batch_of_three_is_three_batches_of_one():
+    student, batch = causal_student(), trainer(batch_size=3, micro_batch=3).feed.batch(0)
+    noise = torch.randn(3, *SHAPE)
+    drawn = torch.randn(5, 3, *SHAPE)
+    whole = generate(student, noise, batch, SAMPLER, lambda s: drawn[s])
+    for i, part in enumerate(batch.split(1)):
+        alone = generate(student, noise[i : i + 1], part, SAMPLER, lambda s, i=i: drawn[s][i : i + 1])
+        torch.testing.assert_close(alone, whole[i : i + 1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_chunk_does_not_depend_on_later_noise():
+    student, batch = causal_student(), trainer().feed.batch(0)
+    noise, drawn = torch.randn(2, *SHAPE), torch.randn(5, 2, *SHAPE)
+    other = noise.clone()
+    other[:, :, 3:] = 0
+    left, right = (predict_chunks(student, x, batch, SAMPLER, lambda s: drawn[s], [1, 1, 1]) for x in (noise, other))
+    torch.testing.assert_close(left[:, :, :3], right[:, :, :3])
+    assert not torch.allclose(left[:, :, 3:], right[:, :, 3:])
+
+
+def test_context_noise_changes_what_later_chunks_see():
+    student, batch = causal_student(), trainer().feed.batch(0)
+    noisy = dataclasses.replace(SAMPLER, chunks=dataclasses.replace(CHUNKS, context_noise=0.3))
+    noise, drawn = torch.randn(2, *SHAPE), torch.randn(5, 2, *SHAPE)
+    clean, other = (
+        predict_chunks(student, noise, batch, sampler, lambda s: drawn[s], [1, 1, 1]) for sampler in (SAMPLER, noisy)
+    )
+    assert torch.equal(clean[:, :, :1], other[:, :, :1])
+    assert not torch.allclose(clean[:, :, 1:], other[:, :, 1:])
+
+
+def test_reinforcement_learning_replays_a_causal_rollout():
+    """The rollout looks back on a cache, the replay on the finished clip in one masked pass: equal to rounding."""
+    config = DanceGRPOConfig(
+        num_prompts=2,
+        num_samples=2,
+        prompts_per_update=2,
+        rollout_batch=4,
+        update_batch=4,
+        timestep_fraction=1.0,
+        clip_low=1e-3,
+        clip_high=1e-3,
+    )
+    student = causal_student()
+    reward = Reward(MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
+    method = DanceGRPO(config, SAMPLER, student=student, reward=reward)
+    feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), SHAPE, "", 0, ALONE)
+    calls = Calls.of(student)
+    metrics = Trainer(method, {"student": student}, feed, ALONE, seed=0).step(0)
+    assert 0 <= metrics["log_ratio_abs_max"] < 1e-5
+    assert any(float(value.abs().max()) > 0 for value in student.gradients[0].values())
+    assert [x_t.shape[2] for x_t in calls.x_t if x_t.shape[2] > 2] == [10] * 3  # three transitions, clean and noisy
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [(FEW_STEPS, "chunk_frames"), (dataclasses.replace(SAMPLER, guidance_scale=3.0), "guidance_scale")],
+)
+def test_a_sampler_that_cannot_be_is_refused(sampler, message):
+    with pytest.raises(ValueError, match=message):
+        CONFIG.check(sampler)

@@ -1,0 +1,69 @@
+"""Windows: where they are in each training step, and what cannot be."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified_trainer.methods.windows import WindowConfig
+
+
+def firsts(config: WindowConfig, steps: range, transitions: int) -> list[int]:
+    """The first transition of the window in each training step; windows have the size asked for."""
+    windows = [config.at(step, transitions, np.random.default_rng(step)) for step in steps]
+    assert {len(window) for window in windows} == {config.size}
+    return [window.start for window in windows]
+
+
+def test_without_a_size_all_transitions_are_in_the_window():
+    assert WindowConfig().at(123, 7, np.random.default_rng(0)) == range(7)
+
+
+def test_progressive_moves_and_starts_over():
+    assert firsts(WindowConfig(size=3, every=2), range(9), 6) == [0, 0, 1, 1, 2, 2, 3, 3, 0]
+
+
+def test_a_stride_ends_at_the_last_place_also_where_it_does_not_divide():
+    """Else the last transitions would never be trained."""
+    assert firsts(WindowConfig(size=2, every=1, stride=2), range(5), 7) == [0, 2, 4, 5, 0]
+
+
+def test_decay_holds_later_places_for_shorter():
+    """ceil(4 exp(-.7 max(0, p - 1))) for places 0..3: 4, 4, 2, 1."""
+    config = WindowConfig(size=2, schedule="decay", every=4, decay=0.7, decay_from=1)
+    assert firsts(config, range(12), 5) == [0] * 4 + [1] * 4 + [2] * 2 + [3] + [0]
+
+
+def test_random_is_anywhere_and_of_the_step():
+    config = WindowConfig(size=2, schedule="random", every=10)
+    places = firsts(config, range(60), 5)
+    assert set(places) == {0, 1, 2, 3}
+    assert places == firsts(config, range(60), 5)
+
+
+@given(
+    size=st.integers(1, 9),
+    every=st.integers(1, 5),
+    stride=st.integers(1, 4),
+    schedule=st.sampled_from(["progressive", "random", "decay"]),
+    step=st.integers(0, 500),
+)
+def test_a_window_never_leaves_the_table(size, every, stride, schedule, step):
+    window = WindowConfig(size, schedule, every, stride).at(step, 9, np.random.default_rng(step))
+    assert len(window) == size and window.start >= 0 and window.stop <= 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"size": 6}, r"algorithm\.window\.size is 6, outside the table: sampler\.num_steps leaves 5 transitions"),
+        ({"size": -1}, r"algorithm\.window\.size is -1, outside the table"),
+        ({"every": 0}, r"algorithm\.window\.every and algorithm\.window\.stride must be at least 1"),
+        ({"stride": 0}, r"must be at least 1"),
+        ({"decay": -0.1}, r"algorithm\.window\.decay and algorithm\.window\.decay_from must not be negative"),
+        ({"decay_from": -1}, r"must not be negative"),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        WindowConfig(**changes).check(5)

@@ -1,0 +1,36 @@
+"""Starts the ranks of a test; they may abort at interpreter exit, so what they wrote is what counts."""
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+from helpers import REPO, environment
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def fork_ranks(count: int, work: Callable[..., None], *arguments: object) -> None:
+    """Runs `work` on all ranks, as copies of this process: imports, which cost more than the work, are made once."""
+    os.environ |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    for rank in range(count):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(multiprocessing.get_context("fork").Process(target=work, args=arguments))
+        processes[-1].start()
+    for process in processes:
+        process.join(300)
+
+
+def torchrun(count: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """A program under torchrun, as users start it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+    command += ["--master-port", str(free_port()), *words]
+    return subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=120)

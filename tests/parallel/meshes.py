@@ -1,0 +1,251 @@
+"""What the ranks of tests/parallel/test_meshes.py run: `python meshes.py FOLDER` writes FOLDER/2 and FOLDER/4.
+
+The same functions on one rank are what the test compares with. 9 tokens do not divide by two sequence ranks.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from helpers import CAPTIONS, WAN, MeanScorer, small_model, tiny_codec
+from launch import fork_ranks
+
+from unified_trainer.data.clips import Clips
+from unified_trainer.data.feed import Feed
+from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
+from unified_trainer.methods.dmd2 import DMD2, DMD2Config
+from unified_trainer.methods.finetune import Finetune, FinetuneConfig
+from unified_trainer.models.wan import WanModel
+from unified_trainer.parallel.fsdp import full
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.critic import Critic
+from unified_trainer.roles.reward import Reward, RewardConfig
+from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
+from unified_trainer.sampling import SamplerConfig
+from unified_trainer.trainer import Trainer
+
+SHAPE = (16, 3, 1, 3)
+STEPS = 3
+MESHES = {
+    2: {
+        "sharded": ParallelConfig(),
+        "replicated": ParallelConfig(replicate=2),
+        "sequence": ParallelConfig(sequence=2),
+    },
+    4: {
+        "replicated and sharded": ParallelConfig(replicate=2),
+        "sharded and sequence": ParallelConfig(sequence=2),
+    },
+}
+METHODS = ("finetune", "dmd2", "dmd2 adapters", "dance_grpo")
+ON_FOUR = (
+    ("replicated and sharded", "finetune"),
+    ("replicated and sharded", "dance_grpo"),
+    ("sharded and sequence", "dmd2"),
+    ("sharded and sequence", "dmd2 adapters"),
+)
+# What must not change what finetune learns: the mesh, and the samples of a backward pass.
+OPTIONS = {
+    "accumulated by four": (ParallelConfig(), 1),
+    "all at once": (ParallelConfig(), 4),
+    "summed every time": (ParallelConfig(gradients="every"), 1),
+    "kept gathered": (ParallelConfig(reshard=False), 2),
+    "offloaded": (ParallelConfig(offload=True), 2),
+}
+# Far above rounding, so that AdamW does not turn a rounded gradient into a step of its own.
+MOVING = {"learning_rate": 1e-3, "eps": 1e-2, "clip_norm": 1e3}
+FEW = SamplerConfig(num_steps=3, guidance_scale=1.0, solver="sde")
+GRPO = DanceGRPOConfig(
+    num_prompts=2, num_samples=2, prompts_per_update=2, rollout_batch=2, update_batch=1, timestep_fraction=1.0
+)
+
+
+class Seen:
+    """The whole gradient of every update."""
+
+    gradients: list[dict[str, torch.Tensor]]
+
+    def step(self) -> dict[str, float]:
+        self.gradients.append({key: full(p.grad).clone() for key, p in self._weights.items() if p.grad is not None})
+        return super().step()
+
+
+class SeenTrainable(Seen, Trainable):
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.gradients = []
+
+
+class SeenCritic(Seen, Critic):
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.gradients = []
+        with torch.no_grad():
+            self._discriminator.weight.fill_(0.1)  # it starts from zero, with nothing to say to the student
+
+
+def own(name: str, kind: type, mesh: Mesh, seed: int, **settings) -> Trainable:
+    """A role over a network of its own."""
+    config = TrainableConfig(**MOVING, **settings)
+    checkpointing = config.activation_checkpointing
+    backbone = Backbone(small_model(seed), mesh, trained=True, activation_checkpointing=checkpointing)
+    return kind(name, backbone, config)
+
+
+def finetune(mesh: Mesh, micro_batch: int = 2) -> tuple[Finetune, dict[str, Trainable], Clips]:
+    student = own("student", SeenTrainable, mesh, 0)
+    encoded = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(7))
+    clips = Clips(tuple(CAPTIONS[i % 3] for i in range(8)), encoded)
+    config = FinetuneConfig(batch_size=8, micro_batch=micro_batch, caption_dropout=0.5)
+    return Finetune(config, SamplerConfig(), student=student), {"student": student}, clips
+
+
+def dmd2(mesh: Mesh, student_every: int = 2) -> tuple[DMD2, dict[str, Trainable], Clips]:
+    """With the GAN term, whose gradient goes through the critic to the samples."""
+    student, critic = own("student", SeenTrainable, mesh, 0), own("critic", SeenCritic, mesh, 1)
+    teacher = Frozen("teacher", Backbone(small_model(2), mesh), RoleConfig())
+    return matching(student, teacher, critic, student_every)
+
+
+def dmd2_adapters(mesh: Mesh) -> tuple[DMD2, dict[str, Trainable], Clips]:
+    """Student and critic as adapters of the teacher, activations recomputed."""
+    adapter = AdapterConfig(rank=2)
+    adapters = {"student": adapter, "critic": adapter}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are the point
+        backbone = Backbone(small_model(0), mesh, adapters=adapters, activation_checkpointing=True)
+    config = TrainableConfig(**MOVING, adapter=adapter)
+    student, critic = SeenTrainable("student", backbone, config), SeenCritic("critic", backbone, config)
+    return matching(student, Frozen("teacher", backbone, RoleConfig()), critic, 1)
+
+
+def matching(student: Trainable, teacher: Frozen, critic: Critic, student_every: int):
+    config = DMD2Config(
+        batch_size=4,
+        micro_batch=1,
+        guidance_scale=2.0,
+        student_every=student_every,
+        gan_weight=0.1,
+        gan_critic_weight=0.1,
+    )
+    method = DMD2(config, FEW, student=student, teacher=teacher, critic=critic)
+    encoded = torch.randn(4, *SHAPE, generator=torch.Generator().manual_seed(8))
+    return method, {"student": student, "critic": critic}, Clips(CAPTIONS, encoded)
+
+
+def dance_grpo(mesh: Mesh) -> tuple[DanceGRPO, dict[str, Trainable], Clips]:
+    student = own("student", SeenTrainable, mesh, 0)
+    reward = Reward(MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
+    sampler = SamplerConfig(num_steps=3, guidance_scale=2.0)
+    method = DanceGRPO(GRPO, sampler, student=student, reward=reward)
+    return method, {"student": student}, Clips(CAPTIONS, torch.zeros(4, *SHAPE))
+
+
+PARTS: dict[str, Callable] = {
+    "finetune": finetune,
+    "dmd2": dmd2,
+    "dmd2 adapters": dmd2_adapters,
+    "dance_grpo": dance_grpo,
+}
+
+
+def trainer(mesh: Mesh, method, roles, clips) -> Trainer:
+    feed = Feed(clips, tiny_codec(), method.config.plan(), SHAPE, "", 0, mesh)
+    return Trainer(method, roles, feed, mesh, seed=0)
+
+
+def trajectory(mesh: Mesh, method, roles, clips) -> dict[str, torch.Tensor]:
+    """The gradients of every update of three training steps, and the steps' metrics."""
+    one = trainer(mesh, method, roles, clips)
+    result = {}
+    for step in range(STEPS):
+        metrics = one.step(step)
+        result |= {f"metrics/{step}/{key}": torch.tensor(value, dtype=torch.float64) for key, value in metrics.items()}
+    for name, role in roles.items():
+        for i, gradients in enumerate(role.gradients):
+            result |= {f"gradients/{name}/{i}/{key}": gradient for key, gradient in gradients.items()}
+    return result
+
+
+def samples_and_noise(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which samples all ranks hold in a step, and the noise each of them draws for its own."""
+    ids = trainer(mesh, *finetune(mesh)).feed.batch(0).sample_ids
+    noise = Streams(0, 0).noise("initial", ids, SHAPE)
+    return mesh.gather(torch.tensor(ids)), mesh.gather(noise)
+
+
+def stale(mesh: Mesh) -> torch.Tensor:
+    """What a network makes of an input after its weights moved, when it had made something of it before."""
+    role = own("student", SeenTrainable, mesh, 0)
+    x_t = torch.randn(1, *SHAPE, generator=torch.Generator().manual_seed(0))
+    cond = tiny_codec().encode_text([CAPTIONS[0]])
+    with torch.no_grad():
+        role.velocity(x_t, torch.tensor([0.5]), cond)
+        for weight in role.network.parameters():
+            weight.mul_(0.5)
+        return role.velocity(x_t, torch.tensor([0.5]), cond)
+
+
+def disagreement(mesh: Mesh) -> str:
+    """What is said when the ranks do not follow the same calendar."""
+    one = trainer(mesh, *dmd2(mesh, student_every=1 + mesh.rank))
+    one.step(0)
+    try:
+        one.step(1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def read(mesh: Mesh) -> dict[str, torch.Tensor]:
+    """The tiny world's weights as the ranks read them, and how much of them this rank holds."""
+    network = Backbone(WanModel.open(WAN), mesh, trained=True).model.network
+    share = sum(weight.to_local().numel() for weight in network.parameters())
+    whole = sum(weight.numel() for weight in network.parameters())
+    return {key: full(weight) for key, weight in network.state_dict().items()} | {"share": torch.tensor(share / whole)}
+
+
+def on_two(mesh: Mesh) -> tuple[dict[str, torch.Tensor], str]:
+    """What two ranks show on any mesh."""
+    found = {f"read/{key}": value for key, value in read(mesh).items()}
+    for name, (config, micro_batch) in OPTIONS.items():
+        one = Mesh.join("cpu", config)
+        rows = trajectory(one, *finetune(one, micro_batch))
+        found |= {f"options/{name}/{key}": value for key, value in rows.items()}
+    return found, disagreement(mesh)
+
+
+def work(folder: Path) -> None:
+    torch.set_num_threads(1)
+    first = Mesh.join("cpu")
+    tensors, words = {}, ""
+    for name, config in MESHES[first.size].items():
+        mesh = Mesh.join("cpu", config)
+        for method in METHODS:
+            if first.size == 2 or (name, method) in ON_FOUR:
+                found = trajectory(mesh, *PARTS[method](mesh))
+                tensors |= {f"{name}/{method}/{key}": value for key, value in found.items()}
+        tensors[f"{name}/samples"], tensors[f"{name}/noise"] = samples_and_noise(mesh)
+        tensors[f"{name}/stale"] = stale(mesh)
+    if first.size == 2:
+        found, words = on_two(first)
+        tensors |= found
+    if first.is_main:
+        folder.mkdir()
+        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "tensors.safetensors")
+        (folder / "words.txt").write_text(words)
+    first.barrier()
+
+
+if __name__ == "__main__":
+    for count in MESHES:
+        fork_ranks(count, work, Path(sys.argv[1]) / str(count))

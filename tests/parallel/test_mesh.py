@@ -1,0 +1,76 @@
+"""The arithmetic of a mesh, and what is refused before any weight is read."""
+
+import math
+
+import pytest
+from helpers import CPU
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified_trainer.__main__ import main
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+
+SIZES = st.integers(1, 5)
+
+
+@given(SIZES, SIZES, SIZES)
+def test_the_ranks_left_are_shards(replicate, shard, sequence):
+    ranks = replicate * shard * sequence
+    config = ParallelConfig(replicate=replicate, sequence=sequence).degrees(ranks)
+    assert config == ParallelConfig(replicate=replicate, shard=shard, sequence=sequence)
+    assert ParallelConfig(replicate=replicate, shard=shard, sequence=sequence).degrees(ranks) == config
+
+
+@given(SIZES, SIZES, SIZES)
+def test_a_sequence_group_holds_one_share_of_the_samples(replicate, shard, sequence):
+    """Every share is held by `sequence` ranks, which split its tokens between them."""
+    ranks = replicate * shard * sequence
+    config = ParallelConfig(replicate, shard, sequence)
+    meshes = [Mesh(CPU, rank, ranks, config) for rank in range(ranks)]
+    assert {mesh.data_size for mesh in meshes} == {replicate * shard}
+    held = [(mesh.data_rank, mesh.sequence_rank) for mesh in meshes]
+    assert sorted(held) == [(data, part) for data in range(replicate * shard) for part in range(sequence)]
+
+
+@given(st.integers(1, 64), st.integers(1, 6), st.integers(0, 6), st.integers(1, 6))
+def test_what_does_not_multiply_to_the_ranks_is_refused_with_the_arithmetic(ranks, replicate, shard, sequence):
+    config = ParallelConfig(replicate=replicate, shard=shard, sequence=sequence)
+    if (shard == 0 and ranks % (replicate * sequence) == 0) or replicate * shard * sequence == ranks:
+        assert math.prod((replicate, config.degrees(ranks).shard, sequence)) == ranks
+        return
+    told = shard or f"({ranks} // {replicate * sequence})"
+    with pytest.raises(ValueError, match="must be the") as error:
+        config.degrees(ranks)
+    assert f"the {ranks} ranks, but {replicate} x {told} x {sequence} = " in str(error.value)
+
+
+@pytest.mark.parametrize("change", [{"replicate": 0}, {"sequence": 0}, {"shard": -1}, {"timeout_minutes": 0}])
+def test_degrees_that_mean_nothing_are_refused(change):
+    with pytest.raises(ValueError, match=r"parallel\.replicate and parallel\.sequence must be at least 1"):
+        ParallelConfig(**change).degrees(1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--parallel.replicate", "2"), "must be the 1 ranks, but 2 x (1 // 2) x 1 = 0"),
+        (("--parallel.offload", "True"), "parallel.offload needs more than one rank"),
+        (("--parallel.sequence", "3"), "must be the 1 ranks"),
+    ],
+)
+def test_a_single_process_has_one_mesh(flags, said, capsys, run_folder):
+    assert main(["--output", str(run_folder), *flags]) == 2
+    assert said in capsys.readouterr().err
+    assert not run_folder.exists()
+
+
+def test_one_process_agrees_with_itself():
+    alone = Mesh(CPU)
+    alone.agree("anything")
+    assert (alone.any(True), alone.any(False), alone.largest(2.5), alone.data_rank, alone.data_size) == (
+        True,
+        False,
+        2.5,
+        0,
+        1,
+    )

@@ -1,0 +1,113 @@
+"""Every mesh is one rank: replicated, sharded, with shared tokens, and two of these at once.
+
+Tolerance: float32 has 6e-8 of rounding, and a gradient is a sum of thousands of terms in another order, three updates
+after another; 5e-6 of the largest gradient of its role and update is ten times what was seen. AdamW's eps is far above
+rounding here, so that a trajectory is as smooth as its gradients.
+"""
+
+import functools
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ALONE, REPO, WAN, environment
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+import meshes
+
+TOLERANCE = 5e-6
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What two and four ranks found, and what the two said at the end."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, meshes.__file__, str(folder)]
+    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
+    files = {count: folder / str(count) / "words.txt" for count in meshes.MESHES}
+    assert all(file.is_file() for file in files.values()), done.stderr
+    return {count: (load_file(file.parent / "tensors.safetensors"), file.read_text()) for count, file in files.items()}
+
+
+@pytest.fixture(scope="module")
+def two(ranks):
+    return ranks[2]
+
+
+@pytest.fixture(scope="module")
+def four(ranks):
+    return ranks[4]
+
+
+@functools.cache
+def alone(method: str) -> dict[str, torch.Tensor]:
+    return meshes.trajectory(ALONE, *meshes.PARTS[method](ALONE))
+
+
+def below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def assert_one_trajectory(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same updates of the same weights, gradients near by their update's largest; the same metrics."""
+    assert ours.keys() == expected.keys()
+    gradients = {key: value for key, value in expected.items() if key.startswith("gradients/")}
+    update = {key: re.match(r"gradients/\w+/\d+", key)[0] for key in gradients}
+    largest: dict[str, float] = {}
+    for key, value in gradients.items():
+        largest[update[key]] = max(largest.get(update[key], 0.0), float(value.abs().max()))
+    assert min(largest.values()) > 0
+    for key, value in expected.items():
+        bound = TOLERANCE * largest[update[key]] if key in update else 1e-6
+        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=bound, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("method", meshes.METHODS)
+@pytest.mark.parametrize("mesh", meshes.MESHES[2])
+def test_two_ranks_learn_what_one_does(two, mesh, method):
+    """FSDP2 takes the mean over all ranks; sequence ranks have the gradient of their tokens, 9 over two of them."""
+    assert_one_trajectory(below(two[0], f"{mesh}/{method}/"), alone(method))
+
+
+@pytest.mark.parametrize(("mesh", "method"), meshes.ON_FOUR)
+def test_four_ranks_learn_what_one_does(four, mesh, method):
+    assert_one_trajectory(below(four[0], f"{mesh}/{method}/"), alone(method))
+
+
+@pytest.mark.parametrize("option", meshes.OPTIONS)
+def test_options_of_the_mesh_change_nothing_that_is_learnt(two, option):
+    """How it is accumulated, when the ranks exchange gradients, what they keep gathered and where weights stay."""
+    assert_one_trajectory(below(two[0], f"options/{option}/"), alone("finetune"))
+
+
+@pytest.mark.parametrize("mesh", meshes.MESHES[2])
+def test_a_pass_sees_weights_that_moved_after_the_last(two, mesh):
+    """Also those of the root, which FSDP2 by itself keeps gathered after a pass."""
+    torch.testing.assert_close(two[0][f"{mesh}/stale"], meshes.stale(ALONE))
+
+
+@pytest.mark.parametrize("mesh", meshes.MESHES[2])
+def test_the_samples_and_their_noise_are_those_of_one_rank(two, mesh):
+    """A sequence group holds each sample once, whatever the mesh."""
+    samples, noise = meshes.samples_and_noise(ALONE)
+    assert torch.equal(two[0][f"{mesh}/samples"], samples)
+    assert torch.equal(two[0][f"{mesh}/noise"], noise)
+
+
+def test_ranks_read_their_shards_of_a_folder_and_no_more(two):
+    """All of them together the whole; the few weights that do not divide are on one rank."""
+    ours = below(two[0], "read/")
+    assert ours.pop("share") == pytest.approx(0.5, abs=0.01)
+    stored = load_file(WAN / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert ours.keys() == stored.keys()
+    assert all(torch.equal(ours[key], stored[key].float()) for key in stored)
+
+
+def test_ranks_that_do_not_follow_one_calendar_are_told_so(two):
+    """Before they gather weights for different passes, which could end in a hang or in each other's weights."""
+    passes = ("pass of student with gradient", "pass of student without gradient")
+    assert two[1] == f"the ranks do not do the same: rank 0: {passes[0]}; rank 1: {passes[1]}"
