@@ -109,7 +109,7 @@ def _make_room(root: Path, building: Path, size: int) -> None:
         shutil.rmtree(left_over)
     free = shutil.disk_usage(root).free
     if free < size + HEADERS:
-        raise OSError(errno.ENOSPC, f"{size / 2**20:.1f} MiB to write, {free / 2**20:.1f} MiB free")
+        raise OSError(errno.ENOSPC, f"{(size + HEADERS) / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free")
     building.mkdir()
 
 
