@@ -385,7 +385,7 @@ def test_a_setting_that_cannot_be_names_its_key(changes, message):
 
 
 def test_a_kl_needs_a_reference():
-    with pytest.raises(ValueError, match=r"algorithm\.kl_coefficient needs a reference"):
+    with pytest.raises(ValueError, match=r"algorithm\.kl_coefficient needs the role reference"):
         trainer(kl_coefficient=0.1)
 
 

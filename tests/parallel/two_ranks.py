@@ -26,10 +26,10 @@ from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
 
-REWARDS = (1.0, 2.0, 4.0, 5.0, 9.0, 1.0, -1.0, 1.0)
-GRPO = DanceGRPOConfig(
-    num_prompts=2, num_samples=4, prompts_per_update=1, rollout_batch=2, update_batch=2, timestep_fraction=0.5
-)
+REWARDS = (1.0, 2.0, 4.0, 5.0, 9.0, -1.0, 1.0, 1.0)
+SIZES = {"num_prompts": 2, "num_samples": 4, "prompts_per_update": 1, "rollout_batch": 2, "update_batch": 2}
+# Of each group the best and the worst are kept: in the first one on each rank, in the second both on the main one.
+GRPO = DanceGRPOConfig(**SIZES, timestep_fraction=0.5, keep_samples=2)
 MOVING = TrainableConfig(learning_rate=1e-3, ema_decay=0.5, clip_norm=0.1, warmup_updates=3)
 MATCHING = DMD2Config(batch_size=4, micro_batch=1, guidance_scale=2.0, student_every=1, gan_weight=0.5)
 METHODS = ("finetune", "dance_grpo", "dmd2", "dmd2_shared")  # the last: adapters over one base, recomputed activations

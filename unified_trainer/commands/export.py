@@ -18,7 +18,7 @@ from unified_trainer.commands.scheduler import euler_scheduler
 from unified_trainer.commands.trained import Trained, load_trained
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import DTYPES
+from unified_trainer.registry import DTYPES, Family
 
 ABOUT = "unified_trainer.json"
 MERGED, WRITTEN = 1e-3, 1e-5  # how far the example's velocity may move, as a share of its largest value
@@ -75,7 +75,7 @@ def _write_network(trained: Trained, folder: Path, dtype: torch.dtype, max_shard
     trained.role.merge()
     _must_agree(_velocity(model), before, MERGED, f"{trained.said}: with its adapter folded in")
     model.save(folder, dtype, max_shard_size)
-    again = trained.family.model(folder, torch.device("cpu"))
+    again = _read(trained.family, folder)
     read = again.network.state_dict()
     for key, weight in model.network.state_dict().items():
         if not torch.equal(read[key], weight):
@@ -87,9 +87,15 @@ def _write_adapter(trained: Trained, folder: Path) -> None:
     with trained.role.running() as model:
         before = _velocity(model)
     trained.role.save_adapter(folder)
-    again = trained.family.model(trained.base, torch.device("cpu"))
+    again = _read(trained.family, trained.base)
     PeftModel.from_pretrained(again.network, folder)
     _must_agree(_velocity(again), before, WRITTEN, f"{trained.said}: the adapter read again")
+
+
+def _read(family: Family, folder: Path) -> VideoModel:
+    model = family.model(folder)
+    model.read(Mesh(torch.device("cpu")))
+    return model
 
 
 @torch.no_grad()

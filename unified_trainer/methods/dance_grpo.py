@@ -59,9 +59,7 @@ class DanceGRPO:
         reference: Frozen | None = None,
     ) -> None:
         if config.kl_coefficient and reference is None:
-            raise ValueError(
-                "algorithm.kl_coefficient needs a reference: a KL is to something. Set it to 0, or give one"
-            )
+            raise ValueError("algorithm.kl_coefficient needs the role reference: a KL is to something. Set it to 0")
         self.config, self.sampler, self.policy = config, sampler, config.policy(sampler)
         self.student, self.reward, self.reference = student, reward, reference
         self._checked = False

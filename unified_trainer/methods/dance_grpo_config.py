@@ -19,9 +19,8 @@ class DanceGRPOConfig:
     prompts_per_update: int = 8  # prompts of one optimizer update; num_prompts / this updates per rollout
     rollout_batch: int = 32  # samples generated, decoded and scored at a time
     update_batch: int = 32  # samples per backward pass
-    kernel: Kernel | Literal["auto"] = "auto"  # transition of the policy; auto: dance, or for sampler.solver sde the
-    # sampler's own renoising, which is cps at level 1
-    eta: float = 0.3  # level of the policy's noise; flow_wan and a renoising auto have none
+    kernel: Kernel | Literal["auto"] = "auto"  # transition of the policy; auto: dance, or renoising for a sde sampler
+    eta: float = 0.3  # level of the policy's noise; flow_wan has none, and renoising is cps at level 1
     normalised: bool = True  # the policy's density; without, -(x_next - mean)^2 alone, as published for cps
     window: WindowConfig = field(default_factory=WindowConfig)
     timestep_fraction: float = 0.6  # share of the stochastic transitions trained, drawn anew each training step
@@ -32,8 +31,7 @@ class DanceGRPOConfig:
     shape: Shape = field(default_factory=Shape)
     guard: bool = False  # centre the log-ratio on 0 and give it one spread at all steps, as GRPO-Guard does
     trust_region: float = 0.0  # KL per element from which a sample that moved its advantage's way is dropped; 0 is none
-    step_weight: Literal["none", "inverse_dt", "equal"] = "none"  # of a transition's objective: 1 / (sigma - sigma'),
-    # or such that all transitions pull equally at the velocity
+    step_weight: Literal["none", "inverse_dt", "equal"] = "none"  # of transitions: 1 / (sigma - sigma'), or equal pull
     advantage: Estimator = "grpo"  # estimator of a group
     advantage_clip: float = 5.0  # largest absolute advantage
     reward_threshold: float = float("-inf")  # a group whose mean reward is below it teaches nothing

@@ -92,8 +92,8 @@ class DistributionMatching:
         gradient = distribution_matching_gradient(x.detach(), real, fake)
         loss = distribution_matching_loss(x0, gradient, mask)
         target = noise - x.detach()
-        critic_error, teacher_error = (velocity.detach() - target).square(), (guided - target).square()
-        alarm = {"critic_alarm": critic_error.mean() / teacher_error.mean()}
+        errors = [(seen - target).square().flatten(1).mean(1) for seen in (velocity.detach(), guided)]
+        alarm = {"critic_alarm": errors[0] / errors[1]}
         metrics |= {"dmd_loss": loss.detach()} | alarm | _gaps(fake - real, sigma)
         if self.config.gan_weight:
             loss = loss + self.config.gan_weight * (x0 * gan_gradient).sum()

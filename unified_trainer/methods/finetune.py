@@ -15,14 +15,15 @@ from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch, PerFrame, PerSample
 
+Forcing = Literal["none", "diffusion", "teacher"]  # diffusion forcing: arXiv:2407.01392
+
 
 @dataclass(frozen=True)
 class FinetuneConfig:
     batch_size: int = 32  # clips per update, over all ranks
     micro_batch: int = 32  # clips per backward pass
     shift: float = 3.0  # of the uniform noise levels towards noise; 1 is none
-    forcing: Literal["none", "diffusion", "teacher"] = "none"  # of a causal student, whose chunks have noise levels
-    # of their own: they look back on noisy chunks (diffusion, arXiv:2407.01392) or on clean ones (teacher)
+    forcing: Forcing = "none"  # what the chunks of a causal student look back on: noisy (diffusion) or clean ones
     caption_dropout: float = 0.1  # share of clips trained on the negative prompt, for guidance
 
     @property

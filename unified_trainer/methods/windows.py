@@ -1,4 +1,8 @@
-"""Windows of MixGRPO: which transitions of a training step are stochastic (arXiv:2507.21802)."""
+"""Windows of MixGRPO: which transitions of a training step are stochastic (arXiv:2507.21802).
+
+`progressive` moves from the noisiest transitions on and starts over at the end; `random` is anew anywhere in each
+training step; `decay` moves as `progressive`, but stays at later places for shorter.
+"""
 
 import bisect
 import itertools
@@ -11,12 +15,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class WindowConfig:
-    size: int = 0  # transitions with noise, which alone are stored and trained; the others are Euler steps. 0: all have
-    schedule: Literal["progressive", "random", "decay"] = "progressive"  # where the window is: it moves from the
-    # noisiest transitions on and starts over at the end; anew anywhere each training step; or as the first, with decay
+    size: int = 0  # transitions with noise, which alone are stored and trained; the others are Euler steps. 0: all
+    schedule: Literal["progressive", "random", "decay"] = "progressive"  # from noise to data, anywhere, or ever faster
     every: int = 25  # training steps at one place
     stride: int = 1  # transitions from one place to the next
-    decay: float = 0.1  # a place p > decay_from is held exp(-decay (p - decay_from)) as long, at least one step
+    decay: float = 0.1  # a place p after decay_from is held exp(-decay (p - decay_from)) as long; at least one step
     decay_from: int = 0  # number of the last transition whose place is held in full
 
     def check(self, transitions: int) -> None:

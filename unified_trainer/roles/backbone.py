@@ -123,9 +123,11 @@ def _inject(model: VideoModel, name: str, config: AdapterConfig, device: torch.d
             inject_adapter_in_model(_lora(model, config), model.network, name)
         except ValueError as error:
             raise ValueError(f"{name}.adapter cannot be put on this model: {error}") from error
-    for key, weight in model.network.named_parameters():
-        if f".{name}." in key:
-            weight.data = weight.to(device)
+        for module in model.network.modules():  # made anew, because a model that is still an outline makes outlines
+            if isinstance(module, LoraLayer):
+                for layers in (module.lora_A, module.lora_B):
+                    layers[name].to_empty(device=device)
+                module.reset_lora_parameters(name, True)
 
 
 def _lora(model: VideoModel, config: AdapterConfig) -> LoraConfig:
