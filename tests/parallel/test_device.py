@@ -22,6 +22,10 @@ class npu(torch.nn.Module):
         return True
 
     @staticmethod
+    def get_amp_supported_dtype():
+        return [torch.bfloat16]
+
+    @staticmethod
     def current_device():
         return 0
 
@@ -101,7 +105,9 @@ def test_a_torch_npu_without_its_libraries_is_one_clear_line(tmp_path):
     (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file\\nmore')")
     done = python("from unified_trainer.parallel.device import pick_device; pick_device('npu', 0)", **path(tmp_path))
     last = done.stderr.strip().splitlines()[-1]
-    assert "--device npu needs torch_npu and CANN (libhccl.so: cannot open shared object file); install the extra" in last
+    assert (
+        "--device npu needs torch_npu and CANN (libhccl.so: cannot open shared object file); install the extra" in last
+    )
 
 
 def test_a_stand_in_npu_is_picked_measured_and_named(tmp_path):

@@ -1,8 +1,24 @@
 """What is held and computed in half precision, and what is not."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from helpers import ALONE, CAPTIONS, LATENT_SHAPE, WAN, run, small_model, tiny_codec
+from helpers import (
+    ALONE,
+    CAPTIONS,
+    LATENT_SHAPE,
+    REPO,
+    WAN,
+    assert_near,
+    environment,
+    run,
+    small_model,
+    tiny_codec,
+)
+from safetensors.torch import load_file
 
 from unified_trainer.models.wan import WanModel
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
@@ -25,8 +41,8 @@ def test_held_weights_give_the_bits_of_rounded_ones(model):
     assert not torch.equal(asked(held), asked(Frozen("teacher", Backbone(model(), ALONE), RoleConfig())))
     kinds = {type(module).__name__ for module in held.network.modules() for p in module.parameters(False) if is_half(p)}
     assert kinds == {"Linear", "Conv3d"}
-    whole = {key.split(".")[-2] for key, p in held.network.named_parameters() if not is_half(p)}
-    assert {"norm_q", "norm_k", "norm2"} <= whole
+    whole = {word for key, p in held.network.named_parameters() if not is_half(p) for word in key.split(".")}
+    assert {"norm_q", "norm_k", "norm2", "scale_shift_table"} <= whole
 
 
 def is_half(weight: torch.Tensor) -> bool:
@@ -60,19 +76,16 @@ def test_a_run_says_on_what_and_in_which_precision_it_runs(run_folder, capsys):
     assert "precision: student weights fp32, passes fp32; gradients, optimizers, guidance, losses" in said
 
 
-def test_compiled_blocks_compute_and_learn_what_they_did():
+def test_compiled_blocks_learn_what_they_did(tmp_path):
+    """One graph for all blocks, with recomputed activations; the sums are in another order."""
+    program, file = Path(__file__).parent / "compiled.py", tmp_path / "gradients.safetensors"
+    words = [sys.executable, str(program), str(file)]
+    done = subprocess.run(words, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
+    assert file.is_file(), done.stderr
+    found = load_file(file)
+    assert found.pop("graphs") == 1
     plain, compiled = (
-        Trainable(
-            "student",
-            Backbone(small_model(), ALONE, trained=True, activation_checkpointing=True, compile=compile),
-            TrainableConfig(),
-        )
-        for compile in (False, True)
+        {key.removeprefix(f"{name}/"): value for key, value in found.items() if key.startswith(f"{name}/")}
+        for name in ("plain", "compiled")
     )
-    for role in (plain, compiled):
-        role.backward(asked(role).square().mean(), last=True)
-    for (key, p), q in zip(plain.weights.items(), compiled.weights.values(), strict=True):
-        if p.grad is not None:
-            torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-7, msg=key)
-    counters = torch._dynamo.utils.counters["stats"]
-    assert counters["unique_graphs"] >= 1
+    assert_near(compiled, plain, 5e-6)
