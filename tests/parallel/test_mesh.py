@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_trainer.__main__ import main
+from unified_trainer.build import _check_sequence
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 
 SIZES = st.integers(1, 5)
@@ -62,6 +63,20 @@ def test_a_single_process_has_one_mesh(flags, said, capsys, run_folder):
     assert main(["--output", str(run_folder), *flags]) == 2
     assert said in capsys.readouterr().err
     assert not run_folder.exists()
+
+
+def test_heads_that_do_not_divide_are_refused_from_the_config_alone():
+    """As is a causal student, whose cache is not shared."""
+    paths, three = {"student": "tiny"}, Mesh(CPU, 0, 3, ParallelConfig(shard=1, sequence=3))
+    with pytest.raises(
+        ValueError, match=r"parallel\.sequence must divide the 4 attention heads of student\.path, but is 3"
+    ):
+        _check_sequence(paths, three, causal=False)
+    two = Mesh(CPU, 0, 2, ParallelConfig(shard=1, sequence=2))
+    _check_sequence(paths, two, causal=False)
+    with pytest.raises(ValueError, match=r"parallel\.sequence must be 1 for a causal student"):
+        _check_sequence(paths, two, causal=True)
+    _check_sequence(paths, Mesh(CPU), causal=True)
 
 
 def test_one_process_agrees_with_itself():

@@ -124,7 +124,7 @@ def _inject(model: VideoModel, name: str, config: AdapterConfig, device: torch.d
         except ValueError as error:
             raise ValueError(f"{name}.adapter cannot be put on this model: {error}") from error
         for module in model.network.modules():  # made anew, because a model that is still an outline makes outlines
-            if isinstance(module, LoraLayer):
+            if isinstance(module, LoraLayer) and name in module.lora_A:
                 for layers in (module.lora_A, module.lora_B):
                     layers[name].to_empty(device=device)
                 module.reset_lora_parameters(name, True)

@@ -1,0 +1,91 @@
+"""What is held and computed in half precision, and what is not."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    ALONE,
+    CAPTIONS,
+    LATENT_SHAPE,
+    REPO,
+    WAN,
+    assert_near,
+    environment,
+    run,
+    small_model,
+    tiny_codec,
+)
+from safetensors.torch import load_file
+
+from unified_trainer.models.wan import WanModel
+from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
+
+HALF = RoleConfig(precision="bf16")
+
+
+def asked(role) -> torch.Tensor:
+    x_t = torch.randn(2, *LATENT_SHAPE, generator=torch.Generator().manual_seed(0))
+    return role.velocity(x_t, torch.tensor([0.3, 0.9]), tiny_codec().encode_text(CAPTIONS[:2]))
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("model", [small_model, lambda: WanModel.open(WAN)], ids=["there", "read"])
+def test_held_weights_give_the_bits_of_rounded_ones(model):
+    """Autocast rounds the weights of linear and convolutional layers in every pass: held so, nothing changes."""
+    rounded, held = (Frozen("teacher", Backbone(model(), ALONE, half=half), HALF) for half in (False, True))
+    assert torch.equal(asked(rounded), asked(held))
+    assert not torch.equal(asked(held), asked(Frozen("teacher", Backbone(model(), ALONE), RoleConfig())))
+    kinds = {type(module).__name__ for module in held.network.modules() for p in module.parameters(False) if is_half(p)}
+    assert kinds == {"Linear", "Conv3d"}
+    whole = {word for key, p in held.network.named_parameters() if not is_half(p) for word in key.split(".")}
+    assert {"norm_q", "norm_k", "norm2", "scale_shift_table"} <= whole
+
+
+def is_half(weight: torch.Tensor) -> bool:
+    return weight.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_what_is_trained_stays_whole():
+    """An adapter over a base in half precision: its weights, its gradients and its moments are float32."""
+    adapter = AdapterConfig(rank=2)
+    backbone = Backbone(small_model(), ALONE, adapters={"student": adapter}, half=True)
+    student = Trainable("student", backbone, TrainableConfig(precision="bf16", adapter=adapter))
+    student.backward(asked(student).square().mean(), last=True)
+    gradients = {p.grad.dtype for p in student.weights.values() if p.grad is not None}
+    student.step()
+    held = {value.dtype for key, value in student.state_dict().items() if "/step" not in key and key != "updates"}
+    assert gradients == held == {torch.float32}
+    assert is_half(backbone.model.blocks[0].attn1.to_q.base_layer.weight)
+    assert asked(student).dtype == torch.float32
+
+
+def test_a_role_says_its_precision():
+    assert Frozen("t", Backbone(small_model(), ALONE, half=True), HALF).precision == "weights bf16, passes bf16"
+    assert Frozen("t", Backbone(small_model(), ALONE), HALF).precision == "weights fp32, passes bf16"
+
+
+def test_a_run_says_on_what_and_in_which_precision_it_runs(run_folder, capsys):
+    run("finetune", run_folder)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ranks: 1 on cpu = replicate 1 x shard 1 x sequence 1" in said
+    assert "precision: student weights fp32, passes fp32; gradients, optimizers, guidance, losses" in said
+
+
+def test_compiled_blocks_learn_what_they_did(tmp_path):
+    """One graph for all blocks, with recomputed activations; the sums are in another order."""
+    program, file = Path(__file__).parent / "compiled.py", tmp_path / "gradients.safetensors"
+    words = [sys.executable, str(program), str(file)]
+    done = subprocess.run(words, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
+    assert file.is_file(), done.stderr
+    found = load_file(file)
+    assert found.pop("graphs") == 1
+    plain, compiled = (
+        {key.removeprefix(f"{name}/"): value for key, value in found.items() if key.startswith(f"{name}/")}
+        for name in ("plain", "compiled")
+    )
+    assert_near(compiled, plain, 5e-6)
