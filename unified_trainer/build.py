@@ -17,15 +17,15 @@ from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS, family_of, load_scorer, open_model
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.causal import CausalStudent
+from unified_trainer.roles.causal import CAUSAL, Causal
 from unified_trainer.roles.reward import Reward
-from unified_trainer.roles.role import Role, RoleConfig, Trainable
+from unified_trainer.roles.role import Follower, Role, RoleConfig, Trainable
 from unified_trainer.saving import Keep
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 
-# Whose weights a role starts from when its path is empty.
-STARTS_AS = {"student": "tiny", "teacher": "student", "critic": "teacher"}
+# Whose weights a role starts from when its path is empty, or it has none.
+STARTS_AS = {"student": "tiny", "teacher": "student", "critic": "teacher", "reference": "student"}
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     method_type, _ = METHODS[run.method]
     configs, paths = role_settings(run, method_type)
-    types = role_types(method_type)
+    types = role_types(method_type, run.algorithm)
+    if run.init_from and "reference" in types:
+        types["reference"] = Follower  # of weights that are not those of its path
     if run.sampler.chunks.causal:
-        types["student"] = CausalStudent
+        types |= {name: CAUSAL[types[name]] for name in ("student", "reference") if name in types}
     family, folder = family_of("student", paths["student"])
     codec = family.codec(folder, mesh.device)
     latent_shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
@@ -63,6 +65,9 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     scorer = load_scorer(run.reward.path, run.reward.precision, mesh.device)
     reward = Reward(scorer, codec, run.reward)
     roles = load_roles(types, configs, paths, mesh)
+    followers = {name: role for name, role in roles.items() if isinstance(role, Follower)}
+    for follower in followers.values():
+        follower.follow(roles["student"])
     if run.sampler.chunks.causal:
         counts |= _cache_memory(run, roles["student"], latent_shape, max(plan.micro_batch, run.validation.batch), mesh)
 
@@ -78,7 +83,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     validation = Validation(run.validation, codec, reward, scorer.features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
     contract = plain(run)["sampler"] if method_type.trains_sampler else None
-    trainer = Trainer(method, trained, feed, mesh, seed=run.seed, contract=contract)
+    trainer = Trainer(method, trained, feed, mesh, followers=followers, seed=run.seed, contract=contract)
     return Built(trainer, validation, counts, _notes(roles, mesh), keep)
 
 
@@ -94,20 +99,19 @@ def load_roles(
 
     With `half`, such weights are held in the precision of their roles; else in float32, to be changed after all.
     """
-    owners: dict[tuple[str, str], list[str]] = {}  # by path, and by name where a role trains all weights
+    own = [name for name in types if issubclass(types[name], (Trainable, Follower))]  # with weights of their own
+    owners: dict[tuple[str, str], list[str]] = {}  # by path, and by name where all weights are a role's own
     for name in types:
-        trains_all = issubclass(types[name], Trainable) and not configs[name].adapter.rank
-        owners.setdefault((paths[name], name if trains_all else ""), []).append(name)
+        all_own = name in own and not configs[name].adapter.rank
+        owners.setdefault((paths[name], name if all_own else ""), []).append(name)
     roles: dict[str, Role] = {}
     for (_, owner), names in owners.items():
-        causal = any(issubclass(types[name], CausalStudent) for name in names)
+        causal = any(issubclass(types[name], Causal) for name in names)
         backbone = Backbone(
             open_model(names[0], paths[names[0]], causal=causal),
             mesh,
-            trained=bool(owner),
-            adapters={
-                name: configs[name].adapter for name in names if issubclass(types[name], Trainable) and not owner
-            },
+            trained=bool(owner) and issubclass(types[owner], Trainable),
+            adapters={name: configs[name].adapter for name in names if name in own and not owner},
             activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
             half=half and not owner and all(configs[name].precision == "bf16" for name in names),
             compile=any(configs[name].compile for name in names),
@@ -129,30 +133,30 @@ def _cache_memory(
     return {"cache of the student": f"{size / 2**30:.3f} GiB for {samples} samples"}
 
 
-def role_types(method_type: type) -> dict[str, type[Role]]:
-    """The networks that a method's constructor asks for, by name; one with a default may be left out, and is."""
+def role_types(method_type: type, algorithm: Any) -> dict[str, type[Role]]:
+    """The networks that a method's constructor asks for, by name; one with a default only if its settings want it."""
     types = {}
     for name, parameter in inspect.signature(method_type).parameters.items():
         asked = parameter.annotation
-        if parameter.default is not parameter.empty:
-            continue
         for kind in get_args(asked) if isinstance(asked, UnionType) else (asked,):
             if isinstance(kind, type) and issubclass(kind, Role):
                 types[name] = kind
+        if name in types and parameter.default is not parameter.empty and name not in algorithm.optional_roles:
+            del types[name]
     return types
 
 
 def role_settings(run: RunConfig, method_type: type) -> tuple[dict[str, Any], dict[str, str]]:
     """Settings and path of each role of the method; ConfigError for settings of a role that it does not have."""
     configs: dict[str, Any] = {"student": run.student, "teacher": run.teacher, "critic": run.critic}
-    types = role_types(method_type)
+    types = role_types(method_type, run.algorithm)
     for name, config in configs.items():
         if name not in types and config != type(config)():
             raise ConfigError(f"--{name}.*: {run.method} has no {name}; leave these settings out")
     paths: dict[str, str] = {}
     for name, fallback in STARTS_AS.items():
-        paths[name] = configs[name].path or paths.get(fallback, fallback)
-    return {name: configs[name] for name in types}, {name: paths[name] for name in types}
+        paths[name] = (name in configs and configs[name].path) or paths.get(fallback, fallback)
+    return {name: configs.get(name, run.student) for name in types}, {name: paths[name] for name in types}
 
 
 def _check_same_latents(paths: Mapping[str, str]) -> None:

@@ -35,7 +35,6 @@ HARMLESS = (
     "async_save",
     "validation",
     "tracking",
-    "init_from",
     "parallel",
 )
 

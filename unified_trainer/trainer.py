@@ -12,11 +12,11 @@ import torch
 from unified_trainer import checkpoint, manifest
 from unified_trainer.carrying import carry
 from unified_trainer.data.feed import Feed
-from unified_trainer.methods.base import Loss, Method
+from unified_trainer.methods.base import Kept, Loss, Method
 from unified_trainer.parallel.device import peak_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.role import Trainable
+from unified_trainer.roles.role import Follower, Trainable
 from unified_trainer.saving import Saver
 from unified_trainer.tracking import Means, Stopwatch, Tracker
 from unified_trainer.validation import Validation
@@ -32,12 +32,16 @@ class Trainer:
         feed: Feed,
         mesh: Mesh,
         *,
+        followers: Mapping[str, Follower] | None = None,
         seed: int,
         contract: Mapping[str, Any] | None = None,
     ) -> None:
         """`contract` is the sampler that the student is trained for, if for one: it goes into the checkpoints."""
         self.method, self.roles, self.feed, self.mesh, self.seed = method, roles, feed, mesh, seed
-        self.contract = contract
+        self.followers, self.contract = followers or {}, contract
+        self._kept: dict[str, Kept] = {**roles, **self.followers}
+        if isinstance(method, Kept):
+            self._kept["method"] = method
 
     def step(self, step: int) -> dict[str, float]:
         """One training step: the method's generators in lockstep, one graph alive at a time."""
@@ -71,7 +75,7 @@ class Trainer:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything a checkpoint holds."""
-        return {f"{name}/{key}": value for name, role in self.roles.items() for key, value in role.state_dict().items()}
+        return {f"{name}/{key}": value for name, kept in self._kept.items() for key, value in kept.state_dict().items()}
 
     def resume(self, run: Path) -> tuple[int, list[str]]:
         """Continue from the newest whole checkpoint; the number of steps already done, and which were skipped why.
@@ -83,15 +87,21 @@ class Trainer:
         folder, known, skipped = checkpoint.newest_sound(run, self.mesh)
         state = self.tensors()
         checkpoint.load(folder, state, self.mesh)
-        for name, role in self.roles.items():
-            role.after_load({"updates": state[f"{name}/updates"]})
+        for name, kept in self._kept.items():
+            own = {key: value for key, value in state.items() if key.startswith(f"{name}/")}
+            kept.after_load({key.removeprefix(f"{name}/"): value for key, value in own.items()})
         return known["step"], skipped
 
     def init_from(self, spec: str) -> str:
-        """Take the trained roles' weights from RUN[@step][:ema], all or none; what was carried, in words."""
+        """Take the trained roles' weights from RUN[@step][:ema], all or none; what was carried, in words.
+
+        Averages and followers start anew from them.
+        """
         said = carry({name: role.weights for name, role in self.roles.items()}, spec, self.mesh)
         for role in self.roles.values():
             role.restart_average()
+        for follower in self.followers.values():
+            follower.follow(self.roles["student"])
         return said
 
     def run(

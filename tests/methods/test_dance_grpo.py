@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers import ALONE, CPU, Calls, ScriptedScorer, assert_near, dance_grpo, gradients, trainable
 
-from unified_trainer.chunks import ChunkConfig
 from unified_trainer.flow import sigma_table
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.windows import WindowConfig
@@ -29,7 +28,6 @@ CONFIG = DanceGRPOConfig(
     num_prompts=2, num_samples=4, prompts_per_update=2, rollout_batch=8, update_batch=8, eta=ETA, timestep_fraction=1.0
 )
 RENOISED = SamplerConfig(num_steps=STEPS, guidance_scale=1.0, solver="sde")
-CHUNKED = SamplerConfig(num_steps=STEPS, guidance_scale=1.0, chunks=ChunkConfig(chunk_frames=1))
 GUIDED = SamplerConfig(num_steps=STEPS, guidance_scale=3.0)
 
 
@@ -366,7 +364,10 @@ def test_the_rollout_is_the_same_for_any_rollout_batch():
         ({"window": WindowConfig(size=4)}, r"algorithm\.window\.size is 4, outside the table: .* leaves 3"),
         ({"window": WindowConfig(size=-1)}, r"algorithm\.window\.size is -1, outside the table"),
         ({"window": WindowConfig(size=2), "sampler": RENOISED}, r"algorithm\.window\.size must be 0 for .* sde"),
-        ({"kl_coefficient": 0.1, "sampler": CHUNKED}, r"algorithm\.kl_coefficient must be 0 for a causal student"),
+        ({"kl_target": 0.1}, r"algorithm\.kl_coefficient must be above 0 for algorithm\.kl_target"),
+        ({"kl_in": "reward"}, r"algorithm\.kl_coefficient must be above 0 for .* algorithm\.kl_in"),
+        ({"kl_coefficient": 0.1, "kl_horizon": 0.0}, r"algorithm\.kl_horizon must be above 0, not 0\.0"),
+        ({"advantage_clip": 0.0}, r"algorithm\.advantage_clip must be above 0, not 0\.0"),
         ({"kl_coefficient": -0.1}, r"algorithm\.kl_coefficient must not be negative"),
         ({"trust_region": -1.0}, r"algorithm\.trust_region and .* must not be negative"),
         ({"clip_low": 1.1}, r"algorithm\.clip_low must be in \[0, 1\]"),

@@ -42,7 +42,7 @@ def load_trained(spec: str, role: str, base: Path | None, mesh: Mesh, *, causal:
     method_type, _ = METHODS[run.method]
     configs, paths = role_settings(run, method_type)
     path = str(base) if base else paths[role]
-    kind = Critic if issubclass(role_types(method_type)[role], Critic) else Trainable
+    kind = Critic if issubclass(role_types(method_type, run.algorithm)[role], Critic) else Trainable
     if causal and run.sampler.chunks.causal:
         kind = CausalStudent
     bare = dataclasses.replace(configs[role], ema_decay=0.0, activation_checkpointing=False, compile=False)

@@ -1,8 +1,8 @@
 """What a method is: roles in, a generator of losses out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -42,6 +42,28 @@ class Algorithm(Protocol):
 
     def plan(self) -> BatchPlan:
         """How a training step's batch divides."""
+        ...
+
+
+class WithOptionalRoles(Algorithm, Protocol):
+    """Settings of a method whose constructor has roles with a default."""
+
+    @property
+    def optional_roles(self) -> tuple[str, ...]:
+        """Which of them to build."""
+        ...
+
+
+@runtime_checkable
+class Kept(Protocol):
+    """What a checkpoint holds the state of; a method may be one."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors by name, for a checkpoint to write, or to fill in place."""
+        ...
+
+    def after_load(self, state: Mapping[str, Tensor]) -> None:
+        """Take what of this state, now filled, is not a tensor of one's own."""
         ...
 
 

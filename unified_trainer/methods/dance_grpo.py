@@ -3,45 +3,29 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.advantages import below_threshold, best_of_n, group_advantages, spread, zero_variance
-from unified_trainer.kl import gaussian_kl, kl_estimate, velocity_kl
+from unified_trainer.kl import gaussian_kl
 from unified_trainer.methods.base import Loss
 from unified_trainer.methods.dance_grpo_config import DanceGRPOConfig
-from unified_trainer.methods.lessons import Lesson, plan_lessons
-from unified_trainer.methods.replay import Record, Replay
+from unified_trainer.methods.groups import judge
+from unified_trainer.methods.lessons import Lesson
+from unified_trainer.methods.reference import ReferenceKL
+from unified_trainer.methods.replay import Lived, Record, Replay, Seen, transition_noise
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig, policy_velocity, rollout
 from unified_trainer.surrogates import diagnostics, guarded_log_ratio, leaves_trust_region, surrogate
-from unified_trainer.types import Batch, Latents, PerSample, Rollout
+from unified_trainer.types import Batch, PerSample, Rollout
 
 __all__ = ["DanceGRPO", "DanceGRPOConfig"]
-
-
-@dataclass(frozen=True)
-class Lived:
-    """What this rank's samples went through in one training step."""
-
-    batch: Batch
-    rollout: Rollout
-    window: range  # the stochastic transitions, which the rollout holds
-    rng: Streams
-
-    def transition(self, s: int, rows: Tensor) -> tuple[Batch, Latents, Latents, PerSample, Latents]:
-        """Some samples, their x_t and x_next of transition s with its log-density, and what they became."""
-        states, at = self.rollout.states, s - self.window.start
-        log_prob, x0 = self.rollout.log_probs[rows, at], self.rollout.x0[rows]
-        return self.batch.take(rows.tolist()), states[rows, at], states[rows, at + 1], log_prob, x0
 
 
 class DanceGRPO:
@@ -58,10 +42,9 @@ class DanceGRPO:
         reward: Reward,
         reference: Frozen | None = None,
     ) -> None:
-        if config.kl_coefficient and reference is None:
-            raise ValueError("algorithm.kl_coefficient needs the role reference: a KL is to something. Set it to 0")
         self.config, self.sampler, self.policy = config, sampler, config.policy(sampler)
-        self.student, self.reward, self.reference = student, reward, reference
+        self.student, self.reward = student, reward
+        self.kl = ReferenceKL(config, sampler, self.policy, reference)
         self._checked = False
 
     def generators(self, batch: Batch) -> list[Batch]:
@@ -71,7 +54,9 @@ class DanceGRPO:
         window = self.config.window.at(step, self.sampler.num_steps - 1, rng.shared)
         trained = self._trained_steps(window, rng)
         lived, rewards = self._collect(batch, window, rng)
-        advantages, lessons, metrics = self._judge(rewards, batch, mesh)
+        penalty, kl_metrics = self.kl.penalty(lived, mesh)
+        judged = judge(self.config, rewards, penalty, batch, mesh)
+        advantages, lessons, metrics = judged.advantages, judged.lessons, judged.metrics | kl_metrics
         if self.config.window.size:
             metrics["window_first"] = float(window.start)
         if not any(lessons):  # nothing moves, and the metrics say why
@@ -85,8 +70,8 @@ class DanceGRPO:
                     self._check_replay(replay.log_ratio)
                     record.add(replay, advantage, part)
                     moves = s == trained[-1] and part is parts[-1]
-                    seen = self._seen(record, trained, batch, mesh) if moves else {}
                     loss = self._loss(replay, advantage, part, s, sequence) / len(trained)
+                    seen = self._seen(record.everywhere(mesh, len(trained)), trained, batch) if moves else {}
                     yield Loss("student", loss, moves, metrics | seen)
             self._checked = self._checked or bool(parts)
 
@@ -107,36 +92,6 @@ class DanceGRPO:
             rewards.append(self.reward.score(done.x0, part.prompts))
         return Lived(batch, Rollout.cat(rollouts), window, rng), torch.cat(rewards)
 
-    def _judge(
-        self, rewards: PerSample, batch: Batch, mesh: Mesh
-    ) -> tuple[PerSample, list[list[Lesson]], dict[str, float]]:
-        """Advantages within the groups of all ranks, who is learnt from in each update, and what the rewards were."""
-        config = self.config
-        mine = torch.stack([rewards.double(), torch.tensor(batch.prompt_ids).to(rewards).double()], 1)
-        everyone = mesh.gather(mine)
-        all_rewards, ids = everyone[:, 0], everyone[:, 1].long()
-        advantages = group_advantages(all_rewards, ids, config.advantage)
-        below, equal = below_threshold(all_rewards, ids, config.reward_threshold), zero_variance(all_rewards, ids)
-        advantages[below | equal] = 0.0
-        useful = ~equal
-        if config.keep_samples:
-            useful &= best_of_n(advantages, ids, config.keep_samples)
-        updates = config.num_prompts // config.prompts_per_update
-        lessons = plan_lessons(useful, advantages, mesh.data_rank, mesh.data_size, updates, config.update_batch)
-        in_groups, between_groups = spread(all_rewards, ids)
-        metrics = {
-            "reward": all_rewards.mean().item(),
-            "reward_std": all_rewards.std().item(),
-            "reward_std_in_groups": in_groups,
-            "reward_std_between_groups": between_groups,
-            "advantage_zero": (advantages == 0).double().mean().item(),
-            "filtered_groups": len(ids[below | equal].unique()) / len(ids.unique()),
-            "skipped_updates": float(sum(not parts for parts in lessons)),
-        }
-        start = mesh.data_rank * len(rewards)
-        mine = advantages[start : start + len(rewards)].clamp(-config.advantage_clip, config.advantage_clip)
-        return mine.to(rewards.dtype), lessons, metrics
-
     def _replay(self, lived: Lived, part: Lesson, s: int) -> Replay:
         """Transition s as the student makes it now, against how it was sampled and how the reference makes it."""
         batch, x_t, x_next, log_prob_old, x0 = lived.transition(s, part.rows)
@@ -145,19 +100,10 @@ class DanceGRPO:
         mean, std = self.policy.step(s, x_t, velocity)
         log_prob = self.policy.log_prob(x_next, mean, std)
         log_ratio = log_prob - log_prob_old
-        mean_old = x_next - std * transition_noise(lived.rng, batch, s).to(std)  # drawn again instead of stored
+        mean_old = x_next - std * lived.noise(batch, s).to(std)
         ratio = guarded_log_ratio(log_ratio, mean, mean_old, std) if self.config.guard else log_ratio
         k = gaussian_kl(mean.detach(), mean_old, std)
-        if not self.config.kl_coefficient:
-            return Replay(log_ratio, ratio, k, None)
-        velocity_ref = policy_velocity(self.reference, x_t, sigma, batch, self.sampler)
-        mean_ref, _ = self.policy.step(s, x_t, velocity_ref)
-        if self.config.kl == "velocity":
-            kl = velocity_kl(velocity, velocity_ref)
-        elif self.config.kl == "exact":
-            kl = gaussian_kl(mean, mean_ref, std)
-        else:
-            kl = kl_estimate(self.config.kl, log_prob, self.policy.log_prob(x_next, mean_ref, std))
+        kl = self.kl.of_transition(s, x_t, x_next, mean, log_prob, batch, x0) if self.kl.in_loss else None
         return Replay(log_ratio, ratio, k, kl)
 
     @torch.no_grad()
@@ -180,8 +126,14 @@ class DanceGRPO:
             objective = objective.masked_fill(leaves, 0.0)
         loss = -self._step_weight(s) * objective
         if replay.kl is not None:
-            loss = loss + config.kl_coefficient * replay.kl
+            loss = loss + self.kl.coefficient * replay.kl
         return (part.weights.to(loss) * loss).sum()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.kl.state_dict()
+
+    def after_load(self, state: Mapping[str, Tensor]) -> None:
+        self.kl.after_load(state)
 
     def _surrogate(self, ratio: Tensor, advantage: PerSample) -> PerSample:
         return surrogate(self.config.objective, ratio, advantage, **self._bounds())
@@ -214,9 +166,9 @@ class DanceGRPO:
                 "algorithm.update_batch equal to algorithm.rollout_batch, student.precision to fp32, or widen the range"
             )
 
-    def _seen(self, record: Record, trained: list[int], batch: Batch, mesh: Mesh) -> dict[str, float]:
+    def _seen(self, seen: Seen, trained: list[int], batch: Batch) -> dict[str, float]:
         """What one update saw on all ranks."""
-        config, seen = self.config, record.everywhere(mesh, len(trained))
+        config = self.config
         metrics = seen.metrics(trained, math.prod(batch.latent_shape))
         if config.objective == "gspo":
             metrics |= diagnostics(config.objective, seen.ratio, seen.advantage[:, 0], **self._bounds())
@@ -225,11 +177,6 @@ class DanceGRPO:
         if config.trust_region:
             columns = (column.flatten() for column in (seen.ratio, seen.advantage, seen.k))
             metrics["trust_region_left"] = float(leaves_trust_region(*columns, config.trust_region).float().mean())
-        if config.kl_coefficient:
-            metrics["kl"] = float(seen.kl.mean())
+        if self.kl.in_loss:
+            metrics |= self.kl.note(seen.kl.mean(1))
         return metrics
-
-
-def transition_noise(rng: Streams, batch: Batch, s: int) -> Latents:
-    """What transition s draws for these samples."""
-    return rng.noise(f"transition {s}", batch.sample_ids, batch.latent_shape)

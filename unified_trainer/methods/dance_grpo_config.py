@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from unified_trainer.advantages import Estimator
-from unified_trainer.batching import BatchPlan
 from unified_trainer.kl import KL
+from unified_trainer.methods.groups import GroupConfig
 from unified_trainer.methods.windows import WindowConfig
 from unified_trainer.policy import Kernel, Policy
 from unified_trainer.sampling import SamplerConfig
@@ -13,18 +12,12 @@ from unified_trainer.surrogates import Mode, Shape
 
 
 @dataclass(frozen=True)
-class DanceGRPOConfig:
-    num_prompts: int = 8  # prompts per training step, over all ranks
-    num_samples: int = 8  # samples of each prompt: the group an advantage is relative to
-    prompts_per_update: int = 8  # prompts of one optimizer update; num_prompts / this updates per rollout
-    rollout_batch: int = 32  # samples generated, decoded and scored at a time
-    update_batch: int = 32  # samples per backward pass
+class DanceGRPOConfig(GroupConfig):
     kernel: Kernel | Literal["auto"] = "auto"  # transition of the policy; auto: dance, or renoising for a sde sampler
     eta: float = 0.3  # level of the policy's noise; flow_wan has none, and renoising is cps at level 1
     normalised: bool = True  # the policy's density; without, -(x_next - mean)^2 alone, as published for cps
     window: WindowConfig = field(default_factory=WindowConfig)
     timestep_fraction: float = 0.6  # share of the stochastic transitions trained, drawn anew each training step
-    init_same_noise: bool = False  # one initial noise per prompt and step instead of one per sample
     objective: Mode = "clip"  # policy objective
     clip_low: float = 1e-4  # the ratio is clipped at 1 - clip_low; it stays near 1, being a mean over elements
     clip_high: float = 1e-4  # and at 1 + clip_high
@@ -32,16 +25,15 @@ class DanceGRPOConfig:
     guard: bool = False  # centre the log-ratio on 0 and give it one spread at all steps, as GRPO-Guard does
     trust_region: float = 0.0  # KL per element from which a sample that moved its advantage's way is dropped; 0 is none
     step_weight: Literal["none", "inverse_dt", "equal"] = "none"  # of transitions: 1 / (sigma - sigma'), or equal pull
-    advantage: Estimator = "grpo"  # estimator of a group
-    advantage_clip: float = 5.0  # largest absolute advantage
-    reward_threshold: float = float("-inf")  # a group whose mean reward is below it teaches nothing
-    keep_samples: int = 0  # samples of each group learnt from, half the best and half the worst; 0 is all
     kl: KL = "exact"  # KL to the reference: exact per transition, its estimates k1, k2, k3, or of the velocities
-    kl_coefficient: float = 0.0  # of that KL in the loss; 0 needs no reference
+    kl_in: Literal["loss", "reward"] = "loss"  # where it counts: per trained transition, or off a sample's reward
+    kl_coefficient: float = 0.0  # of that KL; 0 needs no reference, which is the student as the run started
+    kl_target: float = 0.0  # KL that the coefficient is adapted to, from the one given; 0 keeps it as it is
+    kl_horizon: float = 1e4  # samples over which an adapted coefficient may change by its own size
 
     @property
-    def learns_from_data(self) -> bool:
-        return False
+    def optional_roles(self) -> tuple[str, ...]:
+        return ("reference",) if self.kl_coefficient else ()
 
     def policy(self, sampler: SamplerConfig) -> Policy:
         """The policy that the sampler and the settings make."""
@@ -51,12 +43,9 @@ class DanceGRPOConfig:
         return Policy(kernel, level, sampler.sigmas(), self.normalised)
 
     def check(self, sampler: SamplerConfig) -> None:
-        if self.num_samples < 2:
-            raise ValueError("algorithm.num_samples must be at least 2: a group of one has no advantage")
+        self.check_groups()
         if sampler.num_steps < 2:
             raise ValueError("sampler.num_steps must be at least 2: the last transition is not trained")
-        if self.rollout_batch < 1:
-            raise ValueError(f"algorithm.rollout_batch must be at least 1, not {self.rollout_batch}")
         if not 0 < self.timestep_fraction <= 1:
             raise ValueError(f"algorithm.timestep_fraction must be in (0, 1], not {self.timestep_fraction}")
         self._check_policy(sampler)
@@ -86,8 +75,14 @@ class DanceGRPOConfig:
         self.shape.check()
         if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
             raise ValueError("algorithm.clip_low must be in [0, 1] and algorithm.clip_high not negative")
-        if self.trust_region < 0 or self.kl_coefficient < 0:
-            raise ValueError("algorithm.trust_region and algorithm.kl_coefficient must not be negative")
+        if self.trust_region < 0 or self.kl_coefficient < 0 or self.kl_target < 0:
+            raise ValueError(
+                "algorithm.trust_region, algorithm.kl_coefficient and algorithm.kl_target must not be negative"
+            )
+        if self.kl_horizon <= 0:
+            raise ValueError(f"algorithm.kl_horizon must be above 0, not {self.kl_horizon}")
+        if not self.kl_coefficient and (self.kl_target or self.kl_in == "reward"):
+            raise ValueError("algorithm.kl_coefficient must be above 0 for algorithm.kl_target and algorithm.kl_in")
         if self.objective == "gspo" and self.step_weight != "none":
             raise ValueError("algorithm.step_weight must be none for gspo, which has one ratio for all transitions")
         estimates = self.kl_coefficient > 0 and self.kl in ("k1", "k2", "k3")
@@ -96,14 +91,3 @@ class DanceGRPOConfig:
                 "algorithm.normalised must be true for algorithm.guard, algorithm.step_weight equal and the "
                 "estimates of algorithm.kl: they need the density itself"
             )
-        if self.keep_samples and not (2 <= self.keep_samples <= self.num_samples and self.keep_samples % 2 == 0):
-            raise ValueError(
-                f"algorithm.keep_samples must be even and at most algorithm.num_samples, not {self.keep_samples}"
-            )
-        if self.kl_coefficient and sampler.chunks.causal:
-            raise ValueError("algorithm.kl_coefficient must be 0 for a causal student: a reference has no chunks")
-
-    def plan(self) -> BatchPlan:
-        names = ("num_prompts", "num_samples", "prompts_per_update", "update_batch")
-        keys = tuple(f"algorithm.{name}" for name in names)
-        return BatchPlan(self.num_prompts, self.num_samples, self.prompts_per_update, self.update_batch, keys)

@@ -9,7 +9,33 @@ from torch import Tensor
 
 from unified_trainer.methods.lessons import Lesson
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.types import PerSample
+from unified_trainer.parallel.random import Streams
+from unified_trainer.types import Batch, Latents, PerSample, Rollout
+
+
+@dataclass(frozen=True)
+class Lived:
+    """What this rank's samples went through in one training step."""
+
+    batch: Batch
+    rollout: Rollout
+    window: range  # the stochastic transitions, which the rollout holds
+    rng: Streams
+
+    def transition(self, s: int, rows: Tensor) -> tuple[Batch, Latents, Latents, PerSample, Latents]:
+        """Some samples, their x_t and x_next of transition s with its log-density, and what they became."""
+        states, at = self.rollout.states, s - self.window.start
+        log_prob, x0 = self.rollout.log_probs[rows, at], self.rollout.x0[rows]
+        return self.batch.take(rows.tolist()), states[rows, at], states[rows, at + 1], log_prob, x0
+
+    def noise(self, batch: Batch, s: int) -> Latents:
+        """What transition s drew for these samples, drawn again instead of stored."""
+        return transition_noise(self.rng, batch, s)
+
+
+def transition_noise(rng: Streams, batch: Batch, s: int) -> Latents:
+    """What transition s draws for these samples."""
+    return rng.noise(f"transition {s}", batch.sample_ids, batch.latent_shape)
 
 
 @dataclass(frozen=True)

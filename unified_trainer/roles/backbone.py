@@ -66,8 +66,13 @@ class Backbone:
 
     def weights(self, role: str) -> dict[str, nn.Parameter]:
         """What this role trains: its adapter by peft's names, or every trained weight of the model."""
+        own = self.own_weights(role)
+        return own if role in self.adapters else {key: p for key, p in own.items() if p.requires_grad}
+
+    def own_weights(self, role: str) -> dict[str, nn.Parameter]:
+        """The role's adapter by peft's names, or without one every weight of the model, frozen ones too."""
         if role not in self.adapters:
-            return {key: p for key, p in self.model.network.named_parameters() if p.requires_grad}
+            return dict(self.model.network.named_parameters())
         mine = f".{role}."
         return {key.replace(mine, "."): p for key, p in self.model.network.named_parameters() if mine in key}
 

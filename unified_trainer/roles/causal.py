@@ -1,16 +1,16 @@
-"""A student that generates chunk by chunk, each looking back on the finished ones."""
+"""Roles that generate chunk by chunk, each looking back on the finished ones."""
 
 import torch
 
 from unified_trainer.chunks import ChunkConfig
 from unified_trainer.flow import guide
 from unified_trainer.models.base import Cache, CausalVideoModel
-from unified_trainer.roles.role import Trainable
+from unified_trainer.roles.role import Follower, Frozen, Role, Trainable
 from unified_trainer.types import Condition, Latents, PerFrame, PerSample
 
 
-class CausalStudent(Trainable):
-    """A trainable role over a causal model."""
+class Causal(Role):
+    """A role over a causal model."""
 
     def masked_velocity(
         self,
@@ -30,31 +30,50 @@ class CausalStudent(Trainable):
             return Past(self, model, model.open_cache(chunks), batch_cond, uncond, guidance_scale)
 
 
+class CausalStudent(Causal, Trainable):
+    """A trainable one."""
+
+
+class CausalFrozen(Causal, Frozen):
+    """One that nobody moves."""
+
+
+class CausalFollower(Causal, Follower):
+    """One that only follows."""
+
+
+CAUSAL: dict[type[Role], type[Causal]] = {
+    Trainable: CausalStudent,
+    Frozen: CausalFrozen,
+    Follower: CausalFollower,
+}  # the causal form of each kind of role
+
+
 class Past:
     """The finished chunks of one rollout, as the next chunk sees them."""
 
     def __init__(
         self,
-        student: CausalStudent,
+        role: Causal,
         model: CausalVideoModel,
         cache: Cache,
         cond: Condition,
         uncond: Condition,
         guidance_scale: float,
     ) -> None:
-        self._student, self._model, self._cache, self._scale = student, model, cache, guidance_scale
+        self._role, self._model, self._cache, self._scale = role, model, cache, guidance_scale
         self._cond = cond if guidance_scale == 1 else cond.cat(uncond)
 
     def velocity(self, x_t: Latents, sigma: PerSample) -> Latents:
         """Of the next chunk, guided; with gradient to the weights, not to the past."""
         x_t, sigma = self._wide(x_t), self._wide(sigma)
-        with self._student.running():
+        with self._role.running():
             velocity = self._model.velocity_cached(x_t, sigma, self._cond, self._cache)
         return velocity if self._scale == 1 else guide(*velocity.chunk(2), self._scale)
 
     def append(self, x: Latents) -> None:
         """The next chunk is finished: it is `x`, at the context's noise level."""
-        with self._student.running():
+        with self._role.running():
             self._model.append(self._wide(x.detach()), self._cond, self._cache)
 
     def _wide(self, x: torch.Tensor) -> torch.Tensor:

@@ -91,6 +91,26 @@ class Frozen(Role):
         return super().velocity(x_t, sigma, cond)
 
 
+class Follower(Frozen):
+    """A role with weights of its own that nobody trains: they are a trained role's of earlier, or their average."""
+
+    def __init__(self, name: str, backbone: Backbone, config: RoleConfig) -> None:
+        super().__init__(name, backbone, config)
+        self._weights = backbone.own_weights(name)
+
+    @torch.no_grad()
+    def follow(self, leader: "Trainable", decay: float = 0.0) -> None:
+        """weight <- decay weight + (1 - decay) of the leader's weight; without decay a copy, bit for bit."""
+        for key, weight in self._weights.items():
+            weight.lerp_(leader.weights[key].detach().to(weight.dtype), 1 - decay)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {f"followed/{key}": weight.detach() for key, weight in self._weights.items()}
+
+    def after_load(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing is left to do: the tensors were filled in place."""
+
+
 class Trainable(Role):
     """A role with an optimizer, a learning-rate clock of its own updates, and optionally averaged weights."""
 
@@ -179,7 +199,7 @@ class Trainable(Role):
         state["updates"] = torch.tensor(self.updates)
         return state
 
-    def after_load(self, state: dict[str, Tensor]) -> None:
+    def after_load(self, state: Mapping[str, Tensor]) -> None:
         """Take the counter of a state whose tensors, handed out by `state_dict`, were filled in place."""
         self.updates = int(state["updates"])
 

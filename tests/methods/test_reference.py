@@ -1,0 +1,188 @@
+"""The reference of a KL: what it is built from, that it stays, and what it costs in the reward."""
+
+import shutil
+
+import pytest
+import torch
+from helpers import ALONE, SMALL, assert_same, checkpoint_of, flags, frozen, metrics_of, run, small_model
+from test_dance_grpo_options import REWARDS, SDE, Case, divergence, log_ratios
+
+from unified_trainer import config as settings
+from unified_trainer.__main__ import main
+from unified_trainer.build import build
+from unified_trainer.kl import AdaptiveKL
+from unified_trainer.registry import ALGORITHMS
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.role import Follower, Frozen, Trainable, TrainableConfig
+
+KINDS = ["exact", "k1", "k2", "k3", "velocity"]
+KL = ["--algorithm.kl-coefficient", "0.1"]
+ADAPTER = ["--student.adapter.rank", "2"]
+CAUSAL = ["--sampler.chunks.chunk-frames", "1", "--sampler.guidance-scale", "1"]
+
+
+def built(*words: str):
+    """The trainer of the small run, as the program builds it."""
+    return build(settings.parse([*SMALL["dance_grpo"], *KL, *words], ALGORITHMS, lambda spec: None), ALONE).trainer
+
+
+def reference_of(trainer) -> Frozen:
+    return trainer.method.kl._reference
+
+
+def velocity(role, trainer) -> torch.Tensor:
+    batch = trainer.feed.batch(0)
+    x_t = torch.randn(len(batch), *batch.latent_shape, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return role.velocity(x_t, torch.full((len(batch),), 0.5), batch.cond)
+
+
+# In the reward.
+
+
+@pytest.mark.parametrize("sampler", ["ode", "sde"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kl_in_the_reward(kind, sampler):
+    """Each sample's reward less 2 x the mean of its transitions' KL is what the group compares."""
+    reference = frozen("reference", seed=1)
+    changes = {"sampler": SDE} if sampler == "sde" else {}
+    case = Case(reference=reference, kl=kind, kl_in="reward", kl_coefficient=2.0, update_batch=4, **changes)
+    penalties = []
+
+    def loss(now, then):
+        with torch.no_grad():
+            penalties.append(divergence(kind, then, case.steps(reference)).mean(1))
+        groups = (torch.tensor(REWARDS) - 2.0 * penalties[0]).reshape(2, 4)
+        advantage = ((groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)).flatten()
+        return -(advantage[:, None] * log_ratios(now, then)).mean()
+
+    expected = case.expected(loss)
+    assert float(penalties[0].std()) > 1e-4  # or it would not matter
+    for key, gradient in case.gradient.items():
+        torch.testing.assert_close(gradient, expected[key], rtol=2e-3, atol=2e-3 * float(expected[key].abs().max()))
+    assert case.metrics["kl"] == pytest.approx(float(penalties[0].mean()), rel=1e-3)
+    assert case.metrics["reward"] == pytest.approx(sum(REWARDS) / 8)
+
+
+def test_one_kl_counts_once():
+    """In the reward it is not in the loss: with equal velocities of all, the two differ by nothing."""
+    far = Case(reference=frozen("reference", seed=1), kl_in="reward", kl_coefficient=1e-12)
+    assert_same(far.gradient, Case().gradient)
+
+
+# An adaptive coefficient.
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_the_coefficient_follows_the_kl(where):
+    """From .5, after each update of 8 samples, by MATH.md's rule on the logged KL; a step with two updates, two."""
+    changes = {"kl_in": where, "kl_coefficient": 0.5, "kl_target": 1e-3, "kl_horizon": 100.0}
+    case = Case(reference=frozen("reference", seed=1), **changes)
+    assert case.metrics["kl_coefficient"] == 0.5 and case.metrics["kl"] > 1.2e-3
+    expected = 0.5 * (1 + 0.2 * 8 / 100)
+    assert case.one.method.kl.coefficient == pytest.approx(expected, rel=1e-12)
+    case.one.step(1)
+    rule = AdaptiveKL(expected, 1e-3, 100.0)
+    rule.update(case.metrics["kl"], 8)  # far above the target: both by the bound
+    assert case.one.method.kl.coefficient == pytest.approx(rule.coefficient, rel=1e-12)
+
+
+def test_the_coefficient_that_counts_is_the_one_before_the_update():
+    fixed = Case(reference=frozen("reference", seed=1), kl_coefficient=0.5)
+    adaptive = Case(reference=frozen("reference", seed=1), kl_coefficient=0.5, kl_target=1e-3, kl_horizon=10.0)
+    assert_same(adaptive.gradient, fixed.gradient)
+
+
+# What it is.
+
+
+def test_there_is_none_without_a_kl():
+    trainer = build(settings.parse(SMALL["dance_grpo"], ALGORITHMS, lambda spec: None), ALONE).trainer
+    assert reference_of(trainer) is None and not trainer.followers
+
+
+def test_of_a_student_of_full_weights_it_is_another_network_with_its_weights():
+    trainer = built()
+    student, reference = trainer.roles["student"], reference_of(trainer)
+    assert type(reference) is Frozen and reference.network is not student.network
+    assert torch.equal(velocity(reference, trainer), velocity(student, trainer))
+    assert trainer.tensors().keys() == {key for key in trainer.tensors() if key.startswith("student/")}
+
+
+def test_of_an_adapter_it_is_the_base_with_the_adapter_off():
+    trainer = built(*ADAPTER)
+    student, reference = trainer.roles["student"], reference_of(trainer)
+    assert reference.network is student.network
+    before = velocity(student, trainer)
+    with torch.no_grad():
+        for weight in student.weights.values():
+            weight.add_(0.1)
+    assert torch.equal(velocity(reference, trainer), before)
+    assert not torch.allclose(velocity(student, trainer), before)
+
+
+@pytest.mark.parametrize("words", [[], ADAPTER], ids=["full", "adapter"])
+def test_with_init_from_it_is_the_student_that_came_in(words, tmp_path):
+    """Its trained weights or adapter, which stay when the student moves; the base is shared all the same."""
+    run("dance_grpo", tmp_path / "source", *words, "--student.learning-rate", "0.01")
+    trainer = built(*words, "--init-from", str(tmp_path / "source"))
+    student, reference = trainer.roles["student"], reference_of(trainer)
+    base = velocity(reference, trainer)
+    trainer.init_from(str(tmp_path / "source"))
+    came_in = velocity(student, trainer)
+    assert not torch.allclose(came_in, base, atol=1e-3)
+    assert torch.equal(velocity(reference, trainer), came_in)
+    assert (reference.network is student.network) == bool(words)
+    with torch.no_grad():
+        for weight in student.weights.values():
+            weight.add_(0.1)
+    assert torch.equal(velocity(reference, trainer), came_in)
+
+
+def test_a_follower_is_a_copy_or_an_average():
+    leader = Trainable("student", Backbone(small_model(1), ALONE, trained=True), TrainableConfig())
+    follower = Follower("old", Backbone(small_model(2), ALONE), TrainableConfig())
+    before = {key: weight.clone() for key, weight in follower.state_dict().items()}
+    follower.follow(leader, 0.75)
+    for key, weight in follower.state_dict().items():
+        own, led = before[key], leader.weights[key.removeprefix("followed/")].detach()
+        torch.testing.assert_close(weight, 0.75 * own + 0.25 * led)
+    follower.follow(leader)
+    assert_same(
+        {key.removeprefix("followed/"): weight for key, weight in follower.state_dict().items()},
+        {key: weight.detach() for key, weight in leader.weights.items()},
+    )
+
+
+# It stays what it is.
+
+
+@pytest.mark.parametrize(
+    ("words", "init"),
+    [(ADAPTER, True), (CAUSAL, False), ([*CAUSAL, "--algorithm.kl-in", "reward"], True)],
+    ids=["carried adapter", "causal", "carried causal"],
+)
+def test_a_resumed_run_keeps_its_reference(words, init, tmp_path):
+    """Bit for bit the run that was never stopped, also when what it started from is gone."""
+    source, straight, halved = (tmp_path / name for name in ("source", "straight", "halved"))
+    more = flags({"algorithm.kl-target": 1e-6, "algorithm.kl-horizon": 10, "student.learning-rate": 1e-3})
+    words = [*words, *KL, *more]
+    if init:
+        run("dance_grpo", source, *words, "--student.learning-rate", "0.01")
+        words += ["--init-from", str(source)]
+    run("dance_grpo", straight, *words, "--steps", "3")
+    run("dance_grpo", halved, *words, "--steps", "1")
+    shutil.rmtree(source, ignore_errors=True)
+    assert main(["--resume", str(halved), "--steps", "3"]) == 0
+    assert metrics_of(halved) == metrics_of(straight)
+    assert_same(checkpoint_of(halved, 3), checkpoint_of(straight, 3))
+    lines = metrics_of(straight)
+    assert lines[0]["train/kl"] < 1e-9 and lines[2]["train/kl"] > 100 * lines[0]["train/kl"]
+    assert lines[2]["train/kl_coefficient"] != lines[0]["train/kl_coefficient"]
+
+
+def test_another_start_than_the_saved_one_is_refused(tmp_path, capsys):
+    run("dance_grpo", tmp_path / "run")
+    words = ["--resume", str(tmp_path / "run"), "--steps", "2", "--init-from", str(tmp_path / "run")]
+    assert main(words) == 2
+    assert "cannot change init_from" in capsys.readouterr().err

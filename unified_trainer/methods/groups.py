@@ -1,0 +1,102 @@
+"""Groups of samples: what they have in common, how they are compared, and who is learnt from."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unified_trainer.advantages import (
+    Estimator,
+    below_threshold,
+    best_of_n,
+    group_advantages,
+    spread,
+    zero_variance,
+)
+from unified_trainer.batching import BatchPlan
+from unified_trainer.methods.lessons import Lesson, plan_lessons
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.types import Batch, PerSample
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    num_prompts: int = 8  # prompts per training step, over all ranks
+    num_samples: int = 8  # samples of each prompt: the group an advantage is relative to
+    prompts_per_update: int = 8  # prompts of one optimizer update; num_prompts / this updates per rollout
+    rollout_batch: int = 32  # samples generated, decoded and scored at a time
+    update_batch: int = 32  # samples per backward pass
+    init_same_noise: bool = False  # one initial noise per prompt and step instead of one per sample
+    advantage: Estimator = "grpo"  # estimator of a group
+    advantage_clip: float = 5.0  # largest absolute advantage
+    reward_threshold: float = float("-inf")  # a group whose mean reward is below it teaches nothing
+    keep_samples: int = 0  # samples of each group learnt from, half the best and half the worst; 0 is all
+
+    @property
+    def learns_from_data(self) -> bool:
+        return False
+
+    def check_groups(self) -> None:
+        """Raise ValueError, naming the key, for what cannot be."""
+        if self.num_samples < 2:
+            raise ValueError("algorithm.num_samples must be at least 2: a group of one has no advantage")
+        if self.rollout_batch < 1:
+            raise ValueError(f"algorithm.rollout_batch must be at least 1, not {self.rollout_batch}")
+        if self.advantage_clip <= 0:
+            raise ValueError(f"algorithm.advantage_clip must be above 0, not {self.advantage_clip}")
+        if self.keep_samples and not (2 <= self.keep_samples <= self.num_samples and self.keep_samples % 2 == 0):
+            raise ValueError(
+                f"algorithm.keep_samples must be even and at most algorithm.num_samples, not {self.keep_samples}"
+            )
+
+    def plan(self) -> BatchPlan:
+        names = ("num_prompts", "num_samples", "prompts_per_update", "update_batch")
+        keys = tuple(f"algorithm.{name}" for name in names)
+        return BatchPlan(self.num_prompts, self.num_samples, self.prompts_per_update, self.update_batch, keys)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What the rewards of a training step lead to."""
+
+    advantages: PerSample  # of this rank's samples
+    lessons: list[list[Lesson]]  # of each update; none for one that nothing is left of
+    metrics: dict[str, float]
+
+
+def judge(config: GroupConfig, rewards: PerSample, penalty: PerSample | None, batch: Batch, mesh: Mesh) -> Judged:
+    """Advantages within the groups of all ranks, who is learnt from in each update, and what the rewards were.
+
+    Compared are the rewards less the penalty; thresholds and metrics are of the rewards themselves.
+    """
+    own = rewards if penalty is None else rewards - penalty
+    all_rewards, all_own, ids = gather_groups(batch, mesh, rewards, own)
+    advantages = group_advantages(all_own, ids, config.advantage)
+    below, equal = below_threshold(all_rewards, ids, config.reward_threshold), zero_variance(all_own, ids)
+    advantages[below | equal] = 0.0
+    useful = ~equal
+    if config.keep_samples:
+        useful &= best_of_n(advantages, ids, config.keep_samples)
+    updates = config.num_prompts // config.prompts_per_update
+    lessons = plan_lessons(useful, advantages, mesh.data_rank, mesh.data_size, updates, config.update_batch)
+    in_groups, between_groups = spread(all_rewards, ids)
+    metrics = {
+        "reward": all_rewards.mean().item(),
+        "reward_std": all_rewards.std().item(),
+        "reward_std_in_groups": in_groups,
+        "reward_std_between_groups": between_groups,
+        "advantage_zero": (advantages == 0).double().mean().item(),
+        "filtered_groups": len(ids[below | equal].unique()) / len(ids.unique()),
+        "skipped_updates": float(sum(not parts for parts in lessons)),
+    }
+    start = mesh.data_rank * len(rewards)
+    mine = advantages[start : start + len(rewards)].clamp(-config.advantage_clip, config.advantage_clip)
+    return Judged(mine.to(rewards.dtype), lessons, metrics)
+
+
+def gather_groups(batch: Batch, mesh: Mesh, *columns: PerSample) -> tuple[Tensor, ...]:
+    """The columns of all ranks' samples in float64, rank by rank, and last their prompt ids."""
+    ids = torch.tensor(batch.prompt_ids).to(columns[0]).double()
+    everyone = mesh.gather(torch.stack([*(column.double() for column in columns), ids], 1))
+    *gathered, all_ids = everyone.unbind(1)
+    return *gathered, all_ids.long()
