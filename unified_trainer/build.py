@@ -25,7 +25,7 @@ from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 
 # Whose weights a role starts from when its path is empty, or it has none.
-STARTS_AS = {"student": "tiny", "teacher": "student", "critic": "teacher", "reference": "student"}
+STARTS_AS = {"student": "tiny", "teacher": "student", "critic": "teacher", "reference": "student", "old": "student"}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from unified_trainer.methods.base import Method
 from unified_trainer.methods.consistency import Consistency, ConsistencyConfig
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
+from unified_trainer.methods.diffusion_nft import DiffusionNFT, DiffusionNFTConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.methods.ode_init import ODEInit, ODEInitConfig
@@ -34,6 +35,7 @@ class Family:
 METHODS: dict[str, tuple[type[Method], type]] = {
     "consistency": (Consistency, ConsistencyConfig),
     "dance_grpo": (DanceGRPO, DanceGRPOConfig),
+    "diffusion_nft": (DiffusionNFT, DiffusionNFTConfig),
     "dmd2": (DMD2, DMD2Config),
     "finetune": (Finetune, FinetuneConfig),
     "ode_init": (ODEInit, ODEInitConfig),

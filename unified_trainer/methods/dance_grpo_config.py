@@ -75,12 +75,10 @@ class DanceGRPOConfig(GroupConfig):
         self.shape.check()
         if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
             raise ValueError("algorithm.clip_low must be in [0, 1] and algorithm.clip_high not negative")
-        if self.trust_region < 0 or self.kl_coefficient < 0 or self.kl_target < 0:
-            raise ValueError(
-                "algorithm.trust_region, algorithm.kl_coefficient and algorithm.kl_target must not be negative"
-            )
-        if self.kl_horizon <= 0:
-            raise ValueError(f"algorithm.kl_horizon must be above 0, not {self.kl_horizon}")
+        if self.trust_region < 0 or self.kl_coefficient < 0:
+            raise ValueError("algorithm.trust_region and algorithm.kl_coefficient must not be negative")
+        if self.kl_target < 0 or self.kl_horizon <= 0:
+            raise ValueError("algorithm.kl_target must not be negative, and algorithm.kl_horizon must be above 0")
         if not self.kl_coefficient and (self.kl_target or self.kl_in == "reward"):
             raise ValueError("algorithm.kl_coefficient must be above 0 for algorithm.kl_target and algorithm.kl_in")
         if self.objective == "gspo" and self.step_weight != "none":

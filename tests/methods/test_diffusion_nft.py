@@ -1,0 +1,245 @@
+"""DiffusionNFT: its loss in closed form, whose samples it learns from, and the old policy that follows."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import (
+    ALONE,
+    CAPTIONS,
+    LATENT_SHAPE,
+    SMALL,
+    Calls,
+    Recorder,
+    ScriptedScorer,
+    assert_near,
+    assert_same,
+    checkpoint_of,
+    frozen,
+    gradients,
+    metrics_of,
+    small_model,
+    tiny_codec,
+    trainable,
+)
+
+from unified_trainer.__main__ import main
+from unified_trainer.chunks import ChunkConfig
+from unified_trainer.data.feed import Feed
+from unified_trainer.data.prompts import Prompts
+from unified_trainer.flow import sigma_table
+from unified_trainer.methods.diffusion_nft import DiffusionNFT, DiffusionNFTConfig, contrast
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.reward import Reward, RewardConfig
+from unified_trainer.roles.role import Follower, TrainableConfig
+from unified_trainer.sampling import SamplerConfig, generate
+from unified_trainer.trainer import Trainer
+
+STEPS = 3
+SIGMAS = [float(sigma) for sigma in sigma_table(STEPS, 3.0)]
+SAMPLER = SamplerConfig(num_steps=STEPS, guidance_scale=1.0)
+REWARDS = (1.0, 2.0, 4.0, 5.0, -1.0, 2.0, -3.0, 1.0)
+CONFIG = DiffusionNFTConfig(
+    num_prompts=2, num_samples=4, prompts_per_update=2, rollout_batch=8, update_batch=8, beta=0.5, old_decay_rise=0.1
+)
+
+
+def trainer(*, old_seed: int = 1, reference=None, rewards=REWARDS, moves: bool = False, **changes) -> Trainer:
+    """A recording student, and an old policy that is another network unless it has the student's seed, 0."""
+    config = dataclasses.replace(CONFIG, **changes)
+    student = Recorder(TrainableConfig(clip_norm=0.0, learning_rate=1e-2), moves=moves)
+    old = Follower("old", Backbone(small_model(old_seed), ALONE), TrainableConfig())
+    reward = Reward(ScriptedScorer(rewards), tiny_codec(), RewardConfig(frames="first"))
+    method = DiffusionNFT(config, SAMPLER, student=student, old=old, reward=reward, reference=reference)
+    feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    return Trainer(method, {"student": student}, feed, ALONE, followers={"old": old}, seed=0)
+
+
+def gradient(**changes) -> dict[str, torch.Tensor]:
+    one = trainer(**changes)
+    one.step(0)
+    (only,) = one.roles["student"].gradients
+    return only
+
+
+def samples(one: Trainer) -> torch.Tensor:
+    """What the old policy makes in step 0 of these prompts."""
+    batch, rng = one.feed.batch(0), Streams(0, 0)
+    noise = rng.noise("initial", batch.sample_ids, LATENT_SHAPE)
+    return generate(one.followers["old"], noise, batch, SAMPLER, lambda s: noise)
+
+
+def optimality() -> torch.Tensor:
+    """A / 10 + 1 / 2 with A the standardised rewards of each group, none of which is beyond 5."""
+    groups = torch.tensor(REWARDS).reshape(2, 4)
+    return ((groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)).flatten() / 10 + 0.5
+
+
+# The loss.
+
+
+def test_the_loss_by_hand():
+    """One element: x0 = 0, x_t = 1, sigma = .5, v = 1, v_old = 2, r = .75, beta = .5.
+
+    v+ = 1.5, x0+ = .25, w+ = .25: .25^2 / .25 = .25; v- = 2.5, x0- = -.25: the same. (.75 .25 + .25 .25) / .5 = .5.
+    """
+    shape = (1, 1, 1, 1, 1)
+    x0, x_t, v, v_old = (torch.full(shape, value) for value in (0.0, 1.0, 1.0, 2.0))
+    assert float(contrast(x0, x_t, 0.5, v, v_old, torch.tensor([0.75]), 0.5)) == pytest.approx(0.5)
+    v_old = torch.full(shape, 3.0)  # v+ = 2, x0+ = 0: w is the least error; v- = 4, x0- = -1: 1; .25 / .5
+    assert float(contrast(x0, x_t, 0.5, v, v_old, torch.tensor([0.75]), 0.5)) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("r", [0.0, 0.25, 0.5, 1.0])
+def test_the_gradient_where_the_policies_agree(r):
+    """dL/dv = (2 r - 1) 2 (x0_hat - x0) (-sigma) / (w D): better samples pull, worse ones push, beta is not felt."""
+    x0, x_t, v = torch.randn(3, 2, *LATENT_SHAPE)
+    leaf = v.clone().requires_grad_()
+    contrast(x0, x_t, 0.7, leaf, v, torch.full((2,), r), 0.3).sum().backward()
+    error = (x_t - 0.7 * v) - x0
+    width = error.abs().flatten(1).mean(1).view(2, 1, 1, 1, 1)
+    expected = (2 * r - 1) * 2 * error * -0.7 / (width * x0[0].numel())
+    torch.testing.assert_close(leaf.grad, expected, rtol=1e-3, atol=1e-6)
+
+
+def by_hand(one: Trainer, kl: float = 0.0, reference=None, rows=slice(None)) -> dict[str, torch.Tensor]:
+    """5 mean over samples and levels of MATH.md 9, of the samples of the old policy."""
+    role, old, batch, x0 = trainable(), one.followers["old"], one.feed.batch(0), samples(one)
+    beta, r, total = one.method.config.beta, optimality(), 0.0
+    for s in range(STEPS):
+        sigma = SIGMAS[s]
+        noise = Streams(0, 0).noise(f"forward {s}", batch.sample_ids, LATENT_SHAPE)
+        x_t = (1 - sigma) * x0 + sigma * noise
+        level = torch.full((8,), sigma, dtype=torch.float64)
+        v, v_old = role.velocity(x_t, level, batch.cond), old.velocity(x_t, level, batch.cond)
+        terms = []
+        for implicit in (beta * v + (1 - beta) * v_old, (1 + beta) * v_old - beta * v):
+            error = x_t - sigma * implicit - x0
+            terms.append(error.square().flatten(1).mean(1) / error.detach().abs().flatten(1).mean(1))
+        loss = 5 * (r * terms[0] + (1 - r) * terms[1]) / beta
+        if reference is not None:
+            loss = loss + kl * (v - reference.velocity(x_t, level, batch.cond)).square().flatten(1).mean(1)
+        total = total + loss[rows].mean() / STEPS
+    total.backward()
+    return gradients(role.network)
+
+
+def test_the_update_is_the_gradient_of_the_paper():
+    one = trainer()
+    calls = Calls.of(one.roles["student"])
+    metrics = one.step(0)
+    assert_near(one.roles["student"].gradients[0], by_hand(trainer()), 1e-3)
+    assert len(calls.graph) == STEPS and all(calls.graph)  # the student is asked for its loss alone
+    assert metrics["policy_gap"] > 0 and metrics["reward"] == pytest.approx(sum(REWARDS) / 8)
+
+
+def test_kl_to_the_reference():
+    reference = frozen("reference", seed=2)
+    one = trainer(reference=reference, kl_coefficient=3.0)
+    metrics = one.step(0)
+    assert_near(one.roles["student"].gradients[0], by_hand(trainer(), 3.0, frozen("reference", seed=2)), 1e-3)
+    assert metrics["kl"] > 0 and not gradients(reference.network)
+
+
+def test_the_best_and_the_worst_alone():
+    kept = torch.tensor([0, 3, 5, 6])
+    assert_near(gradient(keep_samples=2), by_hand(trainer(), rows=kept), 1e-3)
+
+
+@pytest.mark.parametrize("batches", [{"update_batch": 2}, {"rollout_batch": 3}, {"update_batch": 1, "keep_samples": 2}])
+def test_the_gradient_does_not_depend_on_batches(batches):
+    whole = {key: value for key, value in batches.items() if key == "keep_samples"}
+    assert_near(gradient(**batches), gradient(**whole), 1e-4)
+
+
+def test_metrics_do_not_depend_on_the_update_batch():
+    parts, whole = (trainer(keep_samples=2, update_batch=size).step(0) for size in (1, 8))
+    assert parts == pytest.approx(whole, rel=1e-4, abs=1e-6)
+
+
+def test_a_share_of_the_levels():
+    one = trainer(timestep_fraction=0.34)
+    calls = Calls.of(one.roles["student"])
+    one.step(0)
+    assert len(calls.sigma) == 1
+
+
+# The old policy.
+
+
+def test_the_old_policy_follows_after_the_updates():
+    """At step 0 it becomes the student; at step s, with decay min(.5, .1 s), an average."""
+    one = trainer(moves=True)
+    for step, decay in ((0, 0.0), (2, 0.2), (9, 0.5)):
+        before = {key: value.clone() for key, value in one.followers["old"].state_dict().items()}
+        metrics = one.step(step)
+        assert metrics["old_decay"] == pytest.approx(decay)
+        for key, weight in one.followers["old"].state_dict().items():
+            student = one.roles["student"].weights[key.removeprefix("followed/")].detach()
+            torch.testing.assert_close(weight, decay * before[key] + (1 - decay) * student)
+
+
+def test_it_stays_while_the_step_lasts():
+    """Two updates: the second one still compares with the policy that sampled."""
+    one = trainer(moves=True, old_seed=0, prompts_per_update=1, update_batch=4)
+    start = {key: value.clone() for key, value in one.followers["old"].state_dict().items()}
+    seen = []
+    one.roles["student"].network.register_forward_pre_hook(
+        lambda *_: seen.append(
+            all(torch.equal(value, start[key]) for key, value in one.followers["old"].state_dict().items())
+        )
+    )
+    metrics = one.step(0)
+    assert len(seen) == 2 * STEPS and all(seen)
+    assert metrics["policy_gap"] > 0
+
+
+def test_a_step_with_nothing_to_learn():
+    one = trainer(moves=True, rewards=[1.0] * 8)
+    metrics = one.step(0)
+    assert one.roles["student"].updates == 0 and metrics["skipped_updates"] == 1
+
+
+@pytest.mark.parametrize("words", [[], ["--student.adapter.rank", "2"]], ids=["full", "adapter"])
+def test_four_steps_are_two_and_two(words, tmp_path):
+    words = [*words, "--algorithm.kl-coefficient", "0.1", "--algorithm.old-decay-rise", "0.2"]
+    words += ["--student.learning-rate", "0.01", "--sampler.guidance-scale", "1"]
+    small = ["--method", "diffusion_nft", *SMALL["dance_grpo"][2:], *words]
+    straight, halved = tmp_path / "straight", tmp_path / "halved"
+    assert main([*small, "--output", str(straight), "--steps", "4"]) == 0
+    assert main([*small, "--output", str(halved), "--steps", "2"]) == 0
+    assert main(["--resume", str(halved), "--steps", "4"]) == 0
+    assert metrics_of(halved) == metrics_of(straight)
+    held = checkpoint_of(straight, 4)
+    assert_same(checkpoint_of(halved, 4), held)
+    old = {key: value for key, value in held.items() if key.startswith("old/followed/")}
+    assert old and all(
+        not torch.equal(value, held[key.replace("old/followed", "student/weights")]) for key, value in old.items()
+    )
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampler", "message"),
+    [
+        ({"beta": 0.0}, SAMPLER, r"algorithm\.beta must be above 0"),
+        ({"timestep_fraction": 0.0}, SAMPLER, r"algorithm\.timestep_fraction must be in \(0, 1\]"),
+        ({"old_decay": 1.0}, SAMPLER, r"algorithm\.old_decay must be in \[0, 1\)"),
+        ({"old_decay_rise": -0.1}, SAMPLER, r"algorithm\.old_decay_rise not negative"),
+        ({"kl_coefficient": -0.1}, SAMPLER, r"algorithm\.kl_coefficient must not be negative"),
+        ({"num_samples": 1}, SAMPLER, r"algorithm\.num_samples must be at least 2"),
+        ({}, SamplerConfig(), r"sampler\.guidance_scale must be 1, not 3\.0"),
+        ({}, dataclasses.replace(SAMPLER, chunks=ChunkConfig(chunk_frames=1)), r"chunk_frames must be 0"),
+    ],
+)
+def test_a_setting_that_cannot_be_names_its_key(changes, sampler, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes).check(sampler)
+
+
+def test_a_kl_needs_its_reference():
+    with pytest.raises(ValueError, match="needs the role reference"):
+        trainer(kl_coefficient=1.0)

@@ -1,0 +1,153 @@
+"""DiffusionNFT: better samples pull the velocity and worse ones push it, on the forward process (arXiv:2509.16117)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from unified_trainer.flow import Sigma, add_noise, x0_from_velocity
+from unified_trainer.kl import velocity_kl
+from unified_trainer.methods.base import Loss
+from unified_trainer.methods.groups import GroupConfig, judge
+from unified_trainer.methods.lessons import Lesson
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.reward import Reward
+from unified_trainer.roles.role import Follower, Frozen, Trainable
+from unified_trainer.sampling import SamplerConfig, generate, policy_velocity
+from unified_trainer.types import Batch, Latents, PerSample
+
+LEAST_ERROR = 1e-5  # that a loss is divided by
+
+
+@dataclass(frozen=True)
+class DiffusionNFTConfig(GroupConfig):
+    beta: float = 1.0  # how far the two implicit policies lie from the old one, in units of the student's own distance
+    timestep_fraction: float = 1.0  # share of the sampler's noise levels learnt at, drawn anew each training step
+    old_decay: float = 0.5  # largest decay of the old policy, which samples: an average of the student, once a step
+    old_decay_rise: float = 0.001  # what that decay grows by in each training step, from 0
+    kl_coefficient: float = 0.0  # of mean (v - v_ref)^2 to the student as the run started; 0 needs no reference
+
+    @property
+    def optional_roles(self) -> tuple[str, ...]:
+        return ("reference",) if self.kl_coefficient else ()
+
+    def check(self, sampler: SamplerConfig) -> None:
+        self.check_groups()
+        if self.beta <= 0:
+            raise ValueError(f"algorithm.beta must be above 0, not {self.beta}")
+        if not 0 < self.timestep_fraction <= 1:
+            raise ValueError(f"algorithm.timestep_fraction must be in (0, 1], not {self.timestep_fraction}")
+        if not 0 <= self.old_decay < 1 or self.old_decay_rise < 0:
+            raise ValueError("algorithm.old_decay must be in [0, 1) and algorithm.old_decay_rise not negative")
+        if self.kl_coefficient < 0:
+            raise ValueError(f"algorithm.kl_coefficient must not be negative, but is {self.kl_coefficient}")
+        if sampler.guidance_scale != 1:
+            raise ValueError(
+                f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: diffusion_nft trains the velocity "
+                "that it samples with"
+            )
+        if sampler.chunks.causal:
+            raise ValueError(
+                "sampler.chunks.chunk_frames must be 0 for diffusion_nft; dance_grpo trains causal students"
+            )
+
+
+class DiffusionNFT:
+    """The old policy samples, groups are compared, and noised samples say where the student's velocity goes."""
+
+    trains_sampler: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: DiffusionNFTConfig,
+        sampler: SamplerConfig,
+        *,
+        student: Trainable,
+        old: Follower,
+        reward: Reward,
+        reference: Frozen | None = None,
+    ) -> None:
+        if config.kl_coefficient and reference is None:
+            raise ValueError("algorithm.kl_coefficient needs the role reference. Set it to 0")
+        self.config, self.sampler = config, sampler
+        self.student, self.old, self.reward, self.reference = student, old, reward, reference
+
+    def generators(self, batch: Batch) -> list[Batch]:
+        return [batch]  # the whole rank: groups are compared before anything is learnt
+
+    def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
+        count = max(1, round(self.config.timestep_fraction * self.sampler.num_steps))
+        levels = sorted(rng.shared.permutation(self.sampler.num_steps)[:count].tolist())
+        x0, rewards = self._collect(batch, rng)
+        judged = judge(self.config, rewards, None, batch, mesh)
+        decay = min(self.config.old_decay, self.config.old_decay_rise * step)
+        metrics = judged.metrics | {"old_decay": decay}
+        if not any(judged.lessons):
+            yield Loss("student", torch.zeros((), requires_grad=True), moves=False, metrics=metrics)
+        for parts in judged.lessons:
+            for s in levels:
+                for part in parts:
+                    loss, seen = self._loss(x0, judged.advantages, batch, part, s, rng)
+                    moves = s == levels[-1] and part is parts[-1]
+                    yield Loss("student", loss / len(levels), moves, metrics | seen)
+        self.old.follow(self.student, decay)
+
+    def _collect(self, batch: Batch, rng: Streams) -> tuple[Latents, PerSample]:
+        """What the old policy makes, and its rewards, `rollout_batch` samples at a time."""
+        made, rewards = [], []
+        for part in batch.split(self.config.rollout_batch):
+
+            def draw(name: str | int, part: Batch = part) -> Latents:
+                return rng.noise(f"transition {name}", part.sample_ids, part.latent_shape).to(self.old.device)
+
+            keys = part.prompt_ids if self.config.init_same_noise else part.sample_ids
+            noise = rng.noise("initial", keys, part.latent_shape).to(self.old.device)
+            made.append(generate(self.old, noise, part, self.sampler, draw))
+            rewards.append(self.reward.score(made[-1], part.prompts))
+        return torch.cat(made), torch.cat(rewards)
+
+    def _loss(
+        self, x0: Latents, advantages: PerSample, batch: Batch, part: Lesson, s: int, rng: Streams
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """advantage_clip x the loss of one noise level, and the KL, weighted over the samples of the lesson."""
+        config = self.config
+        batch, x0, advantage = batch.take(part.rows.tolist()), x0[part.rows], advantages[part.rows]
+        sigma = self.sampler.sigmas()[s]
+        x_t = add_noise(x0, rng.noise(f"forward {s}", batch.sample_ids, batch.latent_shape).to(x0), sigma)
+        velocity = policy_velocity(self.student, x_t, sigma, batch, self.sampler)
+        velocity_old = policy_velocity(self.old, x_t, sigma, batch, self.sampler)
+        optimality = (advantage / (2 * config.advantage_clip) + 0.5).clamp(0, 1)
+        loss = config.advantage_clip * contrast(x0, x_t, sigma, velocity, velocity_old, optimality, config.beta)
+        seen = {"loss": loss, "policy_gap": velocity_kl(velocity, velocity_old)}
+        if config.kl_coefficient:
+            kl = velocity_kl(velocity, policy_velocity(self.reference, x_t, sigma, batch, self.sampler))
+            loss, seen["kl"] = loss + config.kl_coefficient * kl, kl
+        real = part.real.to(loss.device)
+        return (part.weights.to(loss) * loss).sum(), {name: value.detach()[real] for name, value in seen.items()}
+
+
+def contrast(
+    x0: Latents,
+    x_t: Latents,
+    sigma: Sigma,
+    velocity: Latents,
+    velocity_old: Latents,
+    optimality: PerSample,
+    beta: float,
+) -> PerSample:
+    """(r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-) / beta, mean over elements (DiffusionNFT, arXiv:2509.16117).
+
+    v+ = beta v + (1 - beta) v_old, v- = (1 + beta) v_old - beta v, x0+- = x_t - sigma v+-, w+- = mean |x0+- - x0| of
+    the sample in float64 without gradient, r the optimality in [0, 1].
+    """
+    positive = x0_from_velocity(x_t, beta * velocity + (1 - beta) * velocity_old, sigma)
+    negative = x0_from_velocity(x_t, (1 + beta) * velocity_old - beta * velocity, sigma)
+    return (optimality * _relative_error(positive, x0) + (1 - optimality) * _relative_error(negative, x0)) / beta
+
+
+def _relative_error(x0_hat: Latents, x0: Latents) -> PerSample:
+    error = (x0_hat - x0).flatten(1)
+    return error.square().mean(1) / error.detach().double().abs().mean(1).clamp(min=LEAST_ERROR).to(error)
