@@ -178,6 +178,18 @@ class MeanScorer:
         return torch.stack([value, torch.zeros_like(value)], 1)
 
 
+class StubbornScorer(MeanScorer):
+    """Gives every image of some prompts the same."""
+
+    def __init__(self, prompts) -> None:
+        self.prompts = prompts
+
+    def score(self, images, prompts):
+        scores = super().score(images, prompts)
+        scores[[prompt in self.prompts for prompt in prompts]] = 0.5
+        return scores
+
+
 class ScriptedScorer:
     """Outside scorer: hands out the given rewards in order, again from the start when they are used up."""
 
@@ -238,13 +250,14 @@ def dance_grpo(
     mesh: Mesh = ALONE,
     seed: int = 0,
     reference: Frozen | None = None,
+    captions: tuple[str, ...] = CAPTIONS,
     **recorder,
 ) -> Trainer:
-    """A trainer of the small network on `CAPTIONS`; `trainer.roles["student"]` records."""
+    """A trainer of the small network on the captions; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
     reward = Reward(scorer or MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
-    method = DanceGRPO(config, sampler, student=student, reward=reward, reference=reference)
-    feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    feed = Feed(Prompts(captions), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    method = DanceGRPO(config, sampler, student=student, reward=reward, feed=feed, reference=reference)
     return Trainer(method, {"student": student}, feed, mesh, seed=seed)
 
 

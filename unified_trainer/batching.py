@@ -12,6 +12,7 @@ class BatchPlan:
     prompts_per_update: int  # prompts of one optimizer update
     micro_batch: int  # samples of one backward pass
     keys: tuple[str, str, str, str]  # the flags these four come from, for messages
+    by_failures: bool = False  # prompts are drawn in proportion to failures + 1, instead of epoch by epoch
 
     def table(self, ranks: int) -> dict[str, int]:
         """Every count of the step; ValueError with the arithmetic when something does not divide."""

@@ -71,8 +71,6 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     if run.sampler.chunks.causal:
         counts |= _cache_memory(run, roles["student"], latent_shape, max(plan.micro_batch, run.validation.batch), mesh)
 
-    parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, **roles}
-    method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters if name in parts})
     if not run.algorithm.learns_from_data:
         source: Source = Prompts(prompts)
     elif run.data.path:
@@ -80,6 +78,8 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     else:
         source = render_clips(run.data, codec, run.video, run.seed)
     feed = Feed(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
+    parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, "feed": feed, **roles}
+    method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters if name in parts})
     validation = Validation(run.validation, codec, reward, scorer.features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
     contract = plain(run)["sampler"] if method_type.trains_sampler else None

@@ -39,7 +39,7 @@ class Trainer:
         """`contract` is the sampler that the student is trained for, if for one: it goes into the checkpoints."""
         self.method, self.roles, self.feed, self.mesh, self.seed = method, roles, feed, mesh, seed
         self.followers, self.contract = followers or {}, contract
-        self._kept: dict[str, Kept] = {**roles, **self.followers}
+        self._kept: dict[str, Kept] = {**roles, **self.followers, "feed": feed}
         if isinstance(method, Kept):
             self._kept["method"] = method
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Protocol, Self
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, cat
 
 Latents = Float[Tensor, "b c t h w"]
 Video = Float[Tensor, "b 3 frames height width"]  # in [0, 1]
@@ -62,6 +62,18 @@ class Batch:
             latents=None if self.latents is None else self.latents[index],
         )
 
+    def cat(self, other: "Batch") -> "Batch":
+        """The samples of both, in order."""
+        return replace(
+            self,
+            prompts=self.prompts + other.prompts,
+            prompt_ids=self.prompt_ids + other.prompt_ids,
+            sample_ids=self.sample_ids + other.sample_ids,
+            cond=self.cond.cat(other.cond),
+            uncond=self.uncond.cat(other.uncond),
+            latents=None if self.latents is None else cat([self.latents, other.latents]),
+        )
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -72,7 +84,14 @@ class Rollout:
     x0: Latents  # the final clean prediction
 
     @classmethod
-    def cat(cls, parts: Sequence["Rollout"]) -> "Rollout":
-        from torch import cat
+    def of_end(cls, x0: Latents) -> "Rollout":
+        """One without stochastic transitions."""
+        return cls(x0[:, None][:, :0], x0.new_zeros(len(x0), 0), x0)
 
+    def take(self, rows: Sequence[int]) -> "Rollout":
+        """These samples, in this order."""
+        return Rollout(**{f.name: getattr(self, f.name)[list(rows)] for f in fields(self)})
+
+    @classmethod
+    def cat(cls, parts: Sequence["Rollout"]) -> "Rollout":
         return cls(**{f.name: cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})

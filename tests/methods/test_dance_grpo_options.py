@@ -351,9 +351,9 @@ def test_only_the_states_of_the_window_are_kept():
         scorer=ScriptedScorer(REWARDS),
     )
     collect = one.method._collect
-    one.method._collect = lambda *words: (kept.append(collect(*words)), kept[0])[1]
+    one.method._collect = lambda *words, **more: (kept.append(collect(*words, **more)), kept[0])[1]
     one.step(0)
-    assert kept[0][0].rollout.states.shape[1] == 3 and kept[0][0].rollout.log_probs.shape[1] == 2
+    assert kept[0].rollout.states.shape[1] == 3 and kept[0].rollout.log_probs.shape[1] == 2
 
 
 def test_a_share_of_the_window_is_trained():

@@ -51,8 +51,8 @@ def trainer(*, old_seed: int = 1, reference=None, rewards=REWARDS, moves: bool =
     student = Recorder(TrainableConfig(clip_norm=0.0, learning_rate=1e-2), moves=moves)
     old = Follower("old", Backbone(small_model(old_seed), ALONE), TrainableConfig())
     reward = Reward(ScriptedScorer(rewards), tiny_codec(), RewardConfig(frames="first"))
-    method = DiffusionNFT(config, SAMPLER, student=student, old=old, reward=reward, reference=reference)
     feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    method = DiffusionNFT(config, SAMPLER, student=student, old=old, reward=reward, feed=feed, reference=reference)
     return Trainer(method, {"student": student}, feed, ALONE, followers={"old": old}, seed=0)
 
 

@@ -187,8 +187,8 @@ def test_reinforcement_learning_replays_a_causal_rollout():
     )
     student = causal_student()
     reward = Reward(MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
-    method = DanceGRPO(config, SAMPLER, student=student, reward=reward)
     feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), SHAPE, "", 0, ALONE)
+    method = DanceGRPO(config, SAMPLER, student=student, reward=reward, feed=feed)
     calls = Calls.of(student)
     metrics = Trainer(method, {"student": student}, feed, ALONE, seed=0).step(0)
     assert 0 <= metrics["log_ratio_abs_max"] < 1e-5

@@ -146,8 +146,9 @@ def dance_grpo(mesh: Mesh) -> tuple[DanceGRPO, dict[str, Trainable], Clips]:
     student = own("student", SeenTrainable, mesh, 0)
     reward = Reward(MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
     sampler = SamplerConfig(num_steps=3, guidance_scale=2.0)
-    method = DanceGRPO(GRPO, sampler, student=student, reward=reward)
-    return method, {"student": student}, Clips(CAPTIONS, torch.zeros(4, *SHAPE))
+    clips = Clips(CAPTIONS, torch.zeros(4, *SHAPE))
+    feed = Feed(clips, tiny_codec(), GRPO.plan(), SHAPE, "", 0, mesh)
+    return DanceGRPO(GRPO, sampler, student=student, reward=reward, feed=feed), {"student": student}, clips
 
 
 PARTS: dict[str, Callable] = {

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers import SMALL, ScriptedScorer, dance_grpo, dmd2, finetune, flags
+from helpers import CAPTIONS, SMALL, ScriptedScorer, StubbornScorer, dance_grpo, dmd2, finetune, flags
 
 from unified_trainer import __main__ as program
 from unified_trainer import checkpoint
@@ -32,7 +32,10 @@ SIZES = {"num_prompts": 2, "num_samples": 4, "prompts_per_update": 1, "rollout_b
 GRPO = DanceGRPOConfig(**SIZES, timestep_fraction=0.5, keep_samples=2)
 MOVING = TrainableConfig(learning_rate=1e-3, ema_decay=0.5, clip_norm=0.1, warmup_updates=3)
 MATCHING = DMD2Config(batch_size=4, micro_batch=1, guidance_scale=2.0, student_every=1, gan_weight=0.5)
-METHODS = ("finetune", "dance_grpo", "dmd2", "dmd2_shared")  # the last: adapters over one base, recomputed activations
+# Both prompts of the first step teach nothing; the one that is drawn for the second is on the other rank alone.
+REFILL = DanceGRPOConfig(**SIZES | {"prompts_per_update": 2}, timestep_fraction=0.5, refill_rounds=2)
+# dmd2_shared: adapters over one base, recomputed activations.
+METHODS = ("finetune", "dance_grpo", "refill", "dmd2", "dmd2_shared")
 PROGRAM = SMALL["dance_grpo"] + flags(
     {"steps": 2, "validate-every": 2, "validation.num-videos": 1, "student.ema-decay": 0.5}
     | {"algorithm.update-batch": 2, "algorithm.rollout-batch": 2}
@@ -47,6 +50,10 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
     if method.startswith("dmd2"):
         shared = method == "dmd2_shared"
         return dmd2(MATCHING, shared=shared, checkpointing=shared, **recorder)
+    if method == "refill":
+        first = set(dance_grpo(REFILL).feed.batch(0).prompts)
+        later = dance_grpo(REFILL).feed.further(0, 0, 1)
+        return dance_grpo(REFILL, scorer=StubbornScorer({*first, CAPTIONS[later[0]]}), **recorder)
     one = dance_grpo(GRPO, sampler=SamplerConfig(num_steps=4, guidance_scale=2.0), scorer=None, **recorder)
     batch = one.feed.batch(0)  # the rewards of this rank's samples, whatever rank holds them
     one.method.reward._scorer = ScriptedScorer([REWARDS[sample] for sample in batch.sample_ids])

@@ -1,10 +1,13 @@
-"""Which samples a rank works on in a step: a pure function of the step, so that resuming needs no cursor."""
+"""Which samples a rank works on in a step: a function of the step, and of failures where those decide."""
 
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from unified_trainer.advantages import curriculum
 from unified_trainer.batching import BatchPlan
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
@@ -21,7 +24,7 @@ class Source(Protocol):
 
 
 class Feed:
-    """Batches by step: every epoch a new order, every sample once before any comes again."""
+    """Batches by step: every epoch a new order, every sample once before any comes again; or by failures."""
 
     def __init__(
         self,
@@ -37,12 +40,37 @@ class Feed:
         self._latent_shape = latent_shape
         self._uncond = codec.encode_text([negative_prompt])  # once: nothing else makes it
         self.samples = plan.prompts * plan.num_samples  # of one training step, over all ranks
+        self.samples_per_prompt = plan.num_samples
+        if plan.by_failures and plan.prompts > len(source):
+            raise ValueError(
+                f"{plan.keys[0]} must be at most the {len(source)} prompts to draw from by failures, not {plan.prompts}"
+            )
+        self._failures = torch.zeros(len(source), dtype=torch.int64) if plan.by_failures else None
 
     def batch(self, step: int) -> Batch:
         """This rank's share of the step's samples."""
         positions = self._plan.rank_samples(self._mesh.data_rank, self._mesh.data_size)
         rows = self._rows(step)
-        indices = [rows[position // self._plan.num_samples] for position in positions]
+        return self.batch_of([rows[position // self.samples_per_prompt] for position in positions], positions)
+
+    def further(self, step: int, skip: int, count: int) -> list[int]:
+        """Up to `count` rows that are not in the step's batch, after the first `skip` of them; none comes twice."""
+        taken = set(self._rows(step))
+        order = [row for row in self._drawn(step, "further", len(self._source)) if row not in taken]
+        return order[skip : skip + count]
+
+    def note_failures(self, rows: Iterable[int]) -> None:
+        """Count a failure of each of these prompts; all ranks must count the same."""
+        self._failures[list(rows)] += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {} if self._failures is None else {"failures": self._failures}
+
+    def after_load(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing is left to do: the counts were filled in place."""
+
+    def batch_of(self, indices: list[int], sample_ids: list[int]) -> Batch:
+        """Samples of these rows of the source."""
         latents = self._source.latents(indices)
         return make_batch(
             self._codec,
@@ -50,18 +78,26 @@ class Feed:
             self._uncond,
             self._latent_shape,
             prompt_ids=indices,
-            sample_ids=positions,
+            sample_ids=sample_ids,
             latents=None if latents is None else latents.to(self._mesh.device),
         )
 
     def _rows(self, step: int) -> list[int]:
-        """The source's rows of the whole step: epoch after epoch, each in its own order."""
+        """The source's rows of the whole step: epoch after epoch, each in its own order, or drawn by failures."""
+        if self._failures is not None:
+            return self._drawn(step, "batch", self._plan.prompts)
         size, count = len(self._source), self._plan.prompts
         first = step * count
         epochs = range(first // size, (first + count - 1) // size + 1)
         order = [row for epoch in epochs for row in generator(self._seed, "epoch", epoch).permutation(size).tolist()]
         start = first - epochs.start * size
         return order[start : start + count]
+
+    def _drawn(self, step: int, name: str, count: int) -> list[int]:
+        """So many different rows in random order, those that failed more often likelier and earlier."""
+        failures = self._failures if self._failures is not None else torch.zeros(len(self._source))
+        chance = curriculum(failures.double()).numpy().astype(np.float64)
+        return generator(self._seed, name, step).choice(len(chance), count, replace=False, p=chance).tolist()
 
 
 def make_batch(

@@ -10,12 +10,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.data.feed import Feed
 from unified_trainer.kl import gaussian_kl
 from unified_trainer.methods.base import Loss
 from unified_trainer.methods.dance_grpo_config import DanceGRPOConfig
 from unified_trainer.methods.groups import judge
 from unified_trainer.methods.lessons import Lesson
 from unified_trainer.methods.reference import ReferenceKL
+from unified_trainer.methods.refill import Samples, refill
 from unified_trainer.methods.replay import Lived, Record, Replay, Seen, transition_noise
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
@@ -40,10 +42,11 @@ class DanceGRPO:
         *,
         student: Trainable,
         reward: Reward,
+        feed: Feed,
         reference: Frozen | None = None,
     ) -> None:
         self.config, self.sampler, self.policy = config, sampler, config.policy(sampler)
-        self.student, self.reward = student, reward
+        self.student, self.reward, self.feed = student, reward, feed
         self.kl = ReferenceKL(config, sampler, self.policy, reference)
         self._checked = False
 
@@ -53,10 +56,12 @@ class DanceGRPO:
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         window = self.config.window.at(step, self.sampler.num_steps - 1, rng.shared)
         trained = self._trained_steps(window, rng)
-        lived, rewards = self._collect(batch, window, rng)
+        collect = functools.partial(self._collect, window=window, rng=rng)
+        samples, counted = refill(collect(batch), self.config.refill_rounds, collect, self.feed, step, mesh)
+        batch, lived = samples.batch, Lived(samples.batch, samples.rollout, window, rng)
         penalty, kl_metrics = self.kl.penalty(lived, mesh)
-        judged = judge(self.config, rewards, penalty, batch, mesh)
-        advantages, lessons, metrics = judged.advantages, judged.lessons, judged.metrics | kl_metrics
+        judged = judge(self.config, samples.rewards, penalty, batch, self.feed, mesh)
+        advantages, lessons, metrics = judged.advantages, judged.lessons, judged.metrics | counted | kl_metrics
         if self.config.window.size:
             metrics["window_first"] = float(window.start)
         if not any(lessons):  # nothing moves, and the metrics say why
@@ -80,7 +85,7 @@ class DanceGRPO:
         count = max(1, round(self.config.timestep_fraction * len(window)))
         return sorted(window[i] for i in rng.shared.permutation(len(window))[:count])
 
-    def _collect(self, batch: Batch, window: range, rng: Streams) -> tuple[Lived, PerSample]:
+    def _collect(self, batch: Batch, window: range, rng: Streams) -> Samples:
         """Trajectories and their rewards, `rollout_batch` samples at a time."""
         rollouts, rewards = [], []
         for part in batch.split(self.config.rollout_batch):
@@ -90,7 +95,7 @@ class DanceGRPO:
             done = rollout(self.student, noise, part, self.sampler, self.policy, window, draw)
             rollouts.append(done)
             rewards.append(self.reward.score(done.x0, part.prompts))
-        return Lived(batch, Rollout.cat(rollouts), window, rng), torch.cat(rewards)
+        return Samples(batch, Rollout.cat(rollouts), torch.cat(rewards))
 
     def _replay(self, lived: Lived, part: Lesson, s: int) -> Replay:
         """Transition s as the student makes it now, against how it was sampled and how the reference makes it."""

@@ -1,5 +1,6 @@
 """DiffusionNFT: better samples pull the velocity and worse ones push it, on the forward process (arXiv:2509.16117)."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,17 +8,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from unified_trainer.data.feed import Feed
 from unified_trainer.flow import Sigma, add_noise, x0_from_velocity
 from unified_trainer.kl import velocity_kl
 from unified_trainer.methods.base import Loss
 from unified_trainer.methods.groups import GroupConfig, judge
 from unified_trainer.methods.lessons import Lesson
+from unified_trainer.methods.refill import Samples, refill
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Follower, Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig, generate, policy_velocity
-from unified_trainer.types import Batch, Latents, PerSample
+from unified_trainer.types import Batch, Latents, PerSample, Rollout
 
 LEAST_ERROR = 1e-5  # that a loss is divided by
 
@@ -68,11 +71,12 @@ class DiffusionNFT:
         student: Trainable,
         old: Follower,
         reward: Reward,
+        feed: Feed,
         reference: Frozen | None = None,
     ) -> None:
         if config.kl_coefficient and reference is None:
             raise ValueError("algorithm.kl_coefficient needs the role reference. Set it to 0")
-        self.config, self.sampler = config, sampler
+        self.config, self.sampler, self.feed = config, sampler, feed
         self.student, self.old, self.reward, self.reference = student, old, reward, reference
 
     def generators(self, batch: Batch) -> list[Batch]:
@@ -81,23 +85,24 @@ class DiffusionNFT:
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         count = max(1, round(self.config.timestep_fraction * self.sampler.num_steps))
         levels = sorted(rng.shared.permutation(self.sampler.num_steps)[:count].tolist())
-        x0, rewards = self._collect(batch, rng)
-        judged = judge(self.config, rewards, None, batch, mesh)
+        collect = functools.partial(self._collect, rng=rng)
+        samples, counted = refill(collect(batch), self.config.refill_rounds, collect, self.feed, step, mesh)
+        judged = judge(self.config, samples.rewards, None, samples.batch, self.feed, mesh)
         decay = min(self.config.old_decay, self.config.old_decay_rise * step)
-        metrics = judged.metrics | {"old_decay": decay}
+        metrics = judged.metrics | counted | {"old_decay": decay}
         if not any(judged.lessons):
             yield Loss("student", torch.zeros((), requires_grad=True), moves=False, metrics=metrics)
         for parts in judged.lessons:
             for s in levels:
                 for part in parts:
-                    loss, seen = self._loss(x0, judged.advantages, batch, part, s, rng)
+                    loss, seen = self._loss(samples, judged.advantages, part, s, rng)
                     moves = s == levels[-1] and part is parts[-1]
                     yield Loss("student", loss / len(levels), moves, metrics | seen)
         self.old.follow(self.student, decay)
 
-    def _collect(self, batch: Batch, rng: Streams) -> tuple[Latents, PerSample]:
+    def _collect(self, batch: Batch, rng: Streams) -> Samples:
         """What the old policy makes, and its rewards, `rollout_batch` samples at a time."""
-        made, rewards = [], []
+        rollouts, rewards = [], []
         for part in batch.split(self.config.rollout_batch):
 
             def draw(name: str | int, part: Batch = part) -> Latents:
@@ -105,21 +110,22 @@ class DiffusionNFT:
 
             keys = part.prompt_ids if self.config.init_same_noise else part.sample_ids
             noise = rng.noise("initial", keys, part.latent_shape).to(self.old.device)
-            made.append(generate(self.old, noise, part, self.sampler, draw))
-            rewards.append(self.reward.score(made[-1], part.prompts))
-        return torch.cat(made), torch.cat(rewards)
+            x0 = generate(self.old, noise, part, self.sampler, draw)
+            rollouts.append(Rollout.of_end(x0))
+            rewards.append(self.reward.score(x0, part.prompts))
+        return Samples(batch, Rollout.cat(rollouts), torch.cat(rewards))
 
     def _loss(
-        self, x0: Latents, advantages: PerSample, batch: Batch, part: Lesson, s: int, rng: Streams
+        self, samples: Samples, advantages: PerSample, part: Lesson, s: int, rng: Streams
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """advantage_clip x the loss of one noise level, and the KL, weighted over the samples of the lesson."""
         config = self.config
-        batch, x0, advantage = batch.take(part.rows.tolist()), x0[part.rows], advantages[part.rows]
+        batch, x0 = samples.batch.take(part.rows.tolist()), samples.rollout.x0[part.rows]
         sigma = self.sampler.sigmas()[s]
         x_t = add_noise(x0, rng.noise(f"forward {s}", batch.sample_ids, batch.latent_shape).to(x0), sigma)
         velocity = policy_velocity(self.student, x_t, sigma, batch, self.sampler)
         velocity_old = policy_velocity(self.old, x_t, sigma, batch, self.sampler)
-        optimality = (advantage / (2 * config.advantage_clip) + 0.5).clamp(0, 1)
+        optimality = (advantages[part.rows] / (2 * config.advantage_clip) + 0.5).clamp(0, 1)
         loss = config.advantage_clip * contrast(x0, x_t, sigma, velocity, velocity_old, optimality, config.beta)
         seen = {"loss": loss, "policy_gap": velocity_kl(velocity, velocity_old)}
         if config.kl_coefficient:

@@ -14,6 +14,7 @@ from unified_trainer.advantages import (
     zero_variance,
 )
 from unified_trainer.batching import BatchPlan
+from unified_trainer.data.feed import Feed
 from unified_trainer.methods.lessons import Lesson, plan_lessons
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.types import Batch, PerSample
@@ -31,6 +32,9 @@ class GroupConfig:
     advantage_clip: float = 5.0  # largest absolute advantage
     reward_threshold: float = float("-inf")  # a group whose mean reward is below it teaches nothing
     keep_samples: int = 0  # samples of each group learnt from, half the best and half the worst; 0 is all
+    refill_rounds: int = 0  # times at most that further prompts are drawn in place of groups of equal rewards
+    failure_below: float | None = None  # a group with a lower mean reward is a failure of its prompt; prompts are then
+    # drawn in proportion to failures + 1. None draws every prompt once an epoch
 
     @property
     def learns_from_data(self) -> bool:
@@ -42,6 +46,8 @@ class GroupConfig:
             raise ValueError("algorithm.num_samples must be at least 2: a group of one has no advantage")
         if self.rollout_batch < 1:
             raise ValueError(f"algorithm.rollout_batch must be at least 1, not {self.rollout_batch}")
+        if self.refill_rounds < 0:
+            raise ValueError(f"algorithm.refill_rounds must not be negative, but is {self.refill_rounds}")
         if self.advantage_clip <= 0:
             raise ValueError(f"algorithm.advantage_clip must be above 0, not {self.advantage_clip}")
         if self.keep_samples and not (2 <= self.keep_samples <= self.num_samples and self.keep_samples % 2 == 0):
@@ -52,7 +58,8 @@ class GroupConfig:
     def plan(self) -> BatchPlan:
         names = ("num_prompts", "num_samples", "prompts_per_update", "update_batch")
         keys = tuple(f"algorithm.{name}" for name in names)
-        return BatchPlan(self.num_prompts, self.num_samples, self.prompts_per_update, self.update_batch, keys)
+        sizes = (self.num_prompts, self.num_samples, self.prompts_per_update, self.update_batch)
+        return BatchPlan(*sizes, keys, by_failures=self.failure_below is not None)
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,12 @@ class Judged:
     metrics: dict[str, float]
 
 
-def judge(config: GroupConfig, rewards: PerSample, penalty: PerSample | None, batch: Batch, mesh: Mesh) -> Judged:
+def judge(
+    config: GroupConfig, rewards: PerSample, penalty: PerSample | None, batch: Batch, feed: Feed, mesh: Mesh
+) -> Judged:
     """Advantages within the groups of all ranks, who is learnt from in each update, and what the rewards were.
 
-    Compared are the rewards less the penalty; thresholds and metrics are of the rewards themselves.
+    Compared are the rewards less the penalty; thresholds, failures and metrics are of the rewards themselves.
     """
     own = rewards if penalty is None else rewards - penalty
     all_rewards, all_own, ids = gather_groups(batch, mesh, rewards, own)
@@ -80,6 +89,10 @@ def judge(config: GroupConfig, rewards: PerSample, penalty: PerSample | None, ba
     updates = config.num_prompts // config.prompts_per_update
     lessons = plan_lessons(useful, advantages, mesh.data_rank, mesh.data_size, updates, config.update_batch)
     in_groups, between_groups = spread(all_rewards, ids)
+    failed: list[int] = []
+    if config.failure_below is not None:
+        failed = ids[below_threshold(all_rewards, ids, config.failure_below)].unique().tolist()
+        feed.note_failures(failed)
     metrics = {
         "reward": all_rewards.mean().item(),
         "reward_std": all_rewards.std().item(),
@@ -89,6 +102,8 @@ def judge(config: GroupConfig, rewards: PerSample, penalty: PerSample | None, ba
         "filtered_groups": len(ids[below | equal].unique()) / len(ids.unique()),
         "skipped_updates": float(sum(not parts for parts in lessons)),
     }
+    if config.failure_below is not None:
+        metrics["failed_groups"] = len(failed) / len(ids.unique())
     start = mesh.data_rank * len(rewards)
     mine = advantages[start : start + len(rewards)].clamp(-config.advantage_clip, config.advantage_clip)
     return Judged(mine.to(rewards.dtype), lessons, metrics)

@@ -1,0 +1,197 @@
+"""Further prompts in place of groups that teach nothing, and prompts that failed drawn more often."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import (
+    ALONE,
+    CAPTIONS,
+    LATENT_SHAPE,
+    SMALL,
+    StubbornScorer,
+    assert_near,
+    assert_same,
+    checkpoint_of,
+    dance_grpo,
+    flags,
+    metrics_of,
+    run,
+    tiny_codec,
+)
+
+from unified_trainer.__main__ import main
+from unified_trainer.batching import BatchPlan
+from unified_trainer.data.feed import Feed
+from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods.dance_grpo import DanceGRPOConfig
+from unified_trainer.methods.refill import Samples, refill
+from unified_trainer.types import Rollout
+
+MANY = tuple(f"{caption}, number {i}" for i in range(2) for caption in CAPTIONS)
+PLAN = BatchPlan(3, 2, 3, 6, ("P", "n", "G", "micro"))
+CONFIG = DanceGRPOConfig(
+    num_prompts=2, num_samples=3, prompts_per_update=2, rollout_batch=6, update_batch=6, timestep_fraction=1.0
+)
+
+
+def feed(plan: BatchPlan = PLAN, captions=MANY) -> Feed:
+    return Feed(Prompts(captions), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE)
+
+
+def refilled(rounds: int, equal) -> tuple[Samples, dict[str, float], list[int]]:
+    """Three prompts with two samples each, of which those in `equal` get the same reward; sizes of what was made."""
+    made = []
+
+    def collect(batch) -> Samples:
+        made.append(len(batch))
+        rewards = torch.tensor(
+            [0.0 if p in equal else float(i) for p, i in zip(batch.prompt_ids, batch.sample_ids, strict=True)]
+        )
+        x0 = torch.tensor(batch.sample_ids).float().view(-1, 1, 1, 1, 1).expand(-1, *LATENT_SHAPE)
+        return Samples(batch, Rollout.of_end(x0), rewards)
+
+    one = feed()
+    samples, metrics = refill(collect(one.batch(0)), rounds, collect, one, 0, ALONE)
+    return samples, metrics, made
+
+
+def first_prompts() -> list[int]:
+    return list(dict.fromkeys(feed().batch(0).prompt_ids))
+
+
+# Refill.
+
+
+def test_a_group_of_equal_rewards_is_replaced_in_its_place():
+    first = first_prompts()
+    samples, metrics, made = refilled(3, {first[1]})
+    new = feed().further(0, 0, 1)[0]
+    assert samples.batch.prompt_ids == (first[0], first[0], new, new, first[2], first[2])
+    assert samples.batch.prompts[2] == MANY[new] and new not in first
+    assert samples.batch.sample_ids == (0, 1, 8, 9, 4, 5)  # the noise of new samples is new
+    assert samples.rewards.tolist() == [0, 1, 8, 9, 4, 5]
+    assert samples.rollout.x0[:, 0, 0, 0, 0].tolist() == [0, 1, 8, 9, 4, 5]
+    text = tiny_codec().encode_text([MANY[new]]).text[0]
+    torch.testing.assert_close(samples.batch.cond.text[2], text)
+    assert made == [6, 2] and metrics == {"refilled_groups": 1}
+
+
+def test_until_none_is_left_or_the_rounds_are_over():
+    """Everything is equal: each round draws three others, and eight prompts are all there are."""
+    everything = set(range(len(MANY)))
+    for rounds, drawn in ((0, []), (1, [6]), (2, [6, 4]), (9, [6, 4])):
+        samples, metrics, made = refilled(rounds, everything)
+        assert made == [6, *drawn]
+        assert metrics == ({"refilled_groups": sum(drawn) / 2} if rounds else {})
+        assert len(set(samples.batch.sample_ids)) == 6
+    left = {*first_prompts(), *feed().further(0, 0, 3)}
+    assert set(samples.batch.prompt_ids) & left  # a place that nothing was left for keeps its group
+
+
+def test_nothing_is_drawn_while_all_groups_differ():
+    samples, metrics, made = refilled(5, set())
+    assert made == [6] and samples.batch.sample_ids == (0, 1, 2, 3, 4, 5) and metrics == {"refilled_groups": 0}
+
+
+def test_further_prompts_are_others_every_time():
+    one = feed()
+    for step in range(4):
+        further = one.further(step, 0, 99)
+        assert sorted(further + list(dict.fromkeys(one.batch(step).prompt_ids))) == list(range(8))
+        assert one.further(step, 2, 2) == further[2:4]
+    assert one.further(0, 0, 5) != one.further(1, 0, 5)
+
+
+def test_the_update_learns_from_the_new_group():
+    """Its gradient is that of a step which never had the group that taught nothing."""
+
+    def trained(**changes):
+        first = dance_grpo(CONFIG).feed.batch(0).prompts[0]
+        one = dance_grpo(dataclasses.replace(CONFIG, **changes), scorer=StubbornScorer({first}))
+        return one, one.step(0)
+
+    one, metrics = trained(refill_rounds=1)
+    other, without = trained()
+    assert (metrics["filtered_groups"], metrics["refilled_groups"], without["filtered_groups"]) == (0, 1, 0.5)
+    left = other.roles["student"].gradients[0]
+    both = one.roles["student"].gradients[0]
+    prompt = one.feed.further(0, 0, 1)[0]
+    other.feed.batch = lambda step: one.feed.batch_of([prompt] * 3, [6, 7, 8])
+    other.method.config = dataclasses.replace(CONFIG, num_prompts=1, prompts_per_update=1)
+    other.step(0)
+    new = other.roles["student"].gradients[1]
+    assert_near(both, {key: (left[key] + new[key]) / 2 for key in both}, 1e-4)
+
+
+def test_a_negative_number_of_rounds():
+    with pytest.raises(ValueError, match=r"algorithm\.refill_rounds must not be negative"):
+        dataclasses.replace(CONFIG, refill_rounds=-1).check_groups()
+
+
+# The curriculum.
+
+BY_FAILURES = BatchPlan(1, 2, 1, 2, ("algorithm.num_prompts", "n", "G", "micro"), by_failures=True)
+
+
+def test_prompts_are_drawn_by_their_failures():
+    """Counts (3, 0, 1) give chances (4, 1, 2) / 7; of 1400 draws the standard deviation is below .0135."""
+    one = feed(BY_FAILURES, MANY[:3])
+    one.note_failures([0, 2])
+    one.note_failures([0])
+    one.note_failures([0])
+    drawn = torch.tensor([one._rows(step)[0] for step in range(1400)])
+    shares = torch.bincount(drawn, minlength=3) / 1400
+    torch.testing.assert_close(shares, torch.tensor([4.0, 1.0, 2.0]) / 7, rtol=0, atol=0.045)
+
+
+def test_a_batch_has_no_prompt_twice():
+    one = feed(dataclasses.replace(BY_FAILURES, prompts=3, prompts_per_update=3), MANY[:3])
+    one.note_failures([1] * 50)
+    assert all(sorted(one._rows(step)) == [0, 1, 2] for step in range(5))
+
+
+def test_more_prompts_than_there_are():
+    with pytest.raises(ValueError, match=r"algorithm\.num_prompts must be at most the 3 prompts .* not 4"):
+        feed(dataclasses.replace(BY_FAILURES, prompts=4, prompts_per_update=4), MANY[:3])
+
+
+def test_a_failure_is_a_group_below_the_bar():
+    """Prompts whose samples all get .5 have a mean above 0.4, the others, with images near 0.5 / 2, one below."""
+    stubborn = set(CAPTIONS[:2])
+    one = dance_grpo(
+        dataclasses.replace(CONFIG, num_prompts=4, prompts_per_update=4, failure_below=10.0, reward_threshold=-1.0),
+        scorer=StubbornScorer(stubborn),
+    )
+    metrics = one.step(0)
+    assert one.feed.state_dict()["failures"].tolist() == [1, 1, 1, 1] and metrics["failed_groups"] == 1
+    bar = dataclasses.replace(one.method.config, failure_below=0.5)
+    one.method.config = bar
+    batch, collect = one.feed.batch(1), one.method._collect
+    seen = []
+    one.method._collect = lambda *words, **more: (seen.append(collect(*words, **more)), seen[0])[1]
+    one.step(1)
+    means = {p: seen[0].rewards[[i for i, q in enumerate(batch.prompt_ids) if q == p]].mean() for p in range(4)}
+    expected = [1 + int(means[p] < 0.5) for p in range(4)]
+    assert one.feed.state_dict()["failures"].tolist() == expected
+    assert expected[:2] == [1, 1]  # 0.5 is not below 0.5
+
+
+def test_counts_go_into_the_checkpoint(tmp_path):
+    """Four steps are two and two; another list of prompts is another run."""
+    words = flags(
+        {"algorithm.failure-below": 2.8, "algorithm.refill-rounds": 1, "student.learning-rate": 1e-3, "steps": 4}
+    )
+    straight, halved = tmp_path / "straight", tmp_path / "halved"
+    run("dance_grpo", straight, *words)
+    run("dance_grpo", halved, *words, "--steps", "2")
+    assert main(["--resume", str(halved), "--steps", "4"]) == 0
+    assert metrics_of(halved) == metrics_of(straight)
+    held = checkpoint_of(straight, 4)
+    assert_same(checkpoint_of(halved, 4), held)
+    failed = sum(line["train/failed_groups"] * 2 for line in metrics_of(straight))
+    assert int(held["feed/failures"].sum()) == failed > 0
+
+
+def test_there_are_no_counts_unless_asked():
+    assert feed().state_dict() == {} and "--algorithm.failure-below" not in SMALL["dance_grpo"]
