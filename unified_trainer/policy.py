@@ -8,9 +8,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.flow import Sigma, as_level, noise_from_velocity, per_sample, promote, x0_from_velocity
+from unified_trainer.flow import (
+    Sigma,
+    as_level,
+    noise_from_velocity,
+    per_sample,
+    promote,
+    second_order_step,
+    x0_from_velocity,
+)
 
 Kernel = Literal["ode", "dance", "flow", "flow_wan", "cps"]
+Tail = Literal["euler", "second_order"]
 PURE_NOISE = 1 - 1e-3  # from this noise level on, `sigma_max` stands in where a kernel is singular
 
 
@@ -90,11 +99,20 @@ class Policy:
     level: float  # of the kernel's noise
     sigmas: Float[Tensor, " steps_and_0"]
     normalised: bool = True  # density; False is -(x_next - mean)^2 alone
+    tail: Tail = "euler"  # of the deterministic steps after the last stochastic one
 
     def step(self, s: int, x_t: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of x_next."""
         sigma, sigma_next, second = self.sigmas[s], self.sigmas[s + 1], self.sigmas[1]
         return transition(self.kernel, x_t, velocity, sigma, sigma_next, self.level, sigma_max=second)
+
+    def descend(self, s: int, x_t: Tensor, velocity: Tensor, x0_before: Tensor | None) -> Tensor:
+        """x_next without noise: Euler, or of second order if it follows on a prediction of x0 at the level before."""
+        sigma, sigma_next = self.sigmas[s], self.sigmas[s + 1]
+        if x0_before is None:
+            return transition("ode", x_t, velocity, sigma, sigma_next, 0.0)[0]
+        x0 = x0_from_velocity(x_t, velocity, sigma)
+        return second_order_step(x_t, x0, x0_before, self.sigmas[s - 1], sigma, sigma_next)
 
     def log_prob(self, x_next: Tensor, mean: Tensor, std: Tensor) -> Float[Tensor, " b"]:
         return log_prob(x_next, mean, std, normalised=self.normalised)

@@ -114,7 +114,7 @@ def rollout(
     window: range,
     draw: Draw,
 ) -> Rollout:
-    """Sample with the policy's noise in the transitions of `window`, Euler steps elsewhere, and keep what it did.
+    """Sample with the policy's noise in the transitions of `window`, none elsewhere, and keep what it did.
 
     `draw(s)` is the noise of transition s. The last transition goes to the clean prediction without noise: it has no
     density and cannot be in the window. A causal student does so in every chunk; state s then is what all chunks were
@@ -178,10 +178,13 @@ def _policy_walk(
     call: Call, x_t: Latents, sampler: SamplerConfig, policy: Policy, window: range, draw: Draw
 ) -> Rollout:
     sigmas, states, log_probs = sampler.sigmas(), [], []
+    x0_before = None  # in a tail of second order
     for s in range(sampler.num_steps - 1):
         velocity = call(x_t, sigmas[s])
         if s not in window:
-            x_t, _ = transition("ode", x_t, velocity, sigmas[s], sigmas[s + 1], 0.0)
+            x0 = x0_from_velocity(x_t, velocity, sigmas[s])
+            x_t = policy.descend(s, x_t, velocity, x0_before)
+            x0_before = x0 if policy.tail == "second_order" and s >= window.stop else None
             continue
         if not states:
             states.append(x_t)

@@ -1,5 +1,6 @@
 """Policy objectives, to be maximised, and what there is to see of them: tensors in, tensors out."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -39,8 +40,8 @@ def surrogate(
     log_ratio: Tensor,
     advantage: Tensor,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: float | Tensor = 0.2,
+    clip_high: float | Tensor = 0.2,
     dual_clip: float = Shape.dual_clip,
     alpha: float = Shape.alpha,
     tau_pos: float = Shape.tau_pos,
@@ -50,6 +51,7 @@ def surrogate(
 ) -> Tensor:
     """The objective J of each element; r = exp(log_ratio), lo = 1 - clip_low, hi = 1 + clip_high, sg = no gradient.
 
+    The clip range is one, or a tensor of each element's.
     `none`: r A.
     `clip`: min(r A, clip(r, lo, hi) A) (PPO, arXiv:1707.06347).
     `dual_clip`: the same, but not below dual_clip A where A < 0 (arXiv:1912.09729).
@@ -104,7 +106,19 @@ def leaves_trust_region(
     return (kl >= bound) & (log_ratio * advantage.sign() > 0)
 
 
-def outside_clip(log_ratio: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+def calibrated_clip(shift: float, elements: int, guard_std: float | None = None) -> tuple[float, float]:
+    """clip_low and clip_high that a policy just reaches whose mean moved by `shift` standard deviations per element.
+
+    With k = shift^2 / 2 the log-ratio of D elements then has mean -k and deviation d = sqrt(2 k / D): the range is
+    exp(-d - k) to exp(d). A guarded one has mean 0 and deviation d guard_std, and so has its range.
+    """
+    deviation = shift / math.sqrt(elements)
+    if guard_std is not None:
+        return -math.expm1(-deviation * guard_std), math.expm1(deviation * guard_std)
+    return -math.expm1(-deviation - shift**2 / 2), math.expm1(deviation)
+
+
+def outside_clip(log_ratio: Tensor, *, clip_low: float | Tensor, clip_high: float | Tensor) -> Tensor:
     """Where the ratio has left (1 - clip_low, 1 + clip_high)."""
     ratio = log_ratio.exp()
     return (ratio <= 1 - clip_low) | (ratio >= 1 + clip_high)
@@ -115,8 +129,8 @@ def diagnostics(
     log_ratio: Tensor,
     advantage: Tensor,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: float | Tensor = 0.2,
+    clip_high: float | Tensor = 0.2,
     **shape: float,
 ) -> dict[str, float]:
     """What an objective does with its samples, one definition for all modes; g = dJ / dlog_ratio, U = |g| / |A|.

@@ -39,12 +39,14 @@ class Trainer:
         """`contract` is the sampler that the student is trained for, if for one: it goes into the checkpoints."""
         self.method, self.roles, self.feed, self.mesh, self.seed = method, roles, feed, mesh, seed
         self.followers, self.contract = followers or {}, contract
+        self.words: dict[str, None] = {}  # what the last step had to say, in order
         self._kept: dict[str, Kept] = {**roles, **self.followers, "feed": feed}
         if isinstance(method, Kept):
             self._kept["method"] = method
 
     def step(self, step: int) -> dict[str, float]:
         """One training step: the method's generators in lockstep, one graph alive at a time."""
+        self.words = {}
         parts = self.method.generators(self.feed.batch(step))
         generators = [self.method.step(part, step, Streams(self.seed, step), self.mesh) for part in parts]
         means = Means()
@@ -67,6 +69,7 @@ class Trainer:
                 last = loss.moves and number == len(generators)
                 self.roles[loss.role].backward(loss.value / len(generators), last=last)
                 means.add(loss.metrics)
+                self.words |= {loss.words: None} if loss.words else {}
         loss = None if loss is ended else loss
         self.mesh.agree(
             f"loss of {loss.role}, which {'moves' if loss.moves else 'stays'}" if loss else "end of the step"
@@ -137,6 +140,8 @@ class Trainer:
                 metrics["samples_per_second"] = watch.rate(self.feed.samples)
                 metrics["peak_memory_gib_max"] = self.mesh.largest(peak_memory(self.mesh.device))
                 tracker.log(done, {f"train/{name}": value for name, value in metrics.items()}, advance=True)
+                for words in self.words:
+                    tracker.say(f"step {done}: {words}")
                 stop = self.mesh.any(bool(asked)) and done < steps
                 saver.check()
                 measured: dict[str, float] = {}

@@ -24,7 +24,7 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig, policy_velocity, rollout
-from unified_trainer.surrogates import diagnostics, guarded_log_ratio, leaves_trust_region, surrogate
+from unified_trainer.surrogates import calibrated_clip, diagnostics, guarded_log_ratio, leaves_trust_region, surrogate
 from unified_trainer.types import Batch, PerSample, Rollout
 
 __all__ = ["DanceGRPO", "DanceGRPOConfig"]
@@ -65,19 +65,19 @@ class DanceGRPO:
         if self.config.window.size:
             metrics["window_first"] = float(window.start)
         if not any(lessons):  # nothing moves, and the metrics say why
-            yield Loss("student", torch.zeros((), requires_grad=True), moves=False, metrics=metrics)
+            yield Loss("student", torch.zeros((), requires_grad=True), moves=False, metrics=metrics, words=judged.words)
         for parts in lessons:
             record = Record()
             sequences = [self._sequence(lived, part, trained) for part in parts]
             for s in trained:
                 for part, sequence in zip(parts, sequences, strict=True):
                     replay, advantage = self._replay(lived, part, s), advantages[part.rows]
-                    self._check_replay(replay.log_ratio)
+                    self._check_replay(replay)
                     record.add(replay, advantage, part)
                     moves = s == trained[-1] and part is parts[-1]
                     loss = self._loss(replay, advantage, part, s, sequence) / len(trained)
                     seen = self._seen(record.everywhere(mesh, len(trained)), trained, batch) if moves else {}
-                    yield Loss("student", loss, moves, metrics | seen)
+                    yield Loss("student", loss, moves, metrics | seen, judged.words)
             self._checked = self._checked or bool(parts)
 
     def _trained_steps(self, window: range, rng: Streams) -> list[int]:
@@ -109,7 +109,7 @@ class DanceGRPO:
         ratio = guarded_log_ratio(log_ratio, mean, mean_old, std) if self.config.guard else log_ratio
         k = gaussian_kl(mean.detach(), mean_old, std)
         kl = self.kl.of_transition(s, x_t, x_next, mean, log_prob, batch, x0) if self.kl.in_loss else None
-        return Replay(log_ratio, ratio, k, kl)
+        return Replay(log_ratio, ratio, k, kl, self._clip(s, math.prod(batch.latent_shape)))
 
     @torch.no_grad()
     def _sequence(self, lived: Lived, part: Lesson, trained: list[int]) -> dict[int, PerSample]:
@@ -123,9 +123,9 @@ class DanceGRPO:
         config = self.config
         if sequence:  # the gradient of the sequence's ratio through this transition: 1 / s of it, undone by the mean
             steps = [replay.ratio if other == s else ratio for other, ratio in sequence.items()]
-            objective = len(steps) * self._surrogate(torch.stack(steps, 1), advantage)
+            objective = len(steps) * self._surrogate(torch.stack(steps, 1), advantage, replay.clip)
         else:
-            objective = self._surrogate(replay.ratio, advantage)
+            objective = self._surrogate(replay.ratio, advantage, replay.clip)
         if config.trust_region:
             leaves = leaves_trust_region(replay.ratio, advantage, replay.k, config.trust_region)
             objective = objective.masked_fill(leaves, 0.0)
@@ -140,16 +140,18 @@ class DanceGRPO:
     def after_load(self, state: Mapping[str, Tensor]) -> None:
         self.kl.after_load(state)
 
-    def _surrogate(self, ratio: Tensor, advantage: PerSample) -> PerSample:
-        return surrogate(self.config.objective, ratio, advantage, **self._bounds())
+    def _surrogate(self, ratio: Tensor, advantage: PerSample, clip: tuple[float, float]) -> PerSample:
+        shape = dataclasses.asdict(self.config.shape)
+        return surrogate(self.config.objective, ratio, advantage, clip_low=clip[0], clip_high=clip[1], **shape)
 
-    def _bounds(self) -> dict[str, float]:
-        """What surrogates read, the clip range and the shape."""
-        return {
-            "clip_low": self.config.clip_low,
-            "clip_high": self.config.clip_high,
-            **dataclasses.asdict(self.config.shape),
-        }
+    def _clip(self, s: int, elements: int) -> tuple[float, float]:
+        """The clip range of transition s, below and above 1."""
+        config, std = self.config, self.policy.std(s)
+        if not config.clip_velocity:
+            return config.clip_low, config.clip_high
+        return calibrated_clip(
+            self.policy.pull(s) * config.clip_velocity / std, elements, std if config.guard else None
+        )
 
     def _step_weight(self, s: int) -> float:
         """Of transition s in the objective; `equal` gives every velocity the gradient A noise / D at ratio 1."""
@@ -159,26 +161,33 @@ class DanceGRPO:
             return 1 / float(self.policy.sigmas[s] - self.policy.sigmas[s + 1])
         return (1 if self.config.guard else self.policy.std(s)) / self.policy.pull(s)
 
-    def _check_replay(self, log_ratio: Tensor) -> None:
+    def _check_replay(self, replay: Replay) -> None:
         """Refuse to train on a replay that differs from the rollout before any weight has moved."""
         if self._checked:
             return
-        worst = log_ratio.detach().abs().max().item()
-        if not worst <= min(self.config.clip_low, self.config.clip_high):
+        worst, (low, high) = replay.ratio.detach().abs().max().item(), replay.clip
+        if not worst <= min(low, high):
             raise RuntimeError(
                 f"the first update's log-ratio is {worst:.3g} with unchanged weights, above the clip range "
-                f"{self.config.clip_low:g}/{self.config.clip_high:g}: rollout and replay differ. Set "
+                f"{low:g}/{high:g}: rollout and replay differ. Set "
                 "algorithm.update_batch equal to algorithm.rollout_batch, student.precision to fp32, or widen the range"
             )
 
     def _seen(self, seen: Seen, trained: list[int], batch: Batch) -> dict[str, float]:
         """What one update saw on all ranks."""
-        config = self.config
-        metrics = seen.metrics(trained, math.prod(batch.latent_shape))
+        config, elements, shape = self.config, math.prod(batch.latent_shape), dataclasses.asdict(self.config.shape)
+        metrics = seen.metrics(trained, elements)
+        low, high = (
+            torch.tensor([self._clip(s, elements) for s in trained], dtype=torch.float64).to(seen.ratio.device).T
+        )
+        if config.clip_velocity:
+            metrics |= {"clip_low": float(low.mean()), "clip_high": float(high.mean())}
         if config.objective == "gspo":
-            metrics |= diagnostics(config.objective, seen.ratio, seen.advantage[:, 0], **self._bounds())
+            ratio, advantage, low, high = seen.ratio, seen.advantage[:, 0], low[0], high[0]
         else:
-            metrics |= diagnostics(config.objective, seen.ratio.flatten(), seen.advantage.flatten(), **self._bounds())
+            ratio, advantage = seen.ratio.flatten(), seen.advantage.flatten()
+            low, high = (bound.expand(seen.ratio.shape).flatten() for bound in (low, high))
+        metrics |= diagnostics(config.objective, ratio, advantage, clip_low=low, clip_high=high, **shape)
         if config.trust_region:
             columns = (column.flatten() for column in (seen.ratio, seen.advantage, seen.k))
             metrics["trust_region_left"] = float(leaves_trust_region(*columns, config.trust_region).float().mean())

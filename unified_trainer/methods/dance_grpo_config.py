@@ -21,6 +21,8 @@ class DanceGRPOConfig(GroupConfig):
     objective: Mode = "clip"  # policy objective
     clip_low: float = 1e-4  # the ratio is clipped at 1 - clip_low; it stays near 1, being a mean over elements
     clip_high: float = 1e-4  # and at 1 + clip_high
+    clip_velocity: float = 0.0  # change of the velocity, rms per element, that may leave the clip range: calibrates it
+    # for each transition from its noise and the latent size. 0 takes clip_low and clip_high
     shape: Shape = field(default_factory=Shape)
     guard: bool = False  # centre the log-ratio on 0 and give it one spread at all steps, as GRPO-Guard does
     trust_region: float = 0.0  # KL per element from which a sample that moved its advantage's way is dropped; 0 is none
@@ -40,7 +42,7 @@ class DanceGRPOConfig(GroupConfig):
         kernel, level = self.kernel, self.eta
         if kernel == "auto":
             kernel, level = sampler.kernel if sampler.solver == "sde" else ("dance", self.eta)
-        return Policy(kernel, level, sampler.sigmas(), self.normalised)
+        return Policy(kernel, level, sampler.sigmas(), self.normalised, self.window.tail)
 
     def check(self, sampler: SamplerConfig) -> None:
         self.check_groups()
@@ -81,11 +83,15 @@ class DanceGRPOConfig(GroupConfig):
             raise ValueError("algorithm.kl_target must not be negative, and algorithm.kl_horizon must be above 0")
         if not self.kl_coefficient and (self.kl_target or self.kl_in == "reward"):
             raise ValueError("algorithm.kl_coefficient must be above 0 for algorithm.kl_target and algorithm.kl_in")
+        if self.clip_velocity < 0 or (self.clip_velocity and self.objective == "gspo"):
+            raise ValueError(
+                "algorithm.clip_velocity must not be negative, and 0 for gspo, which has one ratio for all transitions"
+            )
         if self.objective == "gspo" and self.step_weight != "none":
             raise ValueError("algorithm.step_weight must be none for gspo, which has one ratio for all transitions")
         estimates = self.kl_coefficient > 0 and self.kl in ("k1", "k2", "k3")
-        if not self.normalised and (self.guard or self.step_weight == "equal" or estimates):
+        if not self.normalised and (self.guard or self.step_weight == "equal" or self.clip_velocity or estimates):
             raise ValueError(
-                "algorithm.normalised must be true for algorithm.guard, algorithm.step_weight equal and the "
-                "estimates of algorithm.kl: they need the density itself"
+                "algorithm.normalised must be true for algorithm.guard, algorithm.step_weight equal, "
+                "algorithm.clip_velocity and the estimates of algorithm.kl: they need the density itself"
             )

@@ -91,13 +91,13 @@ class DiffusionNFT:
         decay = min(self.config.old_decay, self.config.old_decay_rise * step)
         metrics = judged.metrics | counted | {"old_decay": decay}
         if not any(judged.lessons):
-            yield Loss("student", torch.zeros((), requires_grad=True), moves=False, metrics=metrics)
+            yield Loss("student", torch.zeros((), requires_grad=True), moves=False, metrics=metrics, words=judged.words)
         for parts in judged.lessons:
             for s in levels:
                 for part in parts:
                     loss, seen = self._loss(samples, judged.advantages, part, s, rng)
                     moves = s == levels[-1] and part is parts[-1]
-                    yield Loss("student", loss / len(levels), moves, metrics | seen)
+                    yield Loss("student", loss / len(levels), moves, metrics | seen, judged.words)
         self.old.follow(self.student, decay)
 
     def _collect(self, batch: Batch, rng: Streams) -> Samples:

@@ -69,6 +69,7 @@ class Judged:
     advantages: PerSample  # of this rank's samples
     lessons: list[list[Lesson]]  # of each update; none for one that nothing is left of
     metrics: dict[str, float]
+    words: str  # of updates that are skipped, if any is
 
 
 def judge(
@@ -104,9 +105,15 @@ def judge(
     }
     if config.failure_below is not None:
         metrics["failed_groups"] = len(failed) / len(ids.unique())
+    skipped, count = int(metrics["skipped_updates"]), len(ids.unique())
+    equals, lows = len(ids[equal].unique()), len(ids[below & ~equal].unique())
+    words = (
+        f"{skipped} of {updates} updates skipped, nothing to learn is left in them: of {count} groups "
+        f"{equals} have equal rewards, {lows} are below algorithm.reward_threshold"
+    )
     start = mesh.data_rank * len(rewards)
     mine = advantages[start : start + len(rewards)].clamp(-config.advantage_clip, config.advantage_clip)
-    return Judged(mine.to(rewards.dtype), lessons, metrics)
+    return Judged(mine.to(rewards.dtype), lessons, metrics, words if skipped else "")
 
 
 def gather_groups(batch: Batch, mesh: Mesh, *columns: PerSample) -> tuple[Tensor, ...]:

@@ -46,6 +46,7 @@ class Replay:
     ratio: PerSample  # the log-ratio that the objective reads: the same, or guarded
     k: PerSample  # KL per element between then and now
     kl: PerSample | None  # to the reference, where the loss has one
+    clip: tuple[float, float]  # how far below and above 1 the ratio may go
 
 
 @dataclass(frozen=True)

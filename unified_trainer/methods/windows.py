@@ -12,6 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from unified_trainer.policy import Tail
+
 
 @dataclass(frozen=True)
 class WindowConfig:
@@ -21,6 +23,7 @@ class WindowConfig:
     stride: int = 1  # transitions from one place to the next
     decay: float = 0.1  # a place p after decay_from is held exp(-decay (p - decay_from)) as long; at least one step
     decay_from: int = 0  # number of the last transition whose place is held in full
+    tail: Tail = "euler"  # of the steps after the window: Euler, or second order (DPM-Solver++) from the second one on
 
     def check(self, transitions: int) -> None:
         """Raise ValueError, naming the key, for what cannot be among this many stochastic transitions."""
@@ -29,6 +32,8 @@ class WindowConfig:
                 f"algorithm.window.size is {self.size}, outside the table: sampler.num_steps leaves "
                 f"{transitions} transitions that can have noise"
             )
+        if self.tail == "second_order" and not self.size:
+            raise ValueError("algorithm.window.size must be above 0 for algorithm.window.tail second_order")
         if self.every < 1 or self.stride < 1:
             raise ValueError("algorithm.window.every and algorithm.window.stride must be at least 1")
         if self.decay < 0 or self.decay_from < 0:
