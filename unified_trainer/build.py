@@ -64,7 +64,9 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     reward = Reward(scorer, codec, run.reward)
     roles = load_roles(types, configs, paths, mesh)
     if run.sampler.chunks.causal:
-        counts |= _cache_memory(run, roles["student"], latent_shape, max(plan.micro_batch, run.validation.batch), mesh)
+        way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
+        samples = max(plan.micro_batch, run.validation.batch)
+        counts["cache of the student"] = cache_memory(run, roles["student"], latent_shape, samples, way_out)
 
     parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, **roles}
     method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters if name in parts})
@@ -116,17 +118,16 @@ def load_roles(
     return roles
 
 
-def _cache_memory(
-    run: RunConfig, student: Role, latent_shape: tuple[int, int, int, int], samples: int, mesh: Mesh
-) -> dict[str, str]:
+def cache_memory(
+    run: RunConfig, student: Role, latent_shape: tuple[int, int, int, int], samples: int, way_out: str
+) -> str:
     """What a causal student's cache takes, in words; ValueError when it does not fit."""
     dtype = torch.bfloat16 if run.student.precision == "bf16" else torch.float32
     with student.running() as model:
         size = samples * model.cache_bytes(latent_shape, run.sampler.chunks, dtype)
     size *= 1 if run.sampler.guidance_scale == 1 else 2
-    way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
-    require_memory(size, mesh.device, "the student's cache", way_out)
-    return {"cache of the student": f"{size / 2**30:.3f} GiB for {samples} samples"}
+    require_memory(size, student.device, "the student's cache", way_out)
+    return f"{size / 2**30:.3f} GiB for {samples} samples"
 
 
 def role_types(method_type: type) -> dict[str, type[Role]]:

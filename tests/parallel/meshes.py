@@ -240,7 +240,7 @@ def work(folder: Path) -> None:
         found, words = on_two(first)
         tensors |= found
     if first.is_main:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "tensors.safetensors")
         (folder / "words.txt").write_text(words)
     first.barrier()

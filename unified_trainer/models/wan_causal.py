@@ -117,6 +117,7 @@ class CausalWanModel(WanModel):
     def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig, dtype: torch.dtype) -> int:
         """Memory of one sample's full cache when passes compute in `dtype`, the text's share left out."""
         _, frames, height, width = latent_shape
+        self._positions.check(frames)
         kept = min(frames, chunks.window_frames or frames)
         _, patch_height, patch_width = self.network.config.patch_size
         tokens = kept * (height // patch_height) * (width // patch_width)
@@ -158,13 +159,17 @@ class _Positions(nn.Module):
         self._rope = rope
 
     def expect(self, frames: list[int], **seen: object) -> None:
-        """What the next forward of the network is about; ValueError beyond the last position."""
-        if max(frames) >= self._rope.max_seq_len:
+        """What the next forward of the network is about."""
+        self.check(max(frames) + 1)
+        self._expected = (frames, seen)
+
+    def check(self, frames: int) -> None:
+        """ValueError for more latent frames than there are positions."""
+        if frames > self._rope.max_seq_len:
             raise ValueError(
-                f"latent frame {max(frames)} is beyond the {self._rope.max_seq_len} positions of this Wan "
+                f"latent frame {frames - 1} is beyond the {self._rope.max_seq_len} positions of this Wan "
                 "(rope_max_seq_len): generate fewer frames"
             )
-        self._expected = (frames, seen)
 
     def forward(self, x: Latents) -> Pass:
         frames, seen = self._expected
