@@ -25,6 +25,7 @@ from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.models.wan import WanCodec, WanModel
+from unified_trainer.models.wan_causal import CausalWanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
@@ -86,6 +87,11 @@ def small_model(seed: int = 0) -> WanModel:
             rope_max_seq_len=16,
         )
     return WanModel(network)
+
+
+def small_causal(seed: int = 0) -> CausalWanModel:
+    """The same, looking back in chunks."""
+    return CausalWanModel(small_model(seed).network)
 
 
 class Recording(Trainable):

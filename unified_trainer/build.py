@@ -57,7 +57,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     codec = family.codec(folder, mesh.device)
     latent_shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
     _check_same_latents(paths)
-    _check_sequence(paths, mesh, causal=run.sampler.chunks.causal)
+    _check_sequence(paths, mesh)
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
     scorer = load_scorer(run.reward.path, run.reward.precision, mesh.device)
@@ -166,11 +166,9 @@ def _check_same_latents(paths: Mapping[str, str]) -> None:
         raise ConfigError(f"roles must share one latent space, but their channels are {channels}: set their paths")
 
 
-def _check_sequence(paths: Mapping[str, str], mesh: Mesh, *, causal: bool) -> None:
+def _check_sequence(paths: Mapping[str, str], mesh: Mesh) -> None:
     """Whether the sequence ranks can share attention, before any weight is read."""
     ranks = mesh.config.sequence
-    if ranks > 1 and causal:
-        raise ConfigError("parallel.sequence must be 1 for a causal student: its cache is not shared yet")
     for name, path in paths.items():
         family, folder = family_of(name, path)
         heads = family.attention_heads(folder)

@@ -45,6 +45,10 @@ def _fork(count: int, work: Callable[..., None], *arguments: object) -> list[int
 
 def torchrun(count: int, *words: str) -> subprocess.CompletedProcess[str]:
     """A program under torchrun, as users start it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-    command += ["--master-port", str(free_port()), *words]
+    command = under_torchrun(count, *words)
     return subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def under_torchrun(count: int, *words: str) -> list[str]:
+    ranks = ["--nproc-per-node", str(count), "--master-port", str(free_port())]
+    return [sys.executable, "-m", "torch.distributed.run", *ranks, *words]

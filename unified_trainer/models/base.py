@@ -96,7 +96,7 @@ class CausalVideoModel(VideoModel, Protocol):
         ...
 
     def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig, dtype: torch.dtype) -> int:
-        """Memory of one sample's full cache when passes compute in `dtype`, the text's share left out.
+        """Memory of one sample's full cache on this rank when passes compute in `dtype`, the text's left out.
 
         ValueError for more latent frames than the model has positions.
         """
