@@ -11,11 +11,11 @@ from torch import Tensor
 from unified_trainer.config import ConfigError, ValidationConfig
 from unified_trainer.data.feed import make_batch
 from unified_trainer.data.prompts import read_prompts, validation_prompts
-from unified_trainer.data.shapes import FRAMES, SIZE, SUBJECT_OF_CAPTION, draw_clip, judge, render
+from unified_trainer.data.shapes import FRAMES, SIZE, SUBJECT_OF_CAPTION, Clip, draw_clip, judge, render
 from unified_trainer.frechet import frechet_distance
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.parallel.random import Streams
+from unified_trainer.parallel.random import Streams, generator
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig, generate
@@ -77,7 +77,7 @@ class Validation:
         reward = self._mesh.gather(torch.cat(rewards).double())
         metrics = {"reward": reward.mean().item(), "reward_std": reward.std().item()}
         if self._is_tiny_world(video):
-            metrics |= self._judge(video, prompts) | {"frechet": self._frechet(video, prompts)}
+            metrics |= self._judge(video, prompts) | {"frechet": self._frechet(video, mine)}
         return {f"validation/{name}": value for name, value in metrics.items()}
 
     def _part(self, student: Trainable, samples: list[int]) -> tuple[Tensor, Tensor]:
@@ -106,14 +106,18 @@ class Validation:
         rates = {name: right.mean().item() for name, right in hits.items()}
         return {"judge": rates.pop("all")} | {f"judge_{name}": rate for name, rate in rates.items()}
 
-    def _frechet(self, video: Tensor, prompts: list[str]) -> float:
+    def _frechet(self, video: Tensor, mine: range) -> float:
         """The Frechet distance of frame features to as many real clips of the same captions, both decoded."""
         if self._real is None:
-            generator = torch.Generator().manual_seed(self._config.seed + self._mesh.data_rank)
-            clips = render([draw_clip(SUBJECT_OF_CAPTION[prompt], generator) for prompt in prompts])
+            clips = render([self._real_clip(sample) for sample in mine])
             parts = clips.to(self._mesh.device).split(self._config.batch)
             self._real = torch.cat([self._frame_features(self._codec.decode(self._codec.encode(p))) for p in parts])
         return frechet_distance(self._mesh.gather(self._frame_features(video)), self._mesh.gather(self._real))
+
+    def _real_clip(self, sample: int) -> Clip:
+        """The clip that sample is held against: the same one on whatever rank."""
+        seed = int(generator(self._config.seed, "real clip", sample).integers(2**63))
+        return draw_clip(SUBJECT_OF_CAPTION[self._prompts[sample]], torch.Generator().manual_seed(seed))
 
     def _frame_features(self, video: Tensor) -> Tensor:
         frames = video[:, :, :: self._config.frechet_stride].movedim(2, 1).flatten(0, 1)
