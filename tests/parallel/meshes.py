@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers import CAPTIONS, WAN, MeanScorer, small_model, tiny_codec
+from helpers import CAPTIONS, WAN, reward_of, small_model, tiny_codec
 from launch import fork_ranks
 
 from unified_trainer.data.clips import Clips
@@ -28,7 +28,6 @@ from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
@@ -144,7 +143,7 @@ def matching(student: Trainable, teacher: Frozen, critic: Critic, student_every:
 
 def dance_grpo(mesh: Mesh) -> tuple[DanceGRPO, dict[str, Trainable], Clips]:
     student = own("student", SeenTrainable, mesh, 0)
-    reward = Reward(MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
+    reward = reward_of()
     sampler = SamplerConfig(num_steps=3, guidance_scale=2.0)
     method = DanceGRPO(GRPO, sampler, student=student, reward=reward)
     return method, {"student": student}, Clips(CAPTIONS, torch.zeros(4, *SHAPE))
