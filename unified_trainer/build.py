@@ -15,7 +15,7 @@ from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts, read_prompts, training_prompts
 from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import METHODS, family_of, load_scorer, open_model
+from unified_trainer.registry import METHODS, check_reward, family_of, load_scorers, open_model
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.reward import Reward
@@ -44,6 +44,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     if keep.best and not run.validate_every:
         raise ConfigError(f"keep_best {keep.best} needs validations to compare: set validate_every")
     run.sampler.check()
+    check_reward(run.reward, run.video.frames)
     run.algorithm.check(run.sampler)
     plan = run.algorithm.plan()
     counts = plan.table(mesh.data_size)
@@ -60,8 +61,8 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     _check_sequence(paths, mesh)
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
-    scorer = load_scorer(run.reward.path, run.reward.precision, mesh.device)
-    reward = Reward(scorer, codec, run.reward)
+    scorers, features = load_scorers(run.reward, mesh.device)
+    reward = Reward(scorers, codec, run.reward)
     roles = load_roles(types, configs, paths, mesh)
     if run.sampler.chunks.causal:
         way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
@@ -77,7 +78,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     else:
         source = render_clips(run.data, codec, run.video, run.seed)
     feed = Feed(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
-    validation = Validation(run.validation, codec, reward, scorer.features, run.sampler, latent_shape, mesh)
+    validation = Validation(run.validation, codec, reward, features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
     contract = plain(run)["sampler"] if method_type.trains_sampler else None
     trainer = Trainer(method, trained, feed, mesh, seed=run.seed, contract=contract)

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import yaml
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import ParallelConfig
-from unified_trainer.roles.reward import RewardConfig
+from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 
@@ -222,12 +223,23 @@ def _apply(kind: Any, run: RunConfig, flags: list[str], origin: str) -> RunConfi
     """The settings after these flags; tyro explains what it refuses and exits with code 2."""
     try:
         return tyro.cli(
-            kind, args=flags, default=run, prog="python -m unified_trainer", config=(tyro.conf.FlagConversionOff,)
+            kind,
+            args=flags,
+            default=_with_scorers(run, flags),
+            prog="python -m unified_trainer",
+            config=(tyro.conf.FlagConversionOff,),
         )
     except SystemExit as stop:
         if origin and stop.code:
             sys.stderr.write(f"(the settings above come from {origin})\n")
         raise
+
+
+def _with_scorers(run: RunConfig, flags: Sequence[str]) -> RunConfig:
+    """The run with every scorer that a flag names, --reward.scorers.NAME.weight, for tyro to know its settings."""
+    named = [re.match(r"--reward\.scorers\.([\w-]+)\.", flag) for flag in flags]
+    scorers = {match[1].replace("-", "_"): ScorerConfig() for match in named if match}
+    return dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers | run.reward.scorers))
 
 
 def _load(file: Path) -> dict[str, Any]:

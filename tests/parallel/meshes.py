@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers import CAPTIONS, WAN, MeanScorer, gradients, small_causal, small_model, tiny_codec
+from helpers import CAPTIONS, WAN, gradients, reward_of, small_causal, small_model, tiny_codec
 from launch import fork_ranks
 
 from unified_trainer.chunks import ChunkConfig
@@ -34,7 +34,6 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
@@ -178,7 +177,7 @@ def dance_grpo_in_chunks(mesh: Mesh, micro_batch: int = 1) -> tuple[DanceGRPO, d
 
 def policy_gradient(student: Trainable, chunks: ChunkConfig, micro_batch: int):
     config = dataclasses.replace(GRPO, update_batch=micro_batch)
-    reward = Reward(MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
+    reward = reward_of()
     sampler = SamplerConfig(num_steps=3, guidance_scale=2.0, chunks=chunks)
     method = DanceGRPO(config, sampler, student=student, reward=reward)
     return method, {"student": student}, Clips(CAPTIONS, torch.zeros(4, *SHAPE))
