@@ -25,12 +25,13 @@ from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.models.wan import WanCodec, WanModel
+from unified_trainer.models.wan_causal import CausalWanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.reward import Reward, RewardConfig
+from unified_trainer.roles.reward import Reward, RewardConfig, of_images
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
@@ -86,6 +87,11 @@ def small_model(seed: int = 0) -> WanModel:
             rope_max_seq_len=16,
         )
     return WanModel(network)
+
+
+def small_causal(seed: int = 0) -> CausalWanModel:
+    """The same, looking back in chunks."""
+    return CausalWanModel(small_model(seed).network)
 
 
 class Recording(Trainable):
@@ -170,37 +176,40 @@ class Calls:
         return [i for i, has in enumerate(self.graph) if has is graph]
 
 
-class MeanScorer:
-    """Outside scorer: the mean of an image plus a hundredth of its prompt's length."""
-
-    def score(self, images, prompts):
-        value = images.flatten(1).mean(1) + torch.tensor([len(prompt) / 100 for prompt in prompts])
-        return torch.stack([value, torch.zeros_like(value)], 1)
+def mean_score(images, prompts):
+    """Outside scorer of images: their mean plus a hundredth of the prompt's length."""
+    return images.flatten(1).mean(1) + torch.tensor([len(prompt) / 100 for prompt in prompts])
 
 
-class StubbornScorer(MeanScorer):
-    """Gives every image of some prompts the same."""
+def reward_of(scorer=mean_score, codec=None, **config) -> Reward:
+    """A reward of one outside scorer of images."""
+    config = RewardConfig(**config)
+    return Reward({config.kind: of_images(scorer, config.batch)}, codec or tiny_codec(), config)
+
+
+class StubbornScorer:
+    """Outside scorer of images: `mean_score`, but the same for every image of some prompts."""
 
     def __init__(self, prompts) -> None:
         self.prompts = prompts
 
-    def score(self, images, prompts):
-        scores = super().score(images, prompts)
+    def __call__(self, images, prompts):
+        scores = mean_score(images, prompts)
         scores[[prompt in self.prompts for prompt in prompts]] = 0.5
         return scores
 
 
 class ScriptedScorer:
-    """Outside scorer: hands out the given rewards in order, again from the start when they are used up."""
+    """Outside scorer of images: hands out the given rewards in order, again from the start when they are used up."""
 
     def __init__(self, rewards, before=lambda: None) -> None:
         self.rewards, self.before, self.given = list(rewards), before, 0
 
-    def score(self, images, prompts):
+    def __call__(self, images, prompts):
         self.before()
         values = [self.rewards[(self.given + i) % len(self.rewards)] for i in range(len(images))]
         self.given += len(images)
-        return torch.tensor([[value, 0.0] for value in values])
+        return torch.tensor(values)
 
 
 def small_batch(count: int = 2, **changes):
@@ -246,7 +255,8 @@ def dance_grpo(
     config: DanceGRPOConfig,
     *,
     sampler: SamplerConfig = SamplerConfig(num_steps=4, guidance_scale=1.0),  # noqa: B008  (frozen)
-    scorer=None,
+    scorer=mean_score,
+    reward: Reward | None = None,
     mesh: Mesh = ALONE,
     seed: int = 0,
     reference: Frozen | None = None,
@@ -255,7 +265,7 @@ def dance_grpo(
 ) -> Trainer:
     """A trainer of the small network on the captions; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
-    reward = Reward(scorer or MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
+    reward = reward or reward_of(scorer)
     feed = Feed(Prompts(captions), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
     method = DanceGRPO(config, sampler, student=student, reward=reward, feed=feed, reference=reference)
     return Trainer(method, {"student": student}, feed, mesh, seed=seed)

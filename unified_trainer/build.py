@@ -15,7 +15,7 @@ from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts, read_prompts, training_prompts
 from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import METHODS, family_of, load_scorer, open_model
+from unified_trainer.registry import METHODS, check_reward, family_of, load_scorers, open_model
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CAUSAL, Causal
 from unified_trainer.roles.reward import Reward
@@ -44,6 +44,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     if keep.best and not run.validate_every:
         raise ConfigError(f"keep_best {keep.best} needs validations to compare: set validate_every")
     run.sampler.check()
+    check_reward(run.reward, run.video.frames)
     run.algorithm.check(run.sampler)
     plan = run.algorithm.plan()
     counts = plan.table(mesh.data_size)
@@ -59,17 +60,19 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     codec = family.codec(folder, mesh.device)
     latent_shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
     _check_same_latents(paths)
-    _check_sequence(paths, mesh, causal=run.sampler.chunks.causal)
+    _check_sequence(paths, mesh)
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
-    scorer = load_scorer(run.reward.path, run.reward.precision, mesh.device)
-    reward = Reward(scorer, codec, run.reward)
+    scorers, features = load_scorers(run.reward, mesh.device)
+    reward = Reward(scorers, codec, run.reward)
     roles = load_roles(types, configs, paths, mesh)
     followers = {name: role for name, role in roles.items() if isinstance(role, Follower)}
     for follower in followers.values():
         follower.follow(roles["student"])
     if run.sampler.chunks.causal:
-        counts |= _cache_memory(run, roles["student"], latent_shape, max(plan.micro_batch, run.validation.batch), mesh)
+        way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
+        samples = max(plan.micro_batch, run.validation.batch)
+        counts["cache of the student"] = cache_memory(run, roles["student"], latent_shape, samples, way_out)
 
     if not run.algorithm.learns_from_data:
         source: Source = Prompts(prompts)
@@ -80,7 +83,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     feed = Feed(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
     parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, "feed": feed, **roles}
     method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters if name in parts})
-    validation = Validation(run.validation, codec, reward, scorer.features, run.sampler, latent_shape, mesh)
+    validation = Validation(run.validation, codec, reward, features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
     contract = plain(run)["sampler"] if method_type.trains_sampler else None
     trainer = Trainer(method, trained, feed, mesh, followers=followers, seed=run.seed, contract=contract)
@@ -120,17 +123,16 @@ def load_roles(
     return roles
 
 
-def _cache_memory(
-    run: RunConfig, student: Role, latent_shape: tuple[int, int, int, int], samples: int, mesh: Mesh
-) -> dict[str, str]:
+def cache_memory(
+    run: RunConfig, student: Role, latent_shape: tuple[int, int, int, int], samples: int, way_out: str
+) -> str:
     """What a causal student's cache takes, in words; ValueError when it does not fit."""
     dtype = torch.bfloat16 if run.student.precision == "bf16" else torch.float32
     with student.running() as model:
         size = samples * model.cache_bytes(latent_shape, run.sampler.chunks, dtype)
     size *= 1 if run.sampler.guidance_scale == 1 else 2
-    way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
-    require_memory(size, mesh.device, "the student's cache", way_out)
-    return {"cache of the student": f"{size / 2**30:.3f} GiB for {samples} samples"}
+    require_memory(size, student.device, "the student's cache", way_out)
+    return f"{size / 2**30:.3f} GiB for {samples} samples"
 
 
 def role_types(method_type: type, algorithm: Any) -> dict[str, type[Role]]:
@@ -169,11 +171,9 @@ def _check_same_latents(paths: Mapping[str, str]) -> None:
         raise ConfigError(f"roles must share one latent space, but their channels are {channels}: set their paths")
 
 
-def _check_sequence(paths: Mapping[str, str], mesh: Mesh, *, causal: bool) -> None:
+def _check_sequence(paths: Mapping[str, str], mesh: Mesh) -> None:
     """Whether the sequence ranks can share attention, before any weight is read."""
     ranks = mesh.config.sequence
-    if ranks > 1 and causal:
-        raise ConfigError("parallel.sequence must be 1 for a causal student: its cache is not shared yet")
     for name, path in paths.items():
         family, folder = family_of(name, path)
         heads = family.attention_heads(folder)

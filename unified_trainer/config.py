@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import yaml
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import ParallelConfig
-from unified_trainer.roles.reward import RewardConfig
+from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 
@@ -36,6 +37,9 @@ HARMLESS = (
     "validation",
     "tracking",
     "parallel",
+    "algorithm.micro_batch",
+    "algorithm.rollout_batch",
+    "algorithm.update_batch",
 )
 
 
@@ -161,13 +165,17 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     allowed = {key.replace("-", "_") for key in run.allow}
     if unknown := sorted(allowed - changed.keys()):
         raise ConfigError(f"--allow {unknown[0]}: this setting does not differ from that of --resume {file.parent}")
-    refused = {key: words for key, words in changed.items() if key.split(".")[0] not in HARMLESS and key not in allowed}
+    refused = {key: words for key, words in changed.items() if not _is_harmless(key) and key not in allowed}
     if refused:
         raise ConfigError(
             f"--resume {file.parent} cannot change {'; '.join(refused.values())}. Leave these flags out, say "
             f"{' '.join(f'--allow {key}' for key in refused)}, or start a new run with --init-from {file.parent}"
         )
     return list(changed.values())
+
+
+def _is_harmless(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in HARMLESS)
 
 
 @dataclass(frozen=True)
@@ -214,12 +222,23 @@ def _apply(kind: Any, run: RunConfig, flags: list[str], origin: str) -> RunConfi
     """The settings after these flags; tyro explains what it refuses and exits with code 2."""
     try:
         return tyro.cli(
-            kind, args=flags, default=run, prog="python -m unified_trainer", config=(tyro.conf.FlagConversionOff,)
+            kind,
+            args=flags,
+            default=_with_scorers(run, flags),
+            prog="python -m unified_trainer",
+            config=(tyro.conf.FlagConversionOff,),
         )
     except SystemExit as stop:
         if origin and stop.code:
             sys.stderr.write(f"(the settings above come from {origin})\n")
         raise
+
+
+def _with_scorers(run: RunConfig, flags: Sequence[str]) -> RunConfig:
+    """The run with every scorer that a flag names, --reward.scorers.NAME.weight, for tyro to know its settings."""
+    named = [re.match(r"--reward\.scorers\.([\w-]+)\.", flag) for flag in flags]
+    scorers = {match[1].replace("-", "_"): ScorerConfig() for match in named if match}
+    return dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers | run.reward.scorers))
 
 
 def _load(file: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -81,14 +81,26 @@ def predict_chunks(
     exits: Sequence[int],
     first_gradient_frame: int = 0,
 ) -> Latents:
+    """All of `stream_chunks`."""
+    return torch.cat(list(stream_chunks(student, noise, batch, sampler, draw, exits, first_gradient_frame)), 2)
+
+
+def stream_chunks(
+    student: CausalStudent,
+    noise: Latents,
+    batch: Batch,
+    sampler: SamplerConfig,
+    draw: Draw,
+    exits: Sequence[int],
+    first_gradient_frame: int = 0,
+) -> Iterator[Latents]:
     """Chunk by chunk (Self-Forcing, arXiv:2506.08009): x0 as call number exits[i] of chunk i predicts it.
 
-    Only that call keeps a graph, and only in chunks from `first_gradient_frame` on. Every finished chunk is then
-    looked back on, at the context noise and without gradient.
+    Only that call keeps a graph, and only in chunks from `first_gradient_frame` on. A finished chunk is handed out,
+    and then looked back on, at the context noise and without gradient.
     """
     chunks, draw = sampler.chunks, functools.cache(draw)
     past = student.look_back(batch.cond, batch.uncond, chunks, sampler.guidance_scale)
-    finished = []
     for (start, stop), step in zip(chunks.ranges(noise.shape[2]), exits, strict=True):
         own = slice(start, stop)
         with torch.set_grad_enabled(torch.is_grad_enabled() and start >= first_gradient_frame):
@@ -99,9 +111,8 @@ def predict_chunks(
                 lambda s, own=own: draw(s)[:, :, own],
                 step,
             )
+        yield x0
         past.append(_context(x0.detach(), sampler, lambda s, own=own: draw(s)[:, :, own]))
-        finished.append(x0)
-    return torch.cat(finished, 2)
 
 
 @torch.no_grad()

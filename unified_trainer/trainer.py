@@ -124,8 +124,9 @@ class Trainer:
         def validate(step: int) -> dict[str, float]:
             metrics = validation.run(self.roles["student"], output / "validation" / f"step_{step}")
             tracker.log(step, metrics)
-            short = {name.split("/")[1]: value for name, value in metrics.items()}
-            tracker.say(f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in short.items()))
+            short = {name.removeprefix("validation/"): value for name, value in metrics.items()}
+            shown = {name: value for name, value in short.items() if "/" not in name}
+            tracker.say(f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in shown.items()))
             saver.keep.check_metric(short)
             return short
 

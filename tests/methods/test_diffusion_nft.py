@@ -18,6 +18,7 @@ from helpers import (
     frozen,
     gradients,
     metrics_of,
+    reward_of,
     small_model,
     tiny_codec,
     trainable,
@@ -31,7 +32,6 @@ from unified_trainer.flow import sigma_table
 from unified_trainer.methods.diffusion_nft import DiffusionNFT, DiffusionNFTConfig, contrast
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.roles.role import Follower, TrainableConfig
 from unified_trainer.sampling import SamplerConfig, generate
 from unified_trainer.trainer import Trainer
@@ -50,7 +50,7 @@ def trainer(*, old_seed: int = 1, reference=None, rewards=REWARDS, moves: bool =
     config = dataclasses.replace(CONFIG, **changes)
     student = Recorder(TrainableConfig(clip_norm=0.0, learning_rate=1e-2), moves=moves)
     old = Follower("old", Backbone(small_model(old_seed), ALONE), TrainableConfig())
-    reward = Reward(ScriptedScorer(rewards), tiny_codec(), RewardConfig(frames="first"))
+    reward = reward_of(ScriptedScorer(rewards))
     feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
     method = DiffusionNFT(config, SAMPLER, student=student, old=old, reward=reward, feed=feed, reference=reference)
     return Trainer(method, {"student": student}, feed, ALONE, followers={"old": old}, seed=0)

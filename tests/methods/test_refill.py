@@ -16,6 +16,7 @@ from helpers import (
     dance_grpo,
     flags,
     metrics_of,
+    reward_of,
     run,
     tiny_codec,
 )
@@ -26,6 +27,7 @@ from unified_trainer.data.feed import Feed
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.refill import Samples, refill
+from unified_trainer.roles.reward import Scores
 from unified_trainer.types import Rollout
 
 MANY = tuple(f"{caption}, number {i}" for i in range(2) for caption in CAPTIONS)
@@ -49,10 +51,10 @@ def refilled(rounds: int, equal) -> tuple[Samples, dict[str, float], list[int]]:
             [0.0 if p in equal else float(i) for p, i in zip(batch.prompt_ids, batch.sample_ids, strict=True)]
         )
         x0 = torch.tensor(batch.sample_ids).float().view(-1, 1, 1, 1, 1).expand(-1, *LATENT_SHAPE)
-        return Samples(batch, Rollout.of_end(x0), rewards)
+        return Samples(batch, Rollout.of_end(x0), Scores(rewards[:, None], {"of": rewards}, rewards[:, None]))
 
-    one = feed()
-    samples, metrics = refill(collect(one.batch(0)), rounds, collect, one, 0, ALONE)
+    one, config = feed(), dataclasses.replace(CONFIG, refill_rounds=rounds)
+    samples, metrics = refill(collect(one.batch(0)), config, collect, reward_of(), one, 0, ALONE)
     return samples, metrics, made
 
 
@@ -70,7 +72,7 @@ def test_a_group_of_equal_rewards_is_replaced_in_its_place():
     assert samples.batch.prompt_ids == (first[0], first[0], new, new, first[2], first[2])
     assert samples.batch.prompts[2] == MANY[new] and new not in first
     assert samples.batch.sample_ids == (0, 1, 8, 9, 4, 5)  # the noise of new samples is new
-    assert samples.rewards.tolist() == [0, 1, 8, 9, 4, 5]
+    assert samples.scores.parts[:, 0].tolist() == samples.scores.statistics["of"].tolist() == [0, 1, 8, 9, 4, 5]
     assert samples.rollout.x0[:, 0, 0, 0, 0].tolist() == [0, 1, 8, 9, 4, 5]
     text = tiny_codec().encode_text([MANY[new]]).text[0]
     torch.testing.assert_close(samples.batch.cond.text[2], text)
@@ -171,7 +173,9 @@ def test_a_failure_is_a_group_below_the_bar():
     seen = []
     one.method._collect = lambda *words, **more: (seen.append(collect(*words, **more)), seen[0])[1]
     one.step(1)
-    means = {p: seen[0].rewards[[i for i, q in enumerate(batch.prompt_ids) if q == p]].mean() for p in range(4)}
+    means = {
+        p: seen[0].scores.parts[:, 0][[i for i, q in enumerate(batch.prompt_ids) if q == p]].mean() for p in range(4)
+    }
     expected = [1 + int(means[p] < 0.5) for p in range(4)]
     assert one.feed.state_dict()["failures"].tolist() == expected
     assert expected[:2] == [1, 1]  # 0.5 is not below 0.5

@@ -54,9 +54,10 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
         first = set(dance_grpo(REFILL).feed.batch(0).prompts)
         later = dance_grpo(REFILL).feed.further(0, 0, 1)
         return dance_grpo(REFILL, scorer=StubbornScorer({*first, CAPTIONS[later[0]]}), **recorder)
-    one = dance_grpo(GRPO, sampler=SamplerConfig(num_steps=4, guidance_scale=2.0), scorer=None, **recorder)
+    scorer = ScriptedScorer(())
+    one = dance_grpo(GRPO, sampler=SamplerConfig(num_steps=4, guidance_scale=2.0), scorer=scorer, **recorder)
     batch = one.feed.batch(0)  # the rewards of this rank's samples, whatever rank holds them
-    one.method.reward._scorer = ScriptedScorer([REWARDS[sample] for sample in batch.sample_ids])
+    scorer.rewards = [REWARDS[sample] for sample in batch.sample_ids]
     return one
 
 

@@ -21,7 +21,7 @@ from unified_trainer.methods.refill import Samples, refill
 from unified_trainer.methods.replay import Lived, Record, Replay, Seen, transition_noise
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.reward import Reward
+from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig, policy_velocity, rollout
 from unified_trainer.surrogates import calibrated_clip, diagnostics, guarded_log_ratio, leaves_trust_region, surrogate
@@ -57,10 +57,10 @@ class DanceGRPO:
         window = self.config.window.at(step, self.sampler.num_steps - 1, rng.shared)
         trained = self._trained_steps(window, rng)
         collect = functools.partial(self._collect, window=window, rng=rng)
-        samples, counted = refill(collect(batch), self.config.refill_rounds, collect, self.feed, step, mesh)
+        samples, counted = refill(collect(batch), self.config, collect, self.reward, self.feed, step, mesh)
         batch, lived = samples.batch, Lived(samples.batch, samples.rollout, window, rng)
         penalty, kl_metrics = self.kl.penalty(lived, mesh)
-        judged = judge(self.config, samples.rewards, penalty, batch, self.feed, mesh)
+        judged = judge(self.config, self.reward, samples.scores, penalty, batch, self.feed, mesh)
         advantages, lessons, metrics = judged.advantages, judged.lessons, judged.metrics | counted | kl_metrics
         if self.config.window.size:
             metrics["window_first"] = float(window.start)
@@ -86,16 +86,16 @@ class DanceGRPO:
         return sorted(window[i] for i in rng.shared.permutation(len(window))[:count])
 
     def _collect(self, batch: Batch, window: range, rng: Streams) -> Samples:
-        """Trajectories and their rewards, `rollout_batch` samples at a time."""
-        rollouts, rewards = [], []
+        """Trajectories and what they are worth, `rollout_batch` samples at a time."""
+        rollouts, scores = [], []
         for part in batch.split(self.config.rollout_batch):
             keys = part.prompt_ids if self.config.init_same_noise else part.sample_ids
             noise = rng.noise("initial", keys, part.latent_shape).to(self.student.device)
             draw = functools.partial(transition_noise, rng, part)
             done = rollout(self.student, noise, part, self.sampler, self.policy, window, draw)
             rollouts.append(done)
-            rewards.append(self.reward.score(done.x0, part.prompts))
-        return Samples(batch, Rollout.cat(rollouts), torch.cat(rewards))
+            scores.append(self.reward.judge(done.x0, part.prompts))
+        return Samples(batch, Rollout.cat(rollouts), Scores.cat(scores))
 
     def _replay(self, lived: Lived, part: Lesson, s: int) -> Replay:
         """Transition s as the student makes it now, against how it was sampled and how the reference makes it."""

@@ -81,6 +81,10 @@ class DanceGRPOConfig(GroupConfig):
             raise ValueError("algorithm.trust_region and algorithm.kl_coefficient must not be negative")
         if self.kl_target < 0 or self.kl_horizon <= 0:
             raise ValueError("algorithm.kl_target must not be negative, and algorithm.kl_horizon must be above 0")
+        if self.kl_in == "reward" and self.advantage == "gdpo":
+            raise ValueError(
+                "algorithm.kl_in must be loss for algorithm.advantage gdpo, which compares each reward alone"
+            )
         if not self.kl_coefficient and (self.kl_target or self.kl_in == "reward"):
             raise ValueError("algorithm.kl_coefficient must be above 0 for algorithm.kl_target and algorithm.kl_in")
         if self.clip_velocity < 0 or (self.clip_velocity and self.objective == "gspo"):

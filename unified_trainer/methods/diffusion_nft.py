@@ -17,7 +17,7 @@ from unified_trainer.methods.lessons import Lesson
 from unified_trainer.methods.refill import Samples, refill
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.reward import Reward
+from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.roles.role import Follower, Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig, generate, policy_velocity
 from unified_trainer.types import Batch, Latents, PerSample, Rollout
@@ -86,8 +86,8 @@ class DiffusionNFT:
         count = max(1, round(self.config.timestep_fraction * self.sampler.num_steps))
         levels = sorted(rng.shared.permutation(self.sampler.num_steps)[:count].tolist())
         collect = functools.partial(self._collect, rng=rng)
-        samples, counted = refill(collect(batch), self.config.refill_rounds, collect, self.feed, step, mesh)
-        judged = judge(self.config, samples.rewards, None, samples.batch, self.feed, mesh)
+        samples, counted = refill(collect(batch), self.config, collect, self.reward, self.feed, step, mesh)
+        judged = judge(self.config, self.reward, samples.scores, None, samples.batch, self.feed, mesh)
         decay = min(self.config.old_decay, self.config.old_decay_rise * step)
         metrics = judged.metrics | counted | {"old_decay": decay}
         if not any(judged.lessons):
@@ -101,8 +101,8 @@ class DiffusionNFT:
         self.old.follow(self.student, decay)
 
     def _collect(self, batch: Batch, rng: Streams) -> Samples:
-        """What the old policy makes, and its rewards, `rollout_batch` samples at a time."""
-        rollouts, rewards = [], []
+        """What the old policy makes, and what it is worth, `rollout_batch` samples at a time."""
+        rollouts, scores = [], []
         for part in batch.split(self.config.rollout_batch):
 
             def draw(name: str | int, part: Batch = part) -> Latents:
@@ -112,8 +112,8 @@ class DiffusionNFT:
             noise = rng.noise("initial", keys, part.latent_shape).to(self.old.device)
             x0 = generate(self.old, noise, part, self.sampler, draw)
             rollouts.append(Rollout.of_end(x0))
-            rewards.append(self.reward.score(x0, part.prompts))
-        return Samples(batch, Rollout.cat(rollouts), torch.cat(rewards))
+            scores.append(self.reward.judge(x0, part.prompts))
+        return Samples(batch, Rollout.cat(rollouts), Scores.cat(scores))
 
     def _loss(
         self, samples: Samples, advantages: PerSample, part: Lesson, s: int, rng: Streams

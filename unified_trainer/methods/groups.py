@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from unified_trainer.advantages import (
@@ -17,6 +18,7 @@ from unified_trainer.batching import BatchPlan
 from unified_trainer.data.feed import Feed
 from unified_trainer.methods.lessons import Lesson, plan_lessons
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.types import Batch, PerSample
 
 
@@ -73,16 +75,31 @@ class Judged:
 
 
 def judge(
-    config: GroupConfig, rewards: PerSample, penalty: PerSample | None, batch: Batch, feed: Feed, mesh: Mesh
+    config: GroupConfig,
+    reward: Reward,
+    scores: Scores,
+    penalty: PerSample | None,
+    batch: Batch,
+    feed: Feed,
+    mesh: Mesh,
 ) -> Judged:
     """Advantages within the groups of all ranks, who is learnt from in each update, and what the rewards were.
 
     Compared are the rewards less the penalty; thresholds, failures and metrics are of the rewards themselves.
     """
-    own = rewards if penalty is None else rewards - penalty
-    all_rewards, all_own, ids = gather_groups(batch, mesh, rewards, own)
-    advantages = group_advantages(all_own, ids, config.advantage)
-    below, equal = below_threshold(all_rewards, ids, config.reward_threshold), zero_variance(all_own, ids)
+    everyone = scores.everywhere(mesh)
+    ids, all_rewards = gather_ids(batch, everyone.parts, mesh), reward.total(everyone.parts)
+    below = below_threshold(all_rewards, ids, config.reward_threshold)
+    if penalty is not None:
+        penalised = all_rewards - mesh.gather(penalty.double())
+        advantages, equal = group_advantages(penalised, ids, config.advantage), zero_variance(penalised, ids)
+    else:
+        equal = equal_groups(config, reward, everyone.parts, ids)
+        if config.advantage == "gdpo":  # each part against its group, before they are weighted
+            weights = list(reward.weights.values())
+            advantages = group_advantages(everyone.parts, ids, "gdpo", weights=weights)
+        else:
+            advantages = group_advantages(all_rewards, ids, config.advantage)
     advantages[below | equal] = 0.0
     useful = ~equal
     if config.keep_samples:
@@ -111,14 +128,21 @@ def judge(
         f"{skipped} of {updates} updates skipped, nothing to learn is left in them: of {count} groups "
         f"{equals} have equal rewards, {lows} are below algorithm.reward_threshold"
     )
-    start = mesh.data_rank * len(rewards)
-    mine = advantages[start : start + len(rewards)].clamp(-config.advantage_clip, config.advantage_clip)
-    return Judged(mine.to(rewards.dtype), lessons, metrics, words if skipped else "")
+    metrics |= reward.metrics(everyone, ids)
+    start = mesh.data_rank * len(batch)
+    mine = advantages[start : start + len(batch)].clamp(-config.advantage_clip, config.advantage_clip)
+    return Judged(mine.float(), lessons, metrics, words if skipped else "")
 
 
-def gather_groups(batch: Batch, mesh: Mesh, *columns: PerSample) -> tuple[Tensor, ...]:
-    """The columns of all ranks' samples in float64, rank by rank, and last their prompt ids."""
-    ids = torch.tensor(batch.prompt_ids).to(columns[0]).double()
-    everyone = mesh.gather(torch.stack([*(column.double() for column in columns), ids], 1))
-    *gathered, all_ids = everyone.unbind(1)
-    return *gathered, all_ids.long()
+def equal_groups(
+    config: GroupConfig, reward: Reward, parts: Float[Tensor, "all r"], ids: Int[Tensor, " all"]
+) -> Bool[Tensor, " all"]:
+    """Samples of groups with nothing to say: of equal rewards, or where each part is compared, of equal parts."""
+    if config.advantage == "gdpo":
+        return torch.stack([zero_variance(part, ids) for part in parts.unbind(1)]).all(0)
+    return zero_variance(reward.total(parts), ids)
+
+
+def gather_ids(batch: Batch, like: Tensor, mesh: Mesh) -> Int[Tensor, " all"]:
+    """The prompt ids of all ranks' samples, rank by rank."""
+    return mesh.gather(torch.tensor(batch.prompt_ids, device=like.device))

@@ -96,7 +96,10 @@ class CausalVideoModel(VideoModel, Protocol):
         ...
 
     def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig, dtype: torch.dtype) -> int:
-        """Memory of one sample's full cache when passes compute in `dtype`, the text's share left out."""
+        """Memory of one sample's full cache on this rank when passes compute in `dtype`, the text's left out.
+
+        ValueError for more latent frames than the model has positions.
+        """
         ...
 
 
@@ -120,3 +123,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, latents: Latents) -> Video: ...
+
+    def decoder(self) -> Callable[[Latents], Video]:
+        """Decodes chunk after chunk of one batch: put together, they are what `decode` makes of all."""
+        ...

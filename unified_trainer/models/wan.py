@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -75,6 +76,9 @@ class WanModel:
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: WanCondition) -> Latents:
         time = (TIME_SCALE * sigma.double()).to(device=x_t.device, dtype=torch.float32)
+        return self._predict(x_t, time, cond)
+
+    def _predict(self, x_t: Latents, time: Tensor, cond: WanCondition) -> Latents:
         if self._shared:
             x_t = self._shared.whole_gradient(x_t)
         return self.network(x_t, time, cond.text, return_dict=False)[0].float()
@@ -185,6 +189,24 @@ class WanCodec:
     @torch.no_grad()
     def decode(self, latents: Latents) -> Video:
         return (self._vae.decode(latents * self._std + self._mean).sample / 2 + 0.5).clamp(0, 1)
+
+    def decoder(self) -> Callable[[Latents], Video]:
+        """The VAE's own loop over latent frames, whose memory of the frames before is kept from call to call."""
+        vae = self._vae
+        memory: list[Tensor | None] = [None] * vae._cached_conv_counts["decoder"]
+
+        @torch.no_grad()
+        def decode_next(latents: Latents) -> Video:
+            parts = []
+            for frame in vae.post_quant_conv(latents * self._std + self._mean).split(1, 2):
+                first = {"first_chunk": True} if memory[0] is None else {}
+                parts.append(vae.decoder(frame, feat_cache=memory, feat_idx=[0], **first))
+            video = torch.cat(parts, 2)
+            if vae.config.patch_size is not None:
+                video = unpatchify(video, patch_size=vae.config.patch_size)
+            return (video / 2 + 0.5).clamp(0, 1)
+
+        return decode_next
 
 
 def latent_channels(folder: Path) -> int:
