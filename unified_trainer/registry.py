@@ -16,6 +16,7 @@ from unified_trainer.methods.diffusion_nft import DiffusionNFT, DiffusionNFTConf
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.methods.ode_init import ODEInit, ODEInitConfig
+from unified_trainer.methods.reward_gradient import RewardGradient, RewardGradientConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.base import CausalVideoModel, Codec, VideoModel
 from unified_trainer.models.clip import CLIP
@@ -45,6 +46,7 @@ METHODS: dict[str, tuple[type[Method], type]] = {
     "dmd2": (DMD2, DMD2Config),
     "finetune": (Finetune, FinetuneConfig),
     "ode_init": (ODEInit, ODEInitConfig),
+    "reward_gradient": (RewardGradient, RewardGradientConfig),
     "self_forcing": (SelfForcing, SelfForcingConfig),
 }
 ALGORITHMS = {name: config for name, (_, config) in METHODS.items()}
@@ -121,7 +123,10 @@ def load_scorers(config: RewardConfig, device: torch.device) -> tuple[dict[str, 
 
 
 def _means(hpsv3: HPSv3) -> Callable[[Tensor, list[str]], Tensor]:
-    return lambda images, prompts: hpsv3.score(images, prompts)[:, 0]
+    """Its mu; for images that take a gradient, with it."""
+    return lambda images, prompts: (hpsv3.score_with_gradient if images.requires_grad else hpsv3.score)(
+        images, prompts
+    )[:, 0]
 
 
 def _without_prompts(measure: Callable[[Video], Tensor]) -> Scorer:

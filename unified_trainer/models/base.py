@@ -122,7 +122,9 @@ class Codec(Protocol):
         """(raw - mean) / std by the VAE's own statistics."""
         ...
 
-    def decode(self, latents: Latents) -> Video: ...
+    def decode(self, latents: Latents) -> Video:
+        """With a gradient to the latents if they take one."""
+        ...
 
     def decoder(self) -> Callable[[Latents], Video]:
         """Decodes chunk after chunk of one batch: put together, they are what `decode` makes of all."""

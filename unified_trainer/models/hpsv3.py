@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VisionTransformerPretrainedModel,
@@ -124,12 +125,17 @@ class Preprocessor:
 
     def __call__(self, images: Images, prompts: Sequence[str]) -> Inputs:
         """Raises ValueError, naming the sample, for whatever would misalign a row or make its score meaningless."""
-        if isinstance(prompts, str):
-            raise ValueError(f"HPSv3: prompts is one string, expected a list of them: {prompts!r}")
-        if not len(images) == len(prompts) > 0:
-            raise ValueError(f"HPSv3: {len(images)} images but {len(prompts)} prompts, expected one prompt for each")
-        self._refuse_special_tokens(prompts)
-        patches, grids = zip(*(self.patches(image) for image in _as_pil(images)), strict=True)
+        self._refuse(prompts, len(images))
+        return self._inputs([self.patches(image) for image in _as_pil(images)], prompts)
+
+    def of_floats(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> Inputs:
+        """The same with the gradient to images in [0, 1], which are not rounded to 8 bits."""
+        self._refuse(prompts, len(images))
+        _refuse_outside(images)
+        return self._inputs([self.patches_of_floats(image) for image in images], prompts)
+
+    def _inputs(self, rows: list[tuple[Tensor, tuple[int, int, int]]], prompts: Sequence[str]) -> Inputs:
+        patches, grids = zip(*rows, strict=True)
         grid_rows = torch.tensor(grids)
         image_tokens = (grid_rows.prod(-1) // self.merge_size**2).tolist()
         texts = [self.text(prompt, count) for prompt, count in zip(prompts, image_tokens, strict=True)]
@@ -167,13 +173,31 @@ class Preprocessor:
         height, width = fit(image.height, image.width, self.pixels, p * m)
         resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
         scaled = (np.asarray(resized, dtype=np.float32) / 255 - np.float32(self.mean)) / np.float32(self.std)
-        rows, columns = height // p, width // p
-        tiles = torch.from_numpy(scaled).view(rows // m, m, p, columns // m, m, p, 3)
+        return self._tiles(torch.from_numpy(scaled))
+
+    def patches_of_floats(self, image: Float[Tensor, "3 h w"]) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:
+        """The same of an image in [0, 1] as it is, with its gradient."""
+        rows, columns = image.shape[1:]
+        height, width = fit(rows, columns, self.pixels, self.patch_size * self.merge_size)
+        small = image[None].float()
+        for shape in ((rows, width), (height, width)):  # width first, each clipped: as PIL does it
+            small = interpolate(small, shape, mode="bicubic", antialias=True).clamp(0, 1)
+        mean, std = (small.new_tensor(values) for values in (self.mean, self.std))
+        return self._tiles((small[0].movedim(0, -1) - mean) / std)
+
+    def _tiles(self, scaled: Float[Tensor, "h w 3"]) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:
+        p, m = self.patch_size, self.merge_size
+        rows, columns = scaled.shape[0] // p, scaled.shape[1] // p
+        tiles = scaled.reshape(rows // m, m, p, columns // m, m, p, 3)
         tiles = tiles.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)  # ..., channel, time, y, x
         tiles = tiles.expand(*tiles.shape[:5], self.temporal_patch_size, p, p)
         return tiles.reshape(rows * columns, -1), (1, rows, columns)
 
-    def _refuse_special_tokens(self, prompts: Sequence[str]) -> None:
+    def _refuse(self, prompts: Sequence[str], images: int) -> None:
+        if isinstance(prompts, str):
+            raise ValueError(f"HPSv3: prompts is one string, expected a list of them: {prompts!r}")
+        if not images == len(prompts) > 0:
+            raise ValueError(f"HPSv3: {images} images but {len(prompts)} prompts, expected one prompt for each")
         special = tuple(self.tokenizer.get_added_vocab())
         for i, prompt in enumerate(prompts):
             for token in special:
@@ -222,8 +246,14 @@ class HPSv3:
         Images are a tensor in [0, 1] (rounded to 8 bits, no gradient), PIL images or paths. Raises ValueError, naming
         the sample, for a prompt with a special token, an image outside [0, 1] or a score that is not finite.
         """
+        return self._score(self.preprocessor(images, prompts), prompts)
+
+    def score_with_gradient(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> Float[Tensor, "b 2"]:
+        """The same with its gradient to a tensor of images, which is not rounded to 8 bits."""
+        return self._score(self.preprocessor.of_floats(images, prompts), prompts)
+
+    def _score(self, inputs: Inputs, prompts: Sequence[str]) -> Float[Tensor, "b 2"]:
         device = next(self.network.parameters()).device
-        inputs = self.preprocessor(images, prompts)
         scores = self.network(Inputs(**{name: tensor.to(device) for name, tensor in vars(inputs).items()}))
         for i in (~scores.isfinite().all(-1)).nonzero().flatten().tolist():
             raise ValueError(f"HPSv3: the score of sample {i} is {scores[i].tolist()} (prompt {prompts[i]!r})")
@@ -310,11 +340,15 @@ def _as_pil(images: Images) -> list[Image.Image]:
         return [image if isinstance(image, Image.Image) else Image.open(image) for image in images]
     if images.ndim != 4 or images.shape[1] != 3:
         raise ValueError(f"HPSv3: images of shape {tuple(images.shape)}, expected [b, 3, h, w]")
+    _refuse_outside(images)
+    bytes_ = (images.float() * 255).round().to("cpu", torch.uint8).movedim(1, -1).numpy()
+    return [Image.fromarray(pixels) for pixels in bytes_]
+
+
+def _refuse_outside(images: Float[Tensor, "b 3 h w"]) -> None:
     low, high = (images.flatten(1).amin(1), images.flatten(1).amax(1))
     for i in (~((low >= 0) & (high <= 1))).nonzero().flatten().tolist():
         raise ValueError(f"HPSv3: image {i} spans {float(low[i])}..{float(high[i])}, expected values in [0, 1]")
-    bytes_ = (images.float() * 255).round().to("cpu", torch.uint8).movedim(1, -1).numpy()
-    return [Image.fromarray(pixels) for pixels in bytes_]
 
 
 def _read_json(path: Path, keys: tuple[str, ...]) -> dict:

@@ -186,7 +186,6 @@ class WanCodec:
     def normalise(self, raw: Latents) -> Latents:
         return (raw.to(self._mean) - self._mean) / self._std
 
-    @torch.no_grad()
     def decode(self, latents: Latents) -> Video:
         return (self._vae.decode(latents * self._std + self._mean).sample / 2 + 0.5).clamp(0, 1)
 

@@ -118,13 +118,25 @@ class Reward:
 
         The first frame is the first latent frame alone: the codec is causal.
         """
-        first = all(self._configs[name].frames == "first" for name in self.weights)
-        video = self._codec.decode(x0[:, :, :1] if first else x0)
+        video = self._decode(x0)
         return Scores(self.parts(video, prompts, self.weights), statistics(video), thumbnail(video))
 
     def score(self, x0: Latents, prompts: tuple[str, ...]) -> PerSample:
         """Reward of clean latents."""
         return self.total(self.judge(x0, prompts).parts)
+
+    def score_with_gradient(self, x0: Latents, prompts: tuple[str, ...]) -> PerSample:
+        """The same with its gradient, through the decoder and the scorers; ValueError if none of them has one."""
+        reward = self.total(self.parts(self._decode(x0), prompts, self.weights))
+        if not reward.requires_grad:
+            raise ValueError(
+                f"reward: none of {', '.join(self.weights)} has a gradient: take another method or reward.kind"
+            )
+        return reward
+
+    def _decode(self, x0: Latents) -> Video:
+        first = all(self._configs[name].frames == "first" for name in self.weights)
+        return self._codec.decode(x0[:, :, :1] if first else x0)
 
     @torch.no_grad()
     def score_video(self, video: Video, prompts: tuple[str, ...]) -> PerSample:

@@ -1,0 +1,112 @@
+"""Reinforcement learning in the tiny world, method by method, with the same number of network calls over some seeds.
+
+Prints a markdown table. A run that is finished is not run again, one that was stopped goes on.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+SAMPLER = "--sampler.num-steps 4 --sampler.shift 5 --sampler.guidance-scale 1"
+TRAINED = "--algorithm.timestep-fraction 1"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One row of the table."""
+
+    flags: str  # of its runs
+    rollout: int  # network calls per sample to make it
+    trained: int  # and to learn from it, those of an old policy included; a backward pass is not counted
+    from_dmd2: bool = False  # starts from the distilled student, with its sampler
+
+    @property
+    def calls(self) -> int:
+        return self.rollout + self.trained
+
+
+KINDS = {
+    "dance": Kind(f"--method dance_grpo {SAMPLER} {TRAINED} --algorithm.kernel dance", 4, 3),
+    "flow": Kind(f"--method dance_grpo {SAMPLER} {TRAINED} --algorithm.kernel flow --algorithm.eta 0.7", 4, 3),
+    "cps": Kind(f"--method dance_grpo {SAMPLER} {TRAINED} --algorithm.kernel cps --algorithm.eta 0.8", 4, 3),
+    "window of 2": Kind(f"--method dance_grpo {SAMPLER} {TRAINED} --algorithm.window.size 2", 4, 2),
+    "diffusion_nft": Kind(f"--method diffusion_nft {SAMPLER} {TRAINED}", 4, 8),
+    "dance on dmd2": Kind(f"--method dance_grpo {TRAINED}", 4, 3, from_dmd2=True),
+}
+
+
+def main(
+    output: Path = Path("runs/compare_rl"),
+    steps: int = 80,
+    seeds: tuple[int, ...] = (0, 1, 2),
+    kinds: tuple[str, ...] = tuple(KINDS),
+    dmd2_steps: int = 500,
+    extra: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = "",
+) -> None:
+    """Run what is missing and print the table.
+
+    Args:
+        output: folder of the runs
+        steps: training steps of dance; the others take as many as make the same number of network calls
+        seeds: of the runs
+        kinds: rows of the table
+        dmd2_steps: training steps of the distilled student, one for all seeds
+        extra: more flags for every run, in one string
+    """
+    rows = []
+    for name in kinds:
+        kind, ends = KINDS[name], []
+        own = max(1, round(steps * KINDS["dance"].calls / kind.calls))
+        flags = [*kind.flags.split(), *extra.split()]
+        if kind.from_dmd2:
+            start = output / "dmd2"
+            run(start, dmd2_steps, ["--method", "dmd2", *extra.split()])
+            flags += ["--init-from", str(start)]
+        for seed in seeds:
+            lines = run(output / f"{name.replace(' ', '_')}-{seed}", own, [*flags, "--seed", str(seed)])
+            ends.append(lines)
+        rows.append(row(name, own, own * kind.calls, ends))
+    head = ["", "steps", "calls per sample", "reward before", "reward", "judge before", "judge"]
+    for cells in (head, ["---"] * len(head), *rows):
+        sys.stdout.write(f"| {' | '.join(cells)} |\n")
+
+
+def run(folder: Path, steps: int, flags: list[str]) -> list[dict[str, float]]:
+    """The first and the last validation of a run that is finished by now."""
+    if not finished(folder, steps):
+        new = not (folder / "config.yaml").is_file()
+        start = [*flags, "--output", str(folder), "--validate-every", str(steps)] if new else ["--resume", str(folder)]
+        subprocess.run([sys.executable, "-m", "unified_trainer", *start, "--steps", str(steps)], check=True)
+    measured = validations(folder)
+    return [measured[0], measured[-1]]
+
+
+def finished(folder: Path, steps: int) -> bool:
+    return any(line["step"] == steps for line in validations(folder))
+
+
+def validations(folder: Path) -> list[dict[str, float]]:
+    file = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return [line for line in lines if "validation/reward" in line]
+
+
+def row(name: str, steps: int, calls: int, ends: list[list[dict[str, float]]]) -> list[str]:
+    """Mean and spread over the seeds, before and after."""
+    cells = [name, str(steps), str(calls)]
+    for metric in ("reward", "judge"):
+        for when in (0, 1):
+            values = [pair[when][f"validation/{metric}"] for pair in ends]
+            spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.3f}{spread}")
+    return cells
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
