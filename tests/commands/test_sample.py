@@ -93,7 +93,8 @@ def test_a_causal_student_samples_chunk_by_chunk(runs):
     causal = trained(runs / "causal")
     assert type(causal.role).__name__ == "CausalStudent"
     plain = load_trained(str(runs / "causal"), "student", None, ALONE, causal=False)
-    x_t, sigma, cond = causal.role._backbone.model.example()
+    with causal.role.running() as model:
+        x_t, sigma, cond = model.example()
     with torch.no_grad():
         torch.testing.assert_close(
             causal.role.velocity(x_t, sigma, cond), plain.role.velocity(x_t, sigma, cond), rtol=0, atol=1e-5

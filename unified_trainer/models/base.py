@@ -51,8 +51,8 @@ class VideoModel(Protocol):
         """A small input, the same every time, to compare two copies of the network on."""
         ...
 
-    def save(self, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
-        """Write the network's part of a pipeline folder; the weights in memory are rounded to `dtype` as well."""
+    def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
+        """Write the network as a component of a pipeline folder; the weights in memory are rounded to `dtype` too."""
         ...
 
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
