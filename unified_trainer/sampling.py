@@ -2,8 +2,9 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from unified_trainer.flow import GuidanceScale, add_noise, guide, sigma_table, w
 from unified_trainer.policy import Kernel, Policy, transition
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Role, Trainable
-from unified_trainer.types import Batch, Latents, Rollout
+from unified_trainer.types import Batch, Condition, Latents, Rollout
 
 Solver = Literal["ode", "sde"]
 Draw = Callable[[int], Latents]  # the noise of transition s; number num_steps is the context's of a causal student
@@ -94,17 +95,20 @@ def stream_chunks(
     draw: Draw,
     exits: Sequence[int],
     first_gradient_frame: int = 0,
+    turns: Mapping[int, Condition] = MappingProxyType({}),
 ) -> Iterator[Latents]:
     """Chunk by chunk (Self-Forcing, arXiv:2506.08009): x0 as call number exits[i] of chunk i predicts it.
 
     Only that call keeps a graph, and only in chunks from `first_gradient_frame` on. A finished chunk is handed out,
-    and then looked back on, at the context noise and without gradient.
+    and then looked back on, at the context noise and without gradient. From chunk i on the condition is turns[i].
     """
     chunks, draw = sampler.chunks, functools.cache(draw)
     levels = sampler.sigmas()[: max(exits) + 1]
     past = student.look_back(batch.cond, batch.uncond, chunks, sampler.guidance_scale, levels)
-    for (start, stop), step in zip(chunks.ranges(noise.shape[2]), exits, strict=True):
+    for i, ((start, stop), step) in enumerate(zip(chunks.ranges(noise.shape[2]), exits, strict=True)):
         own = slice(start, stop)
+        if i in turns:
+            past.turn(turns[i])
         with torch.set_grad_enabled(torch.is_grad_enabled() and start >= first_gradient_frame):
             x0 = _descend(past.velocity, noise[:, :, own], sampler, lambda s, own=own: draw(s)[:, :, own], step)
         yield x0

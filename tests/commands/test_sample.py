@@ -121,6 +121,20 @@ def test_a_stream_is_the_whole_video(runs):
     assert torch.equal(torch.cat(parts, 2), sampled(one, PROMPTS[:2], 0, 2))
 
 
+def test_prompts_that_take_turns(runs):
+    """Up to the turn the video is that of the first prompt, bit for bit; from there on it is not, nor the second's."""
+    one = trained(runs / "causal")
+    first, second, both = (
+        torch.cat(list(next(pieces(one, [text], 0, 1, by_chunk=True))), 2)
+        for text in (PROMPTS[0], PROMPTS[1], f"{PROMPTS[0]} | {PROMPTS[1]}")
+    )
+    assert torch.equal(both[:, :, :9], first[:, :, :9])  # three of five chunks
+    for other in (first, second):
+        assert not torch.allclose(both[:, :, 9:], other[:, :, 9:], atol=1e-3)
+    stays = torch.cat(list(next(pieces(one, [f"{PROMPTS[0]} | {PROMPTS[0]}"], 0, 1, by_chunk=True))), 2)
+    assert torch.equal(stays, first)
+
+
 def test_a_stream_is_made_as_it_goes(runs):
     """Four calls for the first chunk; its context and four more for the next."""
     one = trained(runs / "causal")

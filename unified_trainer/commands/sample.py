@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +42,7 @@ def sample(
 
     Args:
         run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the averaged weights with :ema
-        prompts: each a prompt, or a file with one a line
+        prompts: each a prompt, or a file with one a line; "a | b" in a stream are two that take turns in one video
         output: folder to write: N.mp4 of prompt N, contact_sheet.png, samples.json; must be empty or absent
         seed: of the first video's noise; the next ones count on
         batch: videos at a time
@@ -124,18 +124,29 @@ def pieces(
         def draw(_: int = 0, streams: Sequence[torch.Generator] = streams) -> Tensor:
             return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(device)
 
-        part = make_batch(codec, [prompts[i] for i in mine], uncond, shape, prompt_ids=mine, sample_ids=mine)
-        yield map(codec.decoder(), _latents(trained, part, draw(), draw, by_chunk))
+        def batch_of(prompts: list[str], mine: list[int] = mine) -> Batch:
+            return make_batch(codec, prompts, uncond, shape, prompt_ids=mine, sample_ids=mine)
+
+        texts = [prompts[i] for i in mine]
+        if by_chunk:
+            made = _stream(trained, texts, batch_of, draw)
+        else:
+            made = iter([generate(trained.role, draw(), batch_of(texts), run.sampler, draw)])
+        yield map(codec.decoder(), made)
 
 
 @torch.no_grad()
-def _latents(trained: Trained, batch: Batch, noise: Latents, draw: Draw, by_chunk: bool) -> Iterator[Latents]:
-    sampler = trained.run.sampler
-    if by_chunk:
-        exits = [sampler.num_steps - 1] * len(sampler.chunks.ranges(noise.shape[2]))
-        yield from stream_chunks(trained.role, noise, batch, sampler, draw, exits)
-    else:
-        yield generate(trained.role, noise, batch, sampler, draw)
+def _stream(
+    trained: Trained, texts: list[str], batch_of: Callable[[list[str]], Batch], draw: Draw
+) -> Iterator[Latents]:
+    """Chunk by chunk; the prompts of a text take turns, each for an equal share of the chunks."""
+    noise, sampler = draw(0), trained.run.sampler
+    scenes = [text.split(" | ") for text in texts]
+    count = len(sampler.chunks.ranges(noise.shape[2]))
+    now = [[scene[i * len(scene) // count] for scene in scenes] for i in range(count)]
+    turns = {i: batch_of(now[i]).cond for i in range(1, count) if now[i] != now[i - 1]}
+    exits = [sampler.num_steps - 1] * count
+    yield from stream_chunks(trained.role, noise, batch_of(now[0]), sampler, draw, exits, turns=turns)
 
 
 def _write(

@@ -65,6 +65,10 @@ class Cache(Protocol):
 
     seen: int  # latent frames finished so far
 
+    def turn(self) -> None:
+        """From now on the passes have another condition; what was seen stays as it was seen."""
+        ...
+
 
 class CausalVideoModel(VideoModel, Protocol):
     """A model that also generates chunk by chunk; `velocity` stays bidirectional."""
@@ -84,7 +88,7 @@ class CausalVideoModel(VideoModel, Protocol):
         ...
 
     def open_cache(self, chunks: ChunkConfig) -> Cache:
-        """An empty cache for one rollout, all of whose passes have one condition."""
+        """An empty cache for one rollout, all of whose passes have one condition until it turns."""
         ...
 
     def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: Condition, cache: Cache) -> Latents:

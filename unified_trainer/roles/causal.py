@@ -82,7 +82,7 @@ class Past:
         uncond: Condition,
         guidance_scale: GuidanceScale,
     ) -> None:
-        self._student, self._caches, self._scale = student, caches, guidance_scale
+        self._student, self._caches, self._scale, self._uncond = student, caches, guidance_scale, uncond
         self._cond = cond if guidance_scale == 1 else cond.cat(uncond)
 
     def velocity(self, x_t: Latents, sigma: Float[Tensor, ""]) -> Latents:
@@ -98,6 +98,12 @@ class Past:
         for side, cache in self._caches.items():
             with self._student.running(side) as model:
                 model.append(self._wide(x.detach()), self._cond, cache)
+
+    def turn(self, cond: Condition) -> None:
+        """The chunks to come have another condition; what was seen stays as it was seen."""
+        self._cond = cond if self._scale == 1 else cond.cat(self._uncond)
+        for cache in self._caches.values():
+            cache.turn()
 
     def _wide(self, x: torch.Tensor) -> torch.Tensor:
         """With guidance both conditions run in one pass, each with a past of its own."""
