@@ -27,6 +27,8 @@ COMMANDS = {"export": export, "import-hpsv3": import_hpsv3, "sample": sample}
 # What a user can mend: one line and exit code 2. Anything else is ours, and shows its traceback.
 MENDABLE = (ValueError, FileNotFoundError, FileExistsError, FloatingPointError, SafetensorError, RuntimeError)
 
+HACKED = 3  # exit code of a run that its sentinel stopped
+
 
 def main(argv: list[str]) -> int:
     """Run a command or a training; the exit code."""
@@ -35,7 +37,7 @@ def main(argv: list[str]) -> int:
         if argv and argv[0] in COMMANDS:
             tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"python -m unified_trainer {argv[0]}")
         else:
-            train(settings.parse(argv, ALGORITHMS, checkpoint.contract))
+            return train(settings.parse(argv, ALGORITHMS, checkpoint.contract))
     except MENDABLE as error:
         sys.stderr.write(f"error{where()}: {error}\n")
         return 2
@@ -46,8 +48,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def train(run: RunConfig) -> None:
-    """Build the run, continue or start it, and write everything into its directory."""
+def train(run: RunConfig) -> int:
+    """Build the run, continue or start it, and write everything into its directory; the exit code."""
     mesh = Mesh.join(run.device, run.parallel)
     digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
     mesh.agree(f"{run.method} with settings {digest[:16]}")
@@ -80,7 +82,7 @@ def train(run: RunConfig) -> None:
                 tracker.say(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
             for line in (*(f"skipped {why}" for why in skipped), *(f"changed {what}" for what in changed)):
                 tracker.say(line)
-            trainer.run(
+            hacked = trainer.run(
                 output,
                 tracker,
                 built.validation,
@@ -91,6 +93,7 @@ def train(run: RunConfig) -> None:
                 validate_every=run.validate_every,
             )
     mesh.leave()
+    return HACKED if hacked else 0
 
 
 def _free_folder(method: str) -> Path:

@@ -19,6 +19,7 @@ from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
+from unified_trainer.sentinel import SentinelConfig
 
 Algorithm = TypeVar("Algorithm")
 RECIPES = Path(__file__).parent / "recipes"
@@ -35,6 +36,7 @@ HARMLESS = (
     "best_is",
     "async_save",
     "validation",
+    "sentinel",
     "tracking",
     "init_from",
     "parallel",
@@ -94,6 +96,7 @@ class RunConfig(Generic[Algorithm]):
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    sentinel: SentinelConfig = field(default_factory=SentinelConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
