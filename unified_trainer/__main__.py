@@ -15,7 +15,9 @@ from unified_trainer import config as settings
 from unified_trainer.build import build
 from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
+from unified_trainer.commands.rollout import rollout
 from unified_trainer.commands.sample import sample
+from unified_trainer.commands.score import score
 from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.parallel.mesh import Mesh, where
 from unified_trainer.registry import ALGORITHMS
@@ -23,7 +25,7 @@ from unified_trainer.run_folder import claimed
 from unified_trainer.saving import Saver
 from unified_trainer.tracking import Tracker
 
-COMMANDS = {"export": export, "import-hpsv3": import_hpsv3, "sample": sample}
+COMMANDS = {"export": export, "import-hpsv3": import_hpsv3, "rollout": rollout, "sample": sample, "score": score}
 # What a user can mend: one line and exit code 2. Anything else is ours, and shows its traceback.
 MENDABLE = (ValueError, FileNotFoundError, FileExistsError, FloatingPointError, SafetensorError, RuntimeError)
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from unified_trainer.commands.trained import Trained, load_trained
 from unified_trainer.data.feed import make_batch
 from unified_trainer.data.prompts import read_prompts
+from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.sampling import generate
-from unified_trainer.types import Video
+from unified_trainer.types import Latents, Video
 from unified_trainer.video_files import contact_sheet, to_uint8, write_mp4
 
 
@@ -44,9 +45,7 @@ def sample(
         raise FileExistsError(f"{output} exists and is not an empty folder; choose another one or remove it")
     if batch < 1:
         raise ValueError(f"--batch must be at least 1, not {batch}")
-    lines = [line for text in prompts for line in (read_prompts(Path(text)) if Path(text).is_file() else [text])]
-    if not lines:
-        raise ValueError("--prompts needs at least one prompt or file of prompts")
+    lines = read_lines(prompts)
     trained = load_trained(run, "student", base, Mesh.join(device), causal=True)
     clips = [clip for part in videos(trained, lines, seed, batch) for clip in to_uint8(part)]
     output.mkdir(parents=True, exist_ok=True)
@@ -58,21 +57,35 @@ def sample(
     Console().print(f"{len(lines)} videos in {output}: {trained.said}", highlight=False, soft_wrap=True)
 
 
+def read_lines(prompts: Sequence[str]) -> list[str]:
+    """The prompts, those of files among them; ValueError if there are none."""
+    lines = [line for text in prompts for line in (read_prompts(Path(text)) if Path(text).is_file() else [text])]
+    if not lines:
+        raise ValueError("--prompts needs at least one prompt or file of prompts")
+    return lines
+
+
 def videos(trained: Trained, prompts: Sequence[str], seed: int, batch: int) -> Iterator[Video]:
-    """The videos of the prompts, so many at a time; number i depends on seed + i and not on the others.
+    """The videos of the prompts, so many at a time."""
+    codec = trained.family.codec(trained.base, trained.role.device)
+    for start in range(0, len(prompts), batch):
+        numbers = range(start, min(start + batch, len(prompts)))
+        yield codec.decode(draw_latents(trained, codec, prompts, numbers, seed))
+
+
+def draw_latents(trained: Trained, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> Latents:
+    """Clean latents of the samples of these numbers; number i depends on prompts[i], seed + i and not on the others.
 
     Its noise is what diffusers draws with `torch.Generator().manual_seed(seed + i)`.
     """
     run, device = trained.run, trained.role.device
-    codec = trained.family.codec(trained.base, device)
     shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
     uncond = codec.encode_text([run.sampler.negative_prompt])
-    for start in range(0, len(prompts), batch):
-        mine = list(range(start, min(start + batch, len(prompts))))
-        streams = [torch.Generator().manual_seed(seed + i) for i in mine]
+    streams = [torch.Generator().manual_seed(seed + i) for i in numbers]
 
-        def draw(_: int = 0, streams: Sequence[torch.Generator] = streams) -> Tensor:
-            return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(device)
+    def draw(_: int = 0) -> Tensor:
+        return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(device)
 
-        part = make_batch(codec, [prompts[i] for i in mine], uncond, shape, prompt_ids=mine, sample_ids=mine)
-        yield codec.decode(generate(trained.role, draw(), part, run.sampler, draw))
+    mine = list(numbers)
+    part = make_batch(codec, [prompts[i] for i in mine], uncond, shape, prompt_ids=mine, sample_ids=mine)
+    return generate(trained.role, draw(), part, run.sampler, draw)
