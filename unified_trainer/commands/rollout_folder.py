@@ -59,8 +59,8 @@ class RolloutFolder:
         if differing := [key for key in about if held.get(key) != about[key]]:
             key = differing[0]
             raise FileExistsError(
-                f"{folder} holds other rollouts: their {key} is {_short(held.get(key))}, now {_short(about[key])}; choose "
-                "another folder"
+                f"{folder} holds other rollouts: their {key} is {_short(held.get(key))}, now {_short(about[key])}; "
+                "choose another folder"
             )
         return cls(folder, held)
 
