@@ -22,6 +22,7 @@ from unified_trainer.roles.experts import Experts, Side, Split, split_of
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Role, RoleConfig, Trainable
 from unified_trainer.saving import Keep
+from unified_trainer.sentinel import Sentinel, SentinelConfig
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 
@@ -49,8 +50,9 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     run.algorithm.check(run.sampler)
     plan = run.algorithm.plan()
     counts = plan.table(mesh.data_size)
-    prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     method_type, _ = METHODS[run.method]
+    sentinel = _sentinel(run, method_type)
+    prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     configs, paths = role_settings(run, method_type)
     types = role_types(method_type)
     if run.sampler.chunks.causal:
@@ -84,8 +86,20 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     validation = Validation(run.validation, codec, reward, features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
     contract = plain(run)["sampler"] if method_type.trains_sampler else None
-    trainer = Trainer(method, trained, feed, mesh, seed=run.seed, contract=contract)
+    trainer = Trainer(method, trained, feed, mesh, seed=run.seed, contract=contract, sentinel=sentinel)
     return Built(trainer, validation, counts, _notes(roles, mesh), keep)
+
+
+def _sentinel(run: RunConfig, method_type: type) -> Sentinel | None:
+    """For a method that trains on a reward; ConfigError for settings of one that has nothing to watch."""
+    if "reward" not in inspect.signature(method_type).parameters:
+        if run.sentinel != SentinelConfig():
+            raise ConfigError(f"--sentinel.*: {run.method} trains on no reward; leave these settings out")
+        return None
+    if run.sentinel.action == "stop" and not run.validate_every:
+        raise ConfigError("sentinel.action stop needs validations to compare: set validate_every")
+    held_out = [f"reward/{name}" for name, scorer in run.reward.named().items() if not scorer.weight]
+    return Sentinel(run.sentinel, ("judge", *held_out))
 
 
 def load_roles(
