@@ -30,15 +30,17 @@ CASES: dict[str, tuple[str, dict]] = {
     "experts over one base": ("dmd2", {"two": ROLES, "equal": True, "adapters": True, **ONE}),
     "experts over two bases": ("finetune", {"two": ROLES, "adapters": True, **ONE}),
     "one of them frozen": ("dmd2", {"two": ROLES, "frozen": ("high",), "rollout": "data", **ONE}),
+    "one of them offloaded": ("finetune", {"two": ROLES, "frozen": ("low",), **ONE}),
     "teacher and critic alone": ("dmd2", {"two": ("teacher", "critic"), **ONE}),
     "one side a step": ("dmd2", {"two": ROLES, "expert_balance": "equal", **ONE}),
 }
 MESHES = {
-    "sharded": (ParallelConfig(), tuple(CASES)),
+    "sharded": (ParallelConfig(), tuple(case for case in CASES if case != "one of them offloaded")),
     "replicated": (ParallelConfig(replicate=2), ("finetune",)),
     "sequence": (ParallelConfig(sequence=2), ("finetune", "dance_grpo")),
     "kept gathered": (ParallelConfig(reshard=False), ("dmd2",)),
     "offloaded": (ParallelConfig(offload=True), ("finetune",)),
+    "frozen one offloaded": (ParallelConfig(), ("one of them offloaded",)),
 }
 STEPS = 3
 SAVED = "finetune"
@@ -46,7 +48,8 @@ SAVED = "finetune"
 
 def made(case: str, mesh: Mesh):
     method, options = CASES[case]
-    return trainer(method, mesh=mesh, moves=True, role=MOVES, **options)
+    offload = mesh.size > 1 and case == "one of them offloaded"
+    return trainer(method, mesh=mesh, moves=True, role=MOVES, offload=offload, **options)
 
 
 def refused(mesh: Mesh, work) -> str:

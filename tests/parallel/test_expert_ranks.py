@@ -52,14 +52,14 @@ def test_two_ranks_learn_what_one_does(two, mesh, case):
 
 
 def test_the_cases_are_about_something():
-    """Every case but that of dense students moves an expert that another update does not."""
+    """In every case both experts of a role learn, unless one is not trained."""
     for case in CASES:
         moved = {}
         for key in alone(case):
             if key.startswith("gradients/"):
                 _, role, update, side, *_ = key.split("/")
                 moved.setdefault((role, update), set()).add(side)
-        assert {"high", "low"} <= set.union(*moved.values()), case
+        assert len({"high", "low"} & set.union(*moved.values())) == (1 if "offloaded" in case else 2), case
 
 
 def test_a_rank_without_samples_for_an_expert_passes_one_that_is_thrown_away(two):

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,7 +43,10 @@ class Backbone:
         activation_checkpointing: bool = False,
         half: bool = False,
         compile: bool = False,
+        offload: bool = False,
     ) -> None:
+        if offload:  # this one, as parallel.offload does with all
+            mesh = replace(mesh, config=replace(mesh.config, offload=True))
         self.model, self.mesh, self.half = model, mesh, half
         self.adapters = dict(adapters or {})
         model.network.eval().requires_grad_(trained and not self.adapters)
