@@ -72,13 +72,14 @@ def networks(
     adapters: bool = False,
     causal: bool = False,
     boundary: float = BOUNDARY,
+    offload: bool = False,
 ) -> Backbone | Experts:
     """A role's only network, or two: of one seed for each."""
 
     def backbone(seed: int, keys: tuple[str, ...], trained: bool) -> Backbone:
         model = CausalWanModel(small_model(seed).network) if causal else small_model(seed)
         own = dict.fromkeys(keys if trained and adapters else (), ADAPTER)
-        made = Backbone(model, mesh, trained=trained and not own, adapters=own)
+        made = Backbone(model, mesh, trained=trained and not own, adapters=own, offload=offload and not trained)
         random = torch.Generator().manual_seed(5)
         for key in own:
             for inner, weight in made.weights(key).items():
@@ -107,10 +108,14 @@ def trainer(
     role: TrainableConfig = STAYS,
     frozen: tuple[str, ...] = (),
     adapters: bool = False,
+    offload: bool = False,
     sampler: SamplerConfig | None = None,
     **settings,
 ) -> Trainer:
-    """The roles in `two` have two experts, of equal weights if `equal`; the student's in `frozen` are not trained."""
+    """The roles in `two` have two experts, of equal weights if `equal`.
+
+    Of the student's, those in `frozen` are not trained, and wait in CPU memory with `offload`.
+    """
     if frozen:
         role = dataclasses.replace(role, **dict.fromkeys(frozen, ExpertConfig(trained=False)))
     causal = method == "self_forcing"
@@ -118,8 +123,16 @@ def trainer(
     for i, name in enumerate(ROLES):
         seeds = (i,) if name not in two else (i, i) if equal else (i, 10 + i)
         stays = frozen if name == "student" else ()
+        chunked = causal and name == "student"
         made[name] = functools.partial(
-            networks, name, mesh, seeds, frozen=stays, adapters=adapters, causal=causal and name == "student"
+            networks,
+            name,
+            mesh,
+            seeds,
+            frozen=stays,
+            adapters=adapters,
+            causal=chunked,
+            offload=offload and bool(stays),
         )
     kind = RecordingCausal if causal else Recording
     student = kind("student", made["student"](), role, moves=moves)

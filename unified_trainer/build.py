@@ -128,6 +128,9 @@ def load_roles(
         adapters = {Role.key(*seat): configs[seat[0]].adapter for seat in learning if configs[seat[0]].adapter.rank}
         trained = bool(learning) and not adapters
         causal = any(issubclass(types[name], CausalStudent) for name in names)
+        waiting = [f"{n}.{s}.offload" for n, s in seats if s in splits[n].offloaded] if half else []
+        if waiting and mesh.size == 1:
+            raise ConfigError(f"{waiting[0]} needs more than one rank: a single process keeps its weights in place")
         backbone = Backbone(
             open_model(names[0], path, component, causal=causal),
             mesh,
@@ -136,6 +139,7 @@ def load_roles(
             activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
             half=half and not trained and all(configs[name].precision == "bf16" for name in names),
             compile=any(configs[name].compile for name in names),
+            offload=bool(waiting),
         )
         backbones |= dict.fromkeys(seats, backbone)
     roles: dict[str, Role] = {}

@@ -3,16 +3,19 @@
 import numpy as np
 import pytest
 import torch
-from expert_world import BOUNDARY, CONFIGS, MOVES, STAYS, networks, trainer, trajectory
+from expert_world import BOUNDARY, CAUSAL, CONFIGS, MOVES, STAYS, networks, trainer, trajectory
 from helpers import ALONE, Calls, Recording, assert_near, assert_same, small_batch, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_trainer import checkpoint
-from unified_trainer.flow import guide, high_share, shift_sigma
+from unified_trainer.flow import guide, high_share, shift_sigma, x0_from_velocity
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.experts import ExpertConfig, one_side
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
+from unified_trainer.sampling import SamplerConfig, predict_chunks
 
 X_T = torch.randn(4, 16, 2, 2, 2, generator=torch.Generator().manual_seed(3))
 MIXED = torch.tensor([0.9, 0.4, BOUNDARY, 0.1], dtype=torch.float64)
@@ -341,3 +344,78 @@ def test_recording_is_a_role():
     give(one, "high")
     one.step()
     assert set(one.gradients[0]) == {key for key in one.weights if key.startswith("high/")}
+
+
+# Chunk by chunk.
+
+
+def causal(seeds, **options) -> CausalStudent:
+    return CausalStudent("student", networks("student", ALONE, seeds, causal=True, **options), STAYS)
+
+
+def rolled(student: CausalStudent, sampler: SamplerConfig, exits=(2, 2)) -> torch.Tensor:
+    streams, batch = Streams(0, 0), small_batch(2)
+    noise = streams.noise("noise", batch.sample_ids, batch.latent_shape)
+    with torch.no_grad():
+        return predict_chunks(
+            student, noise, batch, sampler, lambda s: streams.noise(str(s), batch.sample_ids, noise.shape[1:]), exits
+        )
+
+
+def test_each_expert_looks_back_on_a_cache_of_its_own():
+    """Each context pass is made by both experts, at the context's noise level, and none is read by the other."""
+    both = causal((0, 1))
+    calls = [Calls.of(one) for one in sides(both)]
+    ours = rolled(both, CAUSAL)
+    assert calls[0].sigma[0].unique().item() == 1.0
+    asked = [[round(float(level.unique()), 3) for level in call.sigma] for call in calls]
+    assert asked == [[1.0, 0.857, 0.0] * 2, [0.6, 0.0] * 2]
+    high, low = causal((0,)), causal((1,))
+    batch, chunks, sigmas = small_batch(2), CAUSAL.chunks, CAUSAL.sigmas()
+    streams = Streams(0, 0)
+    noise = streams.noise("noise", batch.sample_ids, batch.latent_shape)
+    pasts = [one.look_back(batch.cond, batch.uncond, chunks, 1.0, sigmas[:-1]) for one in (high, low)]
+    finished = []
+    with torch.no_grad():
+        for frame in range(2):
+            x = noise[:, :, frame : frame + 1]
+            for s, past in enumerate((pasts[0], pasts[0], pasts[1])):
+                x0 = x0_from_velocity(x, past.velocity(x, sigmas[s]), sigmas[s])
+                draw = streams.noise(str(s), batch.sample_ids, noise.shape[1:])[:, :, frame : frame + 1]
+                x = (1 - float(sigmas[s + 1])) * x0 + float(sigmas[s + 1]) * draw
+            for past in pasts:
+                past.append(x0)
+            finished.append(x0)
+    torch.testing.assert_close(ours, torch.cat(finished, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_an_expert_that_no_call_needs_writes_no_cache():
+    both = causal((0, 1))
+    calls = [Calls.of(one) for one in sides(both)]
+    rolled(both, CAUSAL, exits=(1, 0))
+    assert [len(call.sigma) for call in calls] == [5, 0]
+    shape, dtype, levels = (16, 2, 2, 2), torch.float32, CAUSAL.sigmas()[:-1]
+    one = both.cache_bytes(shape, CAUSAL.chunks, dtype, levels[:2])
+    assert both.cache_bytes(shape, CAUSAL.chunks, dtype, levels) == 2 * one > 0
+
+
+def test_chunks_on_both_sides_are_each_answered_by_their_expert():
+    """Each expert looks back on what it makes itself of the clean chunks: what the two alone say, frame by frame."""
+    cond = small_batch(4).cond
+    clean = torch.randn(X_T.shape, generator=torch.Generator().manual_seed(4))
+    levels = torch.tensor([[0.9, 0.2], [0.2, 0.9], [0.9, 0.85], [0.1, 0.2]], dtype=torch.float64)
+    roles = (causal(seeds) for seeds in ((0, 1), (0,), (1,)))
+    answers = [one.masked_velocity(X_T, levels, cond, CAUSAL.chunks, clean).detach() for one in roles]
+    expected = torch.where((levels >= BOUNDARY)[:, None, :, None, None], answers[1], answers[2])
+    torch.testing.assert_close(answers[0], expected, rtol=1e-5, atol=1e-6)
+
+
+# What reinforcement learning trains.
+
+
+def test_transitions_are_counted_by_expert_and_those_of_a_frozen_one_are_left_out():
+    """Noise levels 1, .9 and .75 of the three transitions, boundary .8."""
+    for frozen, counts in (((), (2, 1)), (("high",), (0, 1)), (("low",), (2, 0))):
+        metrics = trainer("dance_grpo", two=("student",), frozen=frozen).step(0)
+        assert (metrics["transitions_high"], metrics["transitions_low"]) == counts
+    assert "transitions_high" not in trainer("dance_grpo").step(0)

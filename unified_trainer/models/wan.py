@@ -240,8 +240,7 @@ def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
     for key in sorted(high.keys() | low.keys()):
         if not key.startswith("_") and high.get(key) != low.get(key):
             raise ValueError(
-                f"{folder}: {' and '.join(EXPERTS)} must be of one shape, "
-                f"but {key} is {high.get(key)} and {low.get(key)}"
+                f"{folder}: its two transformers must be of one shape, but {key} is {high.get(key)} and {low.get(key)}"
             )
     return EXPERTS, boundary
 

@@ -24,6 +24,7 @@ class ExpertConfig:
     trained: bool = True  # False leaves the expert as it is, and its weights shared with roles of the same path
     learning_rate: float | None = None  # of this expert; None is the role's
     clip_norm: float | None = None  # of this expert's gradient; None is the role's
+    offload: bool = False  # keep an expert that is not trained in CPU memory, copied to the device block by block
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Split:
     boundary: float | None = None  # None: one network
     components: Mapping[Side, str] = field(default_factory=lambda: {"": "transformer"})  # of the folder
     trained: tuple[Side, ...] = ()  # what of it learns
+    offloaded: tuple[Side, ...] = ()  # what of it waits in CPU memory
 
     def learns(self, sigma: float) -> bool:
         """Whether the network that runs at this noise level is trained."""
@@ -87,9 +89,15 @@ def split_of(
     if at is None:
         raise ValueError(f"{path} holds two networks and no boundary_ratio: set {role}.boundary")
     trained = tuple(side for side, config in (experts or {}).items() if config.trained)
+    for side, config in (experts or {}).items():
+        if config.offload and config.trained:
+            raise ValueError(
+                f"{role}.{side}.offload is for an expert that stays as it is: set {role}.{side}.trained False"
+            )
     if experts and not trained:
         raise ValueError(f"{role}.high.trained and {role}.low.trained are both False: there is nothing to train")
-    return Split(at, {"high": components[0], "low": components[-1]}, trained)
+    offloaded = tuple(side for side, config in (experts or {}).items() if config.offload)
+    return Split(at, {"high": components[0], "low": components[-1]}, trained, offloaded)
 
 
 def side_of(sigma: float, boundary: float | None) -> Side:
