@@ -2,17 +2,16 @@
 
     python scripts/bench_step.py --method dance_grpo
 
-Records every call of the student, the decoder and the scorer in one step and whether it took a gradient,
-then times steps and bare repetitions in turn.
+Records every call of the roles' networks, the decoder and the scorer in a step and whether it took a gradient,
+then repeats them bare; by the processor's time too, which other work on the machine leaves alone.
 """
 
-import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -27,13 +26,14 @@ from unified_trainer import checkpoint, config
 from unified_trainer.build import build
 from unified_trainer.models.hpsv3 import HPSv3
 from unified_trainer.models.wan import WanCodec, WanModel
+from unified_trainer.models.wan_causal import Cache, CausalWanModel
 from unified_trainer.parallel.device import peak_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS
 
 ROUNDS = 5
-FROZEN_CALLS = ((WanCodec, "encode_text"), (WanCodec, "decode"), (HPSv3, "score"))
-TRAINED_CALL = (WanModel, "velocity")
+FROZEN_CALLS = ((WanCodec, "encode_text"), (WanCodec, "decode"), (HPSv3, "score"), (CausalWanModel, "append"))
+TRAINED_CALLS = ((WanModel, "velocity"), (CausalWanModel, "velocity_cached"), (CausalWanModel, "velocity_masked"))
 
 
 @dataclass(frozen=True)
@@ -50,28 +50,36 @@ class Call:
                 out.square().mean().backward()
 
 
-def record(step: Callable[[], object]) -> list[Call]:
-    """Every call of the models while `step` runs."""
-    calls: list[Call] = []
-    trained = getattr(*TRAINED_CALL)
-    with ExitStack() as patches:
-        for kind, name in (TRAINED_CALL, *FROZEN_CALLS):
-            original = getattr(kind, name)
+def as_it_is(argument: object) -> object:
+    """A cache as it was when it was handed over; nothing else changes later."""
+    return replace(argument, text=list(argument.text)) if isinstance(argument, Cache) else argument
 
-            def note(*args: object, original: Callable = original, label: str = f"{kind.__name__}.{name}") -> Tensor:
-                grad = torch.is_grad_enabled() and original is trained
-                calls.append(Call(label, partial(original, *args), grad))
+
+@contextmanager
+def recorded(calls: list[Call]) -> Iterator[None]:
+    """Adds every call of the models to the list."""
+    with ExitStack() as patches:
+        for kind, name in (*TRAINED_CALLS, *FROZEN_CALLS):
+            original, trained = getattr(kind, name), (kind, name) in TRAINED_CALLS
+
+            def note(
+                *args: object,
+                original: Callable = original,
+                trained: bool = trained,
+                label: str = f"{kind.__name__}.{name}",
+            ) -> Tensor:
+                calls.append(Call(label, partial(original, *map(as_it_is, args)), torch.is_grad_enabled() and trained))
                 return original(*args)
 
             patches.enter_context(patch.object(kind, name, note))
-        step()
-    return calls
+        yield
 
 
-def seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """Of the clock and of the processor."""
+    start, worked = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - worked
 
 
 def main(argv: list[str]) -> None:
@@ -79,19 +87,22 @@ def main(argv: list[str]) -> None:
     run = config.parse(argv, {name: kind for name, (_, kind) in METHODS.items()}, checkpoint.contract)
     mesh = Mesh.join(run.device)
     trainer = build(run, mesh).trainer
-    calls = record(lambda: trainer.step(0))
-
-    def bare() -> None:
-        for call in calls:
-            call.repeat()
-
-    pairs = [(seconds(lambda n=n: trainer.step(n)), seconds(bare)) for n in range(1, ROUNDS + 1)]
+    trainer.step(0)
+    pairs, counts = [], Counter()
+    for n in range(1, ROUNDS + 1):
+        calls: list[Call] = []
+        with recorded(calls):
+            step = seconds(lambda n=n: trainer.step(n))
+        pairs.append((step, seconds(lambda calls=calls: [call.repeat() for call in calls])))
+        counts.update((call.name, call.grad) for call in calls)
     table = Table("measure", "value", title=f"{run.method}, {Path(sys.argv[0]).name}")
-    for (name, grad), count in Counter((call.name, call.grad) for call in calls).items():
-        table.add_row(f"calls of {name}{' with gradient' if grad else ''}", str(count))
-    table.add_row("step, median s", f"{statistics.median(step for step, _ in pairs):.2f}")
-    table.add_row("bare calls, median s", f"{statistics.median(alone for _, alone in pairs):.2f}")
-    table.add_row("overhead ratio, median", f"{statistics.median(step / alone for step, alone in pairs):.3f}")
+    for (name, grad), count in counts.items():
+        table.add_row(f"calls of {name}{' with gradient' if grad else ''} in {ROUNDS} steps", str(count))
+    for i, by in enumerate(("", " of the processor")):
+        steps, bare = (sum(times[i] for times in column) for column in zip(*pairs, strict=True))
+        table.add_row(f"{ROUNDS} steps, s{by}", f"{steps:.2f}")
+        table.add_row(f"their bare calls, s{by}", f"{bare:.2f}")
+        table.add_row(f"overhead ratio{by}", f"{steps / bare:.3f}")
     table.add_row("peak memory, GiB", f"{peak_memory(mesh.device):.2f}")
     Console().print(table)
 

@@ -57,7 +57,7 @@ def main(
         seeds: of the runs
         kinds: rows of the table
         dmd2_steps: training steps of the distilled student, one for all seeds
-        extra: more flags for every run, in one string
+        extra: more flags for every run, in one string: --extra="--device cpu"
     """
     rows = []
     for name in kinds:

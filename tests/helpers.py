@@ -103,11 +103,12 @@ class Recording(Trainable):
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def step(self) -> dict[str, float]:
-        given = {key: p.grad for key, p in self._own_weights().items() if p.grad is not None}
+        given = {key: p.grad for key, p in self.weights.items() if p.grad is not None}
         self.gradients.append({key: full(gradient).clone() for key, gradient in given.items()})
         if self.moves:
             return super().step()
-        self._optimizer.zero_grad()
+        for p in self.weights.values():
+            p.grad = None
         return {}
 
 
@@ -317,7 +318,7 @@ def dmd2(
     student = Recording("student", names["student"], role, moves=moves)
     critic = RecordingCritic("critic", names["critic"], role, moves=moves)
     for i, weight in enumerate(
-        critic._discriminator.parameters()
+        critic._discriminators[""].parameters()
     ):  # at its start, zero, it teaches the student nothing
         value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
         weight.data.copy_(replicated(value, weight))

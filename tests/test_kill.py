@@ -62,7 +62,7 @@ METHODS = {
 LARGER = {"finetune": ["--algorithm.micro-batch", "4"]} | {
     "dance_grpo": ["--algorithm.rollout-batch", "4", "--algorithm.update-batch", "4"]
 }
-PATIENCE = 120  # seconds that any life may take
+PATIENCE = 600  # seconds that any life may take
 
 
 class Lives:

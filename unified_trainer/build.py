@@ -18,9 +18,12 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS, check_reward, family_of, load_scorers, open_model
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CAUSAL, Causal
+from unified_trainer.roles.experts import Experts, Side, Split, split_of
+from unified_trainer.roles.follower import Follower
 from unified_trainer.roles.reward import Reward
-from unified_trainer.roles.role import Follower, Role, RoleConfig, Trainable
+from unified_trainer.roles.role import Role, RoleConfig, Trainable
 from unified_trainer.saving import Keep
+from unified_trainer.sentinel import Sentinel, SentinelConfig
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 
@@ -48,14 +51,17 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     run.algorithm.check(run.sampler)
     plan = run.algorithm.plan()
     counts = plan.table(mesh.data_size)
-    prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     method_type, _ = METHODS[run.method]
+    sentinel = _sentinel(run, method_type)
+    prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     configs, paths = role_settings(run, method_type)
     types = role_types(method_type, run.algorithm)
-    if run.init_from and "reference" in types:
-        types["reference"] = Follower  # of weights that are not those of its path
+    if "reference" in types and (run.init_from or run.student.boundary):
+        types["reference"] = Follower  # of weights, or experts, that are not those of its path
     if run.sampler.chunks.causal:
         types |= {name: CAUSAL[types[name]] for name in ("student", "reference") if name in types}
+    splits = {name: role_split(name, kind, configs[name], paths[name]) for name, kind in types.items()}
+    run.algorithm.check_experts(run.sampler, splits)
     family, folder = family_of("student", paths["student"])
     codec = family.codec(folder, mesh.device)
     latent_shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
@@ -86,8 +92,22 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     validation = Validation(run.validation, codec, reward, features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
     contract = plain(run)["sampler"] if method_type.trains_sampler else None
-    trainer = Trainer(method, trained, feed, mesh, followers=followers, seed=run.seed, contract=contract)
+    trainer = Trainer(
+        method, trained, feed, mesh, followers=followers, seed=run.seed, contract=contract, sentinel=sentinel
+    )
     return Built(trainer, validation, counts, _notes(roles, mesh), keep)
+
+
+def _sentinel(run: RunConfig, method_type: type) -> Sentinel | None:
+    """For a method that trains on a reward; ConfigError for settings of one that has nothing to watch."""
+    if "reward" not in inspect.signature(method_type).parameters:
+        if run.sentinel != SentinelConfig():
+            raise ConfigError(f"--sentinel.*: {run.method} trains on no reward; leave these settings out")
+        return None
+    if run.sentinel.action == "stop" and not run.validate_every:
+        raise ConfigError("sentinel.action stop needs validations to compare: set validate_every")
+    held_out = [f"reward/{name}" for name, scorer in run.reward.named().items() if not scorer.weight]
+    return Sentinel(run.sentinel, ("judge", *held_out))
 
 
 def load_roles(
@@ -98,29 +118,51 @@ def load_roles(
     *,
     half: bool = True,
 ) -> dict[str, Role]:
-    """The roles, those of the same path whose base weights stay as they are over one network in memory.
+    """The roles, those whose base weights stay as they are over one network in memory for each that a path holds.
 
-    With `half`, such weights are held in the precision of their roles; else in float32, to be changed after all.
+    With `half`, such weights are held in the precision of their roles; else in float32, to be changed after all, and
+    shared by none.
     """
-    own = [name for name in types if issubclass(types[name], (Trainable, Follower))]  # with weights of their own
-    owners: dict[tuple[str, str], list[str]] = {}  # by path, and by name where all weights are a role's own
-    for name in types:
-        all_own = name in own and not configs[name].adapter.rank
-        owners.setdefault((paths[name], name if all_own else ""), []).append(name)
-    roles: dict[str, Role] = {}
-    for (_, owner), names in owners.items():
+    splits = {name: role_split(name, kind, configs[name], paths[name]) for name, kind in types.items()}
+    users: dict[tuple[str, str, str], list[tuple[str, Side]]] = {}  # by path, component, and whose own all weights are
+    for name, split in splits.items():
+        for side, component in split.components.items():
+            alone = not half or (side in split.trained and not configs[name].adapter.rank)
+            users.setdefault((paths[name], component, f"{name} {side}" if alone else ""), []).append((name, side))
+    backbones: dict[tuple[str, Side], Backbone] = {}
+    for (path, component, _), seats in users.items():
+        names = [name for name, _ in seats]
+        moving = [(name, side) for name, side in seats if side in splits[name].trained]
+        adapters = {Role.key(*seat): configs[seat[0]].adapter for seat in moving if configs[seat[0]].adapter.rank}
+        owned = bool(moving) and not adapters
         causal = any(issubclass(types[name], Causal) for name in names)
+        waiting = [f"{n}.{s}.offload" for n, s in seats if s in splits[n].offloaded] if half else []
+        if waiting and mesh.size == 1:
+            raise ConfigError(f"{waiting[0]} needs more than one rank: a single process keeps its weights in place")
         backbone = Backbone(
-            open_model(names[0], paths[names[0]], causal=causal),
+            open_model(names[0], path, component, causal=causal),
             mesh,
-            trained=bool(owner) and issubclass(types[owner], Trainable),
-            adapters={name: configs[name].adapter for name in names if name in own and not owner},
+            trained=owned and issubclass(types[names[0]], Trainable),
+            adapters=adapters,
             activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
-            half=half and not owner and all(configs[name].precision == "bf16" for name in names),
+            half=half and not owned and all(configs[name].precision == "bf16" for name in names),
             compile=any(configs[name].compile for name in names),
+            offload=bool(waiting),
         )
-        roles |= {name: types[name](name, backbone, configs[name]) for name in names}
+        backbones |= dict.fromkeys(seats, backbone)
+    roles: dict[str, Role] = {}
+    for name, split in splits.items():
+        own = [backbones[name, side] for side in split.components]
+        networks = own[0] if split.boundary is None else Experts(*own, split.boundary)
+        roles[name] = types[name](name, networks, configs[name])
     return roles
+
+
+def role_split(name: str, kind: type[Role], config: RoleConfig, path: str) -> Split:
+    """What a role is made of, by its folder and its settings; read from the configs, before any weight."""
+    family, folder = family_of(name, path)
+    experts = config.experts if issubclass(kind, (Trainable, Follower)) else None
+    return split_of(name, path, config.boundary, experts, *family.networks(folder))
 
 
 def cache_memory(
@@ -128,8 +170,7 @@ def cache_memory(
 ) -> str:
     """What a causal student's cache takes, in words; ValueError when it does not fit."""
     dtype = torch.bfloat16 if run.student.precision == "bf16" else torch.float32
-    with student.running() as model:
-        size = samples * model.cache_bytes(latent_shape, run.sampler.chunks, dtype)
+    size = samples * student.cache_bytes(latent_shape, run.sampler.chunks, dtype, run.sampler.sigmas()[:-1])
     size *= 1 if run.sampler.guidance_scale == 1 else 2
     require_memory(size, student.device, "the student's cache", way_out)
     return f"{size / 2**30:.3f} GiB for {samples} samples"

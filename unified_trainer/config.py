@@ -19,8 +19,10 @@ from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
+from unified_trainer.sentinel import SentinelConfig
 
 Algorithm = TypeVar("Algorithm")
+Run = TypeVar("Run", bound="RunConfig | _RewardFile")
 RECIPES = Path(__file__).parent / "recipes"
 # Flags that say where a run is read from and written to; a saved config leaves them out.
 PLACES = ("config", "resume", "output", "allow")
@@ -35,6 +37,7 @@ HARMLESS = (
     "best_is",
     "async_save",
     "validation",
+    "sentinel",
     "tracking",
     "parallel",
     "algorithm.micro_batch",
@@ -96,6 +99,7 @@ class RunConfig(Generic[Algorithm]):
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    sentinel: SentinelConfig = field(default_factory=SentinelConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
@@ -129,6 +133,21 @@ def parse(
     for name, layer in layers.items():
         run = _apply(kind, run, _flags(layer), name)
     return _apply(kind, run, list(argv), "")
+
+
+@dataclass(frozen=True)
+class _RewardFile:
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+
+def read_reward(file: Path) -> RewardConfig:
+    """The section `reward` of a YAML file, read as in a recipe; exits with code 2 on a key or value that cannot be."""
+    if not file.is_file():
+        raise ConfigError(f"--reward {file}: no such file")
+    section = _load(file).get("reward")
+    if not isinstance(section, dict):
+        raise ConfigError(f"--reward {file} must hold a section reward, as in a recipe")
+    return _apply(_RewardFile, _RewardFile(), _flags({"reward": section}), str(file)).reward
 
 
 def save(run: RunConfig, file: Path) -> None:
@@ -218,7 +237,7 @@ def _must_know(what: str, name: str, known: list[str]) -> None:
         raise ConfigError(f"--{what} {name!r} is not known{hint} Have: {', '.join(known)}")
 
 
-def _apply(kind: Any, run: RunConfig, flags: list[str], origin: str) -> RunConfig:
+def _apply(kind: Any, run: Run, flags: list[str], origin: str) -> Run:
     """The settings after these flags; tyro explains what it refuses and exits with code 2."""
     try:
         return tyro.cli(
@@ -234,7 +253,7 @@ def _apply(kind: Any, run: RunConfig, flags: list[str], origin: str) -> RunConfi
         raise
 
 
-def _with_scorers(run: RunConfig, flags: Sequence[str]) -> RunConfig:
+def _with_scorers(run: Run, flags: Sequence[str]) -> Run:
     """The run with every scorer that a flag names, --reward.scorers.NAME.weight, for tyro to know its settings."""
     named = [re.match(r"--reward\.scorers\.([\w-]+)\.", flag) for flag in flags]
     scorers = {match[1].replace("-", "_"): ScorerConfig() for match in named if match}

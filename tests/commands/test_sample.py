@@ -93,7 +93,8 @@ def test_a_causal_student_samples_chunk_by_chunk(runs):
     causal = trained(runs / "causal")
     assert type(causal.role).__name__ == "CausalStudent"
     plain = load_trained(str(runs / "causal"), "student", None, ALONE, causal=False)
-    x_t, sigma, cond = causal.role._backbone.model.example()
+    with causal.role.running() as model:
+        x_t, sigma, cond = model.example()
     with torch.no_grad():
         torch.testing.assert_close(
             causal.role.velocity(x_t, sigma, cond), plain.role.velocity(x_t, sigma, cond), rtol=0, atol=1e-5
@@ -118,6 +119,20 @@ def test_a_stream_is_the_whole_video(runs):
     parts = list(stream)
     assert [part.shape[2] for part in parts] == [1, 4, 4, 4, 4]
     assert torch.equal(torch.cat(parts, 2), sampled(one, PROMPTS[:2], 0, 2))
+
+
+def test_prompts_that_take_turns(runs):
+    """Up to the turn the video is that of the first prompt, bit for bit; from there on it is not, nor the second's."""
+    one = trained(runs / "causal")
+    first, second, both = (
+        torch.cat(list(next(pieces(one, [text], 0, 1, by_chunk=True))), 2)
+        for text in (PROMPTS[0], PROMPTS[1], f"{PROMPTS[0]} | {PROMPTS[1]}")
+    )
+    assert torch.equal(both[:, :, :9], first[:, :, :9])  # three of five chunks
+    for other in (first, second):
+        assert not torch.allclose(both[:, :, 9:], other[:, :, 9:], atol=1e-3)
+    stays = torch.cat(list(next(pieces(one, [f"{PROMPTS[0]} | {PROMPTS[0]}"], 0, 1, by_chunk=True))), 2)
+    assert torch.equal(stays, first)
 
 
 def test_a_stream_is_made_as_it_goes(runs):

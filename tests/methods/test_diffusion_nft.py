@@ -32,7 +32,8 @@ from unified_trainer.flow import sigma_table
 from unified_trainer.methods.diffusion_nft import DiffusionNFT, DiffusionNFTConfig, contrast
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.role import Follower, TrainableConfig
+from unified_trainer.roles.follower import Follower
+from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sampling import SamplerConfig, generate
 from unified_trainer.trainer import Trainer
 

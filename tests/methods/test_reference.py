@@ -13,7 +13,8 @@ from unified_trainer.build import build
 from unified_trainer.kl import AdaptiveKL
 from unified_trainer.registry import ALGORITHMS
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.role import Follower, Frozen, Trainable, TrainableConfig
+from unified_trainer.roles.follower import Follower
+from unified_trainer.roles.role import Frozen, Trainable, TrainableConfig
 
 KINDS = ["exact", "k1", "k2", "k3", "velocity"]
 KL = ["--algorithm.kl-coefficient", "0.1"]

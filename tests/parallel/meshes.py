@@ -82,7 +82,7 @@ class Seen:
     gradients: list[dict[str, torch.Tensor]]
 
     def step(self) -> dict[str, float]:
-        self.gradients.append({key: full(p.grad).clone() for key, p in self._weights.items() if p.grad is not None})
+        self.gradients.append({key: full(p.grad).clone() for key, p in self.weights.items() if p.grad is not None})
         return super().step()
 
 
@@ -103,7 +103,7 @@ class SeenCritic(Seen, Critic):
         super().__init__(*arguments)
         self.gradients = []
         with torch.no_grad():
-            self._discriminator.weight.fill_(0.1)  # it starts from zero, with nothing to say to the student
+            self._discriminators[""].weight.fill_(0.1)  # it starts from zero, with nothing to say to the student
 
 
 def own(name: str, kind: type, mesh: Mesh, model: VideoModel, **settings) -> Trainable:
@@ -180,7 +180,7 @@ def policy_gradient(student: Trainable, chunks: ChunkConfig, micro_batch: int):
     reward = reward_of()
     sampler = SamplerConfig(num_steps=3, guidance_scale=2.0, chunks=chunks)
     clips = Clips(CAPTIONS, torch.zeros(4, *SHAPE))
-    feed = Feed(clips, tiny_codec(), config.plan(), SHAPE, "", 0, student._backbone.mesh)
+    feed = Feed(clips, tiny_codec(), config.plan(), SHAPE, "", 0, student._mesh)
     return DanceGRPO(config, sampler, student=student, reward=reward, feed=feed), {"student": student}, clips
 
 

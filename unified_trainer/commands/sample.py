@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +18,7 @@ from unified_trainer.build import cache_memory
 from unified_trainer.commands.trained import Trained, load_trained
 from unified_trainer.data.feed import make_batch
 from unified_trainer.data.prompts import read_prompts
+from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.sampling import Draw, generate, stream_chunks
@@ -42,7 +43,7 @@ def sample(
 
     Args:
         run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the averaged weights with :ema
-        prompts: each a prompt, or a file with one a line
+        prompts: each a prompt, or a file with one a line; "a | b" in a stream are two that take turns in one video
         output: folder to write: N.mp4 of prompt N, contact_sheet.png, samples.json; must be empty or absent
         seed: of the first video's noise; the next ones count on
         batch: videos at a time
@@ -58,9 +59,7 @@ def sample(
         raise FileExistsError(f"{output} exists and is not an empty folder; choose another one or remove it")
     if batch < 1:
         raise ValueError(f"--batch must be at least 1, not {batch}")
-    lines = [line for text in prompts for line in (read_prompts(Path(text)) if Path(text).is_file() else [text])]
-    if not lines:
-        raise ValueError("--prompts needs at least one prompt or file of prompts")
+    lines = read_lines(prompts)
     trained = load_trained(run, "student", base, Mesh.join(device), causal=True)
     trained = of_length(trained, frames, window_frames, sink_frames, min(batch, len(lines)))
     if stream and not trained.run.sampler.chunks.causal:
@@ -100,11 +99,16 @@ def of_length(trained: Trained, frames: int, window: int | None, sink: int | Non
     return dataclasses.replace(trained, run=run)
 
 
-def videos(trained: Trained, prompts: Sequence[str], seed: int, batch: int) -> Iterator[Video]:
-    """The videos of the prompts, so many at a time; number i depends on seed + i and not on the others.
+def read_lines(prompts: Sequence[str]) -> list[str]:
+    """The prompts, those of files among them; ValueError if there are none."""
+    lines = [line for text in prompts for line in (read_prompts(Path(text)) if Path(text).is_file() else [text])]
+    if not lines:
+        raise ValueError("--prompts needs at least one prompt or file of prompts")
+    return lines
 
-    Its noise is what diffusers draws with `torch.Generator().manual_seed(seed + i)`.
-    """
+
+def videos(trained: Trained, prompts: Sequence[str], seed: int, batch: int) -> Iterator[Video]:
+    """The videos of the prompts, so many at a time."""
     for parts in pieces(trained, prompts, seed, batch, by_chunk=False):
         yield torch.cat(list(parts), 2)
 
@@ -113,29 +117,52 @@ def pieces(
     trained: Trained, prompts: Sequence[str], seed: int, batch: int, *, by_chunk: bool
 ) -> Iterator[Iterator[Video]]:
     """The same videos, each batch as an iterator over its frames: all at once, or by chunks made as it goes."""
-    run, device = trained.run, trained.role.device
-    codec = trained.family.codec(trained.base, device)
-    shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
-    uncond = codec.encode_text([run.sampler.negative_prompt])
+    codec = trained.family.codec(trained.base, trained.role.device)
     for start in range(0, len(prompts), batch):
-        mine = list(range(start, min(start + batch, len(prompts))))
-        streams = [torch.Generator().manual_seed(seed + i) for i in mine]
+        numbers = range(start, min(start + batch, len(prompts)))
+        if by_chunk:
+            made = _stream(trained, codec, prompts, numbers, seed)
+        else:
+            made = iter([draw_latents(trained, codec, prompts, numbers, seed)])
+        yield map(codec.decoder(), made)
 
-        def draw(_: int = 0, streams: Sequence[torch.Generator] = streams) -> Tensor:
-            return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(device)
 
-        part = make_batch(codec, [prompts[i] for i in mine], uncond, shape, prompt_ids=mine, sample_ids=mine)
-        yield map(codec.decoder(), _latents(trained, part, draw(), draw, by_chunk))
+def draw_latents(trained: Trained, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> Latents:
+    """Clean latents of the samples of these numbers; number i depends on prompts[i], seed + i and not on the others.
+
+    Its noise is what diffusers draws with `torch.Generator().manual_seed(seed + i)`.
+    """
+    batch_of, draw = _start(trained, codec, numbers, seed)
+    return generate(trained.role, draw(0), batch_of([prompts[i] for i in numbers]), trained.run.sampler, draw)
+
+
+def _start(trained: Trained, codec: Codec, numbers: range, seed: int) -> tuple[Callable[[list[str]], Batch], Draw]:
+    """What makes a batch of as many prompts, and the noise of these samples."""
+    video, ids = trained.run.video, list(numbers)
+    shape = codec.latent_shape(video.frames, video.height, video.width)
+    uncond = codec.encode_text([trained.run.sampler.negative_prompt])
+    streams = [torch.Generator().manual_seed(seed + i) for i in ids]
+
+    def draw(_: int) -> Tensor:
+        return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(trained.role.device)
+
+    def batch_of(texts: list[str]) -> Batch:
+        return make_batch(codec, texts, uncond, shape, prompt_ids=ids, sample_ids=ids)
+
+    return batch_of, draw
 
 
 @torch.no_grad()
-def _latents(trained: Trained, batch: Batch, noise: Latents, draw: Draw, by_chunk: bool) -> Iterator[Latents]:
-    sampler = trained.run.sampler
-    if by_chunk:
-        exits = [sampler.num_steps - 1] * len(sampler.chunks.ranges(noise.shape[2]))
-        yield from stream_chunks(trained.role, noise, batch, sampler, draw, exits)
-    else:
-        yield generate(trained.role, noise, batch, sampler, draw)
+def _stream(trained: Trained, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> Iterator[Latents]:
+    """Chunk by chunk; the prompts of a text take turns, each for an equal share of the chunks."""
+    batch_of, draw = _start(trained, codec, numbers, seed)
+    noise, sampler = draw(0), trained.run.sampler
+    scenes = [prompts[i].split(" | ") for i in numbers]
+    count = len(sampler.chunks.ranges(noise.shape[2]))
+    now = [[scene[i * len(scene) // count] for scene in scenes] for i in range(count)]
+    turns = {i: batch_of(now[i]).cond for i in range(1, count) if now[i] != now[i - 1]}
+    exits = [sampler.num_steps - 1] * count
+    yield from stream_chunks(trained.role, noise, batch_of(now[0]), sampler, draw, exits, turns=turns)
 
 
 def _write(

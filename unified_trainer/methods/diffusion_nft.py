@@ -1,7 +1,7 @@
 """DiffusionNFT: better samples pull the velocity and worse ones push it, on the forward process (arXiv:2509.16117)."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,9 +17,11 @@ from unified_trainer.methods.lessons import Lesson
 from unified_trainer.methods.refill import Samples, refill
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.experts import Split
+from unified_trainer.roles.follower import Follower
 from unified_trainer.roles.reward import Reward, Scores
-from unified_trainer.roles.role import Follower, Frozen, Trainable
-from unified_trainer.sampling import SamplerConfig, generate, policy_velocity
+from unified_trainer.roles.role import Frozen, Trainable
+from unified_trainer.sampling import SamplerConfig, generate, learning_calls, policy_velocity
 from unified_trainer.types import Batch, Latents, PerSample, Rollout
 
 LEAST_ERROR = 1e-5  # that a loss is divided by
@@ -57,6 +59,10 @@ class DiffusionNFTConfig(GroupConfig):
                 "sampler.chunks.chunk_frames must be 0 for diffusion_nft; dance_grpo trains causal students"
             )
 
+    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
+        levels = [sampler.sigmas()[:-1].tolist()]
+        splits["student"].refuse_idle(levels, "sampler.num_steps", "Train the other expert, or change the sampler")
+
 
 class DiffusionNFT:
     """The old policy samples, groups are compared, and noised samples say where the student's velocity goes."""
@@ -83,8 +89,9 @@ class DiffusionNFT:
         return [batch]  # the whole rank: groups are compared before anything is learnt
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
-        count = max(1, round(self.config.timestep_fraction * self.sampler.num_steps))
-        levels = sorted(rng.shared.permutation(self.sampler.num_steps)[:count].tolist())
+        calls = learning_calls(self.student, self.sampler)
+        count = max(1, round(self.config.timestep_fraction * len(calls)))
+        levels = sorted(calls[i] for i in rng.shared.permutation(len(calls))[:count])
         collect = functools.partial(self._collect, rng=rng)
         samples, counted = refill(collect(batch), self.config, collect, self.reward, self.feed, step, mesh)
         judged = judge(self.config, self.reward, samples.scores, None, samples.batch, self.feed, mesh)

@@ -1,6 +1,6 @@
 """The reward's own gradient, through the decoder and a sampling step (ReFL, arXiv:2304.05977; DRaFT, 2309.17400)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,6 +8,7 @@ from unified_trainer.batching import BatchPlan
 from unified_trainer.methods.base import Loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.experts import Split, check_guidance
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig, predict_at
@@ -34,6 +35,12 @@ class RewardGradientConfig:
             raise ValueError(
                 "sampler.chunks.chunk_frames must be 0 for reward_gradient: dance_grpo takes causal students"
             )
+
+    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
+        for name, split in splits.items():
+            check_guidance("sampler.guidance_scale", sampler.guidance_scale, name, split)
+        ends = [[level] for level in sampler.sigmas()[:-1].tolist()[-self.last_calls :]]
+        splits["student"].refuse_idle(ends, "algorithm.last_calls", "Train the other expert, or change the sampler")
 
     def plan(self) -> BatchPlan:
         keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")

@@ -51,8 +51,8 @@ class VideoModel(Protocol):
         """A small input, the same every time, to compare two copies of the network on."""
         ...
 
-    def save(self, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
-        """Write the network's part of a pipeline folder; the weights in memory are rounded to `dtype` as well."""
+    def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
+        """Write the network as a component of a pipeline folder; the weights in memory are rounded to `dtype` too."""
         ...
 
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
@@ -64,6 +64,10 @@ class Cache(Protocol):
     """What later chunks look back on; opaque, and written by `append` alone."""
 
     seen: int  # latent frames finished so far
+
+    def turn(self) -> None:
+        """From now on the passes have another condition; what was seen stays as it was seen."""
+        ...
 
 
 class CausalVideoModel(VideoModel, Protocol):
@@ -84,7 +88,7 @@ class CausalVideoModel(VideoModel, Protocol):
         ...
 
     def open_cache(self, chunks: ChunkConfig) -> Cache:
-        """An empty cache for one rollout, all of whose passes have one condition."""
+        """An empty cache for one rollout, all of whose passes have one condition until it turns."""
         ...
 
     def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: Condition, cache: Cache) -> Latents:

@@ -35,6 +35,9 @@ class Cache:
         """The latent frames that are looked back on."""
         return [frame for chunk in self.past for frame in chunk.frames]
 
+    def turn(self) -> None:
+        self.text = []
+
 
 class CausalWanModel(WanModel):
     """WanTransformer3DModel looking back in chunks; without chunks it is the bidirectional one."""

@@ -1,0 +1,229 @@
+"""Two ranks against one at fixed work: time, what a rank sends, and its memory against a prediction.
+
+    python scripts/bench_parallel.py
+
+A Wan transformer with random weights learns from one batch, on every mesh of two processes. In turn with it, rank 0
+does the same work alone, so that whatever else runs on the machine disturbs both alike; the efficiency by the
+processors' time is that of the work, without the waiting.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from diffusers import WanTransformer3DModel
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unified_trainer.models.wan import WanCondition, WanModel
+from unified_trainer.parallel.fsdp import own_part
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.role import Trainable, TrainableConfig
+
+ROUNDS, BATCH, MICRO, FRAMES, SIDE = 5, 4, 2, 2, 16
+WIDTH, LAYERS, HEADS = 256, 6, 8
+DEEP = 100  # layers of a network that is only read
+MESHES = {
+    "sharded": ParallelConfig(),
+    "sharded, kept gathered": ParallelConfig(reshard=False),
+    "replicated": ParallelConfig(replicate=2),
+    "shared tokens": ParallelConfig(sequence=2),
+}
+# Which argument holds what is exchanged, and how many times its half a rank of two sends.
+EXCHANGES = {
+    "_allgather_base_": (0, 1),
+    "_reduce_scatter_base_": (1, 1),
+    "alltoall_base_": (1, 1),
+    "allreduce_": (0, 2),
+}
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that this rank sends to the other."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, call, _types, arguments=(), named=None):
+        name = call._opname if call.namespace == "c10d" else ""
+        if name in EXCHANGES:
+            position, halves = EXCHANGES[name]
+            whole = arguments[position] if isinstance(arguments[position], list | tuple) else [arguments[position]]
+            self.bytes += sum(halves * tensor.nbytes // 2 for tensor in whole)
+        elif name == "allgather_":
+            self.bytes += sum(tensor.nbytes for tensor in arguments[1])
+        return call(*arguments, **(named or {}))
+
+
+def write_folder(folder: Path, layers: int) -> None:
+    sizes = {"num_attention_heads": HEADS, "attention_head_dim": WIDTH // HEADS, "num_layers": layers}
+    network = WanTransformer3DModel(patch_size=(1, 2, 2), text_dim=32, freq_dim=64, ffn_dim=4 * WIDTH, **sizes)
+    network.save_pretrained(folder / "transformer")
+
+
+def student(folder: Path, mesh: Mesh) -> Trainable:
+    return Trainable("student", Backbone(WanModel.open(folder), mesh, trained=True), TrainableConfig())
+
+
+def update(role: Trainable, mesh: Mesh) -> None:
+    """One step on the rank's share of the batch, in micro-batches."""
+    draw = torch.Generator().manual_seed(mesh.data_rank)
+    share = BATCH // mesh.data_size
+    for start in range(0, share, MICRO):
+        role.backward(loss_of(role, draw), last=start + MICRO == share)
+    role.step()
+
+
+def loss_of(role: Trainable, draw: torch.Generator) -> torch.Tensor:
+    """Of one micro-batch."""
+    x_t = torch.randn(MICRO, 16, FRAMES, 2 * SIDE, 2 * SIDE, generator=draw)
+    cond = WanCondition(torch.randn(MICRO, 16, 32, generator=draw))
+    return role.velocity(x_t, torch.full((MICRO,), 0.5), cond).square().mean()
+
+
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """Of the clock and of the processor."""
+    start, worked = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - start, time.process_time() - worked
+
+
+def status(key: str) -> int:
+    """Bytes that the kernel says of this process: VmRSS, or since `clear_refs` the most of it, VmHWM."""
+    return 1024 * int(Path("/proc/self/status").read_text().partition(f"{key}:")[2].split()[0])
+
+
+@contextlib.contextmanager
+def grown(found: list[int]) -> Iterator[None]:
+    """By how many bytes the process grows at most."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    yield
+    found.append(status("VmHWM") - before)
+
+
+def activations(role: Trainable, mesh: Mesh) -> int:
+    """Bytes that a pass over one micro-batch keeps for its backward pass on this rank, weights left out."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        weights = (p for p in role.network.parameters() if not isinstance(p, DTensor))
+        if storage.data_ptr() not in {p.untyped_storage().data_ptr() for p in weights}:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = loss_of(role, torch.Generator().manual_seed(mesh.data_rank))
+    role.backward(loss, last=True)
+    role.step()
+    return sum(kept.values())
+
+
+def least(role: Trainable, config: ParallelConfig, passes: int) -> int:
+    """What a rank of two must send: half of the weights for a gathering, of the gradients for their sum; and tokens.
+
+    Blocks are gathered for the forward and for the backward pass, the rest once. With tokens go queries, keys, values
+    and results of attention, the gradient of each, and the output.
+    """
+    weights, blocks = sizes(role)
+    if config.replicate == 2:
+        return weights
+    tokens = MICRO * FRAMES * SIDE * SIDE if config.sequence == 2 else 0
+    shared = 4 * tokens * (8 * LAYERS * WIDTH // 4 + 64 // 2)
+    return (passes * (weights + blocks if config.reshard else weights) + weights) // 2 + passes * shared
+
+
+def sizes(role: Trainable) -> tuple[int, int]:
+    """Bytes of all weights, and of those of the blocks."""
+    weights, blocks = (sum(p.nbytes for p in part.parameters()) for part in (role.network, role.network.blocks))
+    return weights, blocks
+
+
+def needed(role: Trainable, config: ParallelConfig, kept: int) -> int:
+    """Weights, gradients and two moments; gathered weights and gradients of two blocks, or all; activations."""
+    weights, blocks = sizes(role)
+    if config.replicate == 2:
+        return 4 * weights + kept
+    return 2 * weights + (4 * blocks // LAYERS if config.reshard else weights + 2 * blocks // LAYERS) + kept
+
+
+def measure(name: str, folder: Path, rows: "multiprocessing.Queue[tuple[list[str], list[str]]]") -> None:
+    """What one rank of two does for one mesh."""
+    torch.set_num_threads(1)
+    mesh, alone = Mesh.join("cpu", MESHES[name]), Mesh(torch.device("cpu"))
+    size, sent, times = [], Sent(), []
+    with grown(size):
+        deep = student(folder / "deep", mesh)
+    read, held = size[0], sum(own_part(p).nbytes for p in deep.network.parameters())
+    del deep
+    with grown(size):
+        role = student(folder / "plain", mesh)
+        update(role, mesh)
+        update(role, mesh)
+    with sent:
+        update(role, mesh)
+    kept = activations(role, mesh)
+    single = student(folder / "plain", alone)
+    for _ in range(ROUNDS):
+        mesh.barrier()
+        one = seconds(lambda: update(single, alone)) if mesh.is_main else (0.0, 0.0)
+        mesh.barrier()
+        two = seconds(lambda: update(role, mesh))
+        both = float(mesh.everyone(torch.tensor([two[1]])).sum())
+        times.append((two[0], one[0], both, one[1]))
+    if mesh.is_main:
+        minimum = least(single, mesh.config, BATCH // mesh.data_size // MICRO)
+        wall = statistics.median(one / (2 * two) for two, one, _, _ in times)
+        work = statistics.median(one / both for _, _, both, one in times)
+        step, single_step = (statistics.median(row[i] for row in times) for i in (0, 1))
+        sums = [f"{x / 1e6:.1f}" for x in (sent.bytes, minimum)]
+        predicted = needed(single, mesh.config, kept)
+        first = [name, f"{step:.2f}", f"{single_step:.2f}", f"{wall:.2f}", f"{work:.2f}", *sums]
+        second = [name, *(f"{x / 1e6:.0f}" for x in (held, read, predicted, size[1])), f"{size[1] / predicted:.2f}"]
+        rows.put(([*first, f"{sent.bytes / minimum:.3f}"], second))
+    mesh.barrier()
+
+
+def free_port() -> str:
+    with contextlib.closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def main() -> None:
+    processes = multiprocessing.get_context("fork")
+    headings = ("step s", "one rank s", "efficiency", "by processor time", "sent MB", "least MB", "ratio")
+    times = Table("mesh", *headings)
+    memory = Table("mesh", "deep: held MB", "peak when read", "trained: predicted MB", "peak", "ratio")
+    with tempfile.TemporaryDirectory() as place:
+        for part, layers in (("plain", LAYERS), ("deep", DEEP)):
+            write_folder(Path(place) / part, layers)
+        for name in MESHES:
+            rows: multiprocessing.Queue = processes.Queue()
+            os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+            ranks = []
+            for rank in range(2):
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(processes.Process(target=measure, args=(name, Path(place), rows)))
+                ranks[-1].start()
+            first, second = rows.get(timeout=600)
+            for one in ranks:
+                one.join()
+            times.add_row(*first)
+            memory.add_row(*second)
+    for table in (times, memory):
+        Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()
