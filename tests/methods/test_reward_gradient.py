@@ -111,6 +111,7 @@ def test_the_update_is_the_slope_of_the_mean_reward():
         (only,) = one.method.step(batch, 0, rng, ALONE)
         for key, value in gradient.items():
             weights[key].data.sub_(size / norm * value)
+        assert float(only.value.detach()) == pytest.approx(-float(only.metrics["reward"].mean()), rel=1e-6)
         return float(only.value.detach())
 
     assert (loss(STEP) - loss(-STEP)) / (2 * STEP) == pytest.approx(float(norm), rel=0.03)

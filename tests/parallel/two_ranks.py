@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers import CAPTIONS, SMALL, ScriptedScorer, StubbornScorer, dance_grpo, dmd2, finetune, flags
+from helpers import SMALL, ScriptedScorer, StubbornScorer, dance_grpo, dmd2, finetune, flags
 
 from unified_trainer import __main__ as program
 from unified_trainer import checkpoint
@@ -32,7 +32,7 @@ SIZES = {"num_prompts": 2, "num_samples": 4, "prompts_per_update": 1, "rollout_b
 GRPO = DanceGRPOConfig(**SIZES, timestep_fraction=0.5, keep_samples=2)
 MOVING = TrainableConfig(learning_rate=1e-3, ema_decay=0.5, clip_norm=0.1, warmup_updates=3)
 MATCHING = DMD2Config(batch_size=4, micro_batch=1, guidance_scale=2.0, student_every=1, gan_weight=0.5)
-# Both prompts of the first step teach nothing; the one that is drawn for the second is on the other rank alone.
+# The first prompt teaches nothing, so that one rank lacks a group and the other none.
 REFILL = DanceGRPOConfig(**SIZES | {"prompts_per_update": 2}, timestep_fraction=0.5, refill_rounds=2)
 # dmd2_shared: adapters over one base, recomputed activations.
 METHODS = ("finetune", "dance_grpo", "refill", "dmd2", "dmd2_shared")
@@ -51,9 +51,8 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
         shared = method == "dmd2_shared"
         return dmd2(MATCHING, shared=shared, checkpointing=shared, **recorder)
     if method == "refill":
-        first = set(dance_grpo(REFILL).feed.batch(0).prompts)
-        later = dance_grpo(REFILL).feed.further(0, 0, 1)
-        return dance_grpo(REFILL, scorer=StubbornScorer({*first, CAPTIONS[later[0]]}), **recorder)
+        first = dance_grpo(REFILL).feed.batch(0).prompts[0]
+        return dance_grpo(REFILL, scorer=StubbornScorer({first}), **recorder)
     scorer = ScriptedScorer(())
     one = dance_grpo(GRPO, sampler=SamplerConfig(num_steps=4, guidance_scale=2.0), scorer=scorer, **recorder)
     batch = one.feed.batch(0)  # the rewards of this rank's samples, whatever rank holds them

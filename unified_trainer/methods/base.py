@@ -51,8 +51,8 @@ class Algorithm(Protocol):
         ...
 
 
-class WithOptionalRoles(Algorithm, Protocol):
-    """Settings of a method whose constructor has roles with a default."""
+class WithOptionalRoles(Protocol):
+    """What the settings of a method besides say, whose constructor has roles with a default."""
 
     @property
     def optional_roles(self) -> tuple[str, ...]:
