@@ -17,7 +17,7 @@ from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS, check_reward, family_of, load_scorers, open_model
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.causal import CAUSAL, Causal
+from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import Experts, Side, Split, split_of
 from unified_trainer.roles.follower import Follower
 from unified_trainer.roles.reward import Reward
@@ -59,7 +59,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     if "reference" in types and (run.init_from or run.student.boundary):
         types["reference"] = Follower  # of weights, or experts, that are not those of its path
     if run.sampler.chunks.causal:
-        types |= {name: CAUSAL[types[name]] for name in ("student", "reference") if name in types}
+        types |= {name: causal_form(types[name]) for name in ("student", "reference") if name in types}
     splits = {name: role_split(name, kind, configs[name], paths[name]) for name, kind in types.items()}
     run.algorithm.check_experts(run.sampler, splits)
     family, folder = family_of("student", paths["student"])

@@ -84,11 +84,11 @@ class CausalFollower(Causal, Follower):
     """One that only follows."""
 
 
-CAUSAL: dict[type[Role], type[Causal]] = {
-    Trainable: CausalStudent,
-    Frozen: CausalFrozen,
-    Follower: CausalFollower,
-}  # the causal form of each kind of role
+def causal_form(kind: type[Role]) -> type[Causal]:
+    """The same kind of role over a causal model."""
+    if issubclass(kind, Causal):
+        return kind
+    return {Trainable: CausalStudent, Frozen: CausalFrozen, Follower: CausalFollower}[kind]
 
 
 class Past:
