@@ -31,7 +31,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.reward import Reward, RewardConfig
+from unified_trainer.roles.reward import Reward, RewardConfig, of_images
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
@@ -103,11 +103,12 @@ class Recording(Trainable):
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def step(self) -> dict[str, float]:
-        given = {key: p.grad for key, p in self._own_weights().items() if p.grad is not None}
+        given = {key: p.grad for key, p in self.weights.items() if p.grad is not None}
         self.gradients.append({key: full(gradient).clone() for key, gradient in given.items()})
         if self.moves:
             return super().step()
-        self._optimizer.zero_grad()
+        for p in self.weights.values():
+            p.grad = None
         return {}
 
 
@@ -176,25 +177,28 @@ class Calls:
         return [i for i, has in enumerate(self.graph) if has is graph]
 
 
-class MeanScorer:
-    """Outside scorer: the mean of an image plus a hundredth of its prompt's length."""
+def mean_score(images, prompts):
+    """Outside scorer of images: their mean plus a hundredth of the prompt's length."""
+    return images.flatten(1).mean(1) + torch.tensor([len(prompt) / 100 for prompt in prompts])
 
-    def score(self, images, prompts):
-        value = images.flatten(1).mean(1) + torch.tensor([len(prompt) / 100 for prompt in prompts])
-        return torch.stack([value, torch.zeros_like(value)], 1)
+
+def reward_of(scorer=mean_score, codec=None, **config) -> Reward:
+    """A reward of one outside scorer of images."""
+    config = RewardConfig(**config)
+    return Reward({config.kind: of_images(scorer, config.batch)}, codec or tiny_codec(), config)
 
 
 class ScriptedScorer:
-    """Outside scorer: hands out the given rewards in order, again from the start when they are used up."""
+    """Outside scorer of images: hands out the given rewards in order, again from the start when they are used up."""
 
     def __init__(self, rewards, before=lambda: None) -> None:
         self.rewards, self.before, self.given = list(rewards), before, 0
 
-    def score(self, images, prompts):
+    def __call__(self, images, prompts):
         self.before()
         values = [self.rewards[(self.given + i) % len(self.rewards)] for i in range(len(images))]
         self.given += len(images)
-        return torch.tensor([[value, 0.0] for value in values])
+        return torch.tensor(values)
 
 
 def small_batch(count: int = 2, **changes):
@@ -240,7 +244,8 @@ def dance_grpo(
     config: DanceGRPOConfig,
     *,
     sampler: SamplerConfig = SamplerConfig(num_steps=4, guidance_scale=1.0),  # noqa: B008  (frozen)
-    scorer=None,
+    scorer=mean_score,
+    reward: Reward | None = None,
     mesh: Mesh = ALONE,
     seed: int = 0,
     reference: Frozen | None = None,
@@ -248,7 +253,7 @@ def dance_grpo(
 ) -> Trainer:
     """A trainer of the small network on `CAPTIONS`; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
-    reward = Reward(scorer or MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
+    reward = reward or reward_of(scorer)
     method = DanceGRPO(config, sampler, student=student, reward=reward, reference=reference)
     feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
     return Trainer(method, {"student": student}, feed, mesh, seed=seed)
@@ -300,7 +305,7 @@ def dmd2(
     student = Recording("student", names["student"], role, moves=moves)
     critic = RecordingCritic("critic", names["critic"], role, moves=moves)
     for i, weight in enumerate(
-        critic._discriminator.parameters()
+        critic._discriminators[""].parameters()
     ):  # at its start, zero, it teaches the student nothing
         value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
         weight.data.copy_(replicated(value, weight))

@@ -185,6 +185,52 @@ def test_another_pipeline_is_named(refused, wan):
     assert "FluxPipeline is not supported; have WanPipeline" in refused("--student.path", str(wan))
 
 
+# Sets of scorers.
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--reward.weight", "0"], "the weights of the reward sum to zero (hpsv3 0)"),
+        (["--reward.scorers.saturation.weight", "-1"], "sum to zero (hpsv3 1, saturation -1)"),
+        (["--reward.scorers.nice.weight", "1"], "reward.scorers.nice.kind nice is no scorer; have hpsv3, clip, sharp"),
+        (["--reward.scorers.clip.weight", "1"], "reward.scorers.clip.path must be the folder of a clip scorer, not ''"),
+        (["--reward.scorers.a.kind", "clip", "--reward.scorers.a.path", "nowhere"], "nowhere/preprocessor_config.json"),
+        (["--reward.kind", "clip"], "reward.path must be the folder of a clip scorer, not 'tiny'"),
+        (["--reward.kind", "sharpness"], "reward: sharpness has no weights; set reward.path ''"),
+        (
+            ["--reward.scorers.motion-energy.weight", "1"],
+            "motion_energy needs at least 2 frames of a video",
+        ),
+        (["--reward.scorers.hpsv3.weight", "1"], "reward.scorers.hpsv3 has the name of the scorer that reward.path"),
+        (["--reward.scorers.sharpness.wait", "1"], "--reward.scorers.sharpness.w"),
+    ],
+)
+def test_a_set_that_cannot_be_is_refused_before_any_weight_loads(refused, wan, flags, message):
+    """The VAE is damaged: reading it would be another message."""
+    (wan / VAE).write_bytes(b"no weights")
+    paths = [] if "nowhere" in flags else ["--student.path", str(wan)]
+    assert message in " ".join(refused(*paths, *flags).replace("│", " ").split())
+
+
+def test_a_set_of_scorers_from_flags_and_from_its_saved_config(run_folder, tmp_path):
+    """Two scorers make the reward, a third is measured in validation alone; config.yaml says it all again."""
+    some = ["--reward.scorers.sharpness.weight", "0.5", "--reward.scorers.sharpness.scale", "10"]
+    some += ["--reward.scorers.look.kind", "saturation", "--reward.scorers.look.weight", "0"]
+    some += ["--reward.scorers.look.frames", "all"]
+    run("dance_grpo", run_folder, *some, "--validate-every", "1", "--algorithm.advantage", "gdpo")
+    first, train, last = metrics_of(run_folder)
+    assert train["train/reward"] == pytest.approx(train["train/reward/hpsv3"] + 0.5 * train["train/reward/sharpness"])
+    assert "train/reward/look" not in train and train["train/pixels/saturation"] > 0
+    for line in (first, last):
+        parts = line["validation/reward/hpsv3"] + 0.5 * line["validation/reward/sharpness"]
+        assert line["validation/reward"] == pytest.approx(parts)
+        assert line["validation/reward/look"] == pytest.approx(line["validation/pixels/saturation"])
+    again = ["--config", str(run_folder / "config.yaml"), "--output", str(tmp_path / "again")]
+    assert main(again) == 0
+    assert metrics_of(tmp_path / "again") == metrics_of(run_folder)
+
+
 # A score that is not finite.
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from unified_trainer import build, registry
+from unified_trainer import registry
 from unified_trainer.__main__ import main
 
 
@@ -22,9 +22,9 @@ def warm(folder: str) -> None:
     torch.set_num_threads(1)
     family = registry.FAMILIES["WanPipeline"]
     registry.FAMILIES["WanPipeline"] = dataclasses.replace(family, codec=functools.cache(family.codec))
-    build.load_scorer = functools.cache(build.load_scorer)
+    registry.load_hpsv3 = functools.cache(registry.load_hpsv3)
     registry.FAMILIES["WanPipeline"].codec(Path(folder), torch.device("cpu"))
-    build.load_scorer("tiny", "fp32", torch.device("cpu"))
+    registry.load_hpsv3("tiny", "fp32", torch.device("cpu"))
 
 
 def fork(flags: list[str], rank: int, ranks: int, port: int, log: str) -> int:

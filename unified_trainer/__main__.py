@@ -15,7 +15,9 @@ from unified_trainer import config as settings
 from unified_trainer.build import build
 from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
+from unified_trainer.commands.rollout import rollout
 from unified_trainer.commands.sample import sample
+from unified_trainer.commands.score import score
 from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.parallel.mesh import Mesh, where
 from unified_trainer.registry import ALGORITHMS
@@ -23,9 +25,11 @@ from unified_trainer.run_folder import claimed
 from unified_trainer.saving import Saver
 from unified_trainer.tracking import Tracker
 
-COMMANDS = {"export": export, "import-hpsv3": import_hpsv3, "sample": sample}
+COMMANDS = {"export": export, "import-hpsv3": import_hpsv3, "rollout": rollout, "sample": sample, "score": score}
 # What a user can mend: one line and exit code 2. Anything else is ours, and shows its traceback.
 MENDABLE = (ValueError, FileNotFoundError, FileExistsError, FloatingPointError, SafetensorError, RuntimeError)
+
+HACKED = 3  # exit code of a run that its sentinel stopped
 
 
 def main(argv: list[str]) -> int:
@@ -35,7 +39,7 @@ def main(argv: list[str]) -> int:
         if argv and argv[0] in COMMANDS:
             tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"python -m unified_trainer {argv[0]}")
         else:
-            train(settings.parse(argv, ALGORITHMS, checkpoint.contract))
+            return train(settings.parse(argv, ALGORITHMS, checkpoint.contract))
     except MENDABLE as error:
         sys.stderr.write(f"error{where()}: {error}\n")
         return 2
@@ -46,8 +50,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def train(run: RunConfig) -> None:
-    """Build the run, continue or start it, and write everything into its directory."""
+def train(run: RunConfig) -> int:
+    """Build the run, continue or start it, and write everything into its directory; the exit code."""
     mesh = Mesh.join(run.device, run.parallel)
     digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
     mesh.agree(f"{run.method} with settings {digest[:16]}")
@@ -80,7 +84,7 @@ def train(run: RunConfig) -> None:
                 tracker.say(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
             for line in (*(f"skipped {why}" for why in skipped), *(f"changed {what}" for what in changed)):
                 tracker.say(line)
-            trainer.run(
+            hacked = trainer.run(
                 output,
                 tracker,
                 built.validation,
@@ -91,6 +95,7 @@ def train(run: RunConfig) -> None:
                 validate_every=run.validate_every,
             )
     mesh.leave()
+    return HACKED if hacked else 0
 
 
 def _free_folder(method: str) -> Path:

@@ -15,12 +15,14 @@ from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts, read_prompts, training_prompts
 from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import METHODS, family_of, load_scorer, open_model
+from unified_trainer.registry import METHODS, check_reward, family_of, load_scorers, open_model
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
+from unified_trainer.roles.experts import Experts, Side, Split, split_of
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Role, RoleConfig, Trainable
 from unified_trainer.saving import Keep
+from unified_trainer.sentinel import Sentinel, SentinelConfig
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 
@@ -44,15 +46,19 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     if keep.best and not run.validate_every:
         raise ConfigError(f"keep_best {keep.best} needs validations to compare: set validate_every")
     run.sampler.check()
+    check_reward(run.reward, run.video.frames)
     run.algorithm.check(run.sampler)
     plan = run.algorithm.plan()
     counts = plan.table(mesh.data_size)
-    prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     method_type, _ = METHODS[run.method]
+    sentinel = _sentinel(run, method_type)
+    prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     configs, paths = role_settings(run, method_type)
     types = role_types(method_type)
     if run.sampler.chunks.causal:
         types["student"] = CausalStudent
+    splits = {name: role_split(name, kind, configs[name], paths[name]) for name, kind in types.items()}
+    run.algorithm.check_experts(run.sampler, splits)
     family, folder = family_of("student", paths["student"])
     codec = family.codec(folder, mesh.device)
     latent_shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
@@ -60,11 +66,13 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     _check_sequence(paths, mesh)
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
-    scorer = load_scorer(run.reward.path, run.reward.precision, mesh.device)
-    reward = Reward(scorer, codec, run.reward)
+    scorers, features = load_scorers(run.reward, mesh.device)
+    reward = Reward(scorers, codec, run.reward)
     roles = load_roles(types, configs, paths, mesh)
     if run.sampler.chunks.causal:
-        counts |= _cache_memory(run, roles["student"], latent_shape, max(plan.micro_batch, run.validation.batch), mesh)
+        way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
+        samples = max(plan.micro_batch, run.validation.batch)
+        counts["cache of the student"] = cache_memory(run, roles["student"], latent_shape, samples, way_out)
 
     parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, **roles}
     method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters if name in parts})
@@ -75,11 +83,23 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     else:
         source = render_clips(run.data, codec, run.video, run.seed)
     feed = Feed(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
-    validation = Validation(run.validation, codec, reward, scorer.features, run.sampler, latent_shape, mesh)
+    validation = Validation(run.validation, codec, reward, features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
     contract = plain(run)["sampler"] if method_type.trains_sampler else None
-    trainer = Trainer(method, trained, feed, mesh, seed=run.seed, contract=contract)
+    trainer = Trainer(method, trained, feed, mesh, seed=run.seed, contract=contract, sentinel=sentinel)
     return Built(trainer, validation, counts, _notes(roles, mesh), keep)
+
+
+def _sentinel(run: RunConfig, method_type: type) -> Sentinel | None:
+    """For a method that trains on a reward; ConfigError for settings of one that has nothing to watch."""
+    if "reward" not in inspect.signature(method_type).parameters:
+        if run.sentinel != SentinelConfig():
+            raise ConfigError(f"--sentinel.*: {run.method} trains on no reward; leave these settings out")
+        return None
+    if run.sentinel.action == "stop" and not run.validate_every:
+        raise ConfigError("sentinel.action stop needs validations to compare: set validate_every")
+    held_out = [f"reward/{name}" for name, scorer in run.reward.named().items() if not scorer.weight]
+    return Sentinel(run.sentinel, ("judge", *held_out))
 
 
 def load_roles(
@@ -90,43 +110,62 @@ def load_roles(
     *,
     half: bool = True,
 ) -> dict[str, Role]:
-    """The roles, those of the same path whose base weights stay as they are over one network in memory.
+    """The roles, those whose base weights stay as they are over one network in memory for each that a path holds.
 
-    With `half`, such weights are held in the precision of their roles; else in float32, to be changed after all.
+    With `half`, such weights are held in the precision of their roles; else in float32, to be changed after all, and
+    shared by none.
     """
-    owners: dict[tuple[str, str], list[str]] = {}  # by path, and by name where a role trains all weights
-    for name in types:
-        trains_all = issubclass(types[name], Trainable) and not configs[name].adapter.rank
-        owners.setdefault((paths[name], name if trains_all else ""), []).append(name)
-    roles: dict[str, Role] = {}
-    for (_, owner), names in owners.items():
+    splits = {name: role_split(name, kind, configs[name], paths[name]) for name, kind in types.items()}
+    users: dict[tuple[str, str, str], list[tuple[str, Side]]] = {}  # by path, component, and who trains all weights
+    for name, split in splits.items():
+        for side, component in split.components.items():
+            alone = not half or (side in split.trained and not configs[name].adapter.rank)
+            users.setdefault((paths[name], component, f"{name} {side}" if alone else ""), []).append((name, side))
+    backbones: dict[tuple[str, Side], Backbone] = {}
+    for (path, component, _), seats in users.items():
+        names = [name for name, _ in seats]
+        learning = [(name, side) for name, side in seats if side in splits[name].trained]
+        adapters = {Role.key(*seat): configs[seat[0]].adapter for seat in learning if configs[seat[0]].adapter.rank}
+        trained = bool(learning) and not adapters
         causal = any(issubclass(types[name], CausalStudent) for name in names)
+        waiting = [f"{n}.{s}.offload" for n, s in seats if s in splits[n].offloaded] if half else []
+        if waiting and mesh.size == 1:
+            raise ConfigError(f"{waiting[0]} needs more than one rank: a single process keeps its weights in place")
         backbone = Backbone(
-            open_model(names[0], paths[names[0]], causal=causal),
+            open_model(names[0], path, component, causal=causal),
             mesh,
-            trained=bool(owner),
-            adapters={
-                name: configs[name].adapter for name in names if issubclass(types[name], Trainable) and not owner
-            },
+            trained=trained,
+            adapters=adapters,
             activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
-            half=half and not owner and all(configs[name].precision == "bf16" for name in names),
+            half=half and not trained and all(configs[name].precision == "bf16" for name in names),
             compile=any(configs[name].compile for name in names),
+            offload=bool(waiting),
         )
-        roles |= {name: types[name](name, backbone, configs[name]) for name in names}
+        backbones |= dict.fromkeys(seats, backbone)
+    roles: dict[str, Role] = {}
+    for name, split in splits.items():
+        own = [backbones[name, side] for side in split.components]
+        networks = own[0] if split.boundary is None else Experts(*own, split.boundary)
+        roles[name] = types[name](name, networks, configs[name])
     return roles
 
 
-def _cache_memory(
-    run: RunConfig, student: Role, latent_shape: tuple[int, int, int, int], samples: int, mesh: Mesh
-) -> dict[str, str]:
+def role_split(name: str, kind: type[Role], config: RoleConfig, path: str) -> Split:
+    """What a role is made of, by its folder and its settings; read from the configs, before any weight."""
+    family, folder = family_of(name, path)
+    experts = config.experts if issubclass(kind, Trainable) else None
+    return split_of(name, path, config.boundary, experts, *family.networks(folder))
+
+
+def cache_memory(
+    run: RunConfig, student: Role, latent_shape: tuple[int, int, int, int], samples: int, way_out: str
+) -> str:
     """What a causal student's cache takes, in words; ValueError when it does not fit."""
     dtype = torch.bfloat16 if run.student.precision == "bf16" else torch.float32
-    with student.running() as model:
-        size = samples * model.cache_bytes(latent_shape, run.sampler.chunks, dtype)
+    size = samples * student.cache_bytes(latent_shape, run.sampler.chunks, dtype, run.sampler.sigmas()[:-1])
     size *= 1 if run.sampler.guidance_scale == 1 else 2
-    way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
-    require_memory(size, mesh.device, "the student's cache", way_out)
-    return {"cache of the student": f"{size / 2**30:.3f} GiB for {samples} samples"}
+    require_memory(size, student.device, "the student's cache", way_out)
+    return f"{size / 2**30:.3f} GiB for {samples} samples"
 
 
 def role_types(method_type: type) -> dict[str, type[Role]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,13 @@ import yaml
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import ParallelConfig
-from unified_trainer.roles.reward import RewardConfig
+from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
+from unified_trainer.sentinel import SentinelConfig
 
 Algorithm = TypeVar("Algorithm")
+Run = TypeVar("Run", bound="RunConfig | _RewardFile")
 RECIPES = Path(__file__).parent / "recipes"
 # Flags that say where a run is read from and written to; a saved config leaves them out.
 PLACES = ("config", "resume", "output", "allow")
@@ -34,6 +37,7 @@ HARMLESS = (
     "best_is",
     "async_save",
     "validation",
+    "sentinel",
     "tracking",
     "init_from",
     "parallel",
@@ -96,6 +100,7 @@ class RunConfig(Generic[Algorithm]):
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+    sentinel: SentinelConfig = field(default_factory=SentinelConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
@@ -129,6 +134,21 @@ def parse(
     for name, layer in layers.items():
         run = _apply(kind, run, _flags(layer), name)
     return _apply(kind, run, list(argv), "")
+
+
+@dataclass(frozen=True)
+class _RewardFile:
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+
+def read_reward(file: Path) -> RewardConfig:
+    """The section `reward` of a YAML file, read as in a recipe; exits with code 2 on a key or value that cannot be."""
+    if not file.is_file():
+        raise ConfigError(f"--reward {file}: no such file")
+    section = _load(file).get("reward")
+    if not isinstance(section, dict):
+        raise ConfigError(f"--reward {file} must hold a section reward, as in a recipe")
+    return _apply(_RewardFile, _RewardFile(), _flags({"reward": section}), str(file)).reward
 
 
 def save(run: RunConfig, file: Path) -> None:
@@ -218,16 +238,27 @@ def _must_know(what: str, name: str, known: list[str]) -> None:
         raise ConfigError(f"--{what} {name!r} is not known{hint} Have: {', '.join(known)}")
 
 
-def _apply(kind: Any, run: RunConfig, flags: list[str], origin: str) -> RunConfig:
+def _apply(kind: Any, run: Run, flags: list[str], origin: str) -> Run:
     """The settings after these flags; tyro explains what it refuses and exits with code 2."""
     try:
         return tyro.cli(
-            kind, args=flags, default=run, prog="python -m unified_trainer", config=(tyro.conf.FlagConversionOff,)
+            kind,
+            args=flags,
+            default=_with_scorers(run, flags),
+            prog="python -m unified_trainer",
+            config=(tyro.conf.FlagConversionOff,),
         )
     except SystemExit as stop:
         if origin and stop.code:
             sys.stderr.write(f"(the settings above come from {origin})\n")
         raise
+
+
+def _with_scorers(run: Run, flags: Sequence[str]) -> Run:
+    """The run with every scorer that a flag names, --reward.scorers.NAME.weight, for tyro to know its settings."""
+    named = [re.match(r"--reward\.scorers\.([\w-]+)\.", flag) for flag in flags]
+    scorers = {match[1].replace("-", "_"): ScorerConfig() for match in named if match}
+    return dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers | run.reward.scorers))
 
 
 def _load(file: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Trainable
 from unified_trainer.saving import Saver
+from unified_trainer.sentinel import Sentinel, SentinelConfig
 from unified_trainer.tracking import Means, Stopwatch, Tracker
 from unified_trainer.validation import Validation
 
@@ -34,10 +35,15 @@ class Trainer:
         *,
         seed: int,
         contract: Mapping[str, Any] | None = None,
+        sentinel: Sentinel | None = None,
     ) -> None:
-        """`contract` is the sampler that the student is trained for, if for one: it goes into the checkpoints."""
+        """`contract` is the sampler that the student is trained for, if for one: it goes into the checkpoints.
+
+        `sentinel` watches the reward, if the method trains on one.
+        """
         self.method, self.roles, self.feed, self.mesh, self.seed = method, roles, feed, mesh, seed
         self.contract = contract
+        self.sentinel = sentinel or Sentinel(SentinelConfig(action="off"), ())
 
     def step(self, step: int) -> dict[str, float]:
         """One training step: the method's generators in lockstep, one graph alive at a time."""
@@ -84,7 +90,9 @@ class Trainer:
         state = self.tensors()
         checkpoint.load(folder, state, self.mesh)
         for name, role in self.roles.items():
-            role.after_load({"updates": state[f"{name}/updates"]})
+            prefix = f"{name}/"
+            role.after_load({key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
+        self.sentinel.reference = dict(known.get("sentinel", {}))
         return known["step"], skipped
 
     def init_from(self, spec: str) -> str:
@@ -105,16 +113,23 @@ class Trainer:
         steps: int,
         checkpoint_every: int,
         validate_every: int,
-    ) -> None:
-        """Steps `start` to `steps`; a first Ctrl-C or SIGTERM ends the step, saves and returns."""
+    ) -> bool:
+        """Steps `start` to `steps`; a first Ctrl-C or SIGTERM ends the step, saves and returns.
 
-        def validate(step: int) -> dict[str, float]:
+        So does a sentinel that is to stop the run: True if it did.
+        """
+
+        def validate(step: int) -> tuple[dict[str, float], str | None]:
             metrics = validation.run(self.roles["student"], output / "validation" / f"step_{step}")
-            tracker.log(step, metrics)
-            short = {name.split("/")[1]: value for name, value in metrics.items()}
-            tracker.say(f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in short.items()))
+            short = {name.removeprefix("validation/"): value for name, value in metrics.items()}
+            alarm = self.sentinel.watch(short)
+            tracker.log(step, metrics | ({"validation/sentinel": float(alarm is not None)} if self.sentinel.on else {}))
+            shown = {name: value for name, value in short.items() if "/" not in name}
+            tracker.say(f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in shown.items()))
+            if alarm is not None:
+                tracker.say(f"warning: the reward looks hacked: {alarm}; see {output / 'validation'}")
             saver.keep.check_metric(short)
-            return short
+            return short, alarm
 
         with _stop_signal() as asked:
             if validate_every and start == 0:
@@ -124,28 +139,36 @@ class Trainer:
             for step in range(start, steps):
                 metrics = self.step(step)
                 done = step + 1
+                self.sentinel.note(metrics)
                 metrics["samples_per_second"] = watch.rate(self.feed.samples)
                 metrics["peak_memory_gib_max"] = self.mesh.largest(peak_memory(self.mesh.device))
                 tracker.log(done, {f"train/{name}": value for name, value in metrics.items()}, advance=True)
                 stop = self.mesh.any(bool(asked)) and done < steps
                 saver.check()
                 measured: dict[str, float] = {}
+                alarm = None
                 if validate_every and (done % validate_every == 0 or done == steps):
-                    measured = validate(done)
+                    measured, alarm = validate(done)
                     watch.restart()
+                hacked = self.sentinel.stops and self.mesh.any(alarm is not None)
+                stop = stop or hacked
                 if stop or done == steps or (checkpoint_every and done % checkpoint_every == 0):
                     # after the step's validation, which a resumed run does not repeat
                     saver.save(done, self.tensors(), self.facts(measured))
                 if stop or done == steps:
                     saver.finish(done)
                 if stop:
-                    tracker.say(f"stopped after step {done}; continue with:")
-                    tracker.say(f"  python -m unified_trainer --resume {shlex.quote(str(output))}")
-                    return
+                    who = "stopped by the sentinel" if hacked else "stopped"
+                    tracker.say(f"{who} after step {done}; continue with:")
+                    again = " --sentinel.action warn" if hacked else ""
+                    tracker.say(f"  python -m unified_trainer --resume {shlex.quote(str(output))}{again}")
+                    return hacked
+        return False
 
     def facts(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """What a checkpoint's manifest says of it."""
-        return {"method": type(self.method).__name__, "sampler": self.contract, "metrics": dict(metrics)}
+        name, reference = type(self.method).__name__, dict(self.sentinel.reference)
+        return {"method": name, "sampler": self.contract, "metrics": dict(metrics), "sentinel": reference}
 
 
 @contextmanager

@@ -11,11 +11,12 @@ from torch import Tensor
 from unified_trainer.config import ConfigError, ValidationConfig
 from unified_trainer.data.feed import make_batch
 from unified_trainer.data.prompts import read_prompts, validation_prompts
-from unified_trainer.data.shapes import FRAMES, SIZE, SUBJECT_OF_CAPTION, draw_clip, judge, render
+from unified_trainer.data.shapes import FRAMES, SIZE, SUBJECT_OF_CAPTION, Clip, draw_clip, judge, render
 from unified_trainer.frechet import frechet_distance
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.parallel.random import Streams
+from unified_trainer.parallel.random import Streams, generator
+from unified_trainer.pixels import diversity, statistics, thumbnail
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig, generate
@@ -30,7 +31,7 @@ class Validation:
         config: ValidationConfig,
         codec: Codec,
         reward: Reward,
-        features: Callable[[Tensor], Float[Tensor, "b d"]],
+        features: Callable[[Tensor], Float[Tensor, "b d"]] | None,
         sampler: SamplerConfig,
         latent_shape: tuple[int, int, int, int],
         mesh: Mesh,
@@ -52,6 +53,7 @@ class Validation:
             features,
             sampler,
         )
+        self._scorers = (*reward.weights, *reward.witnesses)
         self._uncond = codec.encode_text([sampler.negative_prompt])
         self._latent_shape, self._mesh = latent_shape, mesh
         self._real: Tensor | None = None  # features of real clips, once they were needed
@@ -65,19 +67,20 @@ class Validation:
     def _measure(self, student: Trainable, folder: Path) -> dict[str, float]:
         share = self._config.num_samples // self._mesh.data_size
         mine = range(self._mesh.data_rank * share, (self._mesh.data_rank + 1) * share)
-        rewards, videos = [], []
+        parts, videos = [], []
         for start in range(mine.start, mine.stop, self._config.batch):
-            video, reward = self._part(student, list(range(start, min(start + self._config.batch, mine.stop))))
-            rewards.append(reward)
+            video, part = self._part(student, list(range(start, min(start + self._config.batch, mine.stop))))
+            parts.append(part)
             videos.append(video)
         video = torch.cat(videos)
         prompts = [self._prompts[i] for i in mine]
         if self._mesh.is_main:
             self._write(folder, video[: self._config.num_videos], prompts[: self._config.num_videos])
-        reward = self._mesh.gather(torch.cat(rewards).double())
-        metrics = {"reward": reward.mean().item(), "reward_std": reward.std().item()}
+        metrics = self._rewards(torch.cat(parts)) | self._pixels(video)
         if self._is_tiny_world(video):
-            metrics |= self._judge(video, prompts) | {"frechet": self._frechet(video, prompts)}
+            metrics |= self._judge(video, prompts)
+            if self._features is not None:
+                metrics["frechet"] = self._frechet(video, mine)
         return {f"validation/{name}": value for name, value in metrics.items()}
 
     def _part(self, student: Trainable, samples: list[int]) -> tuple[Tensor, Tensor]:
@@ -97,23 +100,41 @@ class Validation:
 
         x0 = generate(student, draw("validation"), batch, self._sampler, lambda s: draw(f"transition {s}"))
         video = self._codec.decode(x0)
-        return video, self._reward.score_video(video, tuple(prompts))
+        return video, self._reward.parts(video, tuple(prompts), self._scorers)
+
+    def _rewards(self, parts: Tensor) -> dict[str, float]:
+        """Mean and spread of the reward and of every scorer, held-out ones too."""
+        parts = self._mesh.gather(parts.double())
+        columns = {"reward": self._reward.total(parts[:, : len(self._reward.weights)])}
+        columns |= {f"reward/{name}": part for name, part in zip(self._scorers, parts.unbind(1), strict=True)}
+        return mean_and_std(columns)
+
+    def _pixels(self, video: Tensor) -> dict[str, float]:
+        """Of the videos' statistics, and how unlike the samples of one prompt are where there are several."""
+        columns = {f"pixels/{name}": self._mesh.gather(row.double()) for name, row in statistics(video).items()}
+        apart = diversity(self._mesh.gather(thumbnail(video)), self._prompts)
+        return mean_and_std(columns) | ({} if apart is None else {"pixels/diversity": apart})
 
     def _judge(self, video: Tensor, prompts: list[str]) -> dict[str, float]:
         """The exact judge, an independent witness, never a reward."""
         parts = judge(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
         hits = {name: self._mesh.gather(right.double().to(self._mesh.device)) for name, right in parts.items()}
         rates = {name: right.mean().item() for name, right in hits.items()}
-        return {"judge": rates.pop("all")} | {f"judge_{name}": rate for name, rate in rates.items()}
+        found = {"judge": rates.pop("all"), "judge_std": hits["all"].std().item()}
+        return found | {f"judge_{name}": rate for name, rate in rates.items()}
 
-    def _frechet(self, video: Tensor, prompts: list[str]) -> float:
+    def _frechet(self, video: Tensor, mine: range) -> float:
         """The Frechet distance of frame features to as many real clips of the same captions, both decoded."""
         if self._real is None:
-            generator = torch.Generator().manual_seed(self._config.seed + self._mesh.data_rank)
-            clips = render([draw_clip(SUBJECT_OF_CAPTION[prompt], generator) for prompt in prompts])
+            clips = render([self._real_clip(sample) for sample in mine])
             parts = clips.to(self._mesh.device).split(self._config.batch)
             self._real = torch.cat([self._frame_features(self._codec.decode(self._codec.encode(p))) for p in parts])
         return frechet_distance(self._mesh.gather(self._frame_features(video)), self._mesh.gather(self._real))
+
+    def _real_clip(self, sample: int) -> Clip:
+        """The clip that sample is held against: the same one on whatever rank."""
+        seed = int(generator(self._config.seed, "real clip", sample).integers(2**63))
+        return draw_clip(SUBJECT_OF_CAPTION[self._prompts[sample]], torch.Generator().manual_seed(seed))
 
     def _frame_features(self, video: Tensor) -> Tensor:
         frames = video[:, :, :: self._config.frechet_stride].movedim(2, 1).flatten(0, 1)
@@ -129,3 +150,9 @@ class Validation:
             write_mp4(frames, folder / f"{i}.mp4")
         if clips:
             contact_sheet(clips, prompts, folder / "contact_sheet.png")
+
+
+def mean_and_std(columns: dict[str, Tensor]) -> dict[str, float]:
+    """Of each column, the second under NAME_std."""
+    means = {name: values.mean().item() for name, values in columns.items()}
+    return means | {f"{name}_std": values.std().item() for name, values in columns.items()}

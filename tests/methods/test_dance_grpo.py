@@ -136,7 +136,7 @@ def test_a_step_with_nothing_to_learn_moves_nothing_and_says_so(changes):
     assert one.roles["student"].gradients == [] and one.roles["student"].updates == 0
     assert not calls.where(graph=True)
     assert metrics["advantage_zero"] == metrics["filtered_groups"] == metrics["skipped_updates"] == 1
-    assert metrics["reward"] == pytest.approx(sum(one.method.reward._scorer.rewards) / 8)
+    assert metrics["reward"] == pytest.approx(sum(changes.get("scorer", ScriptedScorer(REWARDS)).rewards) / 8)
 
 
 def test_a_group_of_equal_rewards_leaves_the_mean():
@@ -295,9 +295,10 @@ def test_a_replay_that_differs_is_refused_before_any_weight_moves():
 
 
 def test_the_replay_is_checked_on_the_first_update_of_the_run_only():
-    one = trainer(moves=True)
+    scorer = ScriptedScorer(REWARDS)
+    one = trainer(scorer, moves=True)
     one.step(0)
-    one.method.reward._scorer.before = lambda: nudge(one)
+    scorer.before = lambda: nudge(one)
     assert one.step(1)["log_ratio_abs_max"] > 1e-4
 
 

@@ -171,8 +171,8 @@ def test_the_policy_of_a_few_step_student_is_its_sampler():
     """The same noise gives what `generate` makes: what is trained is what will be sampled."""
     decoded = []
     one = dance_grpo(CONFIG, sampler=SDE, scorer=ScriptedScorer(REWARDS))
-    score = one.method.reward.score
-    one.method.reward.score = lambda x0, prompts: (decoded.append(x0), score(x0, prompts))[1]
+    judge = one.method.reward.judge
+    one.method.reward.judge = lambda x0, prompts: (decoded.append(x0), judge(x0, prompts))[1]
     calls = Calls.of(one.roles["student"])
     one.step(0)
     role = trainable()

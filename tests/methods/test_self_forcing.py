@@ -12,10 +12,10 @@ from helpers import (
     CAPTIONS,
     FEW_STEPS,
     Calls,
-    MeanScorer,
     Recording,
     RecordingCritic,
     assert_near,
+    reward_of,
     small_model,
     tiny_codec,
 )
@@ -30,7 +30,6 @@ from unified_trainer.models.wan_causal import CausalWanModel
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
-from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig, generate, predict_chunks
 from unified_trainer.trainer import Trainer
@@ -186,7 +185,7 @@ def test_reinforcement_learning_replays_a_causal_rollout():
         clip_high=1e-3,
     )
     student = causal_student()
-    reward = Reward(MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
+    reward = reward_of()
     method = DanceGRPO(config, SAMPLER, student=student, reward=reward)
     feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), SHAPE, "", 0, ALONE)
     calls = Calls.of(student)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers import CAPTIONS, WAN, MeanScorer, gradients, small_causal, small_model, tiny_codec
+from helpers import CAPTIONS, WAN, gradients, reward_of, small_causal, small_model, tiny_codec
 from launch import fork_ranks
 
 from unified_trainer.chunks import ChunkConfig
@@ -34,7 +34,6 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
@@ -83,7 +82,7 @@ class Seen:
     gradients: list[dict[str, torch.Tensor]]
 
     def step(self) -> dict[str, float]:
-        self.gradients.append({key: full(p.grad).clone() for key, p in self._weights.items() if p.grad is not None})
+        self.gradients.append({key: full(p.grad).clone() for key, p in self.weights.items() if p.grad is not None})
         return super().step()
 
 
@@ -104,7 +103,7 @@ class SeenCritic(Seen, Critic):
         super().__init__(*arguments)
         self.gradients = []
         with torch.no_grad():
-            self._discriminator.weight.fill_(0.1)  # it starts from zero, with nothing to say to the student
+            self._discriminators[""].weight.fill_(0.1)  # it starts from zero, with nothing to say to the student
 
 
 def own(name: str, kind: type, mesh: Mesh, model: VideoModel, **settings) -> Trainable:
@@ -178,7 +177,7 @@ def dance_grpo_in_chunks(mesh: Mesh, micro_batch: int = 1) -> tuple[DanceGRPO, d
 
 def policy_gradient(student: Trainable, chunks: ChunkConfig, micro_batch: int):
     config = dataclasses.replace(GRPO, update_batch=micro_batch)
-    reward = Reward(MeanScorer(), tiny_codec(), RewardConfig(frames="first"))
+    reward = reward_of()
     sampler = SamplerConfig(num_steps=3, guidance_scale=2.0, chunks=chunks)
     method = DanceGRPO(config, sampler, student=student, reward=reward)
     return method, {"student": student}, Clips(CAPTIONS, torch.zeros(4, *SHAPE))
@@ -308,7 +307,7 @@ def work(folder: Path) -> None:
         found, words = on_two(first)
         tensors |= found
     if first.is_main:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "tensors.safetensors")
         (folder / "words.txt").write_text(words)
     first.barrier()

@@ -47,9 +47,10 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
     if method.startswith("dmd2"):
         shared = method == "dmd2_shared"
         return dmd2(MATCHING, shared=shared, checkpointing=shared, **recorder)
-    one = dance_grpo(GRPO, sampler=SamplerConfig(num_steps=4, guidance_scale=2.0), scorer=None, **recorder)
+    scorer = ScriptedScorer(())
+    one = dance_grpo(GRPO, sampler=SamplerConfig(num_steps=4, guidance_scale=2.0), scorer=scorer, **recorder)
     batch = one.feed.batch(0)  # the rewards of this rank's samples, whatever rank holds them
-    one.method.reward._scorer = ScriptedScorer([REWARDS[sample] for sample in batch.sample_ids])
+    scorer.rewards = [REWARDS[sample] for sample in batch.sample_ids]
     return one
 
 

@@ -15,6 +15,7 @@ from unified_trainer import config as settings
 from unified_trainer.__main__ import COMMANDS
 from unified_trainer.config import RunConfig
 from unified_trainer.registry import METHODS
+from unified_trainer.roles.reward import ScorerConfig
 
 PACKAGE = REPO / "unified_trainer"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -174,6 +175,7 @@ def fields_of(kind: type, prefix: str = "") -> list[tuple[type, str, str]]:
 
 
 SETTINGS = fields_of(RunConfig) + [row for kind in ALGORITHMS.values() for row in fields_of(kind, "algorithm.")]
+SETTINGS += fields_of(ScorerConfig, "reward.scorers.NAME.")
 
 
 @pytest.mark.parametrize(("owner", "flag", "name"), SETTINGS, ids=lambda value: value if isinstance(value, str) else "")

@@ -2,18 +2,19 @@
 
 import pytest
 import torch
-from helpers import CAPTIONS, LATENT_SHAPE, MeanScorer, ScriptedScorer
+from helpers import CAPTIONS, LATENT_SHAPE, ScriptedScorer, mean_score, reward_of
 
-from unified_trainer.roles.reward import Reward, RewardConfig
+from unified_trainer.pixels import motion_energy
+from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
 
 PROMPTS = CAPTIONS[:3]
 VIDEO = torch.rand(3, 3, 9, 8, 8, generator=torch.Generator().manual_seed(0))
 LATENTS = torch.randn(3, *LATENT_SHAPE, generator=torch.Generator().manual_seed(1))
-BONUS = torch.tensor([len(prompt) / 100 for prompt in PROMPTS])  # what MeanScorer adds for a prompt
+BONUS = torch.tensor([len(prompt) / 100 for prompt in PROMPTS])  # what mean_score adds for a prompt
 
 
-def reward(codec, scorer=None, **config) -> Reward:
-    return Reward(scorer or MeanScorer(), codec, RewardConfig(**config))
+def reward(codec, scorer=mean_score, **config) -> Reward:
+    return reward_of(scorer, codec, **config)
 
 
 @pytest.mark.parametrize(
@@ -65,20 +66,140 @@ def test_as_many_prompts_as_videos(codec):
         reward(codec).score_video(VIDEO, PROMPTS[:2])
 
 
-class Forgetful(MeanScorer):
+def forgetful(images, prompts):
     """Loses the last image."""
-
-    def score(self, images, prompts):
-        return super().score(images, prompts)[:-1]
+    return mean_score(images, prompts)[:-1]
 
 
 @pytest.mark.parametrize("config", [{"frames": "first"}, {"frames": "all"}, {"frames": "all", "batch": 9}])
 def test_a_scorer_that_returns_another_count_is_refused(codec, config):
     with pytest.raises(ValueError, match="scores"):
-        reward(codec, Forgetful(), **config).score_video(VIDEO, PROMPTS)
+        reward(codec, forgetful, **config).score_video(VIDEO, PROMPTS)
 
 
 @pytest.mark.parametrize("config", [{"frame_stride": 0}, {"batch": 0}])
 def test_strides_and_batches_start_at_one(codec, config):
     with pytest.raises(ValueError, match=r"reward\.frame_stride and reward\.batch must be at least 1"):
         reward(codec, **config)
+
+
+# Sets of scorers.
+
+
+def brightness(video, prompts):
+    """Scorer of videos: the mean of the frames it is given."""
+    return video.flatten(1).mean(1)
+
+
+def count(video, prompts):
+    """Scorer of videos: how many frames it is given."""
+    return torch.full((len(video),), float(video.shape[2]))
+
+
+def reward_set(codec, scorers, retries=0, **configs) -> Reward:
+    """brightness of all frames with weight 2, and what is named."""
+    parts = {name: ScorerConfig(**config) for name, config in configs.items()}
+    config = RewardConfig(kind="first", frames="all", weight=2.0, scorers=parts, retries=retries)
+    return Reward({"first": brightness, **scorers}, codec, config)
+
+
+def test_a_set_is_the_weighted_sum_of_its_scaled_parts(codec):
+    one = reward_set(codec, {"n": count}, n={"frames": "every", "frame_stride": 4, "scale": 0.1, "weight": -3.0})
+    bright = VIDEO.flatten(1).mean(1)
+    torch.testing.assert_close(one.score_video(VIDEO, PROMPTS), 2 * bright - 3 * 0.1 * 3)
+    torch.testing.assert_close(one.parts(VIDEO, PROMPTS, one.weights), torch.stack([bright, torch.full((3,), 0.3)], 1))
+
+
+def test_a_scorer_of_weight_zero_is_held_out(codec):
+    """It is not asked for a reward, and gives its part when it is named."""
+    asked = []
+    one = reward_set(codec, {"n": lambda v, p: (asked.append(1), count(v, p))[1]}, n={"weight": 0.0})
+    assert list(one.weights) == ["first"] and one.witnesses == ("n",)
+    one.score(LATENTS, PROMPTS)
+    assert asked == []
+    assert one.parts(VIDEO, PROMPTS, one.witnesses).tolist() == [[1.0]] * 3
+
+
+def test_metrics_of_a_set(codec):
+    """Of each part, and of the frames: all nine, so that motion is among them."""
+    one = reward_set(codec, {"n": count}, n={"frames": "all"})
+    scores = one.judge(LATENTS, PROMPTS)
+    metrics = one.metrics(scores, ["a", "a", "a"])
+    frames = codec.decode(LATENTS)
+    assert metrics["reward/first"] == pytest.approx(float(frames.mean()), rel=1e-5)
+    assert metrics["reward/n"] == frames.shape[2] and metrics["reward/n_std_in_groups"] == 0
+    assert metrics["pixels/motion_energy"] == pytest.approx(float(motion_energy(frames).mean()), rel=1e-5)
+    assert metrics["pixels/diversity"] > 0 and "reward/retried" not in metrics
+
+
+def test_the_first_frame_is_decoded_alone_only_if_all_scorers_look_at_it_alone(codec):
+    """Held-out scorers have no say in it."""
+    first = {"frames": "first"}
+    for config, frames in ((first, 1), (first | {"weight": 0.0}, 1), ({"frames": "all"}, 5)):
+        one = Reward(
+            {"hpsv3": brightness, "n": count, "w": count},
+            codec,
+            RewardConfig(scorers={"n": ScorerConfig(**config), "w": ScorerConfig(frames="all", weight=0.0)}),
+        )
+        assert ("motion_energy" in one.judge(LATENTS, PROMPTS).statistics) == (frames > 1)
+
+
+class Failing:
+    """Fails so often, then answers."""
+
+    def __init__(self, times: int, fault: Exception) -> None:
+        self.left, self.fault, self.asked = times, fault, 0
+
+    def __call__(self, video, prompts):
+        self.asked += 1
+        self.left -= 1
+        if self.left >= 0:
+            raise self.fault
+        return brightness(video, prompts)
+
+
+@pytest.mark.parametrize("fault", [ConnectionError("gone"), RuntimeError("out of memory")])
+def test_a_failure_is_asked_again_as_often_as_configured(codec, fault):
+    scorer = Failing(2, fault)
+    one = reward_set(codec, {"weak": scorer}, retries=2, weak={"frames": "all"})
+    torch.testing.assert_close(one.score_video(VIDEO, PROMPTS), 3 * VIDEO.flatten(1).mean(1))
+    assert scorer.asked == 3
+    assert one.metrics(one.judge(LATENTS, PROMPTS), ["a"] * 3)["reward/retried"] == 2
+
+
+def test_a_failure_that_stays_names_its_scorer(codec):
+    scorer = Failing(9, ConnectionError("gone"))
+    one = reward_set(codec, {"weak": scorer}, retries=2, weak={})
+    with pytest.raises(RuntimeError, match=r"reward: weak failed 3 times, at last with ConnectionError\('gone'\)"):
+        one.score_video(VIDEO, PROMPTS)
+    assert scorer.asked == 3
+
+
+def test_a_wrong_input_is_not_asked_about_again(codec):
+    scorer = Failing(9, ValueError("a special token"))
+    with pytest.raises(ValueError, match="a special token"):
+        reward_set(codec, {"weak": scorer}, retries=5, weak={}).score_video(VIDEO, PROMPTS)
+    assert scorer.asked == 1
+
+
+def test_a_set_needs_a_scorer_for_each_name(codec):
+    with pytest.raises(ValueError, match="reward: scorers first for settings of first, n"):
+        reward_set(codec, {}, n={})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"weight": 0.0}, r"the weights of the reward sum to zero \(hpsv3 0\)"),
+        ({"scorers": {"n": ScorerConfig(weight=-1.0)}}, r"sum to zero \(hpsv3 1, n -1\)"),
+        ({"weight": 0.1, "scorers": {"a": ScorerConfig(weight=0.2), "b": ScorerConfig(weight=-0.3)}}, "sum to zero"),
+        ({"weight": float("nan")}, r"reward\.weight and reward\.scale must be finite"),
+        ({"scorers": {"n": ScorerConfig(scale=float("inf"))}}, r"reward\.scorers\.n\.weight and .* must be finite"),
+        ({"scorers": {"n": ScorerConfig(batch=0)}}, r"reward\.scorers\.n\.batch must be at least 1"),
+        ({"scorers": {"hpsv3": ScorerConfig()}}, r"reward\.scorers\.hpsv3 has the name of the scorer that"),
+        ({"retries": -1}, r"reward\.retries must not be negative"),
+    ],
+)
+def test_sets_that_cannot_be(config, message):
+    with pytest.raises(ValueError, match=message):
+        RewardConfig(**config).check()

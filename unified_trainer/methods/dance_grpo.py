@@ -19,7 +19,7 @@ from unified_trainer.methods.lessons import Lesson, plan_lessons
 from unified_trainer.methods.replay import Record, Replay
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.reward import Reward
+from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig, policy_velocity, rollout
 from unified_trainer.surrogates import diagnostics, guarded_log_ratio, leaves_trust_region, surrogate
@@ -70,10 +70,11 @@ class DanceGRPO:
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         window = self.config.window.at(step, self.sampler.num_steps - 1, rng.shared)
         trained = self._trained_steps(window, rng)
-        lived, rewards = self._collect(batch, window, rng)
-        advantages, lessons, metrics = self._judge(rewards, batch, mesh)
+        lived, scores = self._collect(batch, window, rng)
+        advantages, lessons, metrics = self._judge(scores, batch, mesh)
         if self.config.window.size:
             metrics["window_first"] = float(window.start)
+        metrics |= {f"transitions_{side}": n for side, n in self.student.count(self.policy.sigmas[trained]).items()}
         if not any(lessons):  # nothing moves, and the metrics say why
             yield Loss("student", torch.zeros((), requires_grad=True), moves=False, metrics=metrics)
         for parts in lessons:
@@ -91,32 +92,41 @@ class DanceGRPO:
             self._checked = self._checked or bool(parts)
 
     def _trained_steps(self, window: range, rng: Streams) -> list[int]:
-        """The transitions trained in this step, the same on all ranks; never the last, which has no density."""
-        count = max(1, round(self.config.timestep_fraction * len(window)))
-        return sorted(window[i] for i in rng.shared.permutation(len(window))[:count])
+        """The transitions trained in this step, the same on all ranks; never the last, which has no density.
 
-    def _collect(self, batch: Batch, window: range, rng: Streams) -> tuple[Lived, PerSample]:
-        """Trajectories and their rewards, `rollout_batch` samples at a time."""
-        rollouts, rewards = [], []
+        Where an expert that is not trained makes the transition, there is nothing to train.
+        """
+        learnt = [s for s in window if self.student.learns(self.policy.sigmas[s])]
+        count = max(1, round(self.config.timestep_fraction * len(learnt)))
+        return sorted(learnt[i] for i in rng.shared.permutation(len(learnt))[:count])
+
+    def _collect(self, batch: Batch, window: range, rng: Streams) -> tuple[Lived, Scores]:
+        """Trajectories and what they are worth, `rollout_batch` samples at a time."""
+        rollouts, scores = [], []
         for part in batch.split(self.config.rollout_batch):
             keys = part.prompt_ids if self.config.init_same_noise else part.sample_ids
             noise = rng.noise("initial", keys, part.latent_shape).to(self.student.device)
             draw = functools.partial(transition_noise, rng, part)
             done = rollout(self.student, noise, part, self.sampler, self.policy, window, draw)
             rollouts.append(done)
-            rewards.append(self.reward.score(done.x0, part.prompts))
-        return Lived(batch, Rollout.cat(rollouts), window, rng), torch.cat(rewards)
+            scores.append(self.reward.judge(done.x0, part.prompts))
+        return Lived(batch, Rollout.cat(rollouts), window, rng), Scores.cat(scores)
 
     def _judge(
-        self, rewards: PerSample, batch: Batch, mesh: Mesh
+        self, scores: Scores, batch: Batch, mesh: Mesh
     ) -> tuple[PerSample, list[list[Lesson]], dict[str, float]]:
         """Advantages within the groups of all ranks, who is learnt from in each update, and what the rewards were."""
         config = self.config
-        mine = torch.stack([rewards.double(), torch.tensor(batch.prompt_ids).to(rewards).double()], 1)
-        everyone = mesh.gather(mine)
-        all_rewards, ids = everyone[:, 0], everyone[:, 1].long()
-        advantages = group_advantages(all_rewards, ids, config.advantage)
+        ids = mesh.gather(torch.tensor(batch.prompt_ids, device=scores.parts.device))
+        everyone = scores.everywhere(mesh)
+        all_rewards = self.reward.total(everyone.parts)
         below, equal = below_threshold(all_rewards, ids, config.reward_threshold), zero_variance(all_rewards, ids)
+        if config.advantage == "gdpo":  # each part against its group, before they are weighted
+            weights = list(self.reward.weights.values())
+            advantages = group_advantages(everyone.parts, ids, "gdpo", weights=weights)
+            equal = torch.stack([zero_variance(part, ids) for part in everyone.parts.unbind(1)]).all(0)
+        else:
+            advantages = group_advantages(all_rewards, ids, config.advantage)
         advantages[below | equal] = 0.0
         useful = ~equal
         if config.keep_samples:
@@ -133,9 +143,9 @@ class DanceGRPO:
             "filtered_groups": len(ids[below | equal].unique()) / len(ids.unique()),
             "skipped_updates": float(sum(not parts for parts in lessons)),
         }
-        start = mesh.data_rank * len(rewards)
-        mine = advantages[start : start + len(rewards)].clamp(-config.advantage_clip, config.advantage_clip)
-        return mine.to(rewards.dtype), lessons, metrics
+        start = mesh.data_rank * len(batch)
+        mine = advantages[start : start + len(batch)].clamp(-config.advantage_clip, config.advantage_clip)
+        return mine.float(), lessons, metrics | self.reward.metrics(everyone, ids)
 
     def _replay(self, lived: Lived, part: Lesson, s: int) -> Replay:
         """Transition s as the student makes it now, against how it was sampled and how the reference makes it."""

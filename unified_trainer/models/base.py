@@ -51,8 +51,8 @@ class VideoModel(Protocol):
         """A small input, the same every time, to compare two copies of the network on."""
         ...
 
-    def save(self, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
-        """Write the network's part of a pipeline folder; the weights in memory are rounded to `dtype` as well."""
+    def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
+        """Write the network as a component of a pipeline folder; the weights in memory are rounded to `dtype` too."""
         ...
 
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
@@ -64,6 +64,10 @@ class Cache(Protocol):
     """What later chunks look back on; opaque, and written by `append` alone."""
 
     seen: int  # latent frames finished so far
+
+    def turn(self) -> None:
+        """From now on the passes have another condition; what was seen stays as it was seen."""
+        ...
 
 
 class CausalVideoModel(VideoModel, Protocol):
@@ -84,7 +88,7 @@ class CausalVideoModel(VideoModel, Protocol):
         ...
 
     def open_cache(self, chunks: ChunkConfig) -> Cache:
-        """An empty cache for one rollout, all of whose passes have one condition."""
+        """An empty cache for one rollout, all of whose passes have one condition until it turns."""
         ...
 
     def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: Condition, cache: Cache) -> Latents:
@@ -96,7 +100,10 @@ class CausalVideoModel(VideoModel, Protocol):
         ...
 
     def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig, dtype: torch.dtype) -> int:
-        """Memory of one sample's full cache on this rank when passes compute in `dtype`, the text's left out."""
+        """Memory of one sample's full cache on this rank when passes compute in `dtype`, the text's left out.
+
+        ValueError for more latent frames than the model has positions.
+        """
         ...
 
 
@@ -120,3 +127,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, latents: Latents) -> Video: ...
+
+    def decoder(self) -> Callable[[Latents], Video]:
+        """Decodes chunk after chunk of one batch: put together, they are what `decode` makes of all."""
+        ...

@@ -35,12 +35,15 @@ def check_component(folder: Path, weights: str) -> None:
             raise ValueError(f"{file} is damaged or cut short ({error}): fetch or write it again") from error
 
 
-def load_strictly(kind: type[M], folder: Path, weights: str = WEIGHTS) -> M:
-    """A model in float32 with exactly the keys and shapes of its config, all weights finite."""
+def load_strictly(kind: type[M], folder: Path, weights: str = WEIGHTS, spare: tuple[str, ...] = ()) -> M:
+    """A model in float32 with exactly the keys and shapes of its config, all weights finite.
+
+    Keys that end in one of `spare` may be there and are not read.
+    """
     check_component(folder, weights)
     model, info = kind.from_pretrained(folder, output_loading_info=True)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        _refuse(folder, what, [str(key) for key in info[what]])
+        _refuse(folder, what, [str(key) for key in info[what] if not str(key).endswith(spare)])
     for name, weight in model.state_dict().items():
         if not bool(weight.isfinite().all()):
             raise ValueError(f"{folder}: weight {name} holds a value that is not finite")

@@ -35,6 +35,9 @@ class Cache:
         """The latent frames that are looked back on."""
         return [frame for chunk in self.past for frame in chunk.frames]
 
+    def turn(self) -> None:
+        self.text = []
+
 
 class CausalWanModel(WanModel):
     """WanTransformer3DModel looking back in chunks; without chunks it is the bidirectional one."""
@@ -93,6 +96,7 @@ class CausalWanModel(WanModel):
         Sequence ranks have the keys and values of their own heads.
         """
         _, frames, height, width = latent_shape
+        self._positions.check(frames)
         kept = min(frames, chunks.window_frames or frames)
         _, patch_height, patch_width = self.network.config.patch_size
         tokens = kept * (height // patch_height) * (width // patch_width)
@@ -135,13 +139,17 @@ class _Positions(nn.Module):
         self._rope = rope
 
     def expect(self, frames: list[int], **seen: object) -> None:
-        """What the next forward of the network is about; ValueError beyond the last position."""
-        if max(frames) >= self._rope.max_seq_len:
+        """What the next forward of the network is about."""
+        self.check(max(frames) + 1)
+        self._expected = (frames, seen)
+
+    def check(self, frames: int) -> None:
+        """ValueError for more latent frames than there are positions."""
+        if frames > self._rope.max_seq_len:
             raise ValueError(
-                f"latent frame {max(frames)} is beyond the {self._rope.max_seq_len} positions of this Wan "
+                f"latent frame {frames - 1} is beyond the {self._rope.max_seq_len} positions of this Wan "
                 "(rope_max_seq_len): generate fewer frames"
             )
-        self._expected = (frames, seen)
 
     def forward(self, x: Latents) -> Pass:
         frames, seen = self._expected

@@ -41,9 +41,12 @@ def keep_gathered(network: nn.Module, mesh: Mesh) -> None:
     """Say before a pass whether weights stay gathered after it: for its backward pass, or not at all.
 
     What a pass without gradient kept would be stale once the role has moved. For a backward pass the root's few
-    weights are always kept: one that starts from the features, not from the output, would not gather them again.
+    weights are always kept: one that starts from the features, not from the output, would not gather them again. They
+    are kept after it too, for the backward of another pass through the same network, until the next pass begins.
     """
     if isinstance(network, FSDPModule):
+        network.reshard()
+        network.set_reshard_after_backward(False, recurse=False)
         network.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=not mesh.config.reshard)
 
 

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -43,7 +43,10 @@ class Backbone:
         activation_checkpointing: bool = False,
         half: bool = False,
         compile: bool = False,
+        offload: bool = False,
     ) -> None:
+        if offload:  # this one, as parallel.offload does with all
+            mesh = replace(mesh, config=replace(mesh.config, offload=True))
         self.model, self.mesh, self.half = model, mesh, half
         self.adapters = dict(adapters or {})
         model.network.eval().requires_grad_(trained and not self.adapters)
@@ -74,13 +77,9 @@ class Backbone:
     @contextmanager
     def running(self, role: str) -> Iterator[VideoModel]:
         """The model with this role's adapter, or without any; what ran before runs again after."""
-        before = self._running
         keep_gathered(self.model.network, self.mesh)
-        self._switch(role if role in self.adapters else NO_ADAPTER)
-        try:
+        with self._adapter(role if role in self.adapters else NO_ADAPTER):
             yield self.model
-        finally:
-            self._switch(before)
 
     def exchange_gradients(self, *, last: bool) -> None:
         """Say before a backward pass whether weights move after it: only then need the ranks' gradients meet."""
@@ -101,6 +100,15 @@ class Backbone:
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         _lora(self.model, self.adapters[role]).save_pretrained(str(folder))
 
+    @contextmanager
+    def _adapter(self, adapter: str) -> Iterator[None]:
+        before = self._running
+        self._switch(adapter)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
     def _switch(self, adapter: str) -> None:
         """By hand: peft's set_adapter also freezes and thaws weights, which FSDP2 has gathered or not at that time."""
         if adapter == self._running:
@@ -111,7 +119,7 @@ class Backbone:
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """Activations are recomputed with the adapter that made them, whichever runs by then."""
-        return nullcontext(), self.running(self._running)
+        return nullcontext(), self._adapter(self._running)
 
 
 def _inject(model: VideoModel, name: str, config: AdapterConfig, device: torch.device) -> None:

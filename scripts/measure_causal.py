@@ -1,0 +1,131 @@
+"""How a causal student of the tiny world holds up beyond the length of its run, and how fast it streams.
+
+    python scripts/measure_causal.py RUN... [--against RUN] [--samples 192]
+
+Three times the length, every prompt takes turns with its opposite: the shape goes there, back, and there again, so
+that the first chunk settles nothing. Each third is judged by what it was asked for. The Frechet distance compares the
+last frame of every chunk with real videos that do the same, both decoded; speeds are of one video at a time, in turn
+with those of a bidirectional student.
+"""
+
+import argparse
+import statistics
+import time
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from unified_trainer.commands.sample import of_length, pieces
+from unified_trainer.commands.trained import Trained, load_trained
+from unified_trainer.data.prompts import validation_prompts
+from unified_trainer.data.shapes import FRAMES, SUBJECT_OF_CAPTION, Subject, draw_clip, judge, render
+from unified_trainer.frechet import frechet_distance
+from unified_trainer.models.wan import WanCodec
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.registry import TINY, load_hpsv3
+from unified_trainer.types import Video
+
+OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
+CPU, BATCH, LONG, CHUNK = torch.device("cpu"), 32, 3, 4
+REPEATS = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="RUN[@step][:ema] of causal students")
+    parser.add_argument("--against", default="", help="RUN of a bidirectional student, for the speeds")
+    parser.add_argument("--samples", type=int, default=192)
+    parser.add_argument("--window-frames", type=int, help="latent frames that are looked back on in long videos")
+    parser.add_argument("--sink-frames", type=int, help="how many of them are the first ones")
+    arguments = parser.parse_args()
+    said = Console(width=200)
+    codec = WanCodec.load(TINY / "wan", CPU)
+    captions = validation_prompts(arguments.samples)
+    real = features(decoded(codec, turning(captions)))
+    said.print("| student | judge | Frechet distance | judge of each third | Frechet distance of chunks |")
+    said.print("| --- | --- | --- | --- | --- |")
+    for run in arguments.runs:
+        one = student(run)
+        short = made(one, list(captions))
+        long = of_length(one, LONG * (FRAMES - 1) + 1, arguments.window_frames, arguments.sink_frames, BATCH)
+        video = made(long, [" | ".join([here, there(here), here]) for here in captions])
+        thirds = [judged(part, captions, turned=i == 1) for i, part in enumerate(split(video))]
+        chunks = [frechet_distance(seen, truth) for seen, truth in zip(features(video), real, strict=True)]
+        whole = frechet_distance(torch.cat(features(short)), torch.cat(real[: len(features(short))]))
+        rates, drift = (" ".join(f"{value:.{n}f}" for value in row) for n, row in ((3, thirds), (1, chunks)))
+        said.print(f"| {run} | {judged(short, captions):.3f} | {whole:.1f} | {rates} | {drift} |", soft_wrap=True)
+    if arguments.against:
+        for line in speeds(student(arguments.runs[-1]), student(arguments.against)):
+            said.print(line)
+
+
+def student(run: str) -> Trained:
+    return load_trained(run, "student", None, Mesh(CPU), causal=True)
+
+
+def there(caption: str) -> str:
+    """The caption of the way back."""
+    way = SUBJECT_OF_CAPTION[caption].direction
+    return caption.replace(way, OPPOSITE[way])
+
+
+def made(one: Trained, prompts: list[str]) -> Video:
+    by_chunk = one.run.sampler.chunks.causal
+    return torch.cat([torch.cat(list(parts), 2) for parts in pieces(one, prompts, 0, BATCH, by_chunk=by_chunk)])
+
+
+def turning(captions: tuple[str, ...]) -> Video:
+    """Real videos: there, back, and there."""
+    generator = torch.Generator().manual_seed(1)
+    clips = render([draw_clip(SUBJECT_OF_CAPTION[caption], generator) for caption in captions])
+    return torch.cat([clips, clips.flip(2)[:, :, 1:], clips[:, :, 1:]], 2)
+
+
+def decoded(codec: WanCodec, video: Video) -> Video:
+    """What the VAE keeps of it."""
+    return torch.cat([codec.decode(codec.encode(part)) for part in video.split(BATCH)])
+
+
+def features(video: Video) -> list[Tensor]:
+    """HPSv3's features of the last frame of every chunk, by chunk."""
+    network = load_hpsv3("tiny", "fp32", CPU)
+    frames = video[:, :, ::CHUNK].unbind(2)
+    return [torch.cat([network.features(part) for part in frame.split(BATCH)]) for frame in frames]
+
+
+def split(video: Video) -> list[Video]:
+    """The thirds, each with the frame it starts from."""
+    return [video[:, :, start : start + FRAMES] for start in range(0, video.shape[2] - 1, FRAMES - 1)]
+
+
+def judged(video: Video, captions: tuple[str, ...], *, turned: bool = False) -> float:
+    asked = [SUBJECT_OF_CAPTION[caption] for caption in captions]
+    if turned:
+        asked = [Subject(one.colour, one.shape, OPPOSITE[one.direction]) for one in asked]
+    return judge(video, asked)["all"].double().mean().item()
+
+
+def speeds(causal: Trained, whole: Trained) -> list[str]:
+    """Frames per second and the wait for the first frames of both, timed in turn."""
+    prompt = [validation_prompts(1)[0]]
+    seconds: dict[str, list[float]] = {"causal": [], "first": [], "whole": []}
+    for _ in range(REPEATS + 1):  # the first warms up
+        for name, one in (("causal", causal), ("whole", whole)):
+            (parts,) = pieces(one, prompt, 0, 1, by_chunk=name == "causal")
+            began = time.perf_counter()
+            for i, _part in enumerate(parts):
+                if name == "causal" and i == 0:
+                    seconds["first"].append(time.perf_counter() - began)
+            seconds[name].append(time.perf_counter() - began)
+    took = {name: statistics.median(row[1:]) for name, row in seconds.items()}
+    return [
+        f"frames per second: causal {FRAMES / took['causal']:.1f}, bidirectional {FRAMES / took['whole']:.1f}, "
+        f"ratio {took['whole'] / took['causal']:.2f}",
+        f"first frames: causal {took['first']:.3f} s, bidirectional {took['whole']:.3f} s, "
+        f"ratio {took['first'] / took['whole']:.2f}",
+    ]
+
+
+if __name__ == "__main__":
+    main()

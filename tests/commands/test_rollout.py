@@ -1,0 +1,174 @@
+"""Rollouts: what is written, that it goes on where it ended and overwrites nothing, and scoring it again."""
+
+import json
+
+import pytest
+import torch
+from helpers import ALONE, SMALL, copy_of, files_of, flags, tiny_codec
+from safetensors.torch import load_file
+
+from unified_trainer import pixels
+from unified_trainer.__main__ import main
+from unified_trainer.commands.sample import videos
+from unified_trainer.commands.trained import load_trained
+
+PROMPTS = ("a red circle moving left", "something else")
+ASKED = ("--prompts", *PROMPTS, "--num-samples", "3", "--seed", "5", "--batch", "4")
+OTHER = """
+reward:
+  kind: sharpness
+  path: ''
+  scale: 10
+  scorers:
+    dark: {kind: dark_share, weight: -2}
+    motion_energy: {frames: all, weight: 0}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of one step, with a learning rate at which it shows."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    moving = flags({"student.learning-rate": 1e-2, "sampler.num-steps": 2, "reward.scorers.saturation.weight": 2})
+    assert main([*SMALL["dance_grpo"], *moving, "--output", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rollouts(trained, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rollouts") / "out"
+    assert main(["rollout", str(trained), *ASKED, "--output", str(folder), "--num-videos", "1"]) == 0
+    return folder
+
+
+@pytest.fixture
+def other(tmp_path):
+    file = tmp_path / "other.yaml"
+    file.write_text(OTHER)
+    return file
+
+
+def rows(folder, name: str = "run") -> list[dict]:
+    return [json.loads(line) for line in (folder / "scores" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def latents(folder) -> torch.Tensor:
+    return torch.cat([load_file(folder / "latents" / f"{part}.safetensors")["x0"] for part in range(2)])
+
+
+def refused(capsys, *words: str) -> str:
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_samples_are_those_of_sample(trained, rollouts):
+    """Three of each prompt, whatever the batch: number i has the noise of seed + i."""
+    one = load_trained(str(trained), "student", None, ALONE, causal=True)
+    asked = [prompt for prompt in PROMPTS for _ in range(3)]
+    expected = torch.cat(list(videos(one, asked, 5, 6)))
+    torch.testing.assert_close(tiny_codec().decode(latents(rollouts)), expected, rtol=1e-4, atol=1e-4)
+    assert [(row["prompt"], row["prompt_id"], row["seed"]) for row in rows(rollouts)] == [
+        (prompt, i // 3, 5 + i) for i, prompt in enumerate(asked)
+    ]
+    assert sorted(path.name for path in (rollouts / "videos").iterdir()) == ["0.mp4"]
+
+
+def test_a_row_says_where_its_latents_are_and_what_they_are_worth(rollouts):
+    """The run's own set: HPSv3 and twice the saturation of the first frame."""
+    x0 = latents(rollouts)
+    assert [(row["latents"], row["row"]) for row in rows(rollouts)[3:5]] == [
+        ("latents/0.safetensors", 3),
+        ("latents/1.safetensors", 0),
+    ]
+    vivid = pixels.saturation(tiny_codec().decode(x0[:, :, :1])).tolist()
+    for row, saturation in zip(rows(rollouts), vivid, strict=True):
+        assert row["parts"]["saturation"] == pytest.approx(saturation, rel=1e-4)
+        assert row["reward"] == pytest.approx(row["parts"]["hpsv3"] + 2 * row["parts"]["saturation"])
+    assert len({row["reward"] for row in rows(rollouts)}) == 6
+
+
+def test_it_goes_on_where_it_ended(trained, rollouts, tmp_path, capsys):
+    """A part that is missing and a row that was cut off are made anew; the rest is not touched."""
+    whole, folder = files_of(rollouts), copy_of(rollouts, tmp_path / "out")
+    (folder / "latents" / "1.safetensors").unlink()
+    table = folder / "scores" / "run.jsonl"
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[:5])[:-9])
+    kept = (folder / "latents" / "0.safetensors").stat().st_mtime_ns
+    assert main(["rollout", str(trained), *ASKED, "--output", str(folder), "--num-videos", "1"]) == 0
+    assert "6 samples" in (said := capsys.readouterr().out) and "2 of them new" in said
+    assert files_of(folder) == whole
+    assert (folder / "latents" / "0.safetensors").stat().st_mtime_ns == kept
+
+
+def test_a_whole_folder_is_left_as_it_is(trained, rollouts, capsys):
+    before = files_of(rollouts)
+    assert main(["rollout", str(trained), *ASKED, "--output", str(rollouts), "--num-videos", "1"]) == 0
+    assert "0 of them new" in capsys.readouterr().out and files_of(rollouts) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seed", "6"], "holds other rollouts: their seed is 5, now 6; choose another folder"),
+        (["--num-samples", "2"], "their num_samples is 3, now 2"),
+        (["--batch", "2"], "their batch is 4, now 2"),
+        (["--prompts", "another"], "their prompts is"),
+        (["--batch", "0"], "--batch and --num-samples must be at least 1"),
+    ],
+)
+def test_other_rollouts_are_not_overwritten(trained, rollouts, capsys, words, message):
+    before = files_of(rollouts)
+    assert message in refused(capsys, "rollout", trained, *ASKED, "--output", rollouts, *words)
+    assert files_of(rollouts) == before
+
+
+def test_a_folder_of_something_else_is_not_written_into(trained, tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    said = refused(capsys, "rollout", trained, *ASKED, "--output", tmp_path)
+    assert "exists and is no folder of rollouts" in said and [*files_of(tmp_path)] == ["thesis.txt"]
+
+
+def test_another_reward_set_for_the_same_samples(rollouts, other, tmp_path, capsys):
+    """10 sharpness - 2 dark share of the first frame; motion is held out. Nothing is generated."""
+    folder = copy_of(rollouts, tmp_path / "out")
+    before = files_of(folder)
+    assert main(["score", str(folder), "--reward", str(other), "--name", "sharp"]) == 0
+    assert "6 samples" in capsys.readouterr().out
+    video = tiny_codec().decode(latents(folder))
+    first = video[:, :, :1]
+    expected = 10 * pixels.sharpness(first) - 2 * pixels.dark_share(first)
+    found = rows(folder, "sharp")
+    assert [row["reward"] for row in found] == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-6)
+    motion = [row["parts"]["motion_energy"] for row in found]
+    assert motion == pytest.approx(pixels.motion_energy(video).tolist(), rel=1e-3)
+    after = files_of(folder)
+    assert {name: after[name] for name in before} == before
+    assert sorted(after.keys() - before.keys()) == ["scores/sharp.json", "scores/sharp.jsonl"]
+
+
+def test_scores_of_another_set_keep_their_name(rollouts, other, tmp_path, capsys):
+    folder = copy_of(rollouts, tmp_path / "out")
+    before = files_of(folder)
+    said = refused(capsys, "score", folder, "--reward", other, "--name", "run")
+    assert "run.json: the scores run are of another reward set" in said and files_of(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps: 3", "must hold a section reward"),
+        ("reward: {weight: 0}", "the weights of the reward sum to zero"),
+        ("reward: {scorers: {motion_smoothness: {weight: 1}}}", "motion_smoothness needs at least 3 frames"),
+    ],
+)
+def test_a_set_that_cannot_be_scores_nothing(rollouts, tmp_path, capsys, text, message):
+    folder = copy_of(rollouts, tmp_path / "out")
+    before = files_of(folder)
+    (tmp_path / "bad.yaml").write_text(text)
+    assert message in refused(capsys, "score", folder, "--reward", tmp_path / "bad.yaml", "--name", "x")
+    assert files_of(folder) == before
+
+
+def test_what_is_no_rollout_is_said(tmp_path, other, capsys):
+    assert "rollout.json is missing" in refused(capsys, "score", tmp_path, "--reward", other, "--name", "x")

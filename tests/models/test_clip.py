@@ -1,0 +1,135 @@
+"""The CLIP scorer against transformers' own model and processor, on a small random folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU, rewrite
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+
+from unified_trainer.models.clip import CLIP
+
+SIDE = 32
+PROMPTS = ["a red circle", "blue square moves up", "a red circle"]
+IMAGES = torch.rand(3, 3, 40, 56, generator=torch.Generator().manual_seed(0))
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """As transformers saves it: a model of two layers, a tokenizer of letters, a processor of 32 x 32."""
+    out = tmp_path_factory.mktemp("clip")
+    words = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
+    tokenizer.save_pretrained(out)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ends = {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1, "pad_token_id": len(words) - 1}
+    text = small | ends | {"vocab_size": len(words), "max_position_embeddings": 24}
+    vision = small | {"image_size": SIDE, "patch_size": 8}
+    torch.manual_seed(0)
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(out)
+    size = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    CLIPImageProcessorPil(**size).save_pretrained(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def clip(folder) -> CLIP:
+    return CLIP.load(folder, CPU, torch.float32)
+
+
+def copied(folder: Path, to: Path, **settings) -> Path:
+    """The folder with other settings of its processor."""
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    file = to / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return to
+
+
+@pytest.mark.parametrize("shape", [(40, 56), (56, 40), (32, 32), (20, 90)])
+def test_the_pixels_are_those_of_the_processor(folder, clip, shape):
+    """It rounds to 8 bits after the width and after the height: half a step of 1 / 255 each, the first resized."""
+    images = torch.rand(2, 3, *shape, generator=torch.Generator().manual_seed(1))
+    bytes_ = (images * 255).round().byte()
+    theirs = CLIPImageProcessorPil.from_pretrained(folder)(list(bytes_), return_tensors="pt")["pixel_values"]
+    ours = clip.pixels(bytes_ / 255)
+    assert ours.shape == theirs.shape == (2, 3, SIDE, SIDE)
+    assert float((ours - theirs).abs().max()) < 1.3 / 255 / min(clip.std)
+
+
+@torch.no_grad()
+def test_a_score_is_the_diagonal_of_transformers_logits(folder, clip):
+    model, tokenizer = CLIPModel.from_pretrained(folder), CLIPTokenizer.from_pretrained(folder)
+    inputs = tokenizer(PROMPTS, padding=True, return_tensors="pt")
+    logits = model(**inputs, pixel_values=clip.pixels(IMAGES)).logits_per_image
+    torch.testing.assert_close(clip.score(IMAGES, PROMPTS), logits.diagonal(), rtol=1e-5, atol=1e-5)
+    assert len({*clip.score(IMAGES, PROMPTS).tolist()}) == 3
+
+
+@torch.no_grad()
+def test_a_score_depends_on_its_own_image_and_prompt_alone(clip):
+    alone = torch.cat([clip.score(IMAGES[i : i + 1], PROMPTS[i : i + 1]) for i in range(3)])
+    torch.testing.assert_close(clip.score(IMAGES, PROMPTS), alone, rtol=1e-5, atol=1e-5)
+    assert clip.score(IMAGES[:1], ["another"]) != alone[0]
+
+
+def test_a_score_has_the_gradient_of_its_image(clip):
+    images = IMAGES.clone().requires_grad_()
+    clip.score(images, PROMPTS)[1].backward()
+    assert float(images.grad[1].abs().max()) > 0 and float(images.grad[[0, 2]].abs().max()) == 0
+
+
+@torch.no_grad()
+def test_a_long_prompt_is_cut_to_what_the_network_reads(clip):
+    words = "abcdefghijklmnopqrstuvw"
+    assert clip.score(IMAGES[:1], [words]) == clip.score(IMAGES[:1], [words + " z"])
+
+
+def test_sizes_as_older_folders_write_them(folder, clip, tmp_path):
+    older = copied(folder, tmp_path / "older", size=SIDE, crop_size=SIDE)
+    fixed = copied(folder, tmp_path / "fixed", size={"height": SIDE, "width": SIDE})
+    assert torch.equal(CLIP.load(older, CPU, torch.float32).pixels(IMAGES), clip.pixels(IMAGES))
+    squeezed = CLIP.load(fixed, CPU, torch.float32).pixels(IMAGES)
+    assert squeezed.shape == (3, 3, SIDE, SIDE) and not torch.allclose(squeezed, clip.pixels(IMAGES), atol=0.1)
+
+
+def test_position_ids_of_older_checkpoints_are_not_read(folder, tmp_path):
+    older = copied(folder, tmp_path / "older")
+    rewrite(
+        older / "model.safetensors", lambda t: t.update({"text_model.embeddings.position_ids": torch.arange(24)[None]})
+    )
+    CLIP.load(older, CPU, torch.float32)
+    rewrite(older / "model.safetensors", lambda t: t.update({"text_model.more": torch.zeros(1)}))
+    with pytest.raises(ValueError, match=r"unexpected keys \['text_model.more'\]"):
+        CLIP.load(older, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"resample": 2}, "resample 2 is not supported"),
+        ({"crop_size": 16}, r"crops to \(16, 16\), but the network sees 32 x 32"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(folder, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        CLIP.load(copied(folder, tmp_path / "other", **settings), CPU, torch.float32)
+
+
+def test_a_folder_without_its_processor_is_refused(folder, tmp_path):
+    bare = copied(folder, tmp_path / "bare")
+    (bare / "preprocessor_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"preprocessor_config\.json is missing"):
+        CLIP.load(bare, CPU, torch.float32)
+
+
+def test_what_would_mislead_it_is_refused(clip):
+    with pytest.raises(ValueError, match=r"CLIP: prompt \d holds the special token <\|endoftext\|>"):
+        clip.score(IMAGES[:1], ["a <|endoftext|> b"])
+    with pytest.raises(ValueError, match=r"CLIP: image 1 spans .*, expected values in \[0, 1\]"):
+        clip.score(torch.stack([IMAGES[0], IMAGES[1] + 1]), PROMPTS[:2])
+    with pytest.raises(ValueError, match="CLIP: 3 images but 2 prompts"):
+        clip.score(IMAGES, PROMPTS[:2])

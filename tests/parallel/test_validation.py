@@ -1,0 +1,25 @@
+"""What a validation measures does not depend on the number of ranks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ALONE, REPO, environment
+
+sys.path.insert(0, str(Path(__file__).parent))
+import validated
+
+
+def test_two_ranks_measure_what_one_does(tmp_path):
+    """Rewards, the judge, and the Frechet distance to the real clips, which go with the sample and not with the rank.
+
+    Other real clips of the same captions move the distance by a twentieth of itself; rounding does by 1e-4.
+    """
+    command = [sys.executable, validated.__file__, str(tmp_path)]
+    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
+    assert (tmp_path / "metrics.json").is_file(), done.stderr
+    two, one = json.loads((tmp_path / "metrics.json").read_text()), validated.measured(ALONE, tmp_path)
+    assert one["validation/frechet"] > 1 and one["validation/reward_std"] > 0
+    assert two == pytest.approx(one, rel=1e-3)

@@ -1,0 +1,51 @@
+"""What the ranks of tests/parallel/test_validation.py run: `python validated.py FOLDER` writes FOLDER/metrics.json.
+
+The same function on one rank is what the test compares with.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from helpers import small_model, tiny_codec
+from launch import fork_ranks
+
+from unified_trainer.config import ValidationConfig
+from unified_trainer.data.shapes import FRAMES, SIZE
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.registry import load_scorers
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
+from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.sampling import SamplerConfig
+from unified_trainer.validation import Validation
+
+CONFIG = ValidationConfig(num_samples=4, batch=2, num_videos=0, frechet_stride=8)
+REWARD = RewardConfig(scorers={"sharpness": ScorerConfig(weight=0.5), "saturation": ScorerConfig(weight=0.0)})
+
+
+def measured(mesh: Mesh, folder: Path) -> dict[str, float]:
+    """One validation of an untrained student in the tiny world."""
+    codec, (scorers, features) = tiny_codec(), load_scorers(REWARD, torch.device("cpu"))
+    reward, sampler = Reward(scorers, codec, REWARD), SamplerConfig(num_steps=2, guidance_scale=1.0)
+    student = Trainable("student", Backbone(small_model(), mesh, trained=True), TrainableConfig())
+    shape = codec.latent_shape(FRAMES, SIZE, SIZE)
+    return Validation(CONFIG, codec, reward, features, sampler, shape, mesh).run(student, folder)
+
+
+def work(folder: Path) -> None:
+    torch.set_num_threads(1)
+    mesh = Mesh.join("cpu", ParallelConfig())
+    metrics = measured(mesh, folder)
+    if mesh.is_main:
+        (folder / "metrics.json").write_text(json.dumps(metrics))
+    mesh.leave()
+
+
+if __name__ == "__main__":
+    fork_ranks(2, work, Path(sys.argv[1]))

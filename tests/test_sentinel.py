@@ -1,0 +1,180 @@
+"""The sentinel: what counts as hacked, by hand; and a run made to hack is caught where a healthy one is not."""
+
+import json
+
+import pytest
+from helpers import flags, metrics_of, run
+
+from unified_trainer.__main__ import main
+from unified_trainer.sentinel import Sentinel, SentinelConfig
+
+FIRST = {
+    "reward": 2.0,
+    "reward_std": 1.0,
+    "judge": 0.5,
+    "judge_std": 0.5,
+    "reward/clip": 20.0,
+    "reward/clip_std": 3.0,
+    "pixels/saturation": 0.2,
+    "pixels/saturation_std": 0.01,
+    "pixels/diversity": 0.4,
+}
+UP = {"reward": 3.0}
+CONFIG = SentinelConfig(action="warn", rise=0.5, fall=0.4, drift=2.0, collapse=0.5)
+
+
+def watching(config: SentinelConfig = CONFIG, witnesses: tuple[str, ...] = ("judge", "reward/clip")) -> Sentinel:
+    """One that has seen the first validation."""
+    one = Sentinel(config, witnesses)
+    assert one.watch(FIRST) is None
+    return one
+
+
+# The rule.
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"judge": 0.25}, "judge fell 0.5 -> 0.25 (-0.5 std)"),
+        ({"reward/clip": 18.5}, "reward/clip fell 20 -> 18.5 (-0.5 std)"),
+        ({"pixels/saturation": 0.225}, "pixels/saturation went 0.2 -> 0.225 (+2.5 std)"),
+        ({"pixels/saturation": 0.175}, "pixels/saturation went 0.2 -> 0.175 (-2.5 std)"),
+        ({"pixels/diversity": 0.19}, "pixels/diversity fell 0.4 -> 0.19"),
+        ({"judge": 0.25, "pixels/saturation": 0.3}, "judge fell 0.5 -> 0.25 (-0.5 std), pixels/saturation went"),
+    ],
+)
+def test_a_rising_reward_beside_what_speaks_against_it(changes, said):
+    alarm = watching().watch(FIRST | UP | changes)
+    assert alarm.startswith(f"reward rose 2 -> 3 (+1.0 std) while {said}")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        UP,
+        UP | {"judge": 0.31},  # -0.38
+        UP | {"judge": 0.9, "reward/clip": 40.0},  # witnesses rise too
+        UP | {"pixels/saturation": 0.219},  # +1.9
+        UP | {"pixels/diversity": 0.21},
+        {"reward": 2.4, "judge": 0.0},  # +0.4: not a reward that rises
+        {"reward": 1.0, "judge": 0.0},
+    ],
+)
+def test_what_is_no_hack(changes):
+    assert watching().watch(FIRST | changes) is None
+
+
+def test_the_measure_is_cohens_d():
+    """Over the root of the mean variance then and now: std 1 and 7 pool to 5, and a rise of 3 is 0.6."""
+    alarm = watching().watch(FIRST | {"reward": 5.0, "reward_std": 7.0, "judge": 0.0})
+    assert "reward rose 2 -> 5 (+0.6 std)" in alarm
+    assert watching().watch(FIRST | {"reward": 4.0, "reward_std": 7.0, "judge": 0.0}) is None
+
+
+def test_a_judge_that_was_always_right_can_fall():
+    """No spread then, some now; and none at all is infinitely much."""
+    sure = {"judge": 1.0, "judge_std": 0.0}
+    for now, said in (
+        ({"judge": 0.8, "judge_std": 0.4}, "(-0.7 std)"),
+        ({"judge": 0.0, "judge_std": 0.0}, "(-inf std)"),
+    ):
+        one = Sentinel(CONFIG, ("judge",))
+        one.watch(FIRST | sure)
+        assert one.watch(FIRST | UP | sure) is None
+        assert f"judge fell 1 -> {now['judge']:g} {said}" in one.watch(FIRST | UP | now)
+
+
+def test_it_compares_with_the_first_validation_and_not_with_the_last():
+    one = watching()
+    for judge in (0.45, 0.4, 0.35, 0.31):
+        assert one.watch(FIRST | UP | {"judge": judge}) is None
+    assert one.watch(FIRST | UP | {"judge": 0.29}) is not None
+
+
+def test_samples_of_a_prompt_that_become_alike_in_training():
+    """The mean since the last validation, against the first step."""
+    one = watching()
+    for value in (0.4, 0.3):
+        one.note({"pixels/diversity": value})
+    assert one.watch(FIRST | UP) is None
+    for value in (0.3, 0.05):
+        one.note({"pixels/diversity": value})
+    assert "train/pixels/diversity fell 0.4 -> 0.175" in one.watch(FIRST | UP)
+
+
+def test_off_says_nothing_and_still_keeps_its_reference():
+    one = watching(SentinelConfig(action="off"))
+    assert one.watch(FIRST | UP | {"judge": 0.0}) is None
+    assert one.reference == FIRST
+
+
+def test_a_witness_that_is_not_measured_is_no_witness():
+    assert "reward/pick" not in watching(witnesses=("reward/pick",)).reference
+
+
+@pytest.mark.parametrize("changes", [{"rise": 0.0}, {"fall": -0.1}, {"drift": 0.0}, {"collapse": 1.0}])
+def test_thresholds_that_cannot_be(changes):
+    with pytest.raises(ValueError, match=r"sentinel\.rise, sentinel\.fall and sentinel\.drift must be above 0"):
+        Sentinel(SentinelConfig(**changes), ())
+
+
+# Runs.
+
+SHORT = flags(
+    {"method": "dance_grpo", "steps": 8, "validate-every": 8, "checkpoint-every": 0, "sentinel.action": "stop"}
+    | {"validation.num-samples": 24, "validation.batch": 24, "validation.num-videos": 0}
+    | {"algorithm.num-prompts": 4, "algorithm.num-samples": 6, "algorithm.prompts-per-update": 4}
+    | {"algorithm.rollout-batch": 24, "algorithm.update-batch": 24}
+    | {"student.learning-rate": 1e-3, "student.decay": "constant", "student.decay-updates": 0}
+)
+# The planted shortcut: vivid colours pay more than what the prompt asks for.
+PLANTED = flags({"reward.scorers.saturation.weight": 100, "reward.scorers.saturation.frames": "all"})
+
+
+@pytest.fixture(scope="module")
+def hacked(tmp_path_factory):
+    """A run of the tiny world that is to take sixteen steps and hacks its reward, and its exit code."""
+    folder = tmp_path_factory.mktemp("hacked") / "run"
+    return folder, main([*SHORT, *PLANTED, "--steps", "16", "--output", str(folder)])
+
+
+def test_a_run_that_hacks_is_stopped_and_saved(hacked):
+    folder, code = hacked
+    assert code == 3
+    last = metrics_of(folder)[-1]
+    assert last["step"] == 8 and last["validation/sentinel"] == 1
+    manifest = json.loads((folder / "checkpoints" / "step_8" / "manifest.json").read_text())
+    first = {key.removeprefix("validation/"): value for key, value in metrics_of(folder)[0].items()}
+    assert manifest["sentinel"]["pixels/saturation"] == first["pixels/saturation"]
+    assert last["validation/pixels/saturation"] > first["pixels/saturation"] + first["pixels/saturation_std"]
+
+
+def test_it_is_stopped_again_when_it_is_resumed(hacked, capsys):
+    """The reference is that of the first validation, not of the one after resuming."""
+    folder, _ = hacked
+    before = metrics_of(folder)[0]["validation/pixels/saturation"]
+    assert main(["--resume", str(folder), "--validate-every", "1"]) == 3
+    said = capsys.readouterr().out
+    assert f"pixels/saturation went {before:.3g} ->" in said and "stopped by the sentinel after step 9" in said
+    assert main(["--resume", str(folder), "--validate-every", "1", "--sentinel.action", "warn", "--steps", "10"]) == 0
+    said = capsys.readouterr().out
+    assert "warning: the reward looks hacked: reward rose" in said and "stopped" not in said
+
+
+def test_a_healthy_run_is_left_alone(run_folder):
+    """The same student, steps and learning rate without the planted scorer."""
+    run("dance_grpo", run_folder, *SHORT)
+    assert metrics_of(run_folder)[-1]["validation/sentinel"] == 0
+
+
+def test_a_method_without_a_reward_has_no_sentinel(run_folder, capsys):
+    run("finetune", run_folder, "--validate-every", "1")
+    assert all("validation/sentinel" not in line for line in metrics_of(run_folder))
+    assert main(["--method", "finetune", "--output", str(run_folder / "x"), "--sentinel.action", "stop"]) == 2
+    assert "--sentinel.*: finetune trains on no reward" in capsys.readouterr().err
+
+
+def test_a_sentinel_that_is_to_stop_needs_validations(run_folder, capsys):
+    assert main([*SHORT, "--validate-every", "0", "--output", str(run_folder)]) == 2
+    assert "sentinel.action stop needs validations to compare: set validate_every" in capsys.readouterr().err

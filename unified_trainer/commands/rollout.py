@@ -1,0 +1,82 @@
+"""python -m unified_trainer rollout: generate, score, write, and train nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from unified_trainer import config as settings
+from unified_trainer.commands.rollout_folder import RolloutFolder
+from unified_trainer.commands.sample import draw_latents, read_lines
+from unified_trainer.commands.trained import load_trained
+from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.registry import check_reward, load_scorers
+from unified_trainer.roles.reward import Reward
+from unified_trainer.types import Video
+from unified_trainer.video_files import to_uint8, write_mp4
+
+
+def rollout(
+    run: Annotated[str, tyro.conf.Positional],
+    prompts: tuple[str, ...],
+    output: Path,
+    num_samples: int = 1,
+    seed: int = 0,
+    batch: int = 8,
+    num_videos: int = 0,
+    name: str = "run",
+    reward: Path | None = None,
+    device: Device = "auto",
+    base: Path | None = None,
+) -> None:
+    """Write samples of the student with their rewards, made as its run samples; the same command again continues.
+
+    Args:
+        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the averaged weights with :ema
+        prompts: each a prompt, or a file with one a line
+        output: folder to write: rollout.json, latents/N.safetensors, scores/NAME.jsonl; must be empty, absent or begun
+        num_samples: samples of each prompt
+        seed: of the first sample's noise; the next ones count on
+        batch: samples at a time, and in one file
+        num_videos: how many samples are written as videos/N.mp4 too
+        name: of these scores; more are added with `score`
+        reward: YAML file with a section reward, as in a recipe; by default the reward set of the run
+        device: where to run
+        base: pipeline folder that the student started from, if it is no longer where the run found it
+    """
+    if min(batch, num_samples) < 1 or num_videos < 0:
+        raise ValueError("--batch and --num-samples must be at least 1, --num-videos not negative")
+    lines = read_lines(prompts)
+    trained = load_trained(run, "student", base, Mesh.join(device), causal=True)
+    rewards = settings.read_reward(reward) if reward else trained.run.reward
+    check_reward(rewards, trained.run.video.frames)
+    plain = settings.plain(trained.run)
+    about = {"run": run, "step": trained.known["step"], "method": trained.known["method"], "base": str(trained.base)}
+    about |= {"sampler": plain["sampler"], "video": plain["video"], "seed": seed, "num_samples": num_samples}
+    folder = RolloutFolder.begin(output, about | {"batch": batch, "prompts": lines})
+    codec = trained.family.codec(trained.base, trained.role.device)
+    asked = [prompt for _, prompt in folder.samples]
+    drawn = 0
+    for part, numbers in enumerate(folder.parts):
+        if not folder.file(part).is_file():
+            folder.write(part, draw_latents(trained, codec, asked, numbers, seed))
+            drawn += len(numbers)
+    scorers, _ = load_scorers(rewards, trained.role.device)
+    mean = folder.score(name, Reward(scorers, codec, rewards), codec, trained.role.device, _videos(output, num_videos))
+    said = f"{len(asked)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {trained.said}"
+    Console().print(said, highlight=False, soft_wrap=True)
+
+
+def _videos(output: Path, count: int) -> Callable[[range, Video], None]:
+    """Writes the first videos of those it is shown."""
+
+    def write(numbers: range, video: Video) -> None:
+        for number, frames in zip(numbers, to_uint8(video), strict=True):
+            if number < count:
+                (output / "videos").mkdir(exist_ok=True)
+                write_mp4(frames, output / "videos" / f"{number}.mp4")
+
+    return write

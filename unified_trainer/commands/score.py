@@ -1,0 +1,41 @@
+"""python -m unified_trainer score: another reward set for saved rollouts, without generating them again."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from unified_trainer import config as settings
+from unified_trainer.commands.rollout_folder import RolloutFolder
+from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.registry import check_reward, family_of, load_scorers
+from unified_trainer.roles.reward import Reward
+
+
+def score(
+    folder: Annotated[Path, tyro.conf.Positional],
+    reward: Path,
+    name: str,
+    device: Device = "auto",
+    base: Path | None = None,
+) -> None:
+    """Add scores of a reward set to what `rollout` wrote; the same command again continues.
+
+    Args:
+        folder: what `rollout` wrote
+        reward: YAML file with a section reward, as in a recipe
+        name: of the scores: scores/NAME.jsonl, which must be absent or of this reward set
+        device: where to run
+        base: pipeline folder whose VAE decodes the latents, if it is no longer where the rollouts found it
+    """
+    rollouts, rewards = RolloutFolder.read(folder), settings.read_reward(reward)
+    check_reward(rewards, rollouts.about["video"]["frames"])
+    mesh = Mesh.join(device)
+    family, path = family_of("--base", str(base or rollouts.about["base"]))
+    codec = family.codec(path, mesh.device)
+    scorers, _ = load_scorers(rewards, mesh.device)
+    mean = rollouts.score(name, Reward(scorers, codec, rewards), codec, mesh.device)
+    said = f"{len(rollouts.samples)} samples in {folder / 'scores' / name}.jsonl, mean reward {mean:.4g}"
+    Console().print(said, highlight=False, soft_wrap=True)

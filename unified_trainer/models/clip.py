@@ -1,0 +1,103 @@
+"""Image and text in one space (CLIP, arXiv:2103.00020): any CLIPModel folder of transformers, PickScore among them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import interpolate
+from transformers import CLIPModel, CLIPTokenizer
+
+from unified_trainer.models.folder import load_strictly
+from unified_trainer.types import PerSample
+
+SETTINGS = "preprocessor_config.json"
+BICUBIC = 3  # PIL's number
+SPARE = ("position_ids",)  # in checkpoints of older versions, and computed by the network
+
+
+@dataclass(frozen=True)
+class CLIP:
+    """logit_scale x the cosine of an image and its prompt, as `CLIPModel` has it on the diagonal of its logits."""
+
+    network: CLIPModel
+    tokenizer: CLIPTokenizer
+    shortest: int | None  # pixels of the shorter side before the crop; None resizes to the crop's own shape
+    crop: tuple[int, int]  # height and width of what the network sees
+    mean: tuple[float, ...]  # per channel, of images in [0, 1]
+    std: tuple[float, ...]
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> "CLIP":
+        """Raises FileNotFoundError or ValueError, naming the file, unless the folder is whole and its parts fit."""
+        if not (folder / SETTINGS).is_file():
+            raise FileNotFoundError(f"{folder / SETTINGS} is missing: a CLIP scorer's path must hold its processor too")
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        shortest, crop = _sizes(folder / SETTINGS, settings)
+        tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+        network = load_strictly(CLIPModel, folder, "model", spare=SPARE)
+        side = network.config.vision_config.image_size
+        if crop != (side, side):
+            raise ValueError(f"{folder / SETTINGS} crops to {crop}, but the network sees {side} x {side}")
+        network = network.to(device, dtype).requires_grad_(False).eval()
+        return cls(network, tokenizer, shortest, crop, tuple(settings["image_mean"]), tuple(settings["image_std"]))
+
+    def score(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> PerSample:
+        """One number for each image in [0, 1], with its gradient; a prompt is cut to the length the network reads.
+
+        Raises ValueError, naming the sample, for a prompt with a special token or an image outside [0, 1].
+        """
+        if len(images) != len(prompts):
+            raise ValueError(f"CLIP: {len(images)} images but {len(prompts)} prompts, expected one prompt for each")
+        distinct = sorted(set(prompts))
+        seen = self.network(**self._text(distinct), pixel_values=self.pixels(images))
+        rows = torch.tensor([[distinct.index(prompt)] for prompt in prompts])
+        return seen.logits_per_image.float().gather(1, rows.to(images.device))[:, 0]
+
+    def pixels(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 s s"]:
+        """What the network sees: bicubic with antialiasing to the shorter side, the middle cut out, normalised."""
+        low, high = images.flatten(1).amin(1), images.flatten(1).amax(1)
+        for i in (~((low >= 0) & (high <= 1))).nonzero().flatten().tolist():
+            raise ValueError(f"CLIP: image {i} spans {float(low[i])}..{float(high[i])}, expected values in [0, 1]")
+        height, width = images.shape[2:]
+        size = self.crop
+        if self.shortest is not None:
+            short = min(height, width)
+            size = tuple(side * self.shortest // short for side in (height, width))
+        weight = self.network.visual_projection.weight
+        small = images.to(weight.device).float()
+        for shape in ((height, size[1]), size):  # width first, each clipped: as PIL does it
+            small = interpolate(small, shape, mode="bicubic", antialias=True).clamp(0, 1)
+        top, left = ((side - cut) // 2 for side, cut in zip(size, self.crop, strict=True))
+        seen = small[:, :, top : top + self.crop[0], left : left + self.crop[1]]
+        mean, std = (seen.new_tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
+        return ((seen - mean) / std).to(weight.dtype)
+
+    def _text(self, prompts: list[str]) -> dict[str, Tensor]:
+        for i, prompt in enumerate(prompts):
+            for token in self.tokenizer.all_special_tokens:
+                if token in prompt:
+                    raise ValueError(f"CLIP: prompt {i} holds the special token {token}; remove it: {prompt!r}")
+        length = self.network.config.text_config.max_position_embeddings
+        encoded = self.tokenizer(prompts, padding=True, truncation=True, max_length=length, return_tensors="pt")
+        device = self.network.visual_projection.weight.device
+        return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def _sizes(file: Path, settings: dict[str, Any]) -> tuple[int | None, tuple[int, int]]:
+    """The shorter side to resize to, None where the shape is given, and the shape to crop to."""
+    missing = [name for name in ("size", "image_mean", "image_std") if name not in settings]
+    if missing:
+        raise ValueError(f"{file}: missing {', '.join(missing)}")
+    if settings.get("resample", BICUBIC) != BICUBIC:
+        raise ValueError(f"{file}: resample {settings['resample']} is not supported; only bicubic, {BICUBIC}, is")
+    size = settings["size"]
+    shortest = size if isinstance(size, int) else size.get("shortest_edge")
+    if shortest is None:
+        return None, (size["height"], size["width"])
+    crop = settings.get("crop_size", shortest)
+    return shortest, (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
