@@ -67,6 +67,9 @@ class ClassCodec:
     def decode(self, latents):
         return latents
 
+    def decoder(self):
+        return self.decode
+
 
 @functools.cache
 def templates() -> torch.Tensor:

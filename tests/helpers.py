@@ -25,6 +25,7 @@ from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.models.wan import WanCodec, WanModel
+from unified_trainer.models.wan_causal import CausalWanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
@@ -88,6 +89,11 @@ def small_model(seed: int = 0) -> WanModel:
     return WanModel(network)
 
 
+def small_causal(seed: int = 0) -> CausalWanModel:
+    """The same, looking back in chunks."""
+    return CausalWanModel(small_model(seed).network)
+
+
 class Recording(Trainable):
     """A role that keeps the gradient of every update, by its own names of weights, and moves only if asked to."""
 
@@ -97,11 +103,12 @@ class Recording(Trainable):
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def step(self) -> dict[str, float]:
-        given = {key: p.grad for key, p in self._own_weights().items() if p.grad is not None}
+        given = {key: p.grad for key, p in self.weights.items() if p.grad is not None}
         self.gradients.append({key: full(gradient).clone() for key, gradient in given.items()})
         if self.moves:
             return super().step()
-        self._optimizer.zero_grad()
+        for p in self.weights.values():
+            p.grad = None
         return {}
 
 
@@ -298,7 +305,7 @@ def dmd2(
     student = Recording("student", names["student"], role, moves=moves)
     critic = RecordingCritic("critic", names["critic"], role, moves=moves)
     for i, weight in enumerate(
-        critic._discriminator.parameters()
+        critic._discriminators[""].parameters()
     ):  # at its start, zero, it teaches the student nothing
         value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
         weight.data.copy_(replicated(value, weight))

@@ -59,7 +59,9 @@ METHODS = {
     "dmd2": MATCHING | {"student.adapter.rank": 2, "critic.adapter.rank": 2},
     "self_forcing": MATCHING,
 }
-ROLES = {"finetune": ("student",), "dmd2": ("student", "critic")}
+LARGER = {"finetune": ["--algorithm.micro-batch", "4"]} | {
+    "dance_grpo": ["--algorithm.rollout-batch", "4", "--algorithm.update-batch", "4"]
+}
 PATIENCE = 120  # seconds that any life may take
 
 
@@ -261,23 +263,28 @@ def through(lives: Lives, words: list[str], run: Path, ranks: int) -> str:
     return log.read_text()
 
 
-@pytest.mark.parametrize("method", ["finetune", "dmd2"])
+@pytest.mark.parametrize("method", METHODS)
 def test_two_ranks_then_one_then_two(lives, base, tmp_path, method):
-    """All state goes along, averages and adapters too: the end is that of one rank, within rounding.
+    """Shards, one rank with larger micro-batches, then shared tokens: the end is that of one rank, within rounding.
 
-    A large eps makes AdamW's steps proportional to the gradient, so that rounding stays small.
+    All state goes along, averages and adapters too. A large eps makes AdamW's steps proportional to the gradient, so
+    that rounding stays small.
     """
-    linear = {f"{role}.{key}": value for role in ROLES[method] for key, value in {"eps": 1, "learning-rate": 1}.items()}
+    roles = ("student", "critic") if "critic.learning-rate" in METHODS[method] else ("student",)
+    linear = {f"{role}.{key}": value for role in roles for key, value in {"eps": 1, "learning-rate": 1}.items()}
     words = flags({"method": method, "student.path": base} | COMMON | METHODS[method] | linear)
+    larger = LARGER.get(method, ["--algorithm.micro-batch", "2"])
     moved, alone = tmp_path / "moved", tmp_path / "alone"
     through(lives, [*words, "--steps", "2", "--output", str(moved)], moved, 2)
     assert len(list((moved / "checkpoints" / "step_2" / "student" / "ema").iterdir())) == 2
-    assert "continuing after step 2\n" in through(lives, ["--resume", str(moved), "--steps", "4"], moved, 1)
+    said = through(lives, ["--resume", str(moved), "--steps", "4", *larger], moved, 1)
+    assert "continuing after step 2\n" in said and f"changed {larger[0][2:].replace('-', '_')}: " in said
     assert len(list((moved / "checkpoints" / "step_4" / "student" / "ema").iterdir())) == 1
-    through(lives, ["--resume", str(moved), "--steps", str(STEPS)], moved, 2)
+    said = through(lives, ["--resume", str(moved), "--steps", str(STEPS), "--parallel.sequence", "2"], moved, 2)
+    assert "ranks: 2 on cpu = replicate 1 x shard 1 x sequence 2\n" in said
     through(lives, [*words, "--output", str(alone)], alone, 1)
     one, other = checkpoint_of(moved, STEPS), checkpoint_of(alone, STEPS)
-    for role, kind in itertools.product(ROLES[method], ("weights", "optimizer", "updates")):
+    for role, kind in itertools.product(roles, ("weights", "optimizer", "updates")):
         keys = [key for key in one if key.startswith(f"{role}/{kind}")]
         assert_near({key: one[key] for key in keys}, {key: other[key] for key in keys}, 1e-3)
     averages = [key for key in one if key.startswith("student/ema/")]

@@ -18,6 +18,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS, check_reward, family_of, load_scorers, open_model
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
+from unified_trainer.roles.experts import Experts, Side, Split, split_of
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Role, RoleConfig, Trainable
 from unified_trainer.saving import Keep
@@ -56,18 +57,22 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     types = role_types(method_type)
     if run.sampler.chunks.causal:
         types["student"] = CausalStudent
+    splits = {name: role_split(name, kind, configs[name], paths[name]) for name, kind in types.items()}
+    run.algorithm.check_experts(run.sampler, splits)
     family, folder = family_of("student", paths["student"])
     codec = family.codec(folder, mesh.device)
     latent_shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
     _check_same_latents(paths)
-    _check_sequence(paths, mesh, causal=run.sampler.chunks.causal)
+    _check_sequence(paths, mesh)
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
     scorers, features = load_scorers(run.reward, mesh.device)
     reward = Reward(scorers, codec, run.reward)
     roles = load_roles(types, configs, paths, mesh)
     if run.sampler.chunks.causal:
-        counts |= _cache_memory(run, roles["student"], latent_shape, max(plan.micro_batch, run.validation.batch), mesh)
+        way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
+        samples = max(plan.micro_batch, run.validation.batch)
+        counts["cache of the student"] = cache_memory(run, roles["student"], latent_shape, samples, way_out)
 
     parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, **roles}
     method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters if name in parts})
@@ -105,43 +110,58 @@ def load_roles(
     *,
     half: bool = True,
 ) -> dict[str, Role]:
-    """The roles, those of the same path whose base weights stay as they are over one network in memory.
+    """The roles, those whose base weights stay as they are over one network in memory for each that a path holds.
 
-    With `half`, such weights are held in the precision of their roles; else in float32, to be changed after all.
+    With `half`, such weights are held in the precision of their roles; else in float32, to be changed after all, and
+    shared by none.
     """
-    owners: dict[tuple[str, str], list[str]] = {}  # by path, and by name where a role trains all weights
-    for name in types:
-        trains_all = issubclass(types[name], Trainable) and not configs[name].adapter.rank
-        owners.setdefault((paths[name], name if trains_all else ""), []).append(name)
-    roles: dict[str, Role] = {}
-    for (_, owner), names in owners.items():
+    splits = {name: role_split(name, kind, configs[name], paths[name]) for name, kind in types.items()}
+    users: dict[tuple[str, str, str], list[tuple[str, Side]]] = {}  # by path, component, and who trains all weights
+    for name, split in splits.items():
+        for side, component in split.components.items():
+            alone = not half or (side in split.trained and not configs[name].adapter.rank)
+            users.setdefault((paths[name], component, f"{name} {side}" if alone else ""), []).append((name, side))
+    backbones: dict[tuple[str, Side], Backbone] = {}
+    for (path, component, _), seats in users.items():
+        names = [name for name, _ in seats]
+        learning = [(name, side) for name, side in seats if side in splits[name].trained]
+        adapters = {Role.key(*seat): configs[seat[0]].adapter for seat in learning if configs[seat[0]].adapter.rank}
+        trained = bool(learning) and not adapters
         causal = any(issubclass(types[name], CausalStudent) for name in names)
         backbone = Backbone(
-            open_model(names[0], paths[names[0]], causal=causal),
+            open_model(names[0], path, component, causal=causal),
             mesh,
-            trained=bool(owner),
-            adapters={
-                name: configs[name].adapter for name in names if issubclass(types[name], Trainable) and not owner
-            },
+            trained=trained,
+            adapters=adapters,
             activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
-            half=half and not owner and all(configs[name].precision == "bf16" for name in names),
+            half=half and not trained and all(configs[name].precision == "bf16" for name in names),
             compile=any(configs[name].compile for name in names),
         )
-        roles |= {name: types[name](name, backbone, configs[name]) for name in names}
+        backbones |= dict.fromkeys(seats, backbone)
+    roles: dict[str, Role] = {}
+    for name, split in splits.items():
+        own = [backbones[name, side] for side in split.components]
+        networks = own[0] if split.boundary is None else Experts(*own, split.boundary)
+        roles[name] = types[name](name, networks, configs[name])
     return roles
 
 
-def _cache_memory(
-    run: RunConfig, student: Role, latent_shape: tuple[int, int, int, int], samples: int, mesh: Mesh
-) -> dict[str, str]:
+def role_split(name: str, kind: type[Role], config: RoleConfig, path: str) -> Split:
+    """What a role is made of, by its folder and its settings; read from the configs, before any weight."""
+    family, folder = family_of(name, path)
+    experts = config.experts if issubclass(kind, Trainable) else None
+    return split_of(name, path, config.boundary, experts, *family.networks(folder))
+
+
+def cache_memory(
+    run: RunConfig, student: Role, latent_shape: tuple[int, int, int, int], samples: int, way_out: str
+) -> str:
     """What a causal student's cache takes, in words; ValueError when it does not fit."""
     dtype = torch.bfloat16 if run.student.precision == "bf16" else torch.float32
-    with student.running() as model:
-        size = samples * model.cache_bytes(latent_shape, run.sampler.chunks, dtype)
+    size = samples * student.cache_bytes(latent_shape, run.sampler.chunks, dtype, run.sampler.sigmas()[:-1])
     size *= 1 if run.sampler.guidance_scale == 1 else 2
-    way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
-    require_memory(size, mesh.device, "the student's cache", way_out)
-    return {"cache of the student": f"{size / 2**30:.3f} GiB for {samples} samples"}
+    require_memory(size, student.device, "the student's cache", way_out)
+    return f"{size / 2**30:.3f} GiB for {samples} samples"
 
 
 def role_types(method_type: type) -> dict[str, type[Role]]:
@@ -180,11 +200,9 @@ def _check_same_latents(paths: Mapping[str, str]) -> None:
         raise ConfigError(f"roles must share one latent space, but their channels are {channels}: set their paths")
 
 
-def _check_sequence(paths: Mapping[str, str], mesh: Mesh, *, causal: bool) -> None:
+def _check_sequence(paths: Mapping[str, str], mesh: Mesh) -> None:
     """Whether the sequence ranks can share attention, before any weight is read."""
     ranks = mesh.config.sequence
-    if ranks > 1 and causal:
-        raise ConfigError("parallel.sequence must be 1 for a causal student: its cache is not shared yet")
     for name, path in paths.items():
         family, folder = family_of(name, path)
         heads = family.attention_heads(folder)

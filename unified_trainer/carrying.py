@@ -51,6 +51,13 @@ def _check_same(
     role: str, own: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]], folder: Path, spec: str | Path
 ) -> None:
     """The same tensors in the same shapes."""
+    sides = [sorted({key.split("/")[0] for key in keys if "/" in key}) for keys in (held, own)]
+    if sides[0] != sides[1]:
+        there, here = (f"the {' and '.join(each)} noise expert" if each else "one network" for each in sides)
+        raise CheckpointError(
+            f"{folder} holds {there} of {role}, this run trains {here}: write its weights out with "
+            f"`python -m unified_trainer export {spec} DIR` and start from --{role}.path DIR"
+        )
     adapters = [any(ADAPTER in key for key in keys) for keys in (held, own)]
     if adapters[0] != adapters[1]:
         kind = {True: "an adapter", False: "all weights"}

@@ -41,6 +41,9 @@ HARMLESS = (
     "tracking",
     "init_from",
     "parallel",
+    "algorithm.micro_batch",
+    "algorithm.rollout_batch",
+    "algorithm.update_batch",
 )
 
 
@@ -182,13 +185,17 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     allowed = {key.replace("-", "_") for key in run.allow}
     if unknown := sorted(allowed - changed.keys()):
         raise ConfigError(f"--allow {unknown[0]}: this setting does not differ from that of --resume {file.parent}")
-    refused = {key: words for key, words in changed.items() if key.split(".")[0] not in HARMLESS and key not in allowed}
+    refused = {key: words for key, words in changed.items() if not _is_harmless(key) and key not in allowed}
     if refused:
         raise ConfigError(
             f"--resume {file.parent} cannot change {'; '.join(refused.values())}. Leave these flags out, say "
             f"{' '.join(f'--allow {key}' for key in refused)}, or start a new run with --init-from {file.parent}"
         )
     return list(changed.values())
+
+
+def _is_harmless(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in HARMLESS)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 Sigma = Tensor | float  # one noise level, one per sample, or one per sample and latent frame
+GuidanceScale = float | tuple[float, float]  # one, or one of the high- and one of the low-noise expert
 
 
 def shift_sigma(u: Sigma, shift: float) -> Sigma:
@@ -22,6 +23,11 @@ def unshift_sigma(sigma: Sigma, shift: float) -> Sigma:
     """The inverse of `shift_sigma`: u = sigma / (s - (s - 1) sigma)."""
     sigma = promote(sigma) if isinstance(sigma, Tensor) else sigma
     return sigma / (shift - (shift - 1) * sigma)
+
+
+def high_share(boundary: float, shift: float) -> float:
+    """P(sigma >= boundary) of shifted-uniform noise levels: 1 - unshift(boundary)."""
+    return 1 - unshift_sigma(boundary, shift)
 
 
 def sigma_table(num_steps: int, shift: float) -> Float[Tensor, " steps_and_0"]:

@@ -19,7 +19,7 @@ from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.base import CausalVideoModel, Codec, VideoModel
 from unified_trainer.models.clip import CLIP
 from unified_trainer.models.hpsv3 import HPSv3
-from unified_trainer.models.wan import WanCodec, WanModel, attention_heads, latent_channels
+from unified_trainer.models.wan import EXPERTS, WanCodec, WanModel, attention_heads, latent_channels, networks
 from unified_trainer.models.wan_causal import CausalWanModel
 from unified_trainer.roles.reward import RewardConfig, Scorer, of_images
 from unified_trainer.types import Video
@@ -30,11 +30,13 @@ TINY = Path(__file__).parent / "assets" / "tiny"
 
 @dataclass(frozen=True)
 class Family:
-    model: Callable[[Path], VideoModel]  # without its weights, which `read` brings
+    model: Callable[[Path, str], VideoModel]  # a component, without its weights, which `read` brings
     codec: Callable[[Path, torch.device], Codec]
-    causal: Callable[[Path], CausalVideoModel] | None  # the same weights, chunk by chunk
+    causal: Callable[[Path, str], CausalVideoModel] | None  # the same weights, chunk by chunk
     latent_channels: Callable[[Path], int]
     attention_heads: Callable[[Path], int]
+    networks: Callable[[Path], tuple[tuple[str, ...], float | None]]  # the components, and where two of them meet
+    experts: tuple[str, str]  # the components that two experts are written to
 
 
 METHODS: dict[str, tuple[type[Method], type]] = {
@@ -46,7 +48,11 @@ METHODS: dict[str, tuple[type[Method], type]] = {
     "self_forcing": (SelfForcing, SelfForcingConfig),
 }
 ALGORITHMS = {name: config for name, (_, config) in METHODS.items()}
-FAMILIES = {"WanPipeline": Family(WanModel.open, WanCodec.load, CausalWanModel.open, latent_channels, attention_heads)}
+FAMILIES = {
+    "WanPipeline": Family(
+        WanModel.open, WanCodec.load, CausalWanModel.open, latent_channels, attention_heads, networks, EXPERTS
+    )
+}
 # Scorers with weights, of single images; and of the pixels alone, with the number of frames that they need.
 NETWORKS = ("hpsv3", "clip")
 PIXELS: dict[str, tuple[Callable[[Video], Tensor], int]] = {
@@ -126,11 +132,11 @@ def _without_prompts(measure: Callable[[Video], Tensor]) -> Scorer:
     return lambda video, prompts: measure(video.float())
 
 
-def open_model(role: str, path: str, *, causal: bool) -> VideoModel:
-    """The network of a role's path, chunk by chunk if it is to be causal; its weights are still to be read."""
+def open_model(role: str, path: str, component: str, *, causal: bool) -> VideoModel:
+    """A network of a role's path, chunk by chunk if it is to be causal; its weights are still to be read."""
     family, folder = family_of(role, path)
     if not causal:
-        return family.model(folder)
+        return family.model(folder, component)
     if family.causal is None:
         raise ValueError(f"{role}.path {path}: this family has no causal form; set sampler.chunks.chunk_frames 0")
-    return family.causal(folder)
+    return family.causal(folder, component)

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.chunks import ChunkConfig
-from unified_trainer.flow import add_noise, guide, sigma_table, warp_steps, x0_from_velocity
+from unified_trainer.flow import GuidanceScale, add_noise, guide, sigma_table, warp_steps, x0_from_velocity
 from unified_trainer.policy import Kernel, Policy, transition
 from unified_trainer.roles.causal import CausalStudent
-from unified_trainer.roles.role import Role
+from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.types import Batch, Latents, Rollout
 
 Solver = Literal["ode", "sde"]
@@ -28,7 +28,8 @@ class SamplerConfig:
     step_list: tuple[float, ...] = ()  # falling noise levels in thousandths before the shift; empty spaces them evenly
     shift: float = 3.0  # of the noise levels towards noise; 1 is none
     solver: Solver = "ode"  # Euler steps, or renoising the predicted x0 (sde), which few-step students are made for
-    guidance_scale: float = 3.0  # uncond + w (cond - uncond); 1 is no guidance
+    guidance_scale: GuidanceScale = 3.0  # uncond + w (cond - uncond); 1 is no guidance. Two numbers: of the
+    # high- and of the low-noise expert
     negative_prompt: str = ""  # what guidance steers away from
     chunks: ChunkConfig = field(default_factory=ChunkConfig)
 
@@ -81,27 +82,33 @@ def predict_chunks(
     exits: Sequence[int],
     first_gradient_frame: int = 0,
 ) -> Latents:
+    """All of `stream_chunks`."""
+    return torch.cat(list(stream_chunks(student, noise, batch, sampler, draw, exits, first_gradient_frame)), 2)
+
+
+def stream_chunks(
+    student: CausalStudent,
+    noise: Latents,
+    batch: Batch,
+    sampler: SamplerConfig,
+    draw: Draw,
+    exits: Sequence[int],
+    first_gradient_frame: int = 0,
+) -> Iterator[Latents]:
     """Chunk by chunk (Self-Forcing, arXiv:2506.08009): x0 as call number exits[i] of chunk i predicts it.
 
-    Only that call keeps a graph, and only in chunks from `first_gradient_frame` on. Every finished chunk is then
-    looked back on, at the context noise and without gradient.
+    Only that call keeps a graph, and only in chunks from `first_gradient_frame` on. A finished chunk is handed out,
+    and then looked back on, at the context noise and without gradient.
     """
     chunks, draw = sampler.chunks, functools.cache(draw)
-    past = student.look_back(batch.cond, batch.uncond, chunks, sampler.guidance_scale)
-    finished = []
+    levels = sampler.sigmas()[: max(exits) + 1]
+    past = student.look_back(batch.cond, batch.uncond, chunks, sampler.guidance_scale, levels)
     for (start, stop), step in zip(chunks.ranges(noise.shape[2]), exits, strict=True):
         own = slice(start, stop)
         with torch.set_grad_enabled(torch.is_grad_enabled() and start >= first_gradient_frame):
-            x0 = _descend(
-                lambda x_t, sigma: past.velocity(x_t, sigma.expand(len(x_t))),
-                noise[:, :, own],
-                sampler,
-                lambda s, own=own: draw(s)[:, :, own],
-                step,
-            )
+            x0 = _descend(past.velocity, noise[:, :, own], sampler, lambda s, own=own: draw(s)[:, :, own], step)
+        yield x0
         past.append(_context(x0.detach(), sampler, lambda s, own=own: draw(s)[:, :, own]))
-        finished.append(x0)
-    return torch.cat(finished, 2)
 
 
 @torch.no_grad()
@@ -125,12 +132,13 @@ def rollout(
             lambda x_t, sigma: policy_velocity(role, x_t, sigma, batch, sampler), noise, sampler, policy, window, draw
         )
     draw = functools.cache(draw)
-    past = role.look_back(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale)
+    levels = sampler.sigmas()[:-1]
+    past = role.look_back(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, levels)
     parts = []
     for start, stop in sampler.chunks.ranges(noise.shape[2]):
         own = slice(start, stop)
         part = _policy_walk(
-            lambda x_t, sigma: past.velocity(x_t, sigma.expand(len(x_t))),
+            past.velocity,
             noise[:, :, own],
             sampler,
             policy,
@@ -143,6 +151,11 @@ def rollout(
     log_probs = sum(share * part.log_probs for share, part in zip(shares, parts, strict=True))
     states, x0 = torch.cat([part.states for part in parts], 3), torch.cat([part.x0 for part in parts], 2)
     return Rollout(states, log_probs, x0)
+
+
+def learning_calls(student: Trainable, sampler: SamplerConfig) -> list[int]:
+    """The sampler's calls that reach weights which are trained: all, unless one of two experts is not."""
+    return [call for call, sigma in enumerate(sampler.sigmas()[:-1]) if student.learns(sigma)]
 
 
 def policy_velocity(
@@ -159,7 +172,7 @@ def policy_velocity(
         return role.masked_velocity(x_t, level, batch.cond, sampler.chunks, x0)
     x_both, x0_both, cond = torch.cat([x_t, x_t]), torch.cat([x0, x0]), batch.cond.cat(batch.uncond)
     both = role.masked_velocity(x_both, torch.cat([level, level]), cond, sampler.chunks, x0_both)
-    return guide(*both.chunk(2), sampler.guidance_scale)
+    return guide(*both.chunk(2), role.scale(level, sampler.guidance_scale))
 
 
 def _descend(call: Call, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:

@@ -90,7 +90,8 @@ class Trainer:
         state = self.tensors()
         checkpoint.load(folder, state, self.mesh)
         for name, role in self.roles.items():
-            role.after_load({"updates": state[f"{name}/updates"]})
+            prefix = f"{name}/"
+            role.after_load({key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
         self.sentinel.reference = dict(known.get("sentinel", {}))
         return known["step"], skipped
 

@@ -16,13 +16,31 @@ TEXT_HEIGHT = 14  # pixels
 
 def write_mp4(frames: np.ndarray, file: Path, frames_per_second: int = 8) -> None:
     """Frames [t, h, w, 3] uint8 as H.264."""
-    with av.open(str(file), "w") as container:
-        stream = container.add_stream("libx264", rate=frames_per_second)
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
+    with Mp4(file, frames_per_second) as video:
+        video.add(frames)
+
+
+class Mp4:
+    """An H.264 file that grows by frames [t, h, w, 3] uint8."""
+
+    def __init__(self, file: Path, frames_per_second: int = 8) -> None:
+        self._container = av.open(str(file), "w")
+        self._stream = self._container.add_stream("libx264", rate=frames_per_second)
+        self._stream.pix_fmt = "yuv420p"
+
+    def __enter__(self) -> "Mp4":
+        return self
+
+    def add(self, frames: np.ndarray) -> None:
+        if not self._stream.codec_context.is_open:
+            self._stream.height, self._stream.width = frames.shape[1:3]
         for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
-        container.mux(stream.encode())
+            picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+            self._container.mux(self._stream.encode(picture))
+
+    def __exit__(self, *_: object) -> None:
+        self._container.mux(self._stream.encode())
+        self._container.close()
 
 
 def contact_sheet(videos: Sequence[np.ndarray], captions: Sequence[str], file: Path) -> None:

@@ -1,17 +1,18 @@
 """Sample: a run's own sampler; and the export in diffusers gives the same videos for the same seeds."""
 
 import json
+import re
 
 import av
 import pytest
 import torch
 from diffusers import WanPipeline
 from diffusers.schedulers import scheduling_flow_match_euler_discrete as euler
-from helpers import ALONE, flags, run
+from helpers import ALONE, Calls, flags, run
 from PIL import Image
 
 from unified_trainer.__main__ import main
-from unified_trainer.commands.sample import videos
+from unified_trainer.commands.sample import of_length, pieces, videos
 from unified_trainer.commands.trained import Trained, load_trained
 
 PROMPTS = ["a red circle moving left", "blue square moves up", "something else"]
@@ -92,7 +93,8 @@ def test_a_causal_student_samples_chunk_by_chunk(runs):
     causal = trained(runs / "causal")
     assert type(causal.role).__name__ == "CausalStudent"
     plain = load_trained(str(runs / "causal"), "student", None, ALONE, causal=False)
-    x_t, sigma, cond = causal.role._backbone.model.example()
+    with causal.role.running() as model:
+        x_t, sigma, cond = model.example()
     with torch.no_grad():
         torch.testing.assert_close(
             causal.role.velocity(x_t, sigma, cond), plain.role.velocity(x_t, sigma, cond), rtol=0, atol=1e-5
@@ -107,7 +109,49 @@ def test_a_causal_export_says_that_diffusers_cannot_sample_it(runs, tmp_path, ca
     assert json.loads((tmp_path / "out" / "model_index.json").read_text())["scheduler"][1] == "UniPCMultistepScheduler"
 
 
+# Chunk by chunk.
+
+
+def test_a_stream_is_the_whole_video(runs):
+    """The same frames: the first alone, then four of each chunk, as the VAE makes them."""
+    one = trained(runs / "causal")
+    (stream,) = pieces(one, PROMPTS[:2], 0, 2, by_chunk=True)
+    parts = list(stream)
+    assert [part.shape[2] for part in parts] == [1, 4, 4, 4, 4]
+    assert torch.equal(torch.cat(parts, 2), sampled(one, PROMPTS[:2], 0, 2))
+
+
+def test_a_stream_is_made_as_it_goes(runs):
+    """Four calls for the first chunk; its context and four more for the next."""
+    one = trained(runs / "causal")
+    calls = Calls.of(one.role)
+    (stream,) = pieces(one, PROMPTS[:1], 0, 1, by_chunk=True)
+    seen = [len(calls.x_t) for _ in stream]
+    assert seen == [4, 9, 14, 19, 24]
+
+
+def test_longer_than_its_run(runs):
+    """It looks back as far as it was trained to, and each chunk costs the same."""
+    one = of_length(trained(runs / "causal"), 33, None, None, 1)
+    assert one.run.sampler.chunks.window_frames == 4 and one.run.sampler.chunks.sink_frames == 0
+    video = sampled(one, PROMPTS[:1], 0, 1)
+    assert video.shape[2] == 33 and float(video[:, :, 17:].std()) > 0.01
+    told = of_length(trained(runs / "causal"), 33, 3, 1, 1).run.sampler.chunks
+    assert (told.window_frames, told.sink_frames) == (3, 1)
+    assert of_length(trained(runs / "causal"), 17, None, None, 1).run.sampler.chunks.window_frames == 0
+    assert sampled(of_length(trained(runs / "sde"), 9, None, None, 1), PROMPTS[:1], 0, 1).shape[2] == 9
+
+
 # Files.
+
+
+def test_a_stream_in_files(runs, tmp_path, capsys):
+    words = ["--prompts", *PROMPTS, "--output", str(tmp_path / "out"), "--batch", "2", "--stream", "--frames", "21"]
+    assert main(["sample", str(runs / "causal"), *words]) == 0, capsys.readouterr().err
+    assert re.search(r"; first frames after \d+\.\d\d s, \d+\.\d frames/s over all videos", capsys.readouterr().out)
+    for i in range(3):
+        with av.open(str(tmp_path / "out" / f"{i}.mp4")) as video:
+            assert len(list(video.decode(video=0))) == 21
 
 
 def test_videos_and_what_they_are_of(runs, tmp_path, capsys):
@@ -133,11 +177,21 @@ def test_videos_and_what_they_are_of(runs, tmp_path, capsys):
         (["RUN", "--prompts", "a", "--batch", "0"], "--batch must be at least 1"),
         (["RUN", "--prompts", "a", "--output", "RUN"], "exists and is not an empty folder"),
         (["RUN", "--prompts"], "--prompts needs at least one"),
+        (["RUN", "--prompts", "a", "--stream"], "--stream needs a causal student"),
+        (["RUN", "--prompts", "a", "--sink-frames", "1"], "--sink-frames are for causal students"),
+        (["RUN", "--prompts", "a", "--frames", "16"], "video.frames must be 4k + 1"),
+        (["CAUSAL", "--prompts", "a", "--frames", "257"], "latent frame 64 is beyond the 64 positions"),
+        (["CAUSAL", "--prompts", "a", "--window-frames", "1", "--sink-frames", "1"], "must hold the sink and a chunk"),
     ],
 )
 def test_bad_input_is_one_message(runs, tmp_path, capsys, words, message):
     (tmp_path / "empty.txt").touch()
-    places = {"RUN": str(runs / "ode"), "RUN@9": f"{runs / 'ode'}@9", "EMPTY": str(tmp_path / "empty.txt")}
+    places = {
+        "RUN": str(runs / "ode"),
+        "CAUSAL": str(runs / "causal"),
+        "RUN@9": f"{runs / 'ode'}@9",
+        "EMPTY": str(tmp_path / "empty.txt"),
+    }
     words = [places.get(word, word) for word in words]
     assert main(["sample", "--output", str(tmp_path / "out"), *words]) == 2
     assert message in capsys.readouterr().err

@@ -175,7 +175,7 @@ def test_the_students_loss_teaches_the_samples_alone(gan_weight):
     assert loss.role == "student" and x0.grad.any()
     for role in roles_of(one):
         assert not has_gradient(role.network)
-    assert all(p.grad is None for p in one.roles["critic"]._own_weights().values())
+    assert all(p.grad is None for p in one.roles["critic"].weights.values())
 
 
 @pytest.mark.parametrize("gan_weight", [0.0, 0.5])
@@ -186,7 +186,7 @@ def test_the_critics_loss_teaches_the_critic_alone(gan_weight):
     student, teacher, critic = roles_of(one)
     assert loss.role == "critic" and has_gradient(critic.network)
     assert not has_gradient(student.network) and not has_gradient(teacher.network)
-    head = [key for key, p in critic._own_weights().items() if key.startswith("discriminator") and p.grad is not None]
+    head = [key for key, p in critic.weights.items() if key.startswith("discriminator") and p.grad is not None]
     assert len(head) == (2 if gan_weight else 0)
 
 
@@ -224,7 +224,7 @@ def test_the_gan_gradient_is_that_of_a_direct_computation():
     seen = []
     critic.network.blocks[1].register_forward_hook(lambda _module, _inputs, output: seen.append(output))
     critic.velocity(x_tau, sigma, batch.cond)
-    head = critic._discriminator
+    head = critic._discriminators[""]
     logits = (seen[0].mean(1) @ head.weight.T + head.bias)[:, 0]
     (direct,) = torch.autograd.grad(softplus(-logits).mean(), x0)
     torch.testing.assert_close(total - without, weight * direct, rtol=1e-3, atol=1e-7)
@@ -269,7 +269,7 @@ def test_the_critics_gan_loss_tells_samples_from_clips():
     """
     one, batch, x0 = matching(gan_weight=0.5, gan_critic_weight=0.1)
     critic = one.roles["critic"]
-    for p in critic._discriminator.parameters():
+    for p in critic._discriminators[""].parameters():
         p.data.zero_()
     seen = []
     critic.network.blocks[1].register_forward_hook(lambda _module, _inputs, output: seen.append(output.detach()))
@@ -278,8 +278,8 @@ def test_the_critics_gan_loss_tells_samples_from_clips():
     loss.value.backward()
     fake, real = seen[0].mean(1).chunk(2)
     expected = 0.1 * (fake.mean(0) - real.mean(0)) / 2
-    torch.testing.assert_close(critic._discriminator.weight.grad[0], expected, rtol=1e-4, atol=1e-7)
-    assert float(critic._discriminator.bias.grad) == pytest.approx(0, abs=1e-8)
+    torch.testing.assert_close(critic._discriminators[""].weight.grad[0], expected, rtol=1e-4, atol=1e-7)
+    assert float(critic._discriminators[""].bias.grad) == pytest.approx(0, abs=1e-8)
     assert float(loss.metrics["gan_critic_loss"].mean()) == pytest.approx(2 * float(softplus(torch.tensor(0.0))))
     sigma = calls.sigma[0].chunk(2)
     assert torch.equal(sigma[0], sigma[1])  # samples and clips at one noise level

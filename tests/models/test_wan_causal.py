@@ -476,7 +476,7 @@ def test_precision_and_memory_of_the_cache(dtype):
 def test_memory_of_wan_1_3b():
     """30 blocks, 1,536 wide, 21 latent frames of 30 x 52 tokens: 5.6 GiB in bfloat16, and 1.6 with a window of 6."""
     with torch.device("meta"):
-        large = network(num_attention_heads=12, attention_head_dim=128, num_layers=30)
+        large = network(num_attention_heads=12, attention_head_dim=128, num_layers=30, rope_max_seq_len=1024)
     model, shape = CausalWanModel(large), (16, 21, 60, 104)
     whole = 2 * 30 * 21 * 1560 * 1536
     assert model.cache_bytes(shape, ChunkConfig(3), torch.bfloat16) == 2 * whole
@@ -484,6 +484,11 @@ def test_memory_of_wan_1_3b():
     assert (
         model.cache_bytes(shape, ChunkConfig(3, window_frames=6, sink_frames=3), torch.bfloat16) == 2 * whole * 6 / 21
     )
+
+
+def test_more_frames_than_positions_are_refused_before_any_pass():
+    with pytest.raises(ValueError, match="latent frame 16 is beyond the 16 positions"):
+        causal().cache_bytes((CHANNELS, 17, HEIGHT, WIDTH), ChunkConfig(1, window_frames=2), torch.float32)
 
 
 def test_a_cache_that_does_not_fit_is_refused():

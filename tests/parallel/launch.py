@@ -1,6 +1,7 @@
 """Starts the ranks of a test; they may abort at interpreter exit, so what they wrote is what counts."""
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -18,7 +19,19 @@ def free_port() -> int:
 
 
 def fork_ranks(count: int, work: Callable[..., None], *arguments: object) -> None:
-    """Runs `work` on all ranks, as copies of this process: imports, which cost more than the work, are made once."""
+    """Runs `work` on all ranks, as copies of this process: imports, which cost more than the work, are made once.
+
+    Gloo now and then ends a rank by a signal. That is said, with where it was, and all ranks start again, once.
+    """
+    faulthandler.enable()
+    codes = _fork(count, work, *arguments)
+    if min(codes) < 0:
+        sys.stderr.write(f"ranks ended with {codes}; once more\n")
+        _fork(count, work, *arguments)
+
+
+def _fork(count: int, work: Callable[..., None], *arguments: object) -> list[int]:
+    """The exit codes of the ranks; minus a signal."""
     os.environ |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = []
     for rank in range(count):
@@ -27,10 +40,15 @@ def fork_ranks(count: int, work: Callable[..., None], *arguments: object) -> Non
         processes[-1].start()
     for process in processes:
         process.join(300)
+    return [process.exitcode for process in processes]
 
 
 def torchrun(count: int, *words: str) -> subprocess.CompletedProcess[str]:
     """A program under torchrun, as users start it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-    command += ["--master-port", str(free_port()), *words]
+    command = under_torchrun(count, *words)
     return subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def under_torchrun(count: int, *words: str) -> list[str]:
+    ranks = ["--nproc-per-node", str(count), "--master-port", str(free_port())]
+    return [sys.executable, "-m", "torch.distributed.run", *ranks, *words]

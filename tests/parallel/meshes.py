@@ -3,6 +3,8 @@
 The same functions on one rank are what the test compares with. 9 tokens do not divide by two sequence ranks.
 """
 
+import dataclasses
+import itertools
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,19 +16,23 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers import CAPTIONS, WAN, reward_of, small_model, tiny_codec
+from helpers import CAPTIONS, WAN, gradients, reward_of, small_causal, small_model, tiny_codec
 from launch import fork_ranks
 
+from unified_trainer.chunks import ChunkConfig
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.feed import Feed
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
+from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
+from unified_trainer.models.base import VideoModel
 from unified_trainer.models.wan import WanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
@@ -45,12 +51,14 @@ MESHES = {
         "sharded and sequence": ParallelConfig(sequence=2),
     },
 }
-METHODS = ("finetune", "dmd2", "dmd2 adapters", "dance_grpo")
+METHODS = ("finetune", "dmd2", "dmd2 adapters", "self_forcing", "dance_grpo", "dance_grpo in chunks")
+ON_TWO = (*itertools.product(MESHES[2], METHODS[:-1]), ("sequence", METHODS[-1]))
 ON_FOUR = (
     ("replicated and sharded", "finetune"),
     ("replicated and sharded", "dance_grpo"),
     ("sharded and sequence", "dmd2"),
     ("sharded and sequence", "dmd2 adapters"),
+    ("sharded and sequence", "self_forcing"),
 )
 # What must not change what finetune learns: the mesh, and the samples of a backward pass.
 OPTIONS = {
@@ -63,9 +71,9 @@ OPTIONS = {
 # Far above rounding, so that AdamW does not turn a rounded gradient into a step of its own.
 MOVING = {"learning_rate": 1e-3, "eps": 1e-2, "clip_norm": 1e3}
 FEW = SamplerConfig(num_steps=3, guidance_scale=1.0, solver="sde")
-GRPO = DanceGRPOConfig(
-    num_prompts=2, num_samples=2, prompts_per_update=2, rollout_batch=2, update_batch=1, timestep_fraction=1.0
-)
+# Frame by frame, each of three tokens; the last looks back on one of the two before it.
+FRAMES = ChunkConfig(chunk_frames=1, window_frames=1, context_noise=0.1)
+GRPO = DanceGRPOConfig(num_prompts=2, num_samples=2, prompts_per_update=2, rollout_batch=2, timestep_fraction=1.0)
 
 
 class Seen:
@@ -74,11 +82,17 @@ class Seen:
     gradients: list[dict[str, torch.Tensor]]
 
     def step(self) -> dict[str, float]:
-        self.gradients.append({key: full(p.grad).clone() for key, p in self._weights.items() if p.grad is not None})
+        self.gradients.append({key: full(p.grad).clone() for key, p in self.weights.items() if p.grad is not None})
         return super().step()
 
 
 class SeenTrainable(Seen, Trainable):
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.gradients = []
+
+
+class SeenCausal(Seen, CausalStudent):
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self.gradients = []
@@ -89,33 +103,31 @@ class SeenCritic(Seen, Critic):
         super().__init__(*arguments)
         self.gradients = []
         with torch.no_grad():
-            self._discriminator.weight.fill_(0.1)  # it starts from zero, with nothing to say to the student
+            self._discriminators[""].weight.fill_(0.1)  # it starts from zero, with nothing to say to the student
 
 
-def own(name: str, kind: type, mesh: Mesh, seed: int, **settings) -> Trainable:
-    """A role over a network of its own."""
-    config = TrainableConfig(**MOVING, **settings)
-    checkpointing = config.activation_checkpointing
-    backbone = Backbone(small_model(seed), mesh, trained=True, activation_checkpointing=checkpointing)
-    return kind(name, backbone, config)
+def own(name: str, kind: type, mesh: Mesh, model: VideoModel, **settings) -> Trainable:
+    """A role that trains all weights."""
+    return kind(name, Backbone(model, mesh, trained=True, **settings), TrainableConfig(**MOVING))
 
 
 def finetune(mesh: Mesh, micro_batch: int = 2) -> tuple[Finetune, dict[str, Trainable], Clips]:
-    student = own("student", SeenTrainable, mesh, 0)
+    student = own("student", SeenTrainable, mesh, small_model())
     encoded = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(7))
     clips = Clips(tuple(CAPTIONS[i % 3] for i in range(8)), encoded)
     config = FinetuneConfig(batch_size=8, micro_batch=micro_batch, caption_dropout=0.5)
     return Finetune(config, SamplerConfig(), student=student), {"student": student}, clips
 
 
-def dmd2(mesh: Mesh, student_every: int = 2) -> tuple[DMD2, dict[str, Trainable], Clips]:
+def dmd2(mesh: Mesh, micro_batch: int = 1, student_every: int = 2) -> tuple[DMD2, dict[str, Trainable], Clips]:
     """With the GAN term, whose gradient goes through the critic to the samples."""
-    student, critic = own("student", SeenTrainable, mesh, 0), own("critic", SeenCritic, mesh, 1)
+    student = own("student", SeenTrainable, mesh, small_model())
+    critic = own("critic", SeenCritic, mesh, small_model(1))
     teacher = Frozen("teacher", Backbone(small_model(2), mesh), RoleConfig())
-    return matching(student, teacher, critic, student_every)
+    return matching(student, teacher, critic, micro_batch, student_every)
 
 
-def dmd2_adapters(mesh: Mesh) -> tuple[DMD2, dict[str, Trainable], Clips]:
+def dmd2_adapters(mesh: Mesh, micro_batch: int = 1) -> tuple[DMD2, dict[str, Trainable], Clips]:
     """Student and critic as adapters of the teacher, activations recomputed."""
     adapter = AdapterConfig(rank=2)
     adapters = {"student": adapter, "critic": adapter}
@@ -124,13 +136,13 @@ def dmd2_adapters(mesh: Mesh) -> tuple[DMD2, dict[str, Trainable], Clips]:
         backbone = Backbone(small_model(0), mesh, adapters=adapters, activation_checkpointing=True)
     config = TrainableConfig(**MOVING, adapter=adapter)
     student, critic = SeenTrainable("student", backbone, config), SeenCritic("critic", backbone, config)
-    return matching(student, Frozen("teacher", backbone, RoleConfig()), critic, 1)
+    return matching(student, Frozen("teacher", backbone, RoleConfig()), critic, micro_batch, 1)
 
 
-def matching(student: Trainable, teacher: Frozen, critic: Critic, student_every: int):
+def matching(student: Trainable, teacher: Frozen, critic: Critic, micro_batch: int, student_every: int):
     config = DMD2Config(
         batch_size=4,
-        micro_batch=1,
+        micro_batch=micro_batch,
         guidance_scale=2.0,
         student_every=student_every,
         gan_weight=0.1,
@@ -141,11 +153,33 @@ def matching(student: Trainable, teacher: Frozen, critic: Critic, student_every:
     return method, {"student": student, "critic": critic}, Clips(CAPTIONS, encoded)
 
 
-def dance_grpo(mesh: Mesh) -> tuple[DanceGRPO, dict[str, Trainable], Clips]:
-    student = own("student", SeenTrainable, mesh, 0)
+def self_forcing(mesh: Mesh, micro_batch: int = 1) -> tuple[SelfForcing, dict[str, Trainable], Clips]:
+    """Exits of their own for the chunks, activations recomputed when the cache is further on."""
+    student = own("student", SeenCausal, mesh, small_causal(), activation_checkpointing=True)
+    critic = own("critic", SeenCritic, mesh, small_model(1))
+    teacher = Frozen("teacher", Backbone(small_model(2), mesh), RoleConfig())
+    config = SelfForcingConfig(
+        batch_size=4, micro_batch=micro_batch, guidance_scale=2.0, student_every=2, same_step_across_chunks=False
+    )
+    sampler = dataclasses.replace(FEW, guidance_scale=2.0, chunks=FRAMES)
+    method = SelfForcing(config, sampler, student=student, teacher=teacher, critic=critic)
+    return method, {"student": student, "critic": critic}, Clips(CAPTIONS, torch.zeros(4, *SHAPE))
+
+
+def dance_grpo(mesh: Mesh, micro_batch: int = 1) -> tuple[DanceGRPO, dict[str, Trainable], Clips]:
+    return policy_gradient(own("student", SeenTrainable, mesh, small_model()), ChunkConfig(), micro_batch)
+
+
+def dance_grpo_in_chunks(mesh: Mesh, micro_batch: int = 1) -> tuple[DanceGRPO, dict[str, Trainable], Clips]:
+    """Updates look back on the clean chunks in one masked pass, every token at its own noise level."""
+    return policy_gradient(own("student", SeenCausal, mesh, small_causal()), ChunkConfig(chunk_frames=1), micro_batch)
+
+
+def policy_gradient(student: Trainable, chunks: ChunkConfig, micro_batch: int):
+    config = dataclasses.replace(GRPO, update_batch=micro_batch)
     reward = reward_of()
-    sampler = SamplerConfig(num_steps=3, guidance_scale=2.0)
-    method = DanceGRPO(GRPO, sampler, student=student, reward=reward)
+    sampler = SamplerConfig(num_steps=3, guidance_scale=2.0, chunks=chunks)
+    method = DanceGRPO(config, sampler, student=student, reward=reward)
     return method, {"student": student}, Clips(CAPTIONS, torch.zeros(4, *SHAPE))
 
 
@@ -153,7 +187,9 @@ PARTS: dict[str, Callable] = {
     "finetune": finetune,
     "dmd2": dmd2,
     "dmd2 adapters": dmd2_adapters,
+    "self_forcing": self_forcing,
     "dance_grpo": dance_grpo,
+    "dance_grpo in chunks": dance_grpo_in_chunks,
 }
 
 
@@ -170,8 +206,8 @@ def trajectory(mesh: Mesh, method, roles, clips) -> dict[str, torch.Tensor]:
         metrics = one.step(step)
         result |= {f"metrics/{step}/{key}": torch.tensor(value, dtype=torch.float64) for key, value in metrics.items()}
     for name, role in roles.items():
-        for i, gradients in enumerate(role.gradients):
-            result |= {f"gradients/{name}/{i}/{key}": gradient for key, gradient in gradients.items()}
+        for i, given in enumerate(role.gradients):
+            result |= {f"gradients/{name}/{i}/{key}": gradient for key, gradient in given.items()}
     return result
 
 
@@ -184,7 +220,7 @@ def samples_and_noise(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
 
 def stale(mesh: Mesh) -> torch.Tensor:
     """What a network makes of an input after its weights moved, when it had made something of it before."""
-    role = own("student", SeenTrainable, mesh, 0)
+    role = own("student", SeenTrainable, mesh, small_model())
     x_t = torch.randn(1, *SHAPE, generator=torch.Generator().manual_seed(0))
     cond = tiny_codec().encode_text([CAPTIONS[0]])
     with torch.no_grad():
@@ -192,6 +228,35 @@ def stale(mesh: Mesh) -> torch.Tensor:
         for weight in role.network.parameters():
             weight.mul_(0.5)
         return role.velocity(x_t, torch.tensor([0.5]), cond)
+
+
+def looking_back(mesh: Mesh) -> dict[str, torch.Tensor]:
+    """A causal network's passes over three frames, the gradients they give, and what its cache holds and is said to."""
+    backbone = Backbone(small_causal(), mesh, trained=True, activation_checkpointing=True)
+    model, cond = backbone.model, tiny_codec().encode_text(CAPTIONS[:2])
+    draw = torch.Generator().manual_seed(0)
+    x_t, clean = torch.randn(2, 2, *SHAPE, generator=draw)
+    weight, levels = torch.randn(2, *SHAPE, generator=draw), torch.rand(2, 3, dtype=torch.float64, generator=draw)
+    x_t.requires_grad_()
+    cache, chunks = model.open_cache(FRAMES), []
+    for i in range(3):
+        chunks.append(model.velocity_cached(x_t[:, :, i : i + 1], levels[:, i], cond, cache))
+        model.append(clean[:, :, i : i + 1], cond, cache)
+    found = {
+        "cached": torch.cat(chunks, 2),
+        "masked": model.velocity_masked(x_t, levels, cond, FRAMES),
+        "forced": model.velocity_masked(x_t, levels, cond, FRAMES, clean),
+    }
+    for name, velocity in found.copy().items():
+        (velocity * weight).mean().backward()
+        grads = gradients(model.network) | {"x_t": x_t.grad}
+        found |= {f"gradients of {name}/{key}": value.clone() for key, value in grads.items()}
+        x_t.grad = None
+        model.network.zero_grad()
+    held = [part for chunk in cache.past for pair in chunk.own for part in pair]
+    found["held"] = torch.tensor(sum(part.numel() * part.element_size() for part in held))
+    found["said"] = torch.tensor(2 * model.cache_bytes(SHAPE, FRAMES, torch.float32))
+    return {key: value.detach() for key, value in found.items()}
 
 
 def disagreement(mesh: Mesh) -> str:
@@ -220,6 +285,9 @@ def on_two(mesh: Mesh) -> tuple[dict[str, torch.Tensor], str]:
         one = Mesh.join("cpu", config)
         rows = trajectory(one, *finetune(one, micro_batch))
         found |= {f"options/{name}/{key}": value for key, value in rows.items()}
+    found |= {
+        f"looking back/{key}": value for key, value in looking_back(Mesh.join("cpu", MESHES[2]["sequence"])).items()
+    }
     return found, disagreement(mesh)
 
 
@@ -230,7 +298,7 @@ def work(folder: Path) -> None:
     for name, config in MESHES[first.size].items():
         mesh = Mesh.join("cpu", config)
         for method in METHODS:
-            if first.size == 2 or (name, method) in ON_FOUR:
+            if (name, method) in (ON_TWO if first.size == 2 else ON_FOUR):
                 found = trajectory(mesh, *PARTS[method](mesh))
                 tensors |= {f"{name}/{method}/{key}": value for key, value in found.items()}
         tensors[f"{name}/samples"], tensors[f"{name}/noise"] = samples_and_noise(mesh)
@@ -239,7 +307,7 @@ def work(folder: Path) -> None:
         found, words = on_two(first)
         tensors |= found
     if first.is_main:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "tensors.safetensors")
         (folder / "words.txt").write_text(words)
     first.barrier()

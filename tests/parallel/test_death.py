@@ -1,10 +1,15 @@
 """A rank that fails ends the job, with its own error shown; ranks that were started differently do not start."""
 
+import os
+import signal
+import subprocess
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
-from helpers import SMALL, flags
-from launch import torchrun
+from helpers import REPO, SMALL, environment, flags
+from launch import torchrun, under_torchrun
 
 PROGRAM = str(Path(__file__).parent / "unlike.py")
 RUN = SMALL["dance_grpo"] + flags({"algorithm.update-batch": 2, "algorithm.rollout-batch": 2})
@@ -35,3 +40,38 @@ def test_ranks_with_different_settings_do_not_start(places):
     assert done.returncode != 0
     assert done.stderr.count("the ranks do not do the same: rank 0: dance_grpo with settings") == 2
     assert not (places / "other").exists()
+
+
+def ranks_of(torchrun: subprocess.Popen) -> dict[str, psutil.Process]:
+    """The processes that torchrun started, by their rank."""
+    return {child.environ()["RANK"]: child for child in psutil.Process(torchrun.pid).children()}
+
+
+def test_a_rank_that_is_killed_in_training_ends_the_job(tmp_path):
+    """By the out-of-memory killer, say. The other is inside a step that it cannot finish."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    words = [*SMALL["finetune"], *flags({"steps": 5000, "validation.num-samples": 2, "output": run})]
+    with log.open("w") as file:
+        job = subprocess.Popen(
+            under_torchrun(2, "-m", "unified_trainer", *words),
+            cwd=REPO,
+            env=environment(),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            for _ in range(1200):
+                if (run / "metrics.jsonl").is_file():
+                    break
+                threading.Event().wait(0.1)
+            ranks = ranks_of(job)
+            os.kill(ranks["1"].pid, signal.SIGKILL)
+            assert job.wait(60) != 0, log.read_text()
+        finally:
+            job.terminate()
+            job.wait(60)
+    said = log.read_text()
+    assert "error on rank 0: " in said and "Traceback" not in said.partition("error on rank 0")[0], said
+    assert f"Signal {signal.SIGKILL.value} (SIGKILL) received by PID {ranks['1'].pid}" in said, said
+    assert not ranks["0"].is_running()
+    assert not (run / ".lock").exists()

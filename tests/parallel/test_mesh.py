@@ -66,17 +66,13 @@ def test_a_single_process_has_one_mesh(flags, said, capsys, run_folder):
 
 
 def test_heads_that_do_not_divide_are_refused_from_the_config_alone():
-    """As is a causal student, whose cache is not shared."""
     paths, three = {"student": "tiny"}, Mesh(CPU, 0, 3, ParallelConfig(shard=1, sequence=3))
     with pytest.raises(
         ValueError, match=r"parallel\.sequence must divide the 4 attention heads of student\.path, but is 3"
     ):
-        _check_sequence(paths, three, causal=False)
-    two = Mesh(CPU, 0, 2, ParallelConfig(shard=1, sequence=2))
-    _check_sequence(paths, two, causal=False)
-    with pytest.raises(ValueError, match=r"parallel\.sequence must be 1 for a causal student"):
-        _check_sequence(paths, two, causal=True)
-    _check_sequence(paths, Mesh(CPU), causal=True)
+        _check_sequence(paths, three)
+    _check_sequence(paths, Mesh(CPU, 0, 2, ParallelConfig(shard=1, sequence=2)))
+    _check_sequence(paths, Mesh(CPU))
 
 
 def test_one_process_agrees_with_itself():

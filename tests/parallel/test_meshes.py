@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ALONE, REPO, WAN, environment
+from helpers import ALONE, REPO, WAN, assert_near, environment
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -66,8 +66,7 @@ def assert_one_trajectory(ours: dict[str, torch.Tensor], expected: dict[str, tor
         torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=bound, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("method", meshes.METHODS)
-@pytest.mark.parametrize("mesh", meshes.MESHES[2])
+@pytest.mark.parametrize(("mesh", "method"), meshes.ON_TWO)
 def test_two_ranks_learn_what_one_does(two, mesh, method):
     """FSDP2 takes the mean over all ranks; sequence ranks have the gradient of their tokens, 9 over two of them."""
     assert_one_trajectory(below(two[0], f"{mesh}/{method}/"), alone(method))
@@ -76,6 +75,31 @@ def test_two_ranks_learn_what_one_does(two, mesh, method):
 @pytest.mark.parametrize(("mesh", "method"), meshes.ON_FOUR)
 def test_four_ranks_learn_what_one_does(four, mesh, method):
     assert_one_trajectory(below(four[0], f"{mesh}/{method}/"), alone(method))
+
+
+def test_a_causal_network_with_shared_tokens_is_that_of_one_rank(two):
+    """Three tokens a frame, over two ranks; cached, masked, and looking back on clean frames in one pass."""
+    ours, expected = below(two[0], "looking back/"), meshes.looking_back(ALONE)
+    assert ours.keys() == expected.keys()
+    for name in ("cached", "masked", "forced"):
+        torch.testing.assert_close(ours[name], expected[name], rtol=0, atol=1e-6)
+        grads = [below(one, f"gradients of {name}/") for one in (ours, expected)]
+        assert_near(*grads, tolerance=TOLERANCE)
+    torch.testing.assert_close(expected["cached"], expected["forced"], rtol=0, atol=1e-6)
+    assert not torch.equal(expected["masked"], expected["forced"])
+
+
+def test_a_rank_keeps_its_heads_of_the_cache(two):
+    """Half of what one rank holds, and as much as is said before anything is made."""
+    ours, expected = two[0], meshes.looking_back(ALONE)
+    assert expected["held"] == expected["said"] == 2 * ours["looking back/held"] == 2 * ours["looking back/said"] > 0
+
+
+@pytest.mark.parametrize("method", meshes.METHODS)
+def test_four_passes_of_one_sample_learn_what_one_of_four_does(method):
+    ours = meshes.trajectory(ALONE, *meshes.PARTS[method](ALONE, micro_batch=4))
+    other = meshes.PARTS[method](ALONE, micro_batch=1)
+    assert_one_trajectory(ours, meshes.trajectory(ALONE, *other))
 
 
 @pytest.mark.parametrize("option", meshes.OPTIONS)

@@ -16,6 +16,7 @@ from unified_trainer import config as settings
 from unified_trainer.commands.import_hpsv3 import link_or_copy
 from unified_trainer.commands.scheduler import euler_scheduler
 from unified_trainer.commands.trained import Trained, load_trained
+from unified_trainer.flow import GuidanceScale
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import DTYPES, Family
@@ -57,7 +58,7 @@ def export(
         folder = Path(scratch) / out.name
         folder.mkdir()
         if adapter == "peft":
-            _write_adapter(trained, folder)
+            _write_adapters(trained, folder)
         else:
             _write_network(trained, folder, DTYPES[dtype], max_shard_size)
             _write_components(trained, folder, components)
@@ -69,31 +70,38 @@ def export(
 
 
 def _write_network(trained: Trained, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
-    """The network, any adapter folded in; RuntimeError unless what was written is what was trained."""
-    with trained.role.running() as model:
-        before = _velocity(model)
+    """The network or both experts, adapters folded in; RuntimeError unless what was written is what was trained."""
+    before = {}
+    for side in trained.role.sides:
+        with trained.role.running(side) as model:
+            before[side] = _velocity(model)
     trained.role.merge()
-    _must_agree(_velocity(model), before, MERGED, f"{trained.said}: with its adapter folded in")
-    model.save(folder, dtype, max_shard_size)
-    again = _read(trained.family, folder)
-    read = again.network.state_dict()
-    for key, weight in model.network.state_dict().items():
-        if not torch.equal(read[key], weight):
-            raise RuntimeError(f"{trained.said}: {key} is not written as it is in memory; is the disk sound?")
-    _must_agree(_velocity(again), _velocity(model), WRITTEN, f"{trained.said}: read again")
+    for side, component in trained.components.items():
+        with trained.role.running(side) as model:
+            _must_agree(_velocity(model), before[side], MERGED, f"{trained.said}: with its adapter folded in")
+            model.save(folder, component, dtype, max_shard_size)
+            again = _read(trained.family, folder, component)
+            read = again.network.state_dict()
+            for key, weight in model.network.state_dict().items():
+                if not torch.equal(read[key], weight):
+                    raise RuntimeError(f"{trained.said}: {key} is not written as it is in memory; is the disk sound?")
+            _must_agree(_velocity(again), _velocity(model), WRITTEN, f"{trained.said}: {component} read again")
 
 
-def _write_adapter(trained: Trained, folder: Path) -> None:
-    with trained.role.running() as model:
-        before = _velocity(model)
-    trained.role.save_adapter(folder)
-    again = _read(trained.family, trained.base)
-    PeftModel.from_pretrained(again.network, folder)
-    _must_agree(_velocity(again), before, WRITTEN, f"{trained.said}: the adapter read again")
+def _write_adapters(trained: Trained, folder: Path) -> None:
+    """The adapter, or those of the experts in a folder for each."""
+    for side in trained.split.trained:
+        own = folder / trained.components[side] if side else folder
+        with trained.role.running(side) as model:
+            before = _velocity(model)
+        trained.role.save_adapter(side, own)
+        again = _read(trained.family, trained.base, trained.split.components[side])
+        PeftModel.from_pretrained(again.network, own)
+        _must_agree(_velocity(again), before, WRITTEN, f"{trained.said}: the adapter read again")
 
 
-def _read(family: Family, folder: Path) -> VideoModel:
-    model = family.model(folder)
+def _read(family: Family, folder: Path, component: str) -> VideoModel:
+    model = family.model(folder, component)
     model.read(Mesh(torch.device("cpu")))
     return model
 
@@ -116,6 +124,9 @@ def _write_components(trained: Trained, folder: Path, how: Literal["link", "copy
     if scheduler is not None:
         scheduler.save_pretrained(folder / "scheduler")
         index["scheduler"] = ["diffusers", type(scheduler).__name__]
+    if trained.split.boundary is not None:
+        high, low = trained.family.experts
+        index |= {low: index[high], "boundary_ratio": trained.split.boundary}
     if how == "none":
         return
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -132,12 +143,19 @@ def _about(trained: Trained, role: str, spec: str) -> dict[str, Any]:
     if euler_scheduler(sampler) is None:
         how = f"diffusers has no scheduler for its sampler: `python -m unified_trainer sample {spec}` has"
     else:
-        how = f"Sample with num_inference_steps={sampler.num_steps}, guidance_scale={sampler.guidance_scale}"
+        how = f"Sample with num_inference_steps={sampler.num_steps}, {_guidance(sampler.guidance_scale)}"
     return {
         "role": role,
         "from": spec,
         "step": trained.known["step"],
         "method": trained.known["method"],
+        "boundary": trained.split.boundary,
         "sampler": settings.plain(trained.run)["sampler"],
         "how": how,
     }
+
+
+def _guidance(scale: GuidanceScale) -> str:
+    """As diffusers' pipeline is told."""
+    high, low = scale if isinstance(scale, tuple) else (scale, None)
+    return f"guidance_scale={high}" + ("" if low is None else f", guidance_scale_2={low}")

@@ -9,12 +9,13 @@ from rich.console import Console
 
 from unified_trainer import config as settings
 from unified_trainer.commands.rollout_folder import RolloutFolder
-from unified_trainer.commands.sample import draw_latents, read_lines
+from unified_trainer.commands.sample import draws, read_lines
 from unified_trainer.commands.trained import load_trained
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import check_reward, load_scorers
 from unified_trainer.roles.reward import Reward
+from unified_trainer.sampling import generate
 from unified_trainer.types import Video
 from unified_trainer.video_files import to_uint8, write_mp4
 
@@ -62,7 +63,8 @@ def rollout(
     drawn = 0
     for part, numbers in enumerate(folder.parts):
         if not folder.file(part).is_file():
-            folder.write(part, draw_latents(trained, codec, asked, numbers, seed))
+            batch_of, draw = draws(trained, codec, asked, numbers, seed)
+            folder.write(part, generate(trained.role, draw(0), batch_of, trained.run.sampler, draw))
             drawn += len(numbers)
     scorers, _ = load_scorers(rewards, trained.role.device)
     mean = folder.score(name, Reward(scorers, codec, rewards), codec, trained.role.device, _videos(output, num_videos))

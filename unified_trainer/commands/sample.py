@@ -1,24 +1,29 @@
-"""python -m unified_trainer sample: videos by a run's own sampler."""
+"""python -m unified_trainer sample: videos by a run's own sampler, of any length, whole or as they are made."""
 
+import contextlib
+import dataclasses
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import tyro
 from rich.console import Console
 from torch import Tensor
 
+from unified_trainer.build import cache_memory
 from unified_trainer.commands.trained import Trained, load_trained
 from unified_trainer.data.feed import make_batch
 from unified_trainer.data.prompts import read_prompts
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.sampling import generate
-from unified_trainer.types import Latents, Video
-from unified_trainer.video_files import contact_sheet, to_uint8, write_mp4
+from unified_trainer.sampling import Draw, generate, stream_chunks
+from unified_trainer.types import Batch, Latents, Video
+from unified_trainer.video_files import Mp4, contact_sheet, to_uint8
 
 
 def sample(
@@ -27,6 +32,10 @@ def sample(
     output: Path,
     seed: int = 0,
     batch: int = 8,
+    frames: int = 0,
+    stream: bool = False,
+    window_frames: int | None = None,
+    sink_frames: int | None = None,
     device: Device = "auto",
     base: Path | None = None,
 ) -> None:
@@ -38,6 +47,11 @@ def sample(
         output: folder to write: N.mp4 of prompt N, contact_sheet.png, samples.json; must be empty or absent
         seed: of the first video's noise; the next ones count on
         batch: videos at a time
+        frames: pixel frames of a video; 0 takes the run's
+        stream: write the frames chunk by chunk as they are made, and say how fast; a causal student only
+        window_frames: finished latent frames that a causal student looks back on; by default the run's, and beyond
+            the length of the run as many as it was trained to look back on
+        sink_frames: how many of those are always the very first ones; by default the run's
         device: where to run
         base: pipeline folder that the student started from, if it is no longer where the run found it
     """
@@ -47,14 +61,42 @@ def sample(
         raise ValueError(f"--batch must be at least 1, not {batch}")
     lines = read_lines(prompts)
     trained = load_trained(run, "student", base, Mesh.join(device), causal=True)
-    clips = [clip for part in videos(trained, lines, seed, batch) for clip in to_uint8(part)]
+    trained = of_length(trained, frames, window_frames, sink_frames, min(batch, len(lines)))
+    if stream and not trained.run.sampler.chunks.causal:
+        raise ValueError(f"--stream needs a causal student, but {run} makes all frames at once: leave it out")
     output.mkdir(parents=True, exist_ok=True)
-    for i, clip in enumerate(clips):
-        write_mp4(clip, output / f"{i}.mp4")
+    clips, said = _write(trained, lines, seed, batch, output, stream)
     contact_sheet(clips, lines, output / "contact_sheet.png")
     rows = [{"video": f"{i}.mp4", "prompt": prompt, "seed": seed + i} for i, prompt in enumerate(lines)]
     (output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    Console().print(f"{len(lines)} videos in {output}: {trained.said}", highlight=False, soft_wrap=True)
+    Console().print(f"{len(lines)} videos in {output}: {trained.said}{said}", highlight=False, soft_wrap=True)
+
+
+def of_length(trained: Trained, frames: int, window: int | None, sink: int | None, batch: int) -> Trained:
+    """The same student for videos of so many frames; ValueError for what cannot be, or does not fit in memory.
+
+    Beyond the length of its run a causal student looks back no farther than it did there, unless told to.
+    """
+    run, chunks = trained.run, trained.run.sampler.chunks
+    video = dataclasses.replace(run.video, frames=frames or run.video.frames)
+    codec = trained.family.codec(trained.base, trained.role.device)
+    shape = codec.latent_shape(video.frames, video.height, video.width)
+    if not chunks.causal:
+        if window is not None or sink is not None:
+            raise ValueError("--window-frames and --sink-frames are for causal students: leave them out")
+        return dataclasses.replace(trained, run=dataclasses.replace(run, video=video))
+    known = codec.latent_shape(run.video.frames, video.height, video.width)[1]
+    if window is None:
+        window = chunks.window_frames or (known - chunks.chunk_frames if shape[1] > known else 0)
+    sink = chunks.sink_frames if sink is None else sink
+    sampler = dataclasses.replace(
+        run.sampler, chunks=dataclasses.replace(chunks, window_frames=window, sink_frames=sink)
+    )
+    sampler.check()
+    sampler.chunks.ranges(shape[1])
+    run = dataclasses.replace(run, video=video, sampler=sampler)
+    cache_memory(run, trained.role, shape, batch, "lower --batch, or set --window-frames")
+    return dataclasses.replace(trained, run=run)
 
 
 def read_lines(prompts: Sequence[str]) -> list[str]:
@@ -66,26 +108,64 @@ def read_lines(prompts: Sequence[str]) -> list[str]:
 
 
 def videos(trained: Trained, prompts: Sequence[str], seed: int, batch: int) -> Iterator[Video]:
-    """The videos of the prompts, so many at a time."""
+    """The videos of the prompts, so many at a time; number i depends on seed + i and not on the others."""
+    for parts in pieces(trained, prompts, seed, batch, by_chunk=False):
+        yield torch.cat(list(parts), 2)
+
+
+def pieces(
+    trained: Trained, prompts: Sequence[str], seed: int, batch: int, *, by_chunk: bool
+) -> Iterator[Iterator[Video]]:
+    """The same videos, each batch as an iterator over its frames: all at once, or by chunks made as it goes."""
     codec = trained.family.codec(trained.base, trained.role.device)
     for start in range(0, len(prompts), batch):
-        numbers = range(start, min(start + batch, len(prompts)))
-        yield codec.decode(draw_latents(trained, codec, prompts, numbers, seed))
+        part, draw = draws(trained, codec, prompts, range(start, min(start + batch, len(prompts))), seed)
+        yield map(codec.decoder(), _latents(trained, part, draw(0), draw, by_chunk))
 
 
-def draw_latents(trained: Trained, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> Latents:
-    """Clean latents of the samples of these numbers; number i depends on prompts[i], seed + i and not on the others.
+def draws(trained: Trained, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> tuple[Batch, Draw]:
+    """The samples of these numbers, and what gives their noise: at the first call the one that they start from.
 
-    Its noise is what diffusers draws with `torch.Generator().manual_seed(seed + i)`.
+    It is what diffusers draws with `torch.Generator().manual_seed(seed + i)` for number i.
     """
-    run, device = trained.run, trained.role.device
+    run, mine = trained.run, list(numbers)
     shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
     uncond = codec.encode_text([run.sampler.negative_prompt])
-    streams = [torch.Generator().manual_seed(seed + i) for i in numbers]
+    streams = [torch.Generator().manual_seed(seed + i) for i in mine]
 
-    def draw(_: int = 0) -> Tensor:
-        return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(device)
+    def draw(_: int) -> Tensor:
+        return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(trained.role.device)
 
-    mine = list(numbers)
-    part = make_batch(codec, [prompts[i] for i in mine], uncond, shape, prompt_ids=mine, sample_ids=mine)
-    return generate(trained.role, draw(), part, run.sampler, draw)
+    return make_batch(codec, [prompts[i] for i in mine], uncond, shape, prompt_ids=mine, sample_ids=mine), draw
+
+
+@torch.no_grad()
+def _latents(trained: Trained, batch: Batch, noise: Latents, draw: Draw, by_chunk: bool) -> Iterator[Latents]:
+    sampler = trained.run.sampler
+    if by_chunk:
+        exits = [sampler.num_steps - 1] * len(sampler.chunks.ranges(noise.shape[2]))
+        yield from stream_chunks(trained.role, noise, batch, sampler, draw, exits)
+    else:
+        yield generate(trained.role, noise, batch, sampler, draw)
+
+
+def _write(
+    trained: Trained, prompts: Sequence[str], seed: int, batch: int, output: Path, by_chunk: bool
+) -> tuple[list[np.ndarray], str]:
+    """Every video's frames, written as they come, and how fast that was if it was chunk by chunk."""
+    clips: list[np.ndarray] = []
+    began, first = time.perf_counter(), 0.0
+    for parts in pieces(trained, prompts, seed, batch, by_chunk=by_chunk):
+        with contextlib.ExitStack() as open_files:
+            files, seen = [], []
+            for part in parts:
+                seen.append(to_uint8(part))
+                first = first or time.perf_counter() - began
+                if not files:
+                    names = [output / f"{len(clips) + i}.mp4" for i in range(len(part))]
+                    files = [open_files.enter_context(Mp4(name)) for name in names]
+                for file, frames in zip(files, seen[-1], strict=True):
+                    file.add(frames)
+        clips += [np.concatenate(of_one) for of_one in zip(*seen, strict=True)]
+    rate = sum(map(len, clips)) / (time.perf_counter() - began)
+    return clips, f"; first frames after {first:.2f} s, {rate:.1f} frames/s over all videos" if by_chunk else ""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unified_trainer import checkpoint
 from unified_trainer import config as settings
-from unified_trainer.build import load_roles, role_settings, role_types
+from unified_trainer.build import load_roles, role_settings, role_split, role_types
 from unified_trainer.carrying import carry, held_roles
 from unified_trainer.checkpoint import CheckpointError, Spec
 from unified_trainer.config import RunConfig
@@ -15,6 +15,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import ALGORITHMS, METHODS, Family, family_of
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
+from unified_trainer.roles.experts import Side, Split
 from unified_trainer.roles.role import Trainable
 
 
@@ -28,6 +29,12 @@ class Trained:
     family: Family
     base: Path  # the pipeline folder that it started from
     said: str  # where its weights come from, in words
+    split: Split  # what the role is made of there
+
+    @property
+    def components(self) -> dict[Side, str]:
+        """What each of its networks is in a pipeline folder of its own."""
+        return dict(zip(self.role.sides, self.family.experts, strict=False))
 
 
 def load_trained(spec: str, role: str, base: Path | None, mesh: Mesh, *, causal: bool) -> Trained:
@@ -48,4 +55,4 @@ def load_trained(spec: str, role: str, base: Path | None, mesh: Mesh, *, causal:
     bare = dataclasses.replace(configs[role], ema_decay=0.0, activation_checkpointing=False, compile=False)
     one = load_roles({role: kind}, {role: bare}, {role: path}, mesh, half=False)[role]
     said = carry({role: one.weights}, spec, mesh)
-    return Trained(run, known, one, *family_of(role, path), said)
+    return Trained(run, known, one, *family_of(role, path), said, role_split(role, kind, bare, path))

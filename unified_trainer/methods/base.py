@@ -1,6 +1,6 @@
 """What a method is: roles in, a generator of losses out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from unified_trainer.batching import BatchPlan
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.experts import Split
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch
 
@@ -38,6 +39,10 @@ class Algorithm(Protocol):
 
     def check(self, sampler: SamplerConfig) -> None:
         """Raise ValueError, naming the key, for what cannot be; called before any weight is loaded."""
+        ...
+
+    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
+        """The same for what each role is made of, one network or two experts."""
         ...
 
     def plan(self) -> BatchPlan:

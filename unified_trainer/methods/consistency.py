@@ -1,16 +1,17 @@
 """Consistency distillation: one prediction along each step of the teacher's ODE (arXiv:2303.01469)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from unified_trainer.batching import BatchPlan
-from unified_trainer.flow import add_noise, per_sample, sigma_table, x0_from_velocity
+from unified_trainer.flow import GuidanceScale, add_noise, per_sample, sigma_table, x0_from_velocity
 from unified_trainer.methods.base import Loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.experts import Split, check_guidance
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch
@@ -20,7 +21,7 @@ from unified_trainer.types import Batch
 class ConsistencyConfig:
     batch_size: int = 32  # clips per update, over all ranks
     micro_batch: int = 32  # clips per backward pass
-    guidance_scale: float = 3.0  # of the teacher: uncond + w (cond - uncond)
+    guidance_scale: GuidanceScale = 3.0  # of the teacher: uncond + w (cond - uncond); two numbers: of its two experts
     teacher_steps: int = 30  # steps of the teacher's ODE; the student agrees with itself across each
     teacher_shift: float = 5.0  # of those steps' noise levels towards noise
     huber: float = 0.01  # c of the loss sqrt(d^2 + c^2) - c per element, arXiv:2310.14189; large is squared error
@@ -39,6 +40,9 @@ class ConsistencyConfig:
                 f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: a distilled student runs without "
                 "guidance; the teacher's is algorithm.guidance_scale"
             )
+
+    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
+        check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", splits["teacher"])
 
     def plan(self) -> BatchPlan:
         keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")

@@ -74,6 +74,7 @@ class DanceGRPO:
         advantages, lessons, metrics = self._judge(scores, batch, mesh)
         if self.config.window.size:
             metrics["window_first"] = float(window.start)
+        metrics |= {f"transitions_{side}": n for side, n in self.student.count(self.policy.sigmas[trained]).items()}
         if not any(lessons):  # nothing moves, and the metrics say why
             yield Loss("student", torch.zeros((), requires_grad=True), moves=False, metrics=metrics)
         for parts in lessons:
@@ -91,9 +92,13 @@ class DanceGRPO:
             self._checked = self._checked or bool(parts)
 
     def _trained_steps(self, window: range, rng: Streams) -> list[int]:
-        """The transitions trained in this step, the same on all ranks; never the last, which has no density."""
-        count = max(1, round(self.config.timestep_fraction * len(window)))
-        return sorted(window[i] for i in rng.shared.permutation(len(window))[:count])
+        """The transitions trained in this step, the same on all ranks; never the last, which has no density.
+
+        Where an expert that is not trained makes the transition, there is nothing to train.
+        """
+        learnt = [s for s in window if self.student.learns(self.policy.sigmas[s])]
+        count = max(1, round(self.config.timestep_fraction * len(learnt)))
+        return sorted(learnt[i] for i in rng.shared.permutation(len(learnt))[:count])
 
     def _collect(self, batch: Batch, window: range, rng: Streams) -> tuple[Lived, Scores]:
         """Trajectories and what they are worth, `rollout_batch` samples at a time."""

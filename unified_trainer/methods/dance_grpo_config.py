@@ -1,5 +1,6 @@
 """The settings of dance_grpo, and what cannot be among them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -8,6 +9,7 @@ from unified_trainer.batching import BatchPlan
 from unified_trainer.kl import KL
 from unified_trainer.methods.windows import WindowConfig
 from unified_trainer.policy import Kernel, Policy
+from unified_trainer.roles.experts import Split, check_guidance
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.surrogates import Mode, Shape
 
@@ -61,6 +63,13 @@ class DanceGRPOConfig:
             raise ValueError(f"algorithm.timestep_fraction must be in (0, 1], not {self.timestep_fraction}")
         self._check_policy(sampler)
         self._check_objective(sampler)
+
+    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
+        for name, split in splits.items():
+            check_guidance("sampler.guidance_scale", sampler.guidance_scale, name, split)
+        levels = sampler.sigmas().tolist()
+        windows = [[levels[s] for s in window] for window in self.window.everywhere(sampler.num_steps - 1)]
+        splits["student"].refuse_idle(windows, "algorithm.window", "Train the other expert, or change algorithm.window")
 
     def _check_policy(self, sampler: SamplerConfig) -> None:
         if self.kernel == "ode" or self.eta <= 0:

@@ -1,5 +1,6 @@
 """Matching the teacher's distribution: what DMD2 and self-forcing share (arXiv:2311.18828, arXiv:2405.14867)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,10 +10,18 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from unified_trainer.batching import BatchPlan
-from unified_trainer.flow import add_noise, per_sample, promote, shift_sigma, x0_from_velocity
+from unified_trainer.flow import (
+    GuidanceScale,
+    add_noise,
+    per_sample,
+    promote,
+    shift_sigma,
+    x0_from_velocity,
+)
 from unified_trainer.methods.base import Loss
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.critic import Critic
+from unified_trainer.roles.experts import Balance, Split, check_balance, check_guidance, one_side
 from unified_trainer.roles.role import Frozen
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch, Latents, PerSample
@@ -24,9 +33,11 @@ TAU_LEVELS = 1000  # noise levels are drawn from this many, as the published imp
 class MatchingConfig:
     batch_size: int = 32  # samples per update, over all ranks
     micro_batch: int = 32  # samples per backward pass
-    guidance_scale: float = 3.0  # of the teacher: uncond + w (cond - uncond)
+    guidance_scale: GuidanceScale = 3.0  # of the teacher: uncond + w (cond - uncond); two numbers: of its two experts
     tau_shift: float = 5.0  # of the noise levels at which teacher and critic are compared, towards noise
     tau_range: tuple[float, float] = (0.02, 0.98)  # those noise levels are clipped to this
+    expert_balance: Balance = "mixed"  # those noise levels where critic or teacher has two experts: of both in a batch,
+    # or of one of them, drawn as often as it has them (natural) or each as often (equal, weighted back)
     student_every: int = 5  # the student moves in every so many training steps
     calendar: Literal["every_step", "exclusive"] = "every_step"  # the critic moves in all steps, or in the others
     critic_first: int = 0  # training steps at the start in which the critic moves alone
@@ -54,6 +65,18 @@ class MatchingConfig:
                 "guidance; the teacher's is algorithm.guidance_scale"
             )
 
+    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
+        check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", splits["teacher"])
+        levels = sampler.sigmas()[:-1].tolist()
+        splits["student"].refuse_idle([levels], "the sampler", "Train the other expert, or change sampler.step_list")
+        boundary = splits["critic"].boundary or splits["teacher"].boundary
+        check_balance(self.expert_balance, boundary and self.share_above(boundary), "critic and teacher")
+
+    def share_above(self, boundary: float) -> float:
+        """P(tau >= boundary)."""
+        middles = (torch.arange(TAU_LEVELS, dtype=torch.float64) + 0.5) / TAU_LEVELS
+        return float((noise_levels(middles, self.tau_shift, self.tau_range) >= boundary).double().mean())
+
     def plan(self) -> BatchPlan:
         keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")
         return BatchPlan(self.batch_size, 1, self.batch_size, self.micro_batch, keys)
@@ -73,7 +96,7 @@ class DistributionMatching:
     def student_loss(self, x0: Latents, batch: Batch, rng: Streams, mask: Tensor | None = None) -> Loss:
         """The student's step along fake - real at one noise level per sample; the graph is that of `x0` alone."""
         noise = rng.noise("student tau noise", batch.sample_ids, batch.latent_shape).to(x0)
-        sigma = self._levels("student tau", batch, rng)
+        sigma, weight = self._levels("student tau", batch, rng)
         x = x0.detach().requires_grad_(self.config.gan_weight > 0)
         x_tau = add_noise(x, noise, sigma)
         with torch.no_grad():
@@ -97,12 +120,12 @@ class DistributionMatching:
         metrics |= {"dmd_loss": loss.detach()} | alarm | _gaps(fake - real, sigma)
         if self.config.gan_weight:
             loss = loss + self.config.gan_weight * (x0 * gan_gradient).sum()
-        return Loss("student", loss, metrics=metrics)
+        return Loss("student", weight * loss, metrics=metrics)
 
     def critic_loss(self, x0: Latents, batch: Batch, rng: Streams) -> Loss:
         """Flow matching on the student's samples, and telling them from clips when the GAN term is on."""
         noise = rng.noise("critic tau noise", batch.sample_ids, batch.latent_shape).to(x0)
-        sigma = self._levels("critic tau", batch, rng)
+        sigma, weight = self._levels("critic tau", batch, rng)
         x_tau, cond = add_noise(x0, noise, sigma), batch.cond
         metrics = {}
         if self.config.gan_weight:
@@ -117,11 +140,16 @@ class DistributionMatching:
         flow = (velocity - (noise - x0)).square().flatten(1).mean(1)
         loss = flow.mean() + (self.config.gan_critic_weight * gan.mean() if self.config.gan_weight else 0.0)
         metrics |= {"critic_loss": flow.detach(), "sample_power": x0.square().flatten(1).mean(1)}
-        return Loss("critic", loss, metrics=metrics)
+        return Loss("critic", weight * loss, metrics=metrics)
 
-    def _levels(self, name: str, batch: Batch, rng: Streams) -> PerSample:
+    def _levels(self, name: str, batch: Batch, rng: Streams) -> tuple[PerSample, float]:
+        """One noise level for each sample, and the weight of the loss at them."""
         config = self.config
-        return noise_levels(rng.uniform(name, batch.sample_ids), config.tau_shift, config.tau_range)
+        u, weight = rng.uniform(name, batch.sample_ids), 1.0
+        if config.expert_balance != "mixed":
+            share = config.share_above(self.critic.boundary or self.teacher.boundary)
+            u, weight = one_side(u, share, config.expert_balance, rng.shared)
+        return noise_levels(u, config.tau_shift, config.tau_range), weight
 
 
 def distribution_matching_gradient(

@@ -18,7 +18,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, Trainable
-from unified_trainer.sampling import SamplerConfig, predict_at
+from unified_trainer.sampling import SamplerConfig, learning_calls, predict_at
 from unified_trainer.types import Batch, Latents
 
 __all__ = ["DMD2", "DMD2Config", "distribution_matching_gradient", "distribution_matching_loss"]
@@ -72,7 +72,8 @@ class DMD2:
             return rng.noise(f"{turn} {name}", batch.sample_ids, batch.latent_shape).to(self.student.device)
 
         if self.config.rollout == "simulate":
-            last = int(rng.shared.integers(steps))
+            exits = learning_calls(self.student, self.sampler)
+            last = exits[int(rng.shared.integers(len(exits)))]
             return predict_at(self.student, draw("noise"), batch, self.sampler, draw, last)
         rows = (rng.uniform(f"{turn} step", batch.sample_ids) * steps).long()
         sigma = self.sampler.sigmas()[rows]

@@ -1,17 +1,18 @@
 """ODE regression: a few-step student starts by predicting where the teacher's ODE ends (CausVid, arXiv:2412.07772)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from unified_trainer.batching import BatchPlan
-from unified_trainer.flow import sigma_table, x0_from_velocity
+from unified_trainer.flow import GuidanceScale, sigma_table, x0_from_velocity
 from unified_trainer.methods.base import Loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.policy import transition
+from unified_trainer.roles.experts import Split, check_guidance
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch, Latents, PerFrame
@@ -21,7 +22,7 @@ from unified_trainer.types import Batch, Latents, PerFrame
 class ODEInitConfig:
     batch_size: int = 32  # trajectories per training step, over all ranks
     micro_batch: int = 32  # samples per backward pass
-    guidance_scale: float = 3.0  # of the teacher: uncond + w (cond - uncond)
+    guidance_scale: GuidanceScale = 3.0  # of the teacher: uncond + w (cond - uncond); two numbers: of its two experts
     teacher_steps: int = 30  # Euler steps of the teacher, to which the student's noise levels are added
     teacher_shift: float = 3.0  # of the teacher's noise levels towards noise
     passes: int = 1  # times that each trajectory is learnt from; the student moves once per noise level and pass
@@ -40,6 +41,11 @@ class ODEInitConfig:
                 f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: a distilled student runs without "
                 "guidance; the teacher's is algorithm.guidance_scale"
             )
+
+    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
+        check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", splits["teacher"])
+        levels = sampler.sigmas()[:-1].tolist()
+        splits["student"].refuse_idle([levels], "the sampler", "Train the other expert, or change sampler.step_list")
 
     def plan(self) -> BatchPlan:
         keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")

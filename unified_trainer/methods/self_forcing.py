@@ -1,6 +1,6 @@
 """Self-forcing: a causal few-step student trained on what it generates itself, chunk by chunk (arXiv:2506.08009)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,8 +13,9 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
+from unified_trainer.roles.experts import Split
 from unified_trainer.roles.role import Frozen
-from unified_trainer.sampling import SamplerConfig, predict_chunks
+from unified_trainer.sampling import SamplerConfig, learning_calls, predict_chunks
 from unified_trainer.types import Batch, Latents
 
 
@@ -34,6 +35,12 @@ class SelfForcingConfig(MatchingConfig):
             raise ValueError("sampler.chunks.chunk_frames must be at least 1: self_forcing trains a causal student")
         if self.gradient_frames < 1:
             raise ValueError(f"algorithm.gradient_frames must be at least 1, not {self.gradient_frames}")
+
+    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
+        super().check_experts(sampler, splits)
+        if self.last_step_only:
+            exits = sampler.sigmas()[-2:-1].tolist()
+            splits["student"].refuse_idle([exits], "the last step", "Set algorithm.last_step_only False")
 
 
 class SelfForcing:
@@ -78,12 +85,12 @@ class SelfForcing:
 
     def _exits(self, frames: int, rng: Streams) -> list[int]:
         """At which call each chunk stops, the same on all ranks."""
-        count, last = len(self.sampler.chunks.ranges(frames)), self.sampler.num_steps - 1
+        count, calls = len(self.sampler.chunks.ranges(frames)), learning_calls(self.student, self.sampler)
         if self.config.last_step_only:
-            return [last] * count
+            return [self.sampler.num_steps - 1] * count
         if self.config.same_step_across_chunks:
-            return [int(rng.shared.integers(last + 1))] * count
-        return rng.shared.integers(last + 1, size=count).tolist()
+            return [calls[int(rng.shared.integers(len(calls)))]] * count
+        return [calls[i] for i in rng.shared.integers(len(calls), size=count)]
 
     def _trained_frames(self, x0: Latents) -> Tensor | None:
         """The frames whose chunks have gradient, or None for all."""

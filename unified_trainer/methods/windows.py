@@ -41,10 +41,20 @@ class WindowConfig:
         if self.schedule == "random":
             first = int(shared.integers(last + 1)) if last else 0
             return range(first, first + size)
-        places = sorted({*range(0, last, self.stride), last})
+        places = self._places(last)
         ends = list(itertools.accumulate(self._held(place) for place in places))
         place = places[bisect.bisect_right(ends, step % ends[-1])]
         return range(place, place + size)
+
+    def everywhere(self, transitions: int) -> list[range]:
+        """Every window that `at` can give."""
+        size = self.size or transitions
+        last = transitions - size
+        places = range(last + 1) if self.schedule == "random" else self._places(last)
+        return [range(place, place + size) for place in places]
+
+    def _places(self, last: int) -> list[int]:
+        return sorted({*range(0, last, self.stride), last})
 
     def _held(self, place: int) -> int:
         """Training steps at a place."""

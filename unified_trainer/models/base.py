@@ -51,8 +51,8 @@ class VideoModel(Protocol):
         """A small input, the same every time, to compare two copies of the network on."""
         ...
 
-    def save(self, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
-        """Write the network's part of a pipeline folder; the weights in memory are rounded to `dtype` as well."""
+    def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
+        """Write the network as a component of a pipeline folder; the weights in memory are rounded to `dtype` too."""
         ...
 
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
@@ -96,7 +96,10 @@ class CausalVideoModel(VideoModel, Protocol):
         ...
 
     def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig, dtype: torch.dtype) -> int:
-        """Memory of one sample's full cache when passes compute in `dtype`, the text's share left out."""
+        """Memory of one sample's full cache on this rank when passes compute in `dtype`, the text's left out.
+
+        ValueError for more latent frames than the model has positions.
+        """
         ...
 
 
@@ -120,3 +123,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, latents: Latents) -> Video: ...
+
+    def decoder(self) -> Callable[[Latents], Video]:
+        """Decodes chunk after chunk of one batch: put together, they are what `decode` makes of all."""
+        ...

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.types import Latents, PerSample, Video
 
 MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
+EXPERTS = ("transformer", "transformer_2")  # of high and of low noise; a folder of one network has the first alone
 TIME_SCALE = 1000  # the network's time is 1000 sigma, and stays fractional
 
 
@@ -52,9 +54,9 @@ class WanModel:
         self._shared: SharedTokens | None = None
 
     @classmethod
-    def open(cls, folder: Path) -> "WanModel":
-        """`folder/transformer` in float32, whose weights `read` will bring."""
-        return cls(outline(WanTransformer3DModel, folder / "transformer"), folder / "transformer")
+    def open(cls, folder: Path, component: str = "transformer") -> "WanModel":
+        """A transformer of the folder in float32, whose weights `read` will bring."""
+        return cls(outline(WanTransformer3DModel, folder / component), folder / component)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> "WanModel":
@@ -75,6 +77,9 @@ class WanModel:
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: WanCondition) -> Latents:
         time = (TIME_SCALE * sigma.double()).to(device=x_t.device, dtype=torch.float32)
+        return self._predict(x_t, time, cond)
+
+    def _predict(self, x_t: Latents, time: Tensor, cond: WanCondition) -> Latents:
         if self._shared:
             x_t = self._shared.whole_gradient(x_t)
         return self.network(x_t, time, cond.text, return_dict=False)[0].float()
@@ -108,13 +113,13 @@ class WanModel:
         device = next(self.network.parameters()).device
         return x_t.to(device), torch.full((1,), 0.5, device=device), WanCondition(text.to(device))
 
-    def save(self, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+    def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
         whole = self.network._keep_in_fp32_modules  # which diffusers does not load in half precision either
         for key, weight in self.network.named_parameters():
             if not set(whole) & set(key.split(".")):
                 weight.data = weight.data.to(dtype)
         self.network.register_to_config(_name_or_path="")
-        self.network.save_pretrained(folder / "transformer", max_shard_size=max_shard_size)
+        self.network.save_pretrained(folder / component, max_shard_size=max_shard_size)
         self.network.float()
 
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
@@ -186,6 +191,24 @@ class WanCodec:
     def decode(self, latents: Latents) -> Video:
         return (self._vae.decode(latents * self._std + self._mean).sample / 2 + 0.5).clamp(0, 1)
 
+    def decoder(self) -> Callable[[Latents], Video]:
+        """The VAE's own loop over latent frames, whose memory of the frames before is kept from call to call."""
+        vae = self._vae
+        memory: list[Tensor | None] = [None] * vae._cached_conv_counts["decoder"]
+
+        @torch.no_grad()
+        def decode_next(latents: Latents) -> Video:
+            parts = []
+            for frame in vae.post_quant_conv(latents * self._std + self._mean).split(1, 2):
+                first = {"first_chunk": True} if memory[0] is None else {}
+                parts.append(vae.decoder(frame, feat_cache=memory, feat_idx=[0], **first))
+            video = torch.cat(parts, 2)
+            if vae.config.patch_size is not None:
+                video = unpatchify(video, patch_size=vae.config.patch_size)
+            return (video / 2 + 0.5).clamp(0, 1)
+
+        return decode_next
+
 
 def latent_channels(folder: Path) -> int:
     """How many channels the transformer of this folder works on, from its config alone."""
@@ -197,8 +220,34 @@ def attention_heads(folder: Path) -> int:
     return _config(folder)["num_attention_heads"]
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    file = folder / "transformer" / "config.json"
+def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
+    """The folder's transformers, of high noise first, and the noise level at which two meet, if it says one.
+
+    ValueError or FileNotFoundError when one of two is absent or differs from the other in more than its weights.
+    """
+    index = json.loads((folder / "model_index.json").read_text())
+    boundary = index.get("boundary_ratio")
+    entry = index.get(EXPERTS[1]) or [None]
+    if entry[0] is None:
+        if boundary is not None:
+            raise ValueError(
+                f"{folder / 'model_index.json'}: boundary_ratio is {boundary}, but no {EXPERTS[1]} is named"
+            )
+        return EXPERTS[:1], None
+    if boundary is not None and not 0 < boundary < 1:
+        raise ValueError(f"{folder / 'model_index.json'}: boundary_ratio must be in (0, 1), not {boundary}")
+    high, low = (_config(folder, component) for component in EXPERTS)
+    for key in sorted(high.keys() | low.keys()):
+        if not key.startswith("_") and high.get(key) != low.get(key):
+            raise ValueError(
+                f"{folder}: {' and '.join(EXPERTS)} must be of one shape, "
+                f"but {key} is {high.get(key)} and {low.get(key)}"
+            )
+    return EXPERTS, boundary
+
+
+def _config(folder: Path, component: str = "transformer") -> dict[str, Any]:
+    file = folder / component / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: not a whole diffusers folder")
     return json.loads(file.read_text())

@@ -1,10 +1,13 @@
 """A student that generates chunk by chunk, each looking back on the finished ones."""
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from unified_trainer.chunks import ChunkConfig
-from unified_trainer.flow import guide
-from unified_trainer.models.base import Cache, CausalVideoModel
+from unified_trainer.flow import GuidanceScale, guide
+from unified_trainer.models.base import Cache
+from unified_trainer.roles.experts import Rows, Side, ask, side_of
 from unified_trainer.roles.role import Trainable
 from unified_trainer.types import Condition, Latents, PerFrame, PerSample
 
@@ -20,42 +23,81 @@ class CausalStudent(Trainable):
         chunks: ChunkConfig,
         clean: Latents | None = None,
     ) -> Latents:
-        """All chunks in one pass, looking back on each other as they are or on clean ones."""
-        with self.running() as model:
-            return model.velocity_masked(x_t, sigma, cond, chunks, clean)
+        """All chunks in one pass, looking back on each other as they are or on clean ones.
 
-    def look_back(self, batch_cond: Condition, uncond: Condition, chunks: ChunkConfig, guidance_scale: float) -> "Past":
-        """An empty past: no chunk is finished yet."""
-        with self.running() as model:
-            return Past(self, model, model.open_cache(chunks), batch_cond, uncond, guidance_scale)
+        Where chunks of a sample are on both sides of a boundary, each expert makes all of them for its own to look
+        back on, as each has a cache of its own.
+        """
+
+        def of(side: Side, rows: Rows) -> tuple[Latents]:
+            past = None if clean is None else clean[rows]
+            with self.running(side) as model:
+                return (model.velocity_masked(x_t[rows], sigma[rows], cond.map(lambda x: x[rows]), chunks, past),)
+
+        return ask(self._shares(sigma), of)[0]
+
+    def look_back(
+        self,
+        batch_cond: Condition,
+        uncond: Condition,
+        chunks: ChunkConfig,
+        guidance_scale: GuidanceScale,
+        levels: Float[Tensor, " calls"],
+    ) -> "Past":
+        """An empty past: no chunk is finished yet. `levels` are the noise levels at which it will be looked at."""
+        caches = {}
+        for side in self.running_at(levels):
+            with self.running(side) as model:
+                caches[side] = model.open_cache(chunks)
+        return Past(self, caches, batch_cond, uncond, guidance_scale)
+
+    def running_at(self, levels: Float[Tensor, " calls"]) -> list[Side]:
+        """The networks that run at these noise levels."""
+        wanted = {side_of(level, self.boundary) for level in levels.tolist()}
+        return [side for side in self.sides if side in wanted]
+
+    def cache_bytes(
+        self,
+        latent_shape: tuple[int, int, int, int],
+        chunks: ChunkConfig,
+        dtype: torch.dtype,
+        levels: Float[Tensor, " calls"],
+    ) -> int:
+        """Memory of one sample's past, with a cache for each network that looks at it."""
+        size = 0
+        for side in self.running_at(levels):
+            with self.running(side) as model:
+                size += model.cache_bytes(latent_shape, chunks, dtype)
+        return size
 
 
 class Past:
-    """The finished chunks of one rollout, as the next chunk sees them."""
+    """The finished chunks of one rollout, as the next chunk sees them: each expert those that it made itself."""
 
     def __init__(
         self,
         student: CausalStudent,
-        model: CausalVideoModel,
-        cache: Cache,
+        caches: dict[Side, Cache],
         cond: Condition,
         uncond: Condition,
-        guidance_scale: float,
+        guidance_scale: GuidanceScale,
     ) -> None:
-        self._student, self._model, self._cache, self._scale = student, model, cache, guidance_scale
+        self._student, self._caches, self._scale = student, caches, guidance_scale
         self._cond = cond if guidance_scale == 1 else cond.cat(uncond)
 
-    def velocity(self, x_t: Latents, sigma: PerSample) -> Latents:
-        """Of the next chunk, guided; with gradient to the weights, not to the past."""
-        x_t, sigma = self._wide(x_t), self._wide(sigma)
-        with self._student.running():
-            velocity = self._model.velocity_cached(x_t, sigma, self._cond, self._cache)
-        return velocity if self._scale == 1 else guide(*velocity.chunk(2), self._scale)
+    def velocity(self, x_t: Latents, sigma: Float[Tensor, ""]) -> Latents:
+        """Of the next chunk, at one noise level, guided; with gradient to the weights, not to the past."""
+        level: PerSample = sigma.expand(len(x_t))
+        side = side_of(float(sigma), self._student.boundary)
+        with self._student.running(side) as model:
+            velocity = model.velocity_cached(self._wide(x_t), self._wide(level), self._cond, self._caches[side])
+        return velocity if self._scale == 1 else guide(*velocity.chunk(2), self._student.scale(level, self._scale))
 
     def append(self, x: Latents) -> None:
         """The next chunk is finished: it is `x`, at the context's noise level."""
-        with self._student.running():
-            self._model.append(self._wide(x.detach()), self._cond, self._cache)
+        for side, cache in self._caches.items():
+            with self._student.running(side) as model:
+                model.append(self._wide(x.detach()), self._cond, cache)
 
     def _wide(self, x: torch.Tensor) -> torch.Tensor:
         """With guidance both conditions run in one pass, each with a past of its own."""

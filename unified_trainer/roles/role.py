@@ -1,21 +1,34 @@
 """A role: a model plus what may be done to its weights."""
 
-import math
+import dataclasses
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.flow import guide
+from unified_trainer.flow import GuidanceScale, guide
 from unified_trainer.models.base import VideoModel
-from unified_trainer.parallel.fsdp import full
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
-from unified_trainer.roles.ema import EMA
-from unified_trainer.types import Condition, Latents, PerSample
+from unified_trainer.roles.experts import (
+    ExpertConfig,
+    Experts,
+    Rows,
+    Share,
+    Side,
+    ask,
+    scale_at,
+    shares,
+    side_of,
+)
+from unified_trainer.roles.learner import Learner, LearnerConfig, learning_rate_factor
+from unified_trainer.types import Condition, Latents, PerFrame, PerSample
+
+__all__ = ["Frozen", "Precision", "Role", "RoleConfig", "Trainable", "TrainableConfig", "learning_rate_factor"]
 
 Precision = Literal["fp32", "bf16"]
 
@@ -24,63 +37,108 @@ Precision = Literal["fp32", "bf16"]
 class RoleConfig:
     path: str = ""  # diffusers folder of the weights; "tiny" is the embedded one; empty takes the student's
     precision: Precision = "fp32"  # of the network's pass; with bf16, weights that nobody trains are held in it too
+    boundary: float = 0.0  # noise level from which the high-noise expert runs; 0 takes the folder's. A role that
+    # learns from a folder of one network then has two experts, which both start from it
     activation_checkpointing: bool = False  # recompute activations in the backward pass: slower, smaller
     compile: bool = False  # the network's blocks, with torch.compile: a slow first step, faster ones after
 
 
 @dataclass(frozen=True)
-class TrainableConfig(RoleConfig):
+class TrainableConfig(LearnerConfig, RoleConfig):
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    learning_rate: float = 1e-5  # after the warm-up
-    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
-    eps: float = 1e-8  # of AdamW
-    weight_decay: float = 0.01  # of AdamW
-    clip_norm: float = 1.0  # largest gradient norm, over all weights of the role; 0 does not clip
-    warmup_updates: int = 0  # updates of this role over which the learning rate rises from 0
-    decay: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after the warm-up
-    decay_updates: int = 0  # updates from the end of the warm-up to the lowest learning rate
-    min_lr_ratio: float = 0.0  # lowest learning rate, as a share of learning_rate
-    ema_decay: float = 0.0  # of the averaged weights, per update; 0 keeps none
+    high: ExpertConfig = field(default_factory=ExpertConfig)
+    low: ExpertConfig = field(default_factory=ExpertConfig)
+
+    @property
+    def experts(self) -> dict[Side, ExpertConfig]:
+        return {"high": self.high, "low": self.low}
+
+    def of(self, side: Side) -> "TrainableConfig":
+        """The settings of one expert, or of a role's only network."""
+        own = dataclasses.asdict(self.experts[side]) if side else {}
+        given = {key: own[key] for key in ("learning_rate", "clip_norm") if side and own[key] is not None}
+        return dataclasses.replace(self, **given)
 
 
 class Role:
-    """A network that predicts velocities, with or without guidance."""
+    """A network that predicts velocities, or two of them that meet at a noise level; with or without guidance."""
 
-    def __init__(self, name: str, backbone: Backbone, config: RoleConfig) -> None:
+    def __init__(self, name: str, networks: Backbone | Experts, config: RoleConfig) -> None:
         self.name = name
         self.config = config
-        self.device = backbone.mesh.device
-        self._backbone = backbone
+        self.boundary: float | None = None
+        self._backbones: dict[Side, Backbone]
+        if isinstance(networks, Experts):
+            self._backbones, self.boundary = {"high": networks.high, "low": networks.low}, networks.boundary
+        else:
+            self._backbones = {"": networks}
+        self._mesh = next(iter(self._backbones.values())).mesh
+        self.device = self._mesh.device
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         """velocity = noise - x0 of each sample at its own noise level, float32."""
-        with self.running() as model:
-            return model.velocity(x_t, sigma, cond)
+
+        def of(side: Side, rows: Rows) -> tuple[Latents]:
+            with self.running(side) as model:
+                return (model.velocity(x_t[rows], sigma[rows], cond.map(lambda x: x[rows])),)
+
+        return ask(self._shares(sigma), of)[0]
 
     def guided_velocity(
-        self, x_t: Latents, sigma: PerSample, cond: Condition, uncond: Condition, guidance_scale: float
+        self, x_t: Latents, sigma: PerSample, cond: Condition, uncond: Condition, guidance_scale: GuidanceScale
     ) -> Latents:
         """uncond + w (cond - uncond), both in one batched pass; w = 1 asks for cond alone."""
-        if guidance_scale == 1:
+        scale = self.scale(sigma, guidance_scale)
+        if isinstance(scale, float | int) and scale == 1:
             return self.velocity(x_t, sigma, cond)
         both = self.velocity(torch.cat([x_t, x_t]), torch.cat([sigma, sigma]), cond.cat(uncond))
-        return guide(*both.chunk(2), guidance_scale)
+        return guide(*both.chunk(2), scale)
+
+    def scale(self, sigma: PerSample, guidance_scale: GuidanceScale) -> float | PerSample:
+        """The guidance scale at these noise levels, of which each expert may have its own."""
+        return scale_at(guidance_scale, sigma, self.boundary, self.name)
 
     @contextmanager
-    def running(self) -> Iterator[VideoModel]:
-        """The model as this role runs it: its adapter, its precision; on all ranks or RuntimeError on all."""
-        self._backbone.mesh.agree(f"pass of {self.name} with{'' if torch.is_grad_enabled() else 'out'} gradient")
+    def running(self, side: Side = "") -> Iterator[VideoModel]:
+        """The model as this role runs it: its adapter, its precision; on all ranks or RuntimeError on all.
+
+        A role with two experts is asked for one of them.
+        """
+        self._mesh.agree(f"pass of {self.key(self.name, side, ' ')} {_with_gradient()}")
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
-        with self._backbone.running(self.name) as model, autocast:
+        with self._backbones[side].running(self.key(self.name, side)) as model, autocast:
             yield model
 
     @property
+    def sides(self) -> tuple[Side, ...]:
+        """Its networks: "high" and "low", or "" for its only one."""
+        return tuple(self._backbones)
+
+    @property
     def precision(self) -> str:
-        return f"weights {'bf16' if self._backbone.half else 'fp32'}, passes {self.config.precision}"
+        held = sorted({"bf16" if backbone.half else "fp32" for backbone in self._backbones.values()})
+        experts = "" if self.boundary is None else f", two experts that meet at {self.boundary:g}"
+        return f"weights {' and '.join(held)}, passes {self.config.precision}{experts}"
 
     @property
     def network(self) -> nn.Module:
-        return self._backbone.model.network
+        """The only one, or that of the high-noise expert."""
+        return self._backbones[self.sides[0]].model.network
+
+    @staticmethod
+    def key(name: str, side: Side, between: str = "_") -> str:
+        """What a backbone calls a role, or its expert."""
+        return f"{name}{between}{side}" if side else name
+
+    def _shares(self, sigma: PerSample | PerFrame) -> dict[Side, Share]:
+        """Which rows each network runs on; the same networks on all ranks, some of them without a row here."""
+        if self.boundary is None:
+            return {"": torch.ones(len(sigma), dtype=torch.bool)}
+        self._mesh.agree(f"pass of {self.name}, split at {self.boundary:g}, {_with_gradient()}")
+        mine = shares(sigma, self.boundary)
+        here = torch.tensor([[bool(share.any()) for share in mine.values()]])
+        anywhere = self._mesh.everyone(here).any(0).tolist()
+        return {side: share for (side, share), runs in zip(mine.items(), anywhere, strict=True) if runs}
 
 
 class Frozen(Role):
@@ -92,108 +150,114 @@ class Frozen(Role):
 
 
 class Trainable(Role):
-    """A role with an optimizer, a learning-rate clock of its own updates, and optionally averaged weights."""
+    """A role that learns, all of it or one of its two experts; each has an optimizer and a clock of its own."""
 
     config: TrainableConfig
 
-    def __init__(self, name: str, backbone: Backbone, config: TrainableConfig) -> None:
-        super().__init__(name, backbone, config)
-        self.updates = 0
-        self._weights = self._own_weights()
-        self._optimizer = torch.optim.AdamW(
-            self._weights.values(),
-            lr=config.learning_rate,
-            betas=(float(config.betas[0]), float(config.betas[1])),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        )
-        self._ema = EMA(self._weights, config.ema_decay) if config.ema_decay else None
+    def __init__(self, name: str, networks: Backbone | Experts, config: TrainableConfig) -> None:
+        super().__init__(name, networks, config)
+        self._learners: dict[Side, Learner] = {
+            side: Learner(self.key(self.name, side, "/"), self._own_weights(side), config.of(side))
+            for side in self.sides
+            if not side or config.experts[side].trained
+        }
 
-    def _own_weights(self) -> dict[str, nn.Parameter]:
-        return self._backbone.weights(self.name)
+    def _own_weights(self, side: Side) -> dict[str, nn.Parameter]:
+        return self._backbones[side].weights(self.key(self.name, side))
 
     @property
     def weights(self) -> Mapping[str, nn.Parameter]:
-        """What it trains, by name."""
-        return self._weights
+        """What it trains, by name; of two experts as high/NAME and low/NAME."""
+        return {
+            f"{side}/{key}" if side else key: p
+            for side, learner in self._learners.items()
+            for key, p in learner.weights.items()
+        }
+
+    @property
+    def updates(self) -> int:
+        """How often its weights have moved, those of two experts together."""
+        return sum(learner.updates for learner in self._learners.values())
+
+    def learns(self, sigma: Float[Tensor, ""]) -> bool:
+        """Whether the network that runs at this noise level is trained."""
+        return side_of(float(sigma), self.boundary) in self._learners
+
+    def count(self, sigmas: Float[Tensor, " s"]) -> dict[str, float]:
+        """How many of these noise levels each expert runs at; nothing of a role with one network."""
+        sides = [side_of(sigma, self.boundary) for sigma in sigmas.tolist()]
+        return {side: float(sides.count(side)) for side in self.sides if side}
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add to the gradient; `last` says that `step` comes next."""
-        self._backbone.exchange_gradients(last=last)
-        loss.backward()
+        """Add to the gradient; `last` says that `step` comes next.
+
+        A loss that only an expert which does not learn had a part in teaches nothing. The ranks exchange the gradients
+        of two experts after every pass: which pass is an expert's last before it moves, none of them knows.
+        """
+        for side in self.sides:
+            self._exchange_gradients(side, last=last or bool(side))
+        if loss.requires_grad or len(self._learners) == len(self.sides):
+            loss.backward()
+
+    def _exchange_gradients(self, side: Side, *, last: bool) -> None:
+        self._backbones[side].exchange_gradients(last=last)
 
     def step(self) -> dict[str, float]:
-        """Clip and move the weights once, and forget the gradient; FloatingPointError, unmoved, if it is not finite."""
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self._weights.values() if p.grad is not None])
-        grad_norm = float(full(norm))
-        if not math.isfinite(grad_norm):
-            bad = next(key for key, p in self._weights.items() if p.grad is not None and not _finite(p.grad))
-            raise FloatingPointError(
-                f"{self.name}: the gradient of {bad} is not finite at update {self.updates}; weights not moved. "
-                f"Lower {self.name}.learning_rate, or look at the batch; the last checkpoint is sound"
-            )
-        if self.config.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self._weights.values(), self.config.clip_norm, norm)
-        learning_rate = self.config.learning_rate * learning_rate_factor(self.config, self.updates)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.updates += 1
-        if self._ema:
-            self._ema.update()
-        return {f"{self.name}/grad_norm": grad_norm, f"{self.name}/learning_rate": learning_rate}
+        """Clip and move what got a gradient, once, and forget that; what got none stays as it is, its average too.
+
+        FloatingPointError, with nothing moved, if a gradient is not finite.
+        """
+        norms = {side: learner.gradient_norm() for side, learner in self._learners.items() if learner.has_gradient}
+        metrics: dict[str, float] = {}
+        for side, norm in norms.items():
+            metrics |= self._learners[side].move(norm)
+        return metrics
 
     def merge(self) -> None:
-        """Fold an adapter into the weights, for good; nothing is left to train."""
-        self._backbone.merge(self.name)
-        self._weights = {}
+        """Fold adapters into the weights, for good; nothing is left to train."""
+        for side in self._learners:
+            self._backbones[side].merge(self.key(self.name, side))
+        self._learners = {}
 
-    def save_adapter(self, folder: Path) -> None:
-        """The adapter in peft's layout."""
-        self._backbone.save_adapter(self.name, folder)
+    def save_adapter(self, side: Side, folder: Path) -> None:
+        """The adapter of one network in peft's layout."""
+        self._backbones[side].save_adapter(self.key(self.name, side), folder)
 
     def restart_average(self) -> None:
         """Average anew from the weights as they are, after they were loaded."""
-        if self._ema:
-            self._ema = EMA(self._weights, self.config.ema_decay)
+        for learner in self._learners.values():
+            learner.restart_average()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The role with its averaged weights, if it keeps any."""
-        with self._ema.swapped() if self._ema else nullcontext():
+        with ExitStack() as stack:
+            for learner in self._learners.values():
+                stack.enter_context(learner.averaged())
             yield
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, optimizer moments, averaged weights and the update counter, as one flat dict of tensors."""
-        state = {f"weights/{key}": p.detach() for key, p in self._weights.items()}
-        for key, p in self._weights.items():
-            moments = self._optimizer.state[p]
-            if not moments:  # what AdamW starts from
-                moments["step"] = torch.tensor(0.0)
-                moments["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                moments["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state |= {f"optimizer/{key}/{name}": value for name, value in moments.items()}
-        if self._ema:
-            state |= {f"ema/{key}": shadow for key, shadow in self._ema.shadow.items()}
-        state["updates"] = torch.tensor(self.updates)
-        return state
+        """Weights, optimizer moments, averaged weights and update counters, as one flat dict of tensors.
 
-    def after_load(self, state: dict[str, Tensor]) -> None:
-        """Take the counter of a state whose tensors, handed out by `state_dict`, were filled in place."""
-        self.updates = int(state["updates"])
+        Two experts are apart by name: weights/high/NAME.
+        """
+        return {
+            _named(side, key): value
+            for side, learner in self._learners.items()
+            for key, value in learner.state_dict().items()
+        }
+
+    def after_load(self, state: Mapping[str, Tensor]) -> None:
+        """Take the counters of a state whose tensors, handed out by `state_dict`, were filled in place."""
+        for side, learner in self._learners.items():
+            learner.updates = int(state[_named(side, "updates")])
 
 
-def learning_rate_factor(config: TrainableConfig, updates: int) -> float:
-    """Share of the learning rate at this update: linear warm-up, then constant, linear or cosine decay."""
-    if updates < config.warmup_updates:
-        return (updates + 1) / config.warmup_updates
-    if config.decay == "constant":
-        return 1.0
-    done = min(1.0, (updates - config.warmup_updates) / max(1, config.decay_updates))
-    left = 1 - done if config.decay == "linear" else 0.5 + 0.5 * math.cos(math.pi * done)
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * left
+def _named(side: Side, key: str) -> str:
+    """`weights/NAME` of an expert is `weights/high/NAME`."""
+    kind, *name = key.split("/", 1)
+    return "/".join([kind, *([side] if side else []), *name])
 
 
-def _finite(gradient: Tensor) -> bool:
-    return bool(full(gradient).isfinite().all())
+def _with_gradient() -> str:
+    return "with gradient" if torch.is_grad_enabled() else "without gradient"

@@ -1,0 +1,124 @@
+"""Consistency distillation: the loss by hand, the boundary, what carries gradient, and what the student becomes."""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from exact_world import CLASSES, EACH, SHAPE, ClassCodec, Posterior, distance, pretrained, role, templates
+from helpers import (
+    ALONE,
+    FEW_STEPS,
+    LATENT_SHAPE,
+    Calls,
+    Recorder,
+    assert_near,
+    frozen,
+    no_prompt,
+    random_clips,
+    small_batch,
+    tiny_codec,
+)
+
+from unified_trainer.chunks import ChunkConfig
+from unified_trainer.data.clips import Clips
+from unified_trainer.data.feed import Feed
+from unified_trainer.flow import sigma_table
+from unified_trainer.methods.consistency import Consistency, ConsistencyConfig
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
+from unified_trainer.sampling import SamplerConfig
+from unified_trainer.trainer import Trainer
+
+CONFIG = ConsistencyConfig(batch_size=2, micro_batch=2, teacher_steps=6)
+
+
+def trainer(**changes) -> Trainer:
+    config, student = dataclasses.replace(CONFIG, **changes), Recorder()
+    method = Consistency(config, FEW_STEPS, student=student, teacher=frozen("teacher", seed=1))
+    feed = Feed(random_clips(8), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    return Trainer(method, {"student": student}, feed, ALONE, seed=0)
+
+
+def batch_with_latents(count: int = 2):
+    return small_batch(count, latents=torch.randn(count, *LATENT_SHAPE, generator=torch.Generator().manual_seed(2)))
+
+
+@pytest.mark.parametrize("steps", [2, 6])
+def test_the_loss_is_the_distance_of_two_predictions_on_one_step_of_the_teacher(steps):
+    """sqrt(d^2 + c^2) - c with d = x0(x_t, sigma) - x0(x_next, sigma'), sample by sample."""
+    one, batch, rng = trainer(teacher_steps=steps), batch_with_latents(), Streams(3, 0)
+    teacher, student, c = frozen("teacher", seed=1), one.roles["student"], CONFIG.huber
+    table = sigma_table(steps, CONFIG.teacher_shift).tolist()
+    level, noise = rng.uniform("level", [0, 1]).tolist(), rng.noise("noise", [0, 1], LATENT_SHAPE)
+    total = 0.0
+    for i in range(2):
+        row = math.floor(level[i] * steps)
+        sigma, sigma_next = (torch.tensor([table[r]], dtype=torch.float64) for r in (row, row + 1))
+        cond = batch.cond.map(lambda text: text[i : i + 1])  # noqa: B023
+        x_t = (1 - sigma.float()) * batch.latents[i : i + 1] + sigma.float() * noise[i : i + 1]
+        unconditional = teacher.velocity(x_t, sigma, no_prompt())
+        v = unconditional + CONFIG.guidance_scale * (teacher.velocity(x_t, sigma, cond) - unconditional)
+        x_next = x_t + (sigma_next - sigma).float() * v
+        d = x_t - sigma.float() * student.velocity(x_t, sigma, cond)
+        d = d - (x_next - sigma_next.float() * student.velocity(x_next, sigma_next, cond))
+        total += ((d**2 + c**2).sqrt() - c).mean() / 2
+    (loss,) = one.method.step(batch, 0, rng, ALONE)
+    torch.testing.assert_close(loss.value, total, rtol=1e-5, atol=0)
+
+
+def test_calls_and_graphs():
+    """The teacher once, cond and uncond together; the student once for its target, once for its gradient."""
+    one = trainer()
+    teacher, student = Calls.of(one.method.teacher), Calls.of(one.roles["student"])
+    one.step(0)
+    assert [len(x) for x in teacher.x_t] == [4] and teacher.graph == [False]
+    assert [len(x) for x in student.x_t] == [2, 2] and student.graph == [False, True]
+    assert bool((student.sigma[0] < student.sigma[1]).all())
+
+
+def test_a_large_huber_constant_is_the_squared_error():
+    """2 c (sqrt(d^2 + c^2) - c) -> d^2, value and gradient alike: c only sets the weight of outliers."""
+    values = []
+    for c in (1e2, 1e3):
+        one, batch = trainer(huber=c), batch_with_latents()
+        (loss,) = one.method.step(batch, 0, Streams(3, 0), ALONE)
+        values.append(2 * c * loss.value.item())
+    assert values[0] == pytest.approx(values[1], rel=0.05)
+
+
+def test_the_gradient_does_not_depend_on_the_micro_batch():
+    whole, split = trainer(batch_size=4, micro_batch=4), trainer(batch_size=4, micro_batch=1)
+    whole.step(0)
+    split.step(0)
+    assert_near(split.roles["student"].gradients[0], whole.roles["student"].gradients[0])
+
+
+def test_one_step_comes_near_to_the_law_of_the_exact_teacher():
+    """From 1.26 to about .2."""
+    sampler = SamplerConfig(num_steps=1, shift=1.0, solver="sde", guidance_scale=1.0)
+    config = ConsistencyConfig(96, 96, guidance_scale=1.0, teacher_steps=8, teacher_shift=1.0, huber=1.0)
+    adam = TrainableConfig(learning_rate=2e-3, decay="linear", decay_updates=300)
+    student = role(Trainable, "student", copy.deepcopy(pretrained()), adam)
+    method = Consistency(config, sampler, student=student, teacher=role(Frozen, "teacher", Posterior(), RoleConfig()))
+    captions = tuple(f"class {i // EACH}" for i in range(CLASSES * EACH)) * 8
+    feed = Feed(Clips(captions, templates().repeat(8, 1, 1, 1, 1)), ClassCodec(), config.plan(), SHAPE, "", 0, ALONE)
+    one, before = Trainer(method, {"student": student}, feed, ALONE, seed=0), distance(student, sampler)
+    for step in range(300):
+        one.step(step)
+    assert distance(student, sampler) < 0.5 * before
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampler", "words"),
+    [
+        ({"teacher_steps": 1}, FEW_STEPS, "teacher_steps must be at least 2"),
+        ({"huber": 0.0}, FEW_STEPS, "algorithm.huber above 0"),
+        ({}, dataclasses.replace(FEW_STEPS, guidance_scale=3.0), "sampler.guidance_scale must be 1, not 3.0"),
+        ({}, dataclasses.replace(FEW_STEPS, chunks=ChunkConfig(1)), "chunk_frames must be 0"),
+    ],
+)
+def test_settings_that_cannot_be(changes, sampler, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(CONFIG, **changes).check(sampler)

@@ -1,0 +1,343 @@
+"""Experts: two networks of a role that meet at a noise level, and learn as one would."""
+
+import numpy as np
+import pytest
+import torch
+from expert_world import BOUNDARY, CONFIGS, MOVES, STAYS, networks, trainer, trajectory
+from helpers import ALONE, Calls, Recording, assert_near, assert_same, small_batch, weights
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified_trainer import checkpoint
+from unified_trainer.flow import guide, high_share, shift_sigma
+from unified_trainer.roles.critic import Critic
+from unified_trainer.roles.experts import ExpertConfig, one_side
+from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
+
+X_T = torch.randn(4, 16, 2, 2, 2, generator=torch.Generator().manual_seed(3))
+MIXED = torch.tensor([0.9, 0.4, BOUNDARY, 0.1], dtype=torch.float64)
+METHODS = tuple(CONFIGS)
+ALL = ("student", "teacher", "critic")
+
+
+def role(seeds=(0, 1), kind=Trainable, name="student", config=STAYS, **options):
+    return kind(name, networks(name, ALONE, seeds, **options), config)
+
+
+def summed(found: dict[str, torch.Tensor], update: str) -> dict[str, torch.Tensor]:
+    """The gradient of one update, those of experts added up."""
+    total: dict[str, torch.Tensor] = {}
+    for key, value in found.items():
+        if key.startswith(update):
+            name = key.removeprefix(update).removeprefix("high/").removeprefix("low/")
+            total[name] = total.get(name, 0) + value
+    return total
+
+
+# Routing.
+
+
+def test_each_sample_is_answered_by_the_expert_of_its_own_noise_level():
+    """High at the boundary itself; the rows come back in their order, and no expert sees another's."""
+    both, high, low = role((0, 1)), role((0,)), role((1,))
+    calls = {side: Calls.of(role_of) for side, role_of in zip(("high", "low"), sides(both), strict=True)}
+    cond = small_batch(4).cond
+    answer = both.velocity(X_T, MIXED, cond)
+    for rows, alone in (([0, 2], high), ([1, 3], low)):
+        expected = alone.velocity(X_T[rows], MIXED[rows], cond.map(lambda x, rows=rows: x[rows]))
+        assert torch.equal(answer[rows], expected)
+    assert [calls[side].sigma[0].tolist() for side in calls] == [[0.9, BOUNDARY], [0.4, 0.1]]
+
+
+def sides(both):
+    """The networks of a role, each as a role of its own for `Calls`."""
+    return [type("One", (), {"network": both._backbones[side].model.network}) for side in ("high", "low")]
+
+
+@pytest.mark.parametrize(("levels", "runs"), [([0.9, 0.8], (1, 0)), ([0.1, 0.79], (0, 1)), ([0.9, 0.1], (1, 1))])
+def test_an_expert_without_samples_does_not_run(levels, runs):
+    both = role()
+    calls = [Calls.of(one) for one in sides(both)]
+    both.velocity(X_T[:2], torch.tensor(levels, dtype=torch.float64), small_batch(2).cond)
+    assert tuple(len(one.sigma) for one in calls) == runs
+
+
+def test_a_frozen_role_and_a_critic_route_too():
+    cond = small_batch(4).cond
+    teacher = role(name="teacher", kind=Frozen, config=RoleConfig())
+    assert torch.equal(teacher.velocity(X_T, MIXED, cond), role().velocity(X_T, MIXED, cond).detach())
+    assert not teacher.velocity(X_T, MIXED, cond).requires_grad
+    critic = role(name="critic", kind=Critic)
+    for i, head in enumerate(critic._discriminators.values()):
+        head.weight.data.fill_(1.0 + i)
+    velocity, logits = critic.velocity_and_logits(X_T, MIXED, cond)
+    assert torch.equal(velocity, critic.velocity(X_T, MIXED, cond))
+    for seed, weight, rows in ((0, 1.0, [0, 2]), (1, 2.0, [1, 3])):
+        alone = role((seed,), name="critic", kind=Critic)
+        alone._discriminators[""].weight.data.fill_(weight)
+        _, expected = alone.velocity_and_logits(X_T[rows], MIXED[rows], cond.map(lambda x, rows=rows: x[rows]))
+        torch.testing.assert_close(logits[rows], expected)
+
+
+def test_each_expert_has_its_guidance_scale():
+    both, batch = role(), small_batch(4)
+    cond, uncond = (both.velocity(X_T, MIXED, c).detach() for c in (batch.cond, batch.uncond))
+    expected = guide(cond, uncond, torch.tensor([4.0, 1.5, 4.0, 1.5]))
+    guided = both.guided_velocity(X_T, MIXED, batch.cond, batch.uncond, (4.0, 1.5)).detach()
+    torch.testing.assert_close(guided, expected, rtol=1e-5, atol=1e-5)
+    calls = [Calls.of(one) for one in sides(both)]
+    low = torch.full((4,), 0.3, dtype=torch.float64)
+    both.guided_velocity(X_T, low, batch.cond, batch.uncond, (4.0, 1.0))
+    assert [len(x) for x in calls[1].x_t] == [4] and not calls[0].x_t  # where no guidance is asked for, none is made
+    with pytest.raises(ValueError, match="student is one network and has one guidance_scale"):
+        role((0,)).guided_velocity(X_T, MIXED, batch.cond, batch.uncond, (4.0, 1.5))
+
+
+# Two experts of equal weights are the one network.
+
+
+@pytest.mark.parametrize("two", [("student",), ("teacher", "critic"), ALL])
+@pytest.mark.parametrize("method", METHODS)
+def test_equal_experts_learn_what_one_network_does(method, two):
+    """Gradients summed over the experts, update by update, and every metric that is not of one expert."""
+    dense, experts = trajectory(trainer(method)), trajectory(trainer(method, two=two, equal=True))
+    updates = sorted({"/".join(key.split("/")[:3]) + "/" for key in dense if key.startswith("gradients")})
+    assert updates
+    for update in updates:
+        assert_near(summed(experts, update), summed(dense, update), 1e-5)
+    for key, value in dense.items():
+        if key.startswith("metrics"):
+            torch.testing.assert_close(experts[key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_equal_adapters_over_one_base_learn_what_one_does():
+    """Two adapters of the same weights on one network."""
+    dense = trajectory(trainer("dmd2", adapters=True))
+    one = trainer("dmd2", two=ALL, equal=True, adapters=True)
+    for name in ("student", "critic"):
+        given = one.roles[name]._backbones["high"]
+        for key, weight in given.weights(f"{name}_high").items():
+            source = dense[f"state/{name}/weights/{key}"]
+            weight.data.copy_(source)
+            given.weights(f"{name}_low")[key].data.copy_(source)
+        assert one.roles[name]._backbones["low"] is given
+    experts = trajectory(one)
+    for update in ("gradients/student/0/", "gradients/critic/1/"):
+        assert_near(summed(experts, update), summed(dense, update), 1e-5)
+
+
+@pytest.mark.parametrize("method", ["finetune", "dmd2"])
+def test_accumulation_over_batches_of_different_experts_is_one_large_batch(method):
+    parts, whole = (trajectory(trainer(method, two=ALL, micro_batch=size)) for size in (1, 4))
+    gradients = [{k: v for k, v in one.items() if k.startswith("gradients")} for one in (parts, whole)]
+    assert {key.split("/")[3] for key in gradients[0]} == {"high", "low"}
+    assert_near(*gradients, 1e-5)
+
+
+# What an expert's optimizer does.
+
+
+def give(role_of: Trainable, side: str, value: float = 1.0) -> None:
+    for key, p in role_of.weights.items():
+        if key.startswith(side):
+            p.grad = torch.full_like(p, value)
+
+
+def state(role_of: Trainable) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in role_of.state_dict().items()}
+
+
+def of(side: str, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in found.items() if key.split("/")[1] == side}
+
+
+def test_an_expert_moves_only_if_it_got_a_gradient():
+    """Its weights, moments, average and counter; the other's stay bit for bit, weight decay and momentum too."""
+    one = role(config=TrainableConfig(learning_rate=1e-2, weight_decay=0.1, ema_decay=0.5))
+    for side in ("high", "low"):
+        give(one, side)
+    one.step()
+    before = state(one)
+    give(one, "low")
+    assert set(one.step()) == {"student/low/grad_norm", "student/low/learning_rate"}
+    after = state(one)
+    assert_same(of("high", after), of("high", before))
+    assert all(not torch.equal(after[key], before[key]) for key in of("low", after) if "weights" in key or "ema" in key)
+    assert (int(after["updates/high"]), int(after["updates/low"]), one.updates) == (1, 2, 3)
+    assert one.step() == {} and all(p.grad is None for p in one.weights.values())
+    assert_same(state(one), after)
+
+
+def test_each_expert_has_its_own_norm_clock_and_rate():
+    config = TrainableConfig(
+        learning_rate=0.5,
+        warmup_updates=2,
+        clip_norm=0.25,
+        high=ExpertConfig(learning_rate=0.1),
+        low=ExpertConfig(clip_norm=0.0),
+    )
+    one = role(config=config)
+    sizes = {side: sum(p.numel() for k, p in one.weights.items() if k.startswith(side)) for side in ("high", "low")}
+    give(one, "low", 2.0)
+    assert one.step()["student/low/learning_rate"] == 0.25
+    give(one, "high", 3.0)
+    give(one, "low", 2.0)
+    metrics = one.step()
+    assert (metrics["student/high/learning_rate"], metrics["student/low/learning_rate"]) == (0.05, 0.5)
+    assert metrics["student/high/grad_norm"] == pytest.approx(3 * sizes["high"] ** 0.5, rel=1e-4)
+    moments = state(one)
+    given = {
+        side: max(float(v.max()) for k, v in of(side, moments).items() if "exp_avg" in k and "sq" not in k)
+        for side in ("high", "low")
+    }
+    assert given["high"] == pytest.approx(0.1 * 0.25 / sizes["high"] ** 0.5, rel=1e-3)  # clipped by its own norm
+    assert given["low"] == pytest.approx(0.19 * 2.0, rel=1e-5)  # twice, never clipped
+
+
+def test_a_gradient_that_is_not_finite_moves_neither():
+    one = role(config=TrainableConfig(ema_decay=0.5))
+    give(one, "high")
+    give(one, "low")
+    one.weights["low/blocks.1.ffn.net.2.weight"].grad[0, 0] = float("nan")
+    before = state(one)
+    message = r"student/low: the gradient of blocks\.1\.ffn\.net\.2\.weight is not finite.*Lower student\.learning_rate"
+    with pytest.raises(FloatingPointError, match=message):
+        one.step()
+    assert_same(state(one), before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("side", ["high", "low"])
+def test_a_frozen_expert_stays_bit_for_bit_and_the_other_learns(method, side):
+    other = {"high": "low", "low": "high"}[side]
+    one = trainer(method, two=("student",), frozen=(side,), moves=True, role=MOVES)
+    networks_of = {s: one.roles["student"]._backbones[s].model.network for s in ("high", "low")}
+    before = {s: weights(network) for s, network in networks_of.items()}
+    for step in range(4):
+        metrics = one.step(step)
+        assert not [key for key in metrics if key.startswith(f"student/{side}")]
+    assert_same(weights(networks_of[side]), before[side])
+    assert not torch.equal(networks_of[other].proj_out.weight, before[other]["proj_out.weight"])
+    assert {key.split("/")[1] for key in one.roles["student"].state_dict()} == {other}
+    assert one.roles["student"].updates >= 3
+
+
+def test_the_average_is_of_both():
+    one = role(config=TrainableConfig(learning_rate=0.1, ema_decay=0.75))
+    start = {key: p.detach().clone() for key, p in one.weights.items()}
+    give(one, "high")
+    one.step()
+    moved = {key: p.detach().clone() for key, p in one.weights.items()}
+    with one.averaged():
+        assert_near(
+            {k: p.detach() for k, p in one.weights.items()}, {k: 0.75 * start[k] + 0.25 * moved[k] for k in start}, 1e-6
+        )
+    assert_same({key: p.detach() for key, p in one.weights.items()}, moved)
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("frozen", [(), ("high",)])
+@pytest.mark.parametrize("method", ["finetune", "dmd2"])
+def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path, method, frozen):
+    options = {"two": ALL, "moves": True, "role": MOVES, "frozen": frozen}
+    first, second = (trainer(method, **options) for _ in range(2))
+    for step in range(2):
+        first.step(step)
+    checkpoint.save(tmp_path / "checkpoints", 2, first.tensors(), ALONE)
+    assert second.resume(tmp_path) == (2, [])
+    assert_same(second.tensors(), first.tensors())
+    assert second.roles["student"].updates == first.roles["student"].updates > 0
+    assert first.step(2) == second.step(2)
+    assert_same(second.tensors(), first.tensors())
+
+
+def test_a_dense_roles_keys_and_metrics_are_what_they_were():
+    one = trainer("finetune", moves=True, role=MOVES)
+    metrics = one.step(0)
+    assert {"student/grad_norm", "student/learning_rate"} <= set(metrics)
+    kinds = {"/".join(key.split("/")[:2]) for key in one.tensors()}
+    assert kinds == {"student/weights", "student/optimizer", "student/ema", "student/updates"}
+    assert "student/weights/proj_out.weight" in one.tensors() and "student/updates" in one.tensors()
+
+
+# Which side is drawn.
+
+
+@given(st.floats(0.05, 0.95), st.floats(0.5, 12))
+def test_the_share_of_the_high_expert_is_its_part_of_the_levels(boundary, shift):
+    """By counting shifted-uniform levels on a fine grid."""
+    u = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
+    counted = float((shift_sigma(u, shift) >= boundary).double().mean())
+    assert high_share(boundary, shift) == pytest.approx(counted, abs=1e-4)
+
+
+@pytest.mark.parametrize(("shift", "share"), [(1, 0.125), (3, 0.30), (5, 0.4167), (8, 0.533), (12, 0.632)])
+def test_the_share_golden(shift, share):
+    assert high_share(0.875, shift) == pytest.approx(share, abs=5e-4)
+
+
+@pytest.mark.parametrize("balance", ["mixed", "natural", "equal"])
+def test_the_law_of_the_levels_is_kept(balance):
+    """Weighted by p / q, the mean of any function of u over many draws is its integral: here 1, u, u^2 and a step."""
+    share, random = 0.3, np.random.default_rng(0)
+    total, counts = torch.zeros(4, dtype=torch.float64), {True: 0, False: 0}
+    for _ in range(4000):
+        u, weight = one_side(torch.from_numpy(random.random(4)), share, balance, random)
+        total += weight * torch.stack([torch.ones_like(u), u, u * u, (u > 0.9).double()]).mean(1)
+        counts[bool((u >= 1 - share).all())] += 1
+        assert balance == "mixed" or bool((u >= 1 - share).all()) != bool((u < 1 - share).all())
+    torch.testing.assert_close(
+        total / 4000, torch.tensor([1, 1 / 2, 1 / 3, 0.1], dtype=torch.float64), atol=0.02, rtol=0
+    )
+    if balance != "mixed":
+        assert counts[True] / 4000 == pytest.approx(share if balance == "natural" else 0.5, abs=0.025)
+
+
+@pytest.mark.parametrize("method", ["finetune", "dmd2"])
+def test_a_balanced_batch_runs_one_expert_whatever_its_parts(method):
+    """All samples of a step, in all micro-batches, are on one side; over steps both sides come."""
+    seen = set()
+    for balance in ("natural", "equal"):
+        one = trainer(
+            method, two=("student",) if method == "finetune" else ("teacher", "critic"), expert_balance=balance
+        )
+        network = one.roles["student"] if method == "finetune" else one.roles["critic"]
+        calls = [Calls.of(each) for each in sides(network)]
+        for step in range(6):
+            before = [len(call.sigma) for call in calls]
+            one.step(step)
+            ran = [bool(len(call.sigma) - count) for call, count in zip(calls, before, strict=True)]
+            if method == "finetune":
+                assert sum(ran) == 1
+            seen.add(tuple(ran))
+    assert len(seen) >= 2
+
+
+def test_equal_balance_weighs_the_loss():
+    """The gradient of a step is p / q of that of the same levels unweighted: here seen by the loss's own gradient."""
+    found = {}
+    for balance in ("natural", "equal"):
+        one = trainer("finetune", two=("student",), expert_balance=balance)
+        for step in range(12):
+            one.step(step)
+        found[balance] = one.roles["student"].gradients
+    share = high_share(BOUNDARY, 3.0)
+    ratios = set()
+    for natural, equal in zip(found["natural"], found["equal"], strict=True):
+        if natural.keys() == equal.keys():  # the same side was drawn, so the same levels
+            key = next(key for key in natural if key.endswith("proj_out.weight"))
+            ratio = float(equal[key].norm() / natural[key].norm())
+            expected = 2 * share if key.startswith("high") else 2 * (1 - share)
+            assert ratio == pytest.approx(expected, rel=1e-4)
+            ratios.add(key.split("/")[0])
+    assert ratios == {"high", "low"}
+
+
+def test_recording_is_a_role():
+    """The helper that keeps gradients names them as the role does."""
+    one = role(kind=Recording)
+    give(one, "high")
+    one.step()
+    assert set(one.gradients[0]) == {key for key in one.weights if key.startswith("high/")}
