@@ -17,7 +17,7 @@ def main(run: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -> No
         run: The run directory.
         out: The picture to write.
     """
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(run)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     curve(left, rows, "train/reward", label="rollouts", color="0.7")
     steps, reward = curve(left, rows, "validation/reward", label="held-out prompts", marker="o")
@@ -31,6 +31,11 @@ def main(run: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -> No
     right.set(xlabel="training step", ylabel="share of samples right", ylim=(0, 1.02), xlim=(0, steps[-1]))
     right.legend(fontsize=8)
     figure.savefig(out, dpi=120)
+
+
+def rows_of(run: Path) -> list[dict[str, float]]:
+    """The lines of its metrics."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def curve(axes: plt.Axes, rows: list[dict[str, float]], name: str, **style: object) -> tuple[list[float], list[float]]:

@@ -196,6 +196,7 @@ def test_another_pipeline_is_named(refused, wan):
         (["--reward.scorers.nice.weight", "1"], "reward.scorers.nice.kind nice is no scorer; have hpsv3, clip, sharp"),
         (["--reward.scorers.clip.weight", "1"], "reward.scorers.clip.path must be the folder of a clip scorer, not ''"),
         (["--reward.scorers.a.kind", "clip", "--reward.scorers.a.path", "nowhere"], "nowhere/preprocessor_config.json"),
+        (["--reward.device", "abacus"], "reward.device 'abacus' is no device that torch knows"),
         (["--reward.kind", "clip"], "reward.path must be the folder of a clip scorer, not 'tiny'"),
         (["--reward.kind", "sharpness"], "reward: sharpness has no weights; set reward.path ''"),
         (

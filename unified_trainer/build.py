@@ -218,5 +218,5 @@ def _check_sequence(paths: Mapping[str, str], mesh: Mesh) -> None:
 
 def _notes(roles: Mapping[str, Role], mesh: Mesh) -> tuple[str, ...]:
     held = "; ".join(f"{name} {role.precision}" for name, role in roles.items())
-    rest = "gradients, optimizers, guidance, losses and log-probabilities fp32; noise levels fp64"
+    rest = "gradients and their sums over ranks, optimizers, guidance, losses and log-probabilities fp32; sigmas fp64"
     return (f"ranks: {mesh}", f"precision: {held}; {rest}")

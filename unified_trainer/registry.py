@@ -101,6 +101,7 @@ def check_reward(config: RewardConfig, frames: int) -> None:
         if part.kind in NETWORKS:
             if not part.path or (part.path == "tiny" and part.kind != "hpsv3"):
                 raise ValueError(f"{key}.path must be the folder of a {part.kind} scorer, not {part.path!r}")
+            _place(part.device, key)
             continue
         if part.path or part.device:
             raise ValueError(f"{key}: {part.kind} has no weights; set {key}.path '' and leave {key}.device out")
@@ -110,6 +111,13 @@ def check_reward(config: RewardConfig, frames: int) -> None:
                 f"{key}: {part.kind} needs at least {PIXELS[part.kind][1]} frames of a video, but sees {seen}; set "
                 f"{key}.frames all"
             )
+
+
+def _place(device: str, key: str) -> torch.device:
+    try:
+        return torch.device(device or "cpu")
+    except RuntimeError as error:
+        raise ValueError(f"{key}.device {device!r} is no device that torch knows") from error
 
 
 def load_hpsv3(path: str, precision: str, device: torch.device) -> HPSv3:

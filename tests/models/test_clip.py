@@ -9,6 +9,8 @@ from helpers import CPU, rewrite
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
 from unified_trainer.models.clip import CLIP
+from unified_trainer.registry import load_scorers
+from unified_trainer.roles.reward import RewardConfig
 
 SIDE = 32
 PROMPTS = ["a red circle", "blue square moves up", "a red circle"]
@@ -74,6 +76,17 @@ def test_a_score_depends_on_its_own_image_and_prompt_alone(clip):
     alone = torch.cat([clip.score(IMAGES[i : i + 1], PROMPTS[i : i + 1]) for i in range(3)])
     torch.testing.assert_close(clip.score(IMAGES, PROMPTS), alone, rtol=1e-5, atol=1e-5)
     assert clip.score(IMAGES[:1], ["another"]) != alone[0]
+
+
+@torch.no_grad()
+def test_as_a_reward_it_is_the_mean_over_frames(folder, clip):
+    """By its kind in a reward set, which then has no features for a Frechet distance."""
+    config = RewardConfig(kind="clip", path=str(folder), frames="all", batch=2)
+    scorers, features = load_scorers(config, CPU)
+    video = torch.stack([IMAGES, IMAGES.flip(0)]).movedim(1, 2)
+    expected = torch.stack([clip.score(IMAGES, [prompt] * 3).mean() for prompt in PROMPTS[:2]])
+    torch.testing.assert_close(scorers["clip"](video, PROMPTS[:2]), expected, rtol=1e-5, atol=1e-5)
+    assert features is None
 
 
 def test_a_score_has_the_gradient_of_its_image(clip):

@@ -56,7 +56,8 @@ class CLIP:
         distinct = sorted(set(prompts))
         seen = self.network(**self._text(distinct), pixel_values=self.pixels(images))
         rows = torch.tensor([[distinct.index(prompt)] for prompt in prompts])
-        return seen.logits_per_image.float().gather(1, rows.to(images.device))[:, 0]
+        logits = seen.logits_per_image.float()
+        return logits.gather(1, rows.to(logits.device))[:, 0]
 
     def pixels(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 s s"]:
         """What the network sees: bicubic with antialiasing to the shorter side, the middle cut out, normalised."""
