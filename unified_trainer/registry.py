@@ -1,7 +1,7 @@
 """The only module that names methods, families and rewards."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from unified_trainer.models.clip import CLIP
 from unified_trainer.models.hpsv3 import HPSv3
 from unified_trainer.models.wan import EXPERTS, WanCodec, WanModel, attention_heads, latent_channels, networks
 from unified_trainer.models.wan_causal import CausalWanModel
+from unified_trainer.models.wan_lora import published_adapter
 from unified_trainer.roles.reward import RewardConfig, Scorer, of_images
 from unified_trainer.types import Video
 
@@ -39,6 +40,7 @@ class Family:
     attention_heads: Callable[[Path], int]
     networks: Callable[[Path], tuple[tuple[str, ...], float | None]]  # the components, and where two of them meet
     experts: tuple[str, str]  # the components that two experts are written to
+    published_adapter: Callable[[Mapping[str, Tensor], float], dict[str, Tensor]]  # its weights and alpha renamed
 
 
 METHODS: dict[str, tuple[type[Method], type]] = {
@@ -54,7 +56,14 @@ METHODS: dict[str, tuple[type[Method], type]] = {
 ALGORITHMS = {name: config for name, (_, config) in METHODS.items()}
 FAMILIES = {
     "WanPipeline": Family(
-        WanModel.open, WanCodec.load, CausalWanModel.open, latent_channels, attention_heads, networks, EXPERTS
+        WanModel.open,
+        WanCodec.load,
+        CausalWanModel.open,
+        latent_channels,
+        attention_heads,
+        networks,
+        EXPERTS,
+        published_adapter,
     )
 }
 # Scorers with weights, of single images; and of the pixels alone, with the number of frames that they need.

@@ -18,6 +18,7 @@ from unified_trainer.models.wan import WanModel
 from unified_trainer.registry import family_of
 
 MOVING = flags({"student.learning-rate": 1e-2, "student.warmup-updates": 0, "student.ema-decay": 0.5})
+MOVING += flags({"algorithm.shift": 12})  # then 63% of the noise levels are above the boundary
 COMPONENTS = {"high": "transformer", "low": "transformer_2"}
 FILE = "diffusion_pytorch_model.safetensors"
 
@@ -139,7 +140,7 @@ def test_the_pipeline_makes_the_video_that_sample_makes(saved, folder, tmp_path)
 @pytest.mark.parametrize("one_base", [True, False])
 def test_experts_as_adapters_are_folded_in_or_written_alone(one_base, folder, tmp_path):
     """Over one base or over two: the merged folder and the adapters on the bases predict the same."""
-    start = ("--student.boundary", "0.6") if one_base else ("--student.path", str(folder), "--student.boundary", "0.6")
+    start = ("--student.boundary", "0.875") if one_base else ("--student.path", str(folder))
     run("finetune", tmp_path / "run", "--steps", "2", "--student.adapter.rank", "2", *start, *MOVING)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "alone"), "--adapter", "peft"]) == 0
@@ -154,6 +155,34 @@ def test_experts_as_adapters_are_folded_in_or_written_alone(one_base, folder, tm
         torch.testing.assert_close(velocity(base), answers[side], rtol=1e-4, atol=1e-5)
         assert not torch.allclose(answers[side], before, atol=1e-4)
     assert not torch.allclose(answers["high"], answers["low"], atol=1e-4)
+
+
+def test_published_adapters_are_what_diffusers_loads_into_each_transformer(folder, tmp_path):
+    """Two files under Wan's own names, on the two bases: what the merged folder predicts, alpha / rank included."""
+    adapter = ("--student.adapter.rank", "2", "--student.adapter.alpha", "3", "--student.path", str(folder))
+    run("finetune", tmp_path / "run", "--steps", "2", *adapter, *MOVING)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "alone"), "--adapter", "published"]) == 0
+    pipeline = WanPipeline.from_pretrained(folder)
+    for side, component in COMPONENTS.items():
+        file = f"{side}_noise_model.safetensors"
+        before = velocity(pipeline.components[component])
+        second = component == "transformer_2"
+        pipeline.load_lora_weights(
+            tmp_path / "alone", weight_name=file, load_into_transformer_2=second, adapter_name=side
+        )
+        merged = WanTransformer3DModel.from_pretrained(tmp_path / "merged" / component)
+        torch.testing.assert_close(velocity(pipeline.components[component]), velocity(merged), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(velocity(merged), before, atol=1e-4)
+    keys = load_file(tmp_path / "alone" / file)
+    assert "diffusion_model.blocks.0.self_attn.q.lora_down.weight" in keys
+    assert keys["diffusion_model.blocks.0.ffn.0.alpha"] == 3
+
+
+def test_a_layer_without_a_published_name_is_refused(tmp_path, capsys):
+    run("finetune", tmp_path / "run", "--student.adapter.rank", "2", "--student.adapter.layers", "proj_out")
+    message = refused(capsys, "export", tmp_path / "run", tmp_path / "out", "--adapter", "published")
+    assert "proj_out.lora_A.weight has no name in published Wan adapters" in message and not (tmp_path / "out").exists()
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 import tyro
 from peft import PeftModel
 from rich.console import Console
+from safetensors.torch import save_file
 from torch import Tensor
 
 from unified_trainer import config as settings
@@ -31,7 +32,7 @@ def export(
     out: Annotated[Path, tyro.conf.Positional],
     role: str = "student",
     dtype: Literal["fp32", "bf16"] = "fp32",
-    adapter: Literal["merge", "peft"] = "merge",
+    adapter: Literal["merge", "peft", "published"] = "merge",
     components: Literal["link", "copy", "none"] = "link",
     max_shard_size: str = "10GB",
     base: Path | None = None,
@@ -43,7 +44,8 @@ def export(
         out: folder to write; must be empty or absent
         role: whose weights
         dtype: of the weights
-        adapter: fold an adapter into the weights, or write it alone in peft's layout
+        adapter: fold an adapter into the weights, or write it alone: in peft's layout, or under the family's published
+            names, where two experts are high_noise_model and low_noise_model.safetensors as in Wan2.2-Lightning
         components: the base's text encoder, VAE and the rest: hard links (copies across file systems), copies, or none
         max_shard_size: of one file of weights
         base: pipeline folder that the role started from, if it is no longer where the run found it
@@ -51,14 +53,16 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder; choose another one or remove it")
     trained = load_trained(run, role, base, Mesh(torch.device("cpu")), causal=False)
-    if adapter == "peft" and not trained.role.config.adapter.rank:
-        raise ValueError(f"--adapter peft: {run} trained all weights of {role}; leave it out")
+    if adapter != "merge" and not trained.role.config.adapter.rank:
+        raise ValueError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         folder = Path(scratch) / out.name
         folder.mkdir()
         if adapter == "peft":
             _write_adapters(trained, folder)
+        elif adapter == "published":
+            _write_published(trained, folder)
         else:
             _write_network(trained, folder, DTYPES[dtype], max_shard_size)
             _write_components(trained, folder, components)
@@ -98,6 +102,14 @@ def _write_adapters(trained: Trained, folder: Path) -> None:
         again = _read(trained.family, trained.base, trained.split.components[side])
         PeftModel.from_pretrained(again.network, own)
         _must_agree(_velocity(again), before, WRITTEN, f"{trained.said}: the adapter read again")
+
+
+def _write_published(trained: Trained, folder: Path) -> None:
+    """The adapter in one file, or those of the experts in a file for each, as Wan2.2-Lightning has them."""
+    for side in trained.split.trained:
+        named = trained.family.published_adapter(*trained.role.adapter(side))
+        name = f"{side}_noise_model" if side else "model"
+        save_file(named, folder / f"{name}.safetensors", metadata={"format": "pt"})
 
 
 def _read(family: Family, folder: Path, component: str) -> VideoModel:

@@ -219,6 +219,11 @@ class Trainable(Role):
             self._backbones[side].merge(self.key(self.name, side))
         self._learners = {}
 
+    def adapter(self, side: Side) -> tuple[dict[str, nn.Parameter], float]:
+        """The weights of one network's adapter by peft's names, and its alpha."""
+        config = self.config.adapter
+        return self._backbones[side].weights(self.key(self.name, side)), config.alpha or config.rank
+
     def save_adapter(self, side: Side, folder: Path) -> None:
         """The adapter of one network in peft's layout."""
         self._backbones[side].save_adapter(self.key(self.name, side), folder)
