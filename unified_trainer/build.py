@@ -145,6 +145,7 @@ def load_roles(
             trained=owned and issubclass(types[names[0]], Trainable),
             adapters=adapters,
             activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
+            keep_products=any(configs[name].keep_products for name in names),
             half=half and not owned and all(configs[name].precision == "bf16" for name in names),
             compile=any(configs[name].compile for name in names),
             offload=bool(waiting),

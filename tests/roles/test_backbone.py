@@ -18,12 +18,13 @@ from helpers import (
     weights,
 )
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unified_trainer import checkpoint
 from unified_trainer.build import load_roles
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.models.wan import WanModel
-from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.backbone import PRODUCTS, AdapterConfig, Backbone
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 
@@ -239,6 +240,41 @@ def test_a_checkpoint_of_adapters_comes_back(tmp_path):
 
 
 # Which roles share.
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attentions that are computed forwards."""
+
+    count = 0
+
+    def __torch_dispatch__(self, call, _types, arguments=(), named=None):
+        self.count += call in PRODUCTS
+        return call(*arguments, **(named or {}))
+
+
+@pytest.mark.parametrize("adapters", [None, TWO])
+def test_kept_products_are_not_computed_again(adapters):
+    """Nor is anything that is learnt another: bit for bit, with or without adapters."""
+    found = {}
+    for name, settings in {
+        "kept": {},
+        "recomputed": {"activation_checkpointing": True},
+        "between": {"activation_checkpointing": True, "keep_products": True},
+    }.items():
+        backbone = Backbone(small_model(), ALONE, trained=adapters is None, adapters=adapters, **settings)
+        student = Trainable("student", backbone, TrainableConfig())
+        loss = answer(student).square().mean()
+        with Products() as again:
+            student.backward(loss, last=True)
+        found[name] = again.count, gradients(backbone.model.network)
+    assert found["kept"][0] == found["between"][0] < found["recomputed"][0]
+    for name in ("between", "recomputed"):
+        assert_same(found[name][1], found["kept"][1])
+
+
+def test_keeping_products_of_what_is_not_recomputed_is_refused():
+    with pytest.raises(ValueError, match="keep_products keeps part of what activation_checkpointing recomputes"):
+        Backbone(small_model(), ALONE, trained=True, keep_products=True)
 
 
 def loaded(student_rank=2, critic_rank=2, paths=("tiny", "tiny", "tiny"), checkpointing=False):

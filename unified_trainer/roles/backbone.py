@@ -11,12 +11,23 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.fsdp import exchange_gradients, keep_gathered, shard
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
 
+# What takes long to compute again.
+PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
 NO_ADAPTER = "none"  # a name that no adapter has: peft then runs the base weights alone
 
 
@@ -41,12 +52,15 @@ class Backbone:
         trained: bool = False,
         adapters: Mapping[str, AdapterConfig] | None = None,
         activation_checkpointing: bool = False,
+        keep_products: bool = False,
         half: bool = False,
         compile: bool = False,
         offload: bool = False,
     ) -> None:
         if offload:  # this one, as parallel.offload does with all
             mesh = replace(mesh, config=replace(mesh.config, offload=True))
+        if keep_products and not activation_checkpointing:
+            raise ValueError("keep_products keeps part of what activation_checkpointing recomputes: set both, or none")
         self.model, self.mesh, self.half = model, mesh, half
         self.adapters = dict(adapters or {})
         model.network.eval().requires_grad_(trained and not self.adapters)
@@ -55,7 +69,7 @@ class Backbone:
         if half:
             _hold_in_bf16(model.network)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
-        self._running = ""
+        self._running, self._keep_products = "", keep_products
         self._switch(NO_ADAPTER)
         if activation_checkpointing:
             model.checkpoint_activations(self._recompute_contexts)
@@ -124,7 +138,17 @@ class Backbone:
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """Activations are recomputed with the adapter that made them, whichever runs by then."""
-        return nullcontext(), self._adapter(self._running)
+        adapter = self._adapter(self._running)
+        if not self._keep_products:
+            return nullcontext(), adapter
+        keep, take = create_selective_checkpoint_contexts([*PRODUCTS])
+        return keep, _both(adapter, take)
+
+
+@contextmanager
+def _both(first: AbstractContextManager[object], second: AbstractContextManager[object]) -> Iterator[None]:
+    with first, second:
+        yield
 
 
 def _inject(model: VideoModel, name: str, config: AdapterConfig, device: torch.device) -> None:

@@ -40,6 +40,7 @@ class RoleConfig:
     boundary: float = 0.0  # noise level from which the high-noise expert runs; 0 takes the folder's. A role that
     # learns from a folder of one network then has two experts, which both start from it
     activation_checkpointing: bool = False  # recompute activations in the backward pass: slower, smaller
+    keep_products: bool = False  # but keep what matrix products and attention gave: between the two in both
     compile: bool = False  # the network's blocks, with torch.compile: a slow first step, faster ones after
 
 
