@@ -155,7 +155,7 @@ def matching(student: Trainable, teacher: Frozen, critic: Critic, micro_batch: i
 
 def self_forcing(mesh: Mesh, micro_batch: int = 1) -> tuple[SelfForcing, dict[str, Trainable], Clips]:
     """Exits of their own for the chunks, activations recomputed when the cache is further on."""
-    student = own("student", SeenCausal, mesh, small_causal(), activation_checkpointing=True)
+    student = own("student", SeenCausal, mesh, small_causal(), activation_checkpointing=True, keep_products=True)
     critic = own("critic", SeenCritic, mesh, small_model(1))
     teacher = Frozen("teacher", Backbone(small_model(2), mesh), RoleConfig())
     config = SelfForcingConfig(
