@@ -137,12 +137,14 @@ def trainer(
     kind = RecordingCausal if causal else Recording
     student = kind("student", made["student"](), role, moves=moves)
     config = dataclasses.replace(CONFIGS[method], **settings)
+    encoded = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(7))
+    clips = Clips(tuple(CAPTIONS[i % 4] for i in range(8)), encoded)
+    feed = Feed(clips, tiny_codec(), config.plan(), SHAPE, "", 0, mesh)
     roles = {"student": student}
     if method == "finetune":
         algorithm = Finetune(config, sampler or SamplerConfig(), student=student)
     elif method == "dance_grpo":
-        reward = reward_of()
-        algorithm = DanceGRPO(config, sampler or POLICY, student=student, reward=reward)
+        algorithm = DanceGRPO(config, sampler or POLICY, student=student, reward=reward_of(), feed=feed)
     else:
         learning = TrainableConfig(**{**vars(role), "high": ExpertConfig(), "low": ExpertConfig()})
         critic = RecordingCritic("critic", made["critic"](), learning, moves=moves)
@@ -153,9 +155,6 @@ def trainer(
         kinds = {"dmd2": (DMD2, SDE), "self_forcing": (SelfForcing, CAUSAL)}
         algorithm = kinds[method][0](config, sampler or kinds[method][1], **parts)
         roles["critic"] = critic
-    encoded = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(7))
-    clips = Clips(tuple(CAPTIONS[i % 4] for i in range(8)), encoded)
-    feed = Feed(clips, tiny_codec(), config.plan(), SHAPE, "", 0, mesh)
     return Trainer(algorithm, roles, feed, mesh, seed=0)
 
 

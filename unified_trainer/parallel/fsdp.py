@@ -42,12 +42,19 @@ def keep_gathered(network: nn.Module, mesh: Mesh) -> None:
 
     What a pass without gradient kept would be stale once the role has moved. For a backward pass the root's few
     weights are always kept: one that starts from the features, not from the output, would not gather them again. They
-    are kept after it too, for the backward of another pass through the same network, until the next pass begins.
+    are kept after it too, for the backward of another pass through the same network, until the next pass begins or
+    the weights move.
     """
+    let_go(network)
     if isinstance(network, FSDPModule):
-        network.reshard()
         network.set_reshard_after_backward(False, recurse=False)
         network.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=not mesh.config.reshard)
+
+
+def let_go(network: nn.Module) -> None:
+    """Back to this rank's shards alone: what is still gathered would be stale once they change."""
+    if isinstance(network, FSDPModule):
+        network.reshard()
 
 
 def at_home(mesh: Mesh) -> torch.device:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from unified_trainer.models.base import VideoModel
-from unified_trainer.parallel.fsdp import exchange_gradients, keep_gathered, shard
+from unified_trainer.parallel.fsdp import exchange_gradients, keep_gathered, let_go, shard
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
 
@@ -103,6 +103,10 @@ class Backbone:
     def exchange_gradients(self, *, last: bool) -> None:
         """Say before a backward pass whether weights move after it: only then need the ranks' gradients meet."""
         exchange_gradients(self.model.network, last=last, mesh=self.mesh)
+
+    def let_go(self) -> None:
+        """Keep nothing gathered: the weights are about to change."""
+        let_go(self.model.network)
 
     def merge(self, role: str) -> None:
         """Fold the role's adapter into the weights and forget all adapters, for good."""

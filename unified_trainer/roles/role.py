@@ -211,6 +211,7 @@ class Trainable(Role):
         norms = {side: learner.gradient_norm() for side, learner in self._learners.items() if learner.has_gradient}
         metrics: dict[str, float] = {}
         for side, norm in norms.items():
+            self._backbones[side].let_go()
             metrics |= self._learners[side].move(norm)
         return metrics
 
