@@ -14,6 +14,12 @@ class BatchPlan:
     keys: tuple[str, str, str, str]  # the flags these four come from, for messages
     by_failures: bool = False  # prompts are drawn in proportion to failures + 1, instead of epoch by epoch
 
+    @classmethod
+    def one_update(cls, batch_size: int, micro_batch: int) -> "BatchPlan":
+        """A step of one update, each sample of a prompt of its own."""
+        keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")
+        return cls(batch_size, 1, batch_size, micro_batch, keys)
+
     def table(self, ranks: int) -> dict[str, int]:
         """Every count of the step; ValueError with the arithmetic when something does not divide."""
         self._divide(self.prompts, self.prompts_per_update, f"{self.keys[0]} % {self.keys[2]}")

@@ -48,6 +48,14 @@ class SamplerConfig:
         if self.step_list[0] > 1000 or any(a <= b for a, b in itertools.pairwise((*self.step_list, 0.0))):
             raise ValueError(f"sampler.step_list must fall from at most 1000 and stay above 0, not {self.step_list}")
 
+    def check_distilled(self) -> None:
+        """ValueError unless it runs without guidance, as a student does whose teacher had it."""
+        if self.guidance_scale != 1:
+            raise ValueError(
+                f"sampler.guidance_scale must be 1, not {self.guidance_scale}: a distilled student runs without "
+                "guidance; the teacher's is algorithm.guidance_scale"
+            )
+
     def sigmas(self) -> Float[Tensor, " steps_and_0"]:
         if not self.step_list:
             return sigma_table(self.num_steps, self.shift)

@@ -35,18 +35,13 @@ class ConsistencyConfig:
             raise ValueError("algorithm.teacher_steps must be at least 2 and algorithm.huber above 0")
         if sampler.chunks.causal:
             raise ValueError("sampler.chunks.chunk_frames must be 0: consistency trains a bidirectional student")
-        if sampler.guidance_scale != 1:
-            raise ValueError(
-                f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: a distilled student runs without "
-                "guidance; the teacher's is algorithm.guidance_scale"
-            )
+        sampler.check_distilled()
 
     def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
         check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", splits["teacher"])
 
     def plan(self) -> BatchPlan:
-        keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")
-        return BatchPlan(self.batch_size, 1, self.batch_size, self.micro_batch, keys)
+        return BatchPlan.one_update(self.batch_size, self.micro_batch)
 
 
 class Consistency:

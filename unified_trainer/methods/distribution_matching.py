@@ -59,11 +59,7 @@ class MatchingConfig:
             raise ValueError(
                 "algorithm.calendar exclusive with student_every 1 never moves the critic: raise the latter"
             )
-        if sampler.guidance_scale != 1:
-            raise ValueError(
-                f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: a distilled student runs without "
-                "guidance; the teacher's is algorithm.guidance_scale"
-            )
+        sampler.check_distilled()
 
     def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
         check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", splits["teacher"])
@@ -78,8 +74,7 @@ class MatchingConfig:
         return float((noise_levels(middles, self.tau_shift, self.tau_range) >= boundary).double().mean())
 
     def plan(self) -> BatchPlan:
-        keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")
-        return BatchPlan(self.batch_size, 1, self.batch_size, self.micro_batch, keys)
+        return BatchPlan.one_update(self.batch_size, self.micro_batch)
 
     def turns(self, step: int) -> tuple[bool, bool]:
         """Whether the student and whether the critic moves in this training step."""

@@ -53,8 +53,7 @@ class FinetuneConfig:
         check_balance(self.expert_balance, boundary and high_share(boundary, self.shift), "student")
 
     def plan(self) -> BatchPlan:
-        keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")
-        return BatchPlan(self.batch_size, 1, self.batch_size, self.micro_batch, keys)
+        return BatchPlan.one_update(self.batch_size, self.micro_batch)
 
 
 class Finetune:

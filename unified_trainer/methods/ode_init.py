@@ -36,11 +36,7 @@ class ODEInitConfig:
             raise ValueError("algorithm.passes and algorithm.teacher_steps must be at least 1")
         if sampler.chunks.context_noise:
             raise ValueError("sampler.chunks.context_noise must be 0 for ode_init, which looks back on clean chunks")
-        if sampler.guidance_scale != 1:
-            raise ValueError(
-                f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: a distilled student runs without "
-                "guidance; the teacher's is algorithm.guidance_scale"
-            )
+        sampler.check_distilled()
 
     def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
         check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", splits["teacher"])
@@ -48,8 +44,7 @@ class ODEInitConfig:
         splits["student"].refuse_idle([levels], "the sampler", "Train the other expert, or change sampler.step_list")
 
     def plan(self) -> BatchPlan:
-        keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")
-        return BatchPlan(self.batch_size, 1, self.batch_size, self.micro_batch, keys)
+        return BatchPlan.one_update(self.batch_size, self.micro_batch)
 
 
 class ODEInit:

@@ -43,8 +43,7 @@ class RewardGradientConfig:
         splits["student"].refuse_idle(ends, "algorithm.last_calls", "Train the other expert, or change the sampler")
 
     def plan(self) -> BatchPlan:
-        keys = ("algorithm.batch_size", "1", "algorithm.batch_size", "algorithm.micro_batch")
-        return BatchPlan(self.batch_size, 1, self.batch_size, self.micro_batch, keys)
+        return BatchPlan.one_update(self.batch_size, self.micro_batch)
 
 
 class RewardGradient:
