@@ -9,7 +9,7 @@ demo: setup
 	$(VENV)/bin/python -m unified_trainer --method dance_grpo
 
 test: setup
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 setup: $(VENV)/ready
 

@@ -1,5 +1,6 @@
 """The loop: it names no method and no family."""
 
+import os
 import shlex
 import signal
 from collections.abc import Iterator, Mapping
@@ -194,6 +195,7 @@ def _stop_signal() -> Iterator[list[int]]:
     def note(number: int, _frame: object) -> None:
         asked.append(number)
         signal.signal(number, previous[number])
+        os.write(2, b"\nends after this step and saves; asked once more, it stops at once\n")  # safe inside a handler
 
     previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
