@@ -13,9 +13,11 @@ import os
 import socket
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -33,6 +35,7 @@ from unified_trainer.roles.role import Trainable, TrainableConfig
 ROUNDS, BATCH, MICRO, FRAMES, SIDE = 5, 4, 2, 2, 16
 WIDTH, LAYERS, HEADS = 256, 6, 8
 DEEP = 100  # layers of a network that is only read
+PROCESSES = multiprocessing.get_context("fork")  # one for each thing measured: memory that is freed may stay resident
 MESHES = {
     "sharded": ParallelConfig(),
     "sharded, kept gathered": ParallelConfig(reshard=False),
@@ -157,15 +160,30 @@ def needed(role: Trainable, config: ParallelConfig, kept: int) -> int:
     return 2 * weights + (4 * blocks // LAYERS if config.reshard else weights + 2 * blocks // LAYERS) + kept
 
 
+def read(name: str, folder: Path, rows: "multiprocessing.Queue[list[str]]") -> None:
+    """What a rank of two takes to read a deep network, and to hold it; the pages of its file, mapped, left out."""
+    mesh, ended, found = Mesh.join("cpu", MESHES[name]), threading.Event(), [status("RssAnon")]
+
+    def look() -> None:
+        while not ended.wait(1e-3):
+            found.append(status("RssAnon"))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    deep = student(folder / "deep", mesh)
+    ended.set()
+    watcher.join()
+    held = sum(own_part(p).nbytes for p in deep.network.parameters())
+    if mesh.is_main:
+        rows.put([f"{x / 1e6:.0f}" for x in (held, max(found) - found[0])])
+    mesh.barrier()
+
+
 def measure(name: str, folder: Path, rows: "multiprocessing.Queue[tuple[list[str], list[str]]]") -> None:
     """What one rank of two does for one mesh."""
     torch.set_num_threads(1)
     mesh, alone = Mesh.join("cpu", MESHES[name]), Mesh(torch.device("cpu"))
     size, sent, times = [], Sent(), []
-    with grown(size):
-        deep = student(folder / "deep", mesh)
-    read, held = size[0], sum(own_part(p).nbytes for p in deep.network.parameters())
-    del deep
     with grown(size):
         role = student(folder / "plain", mesh)
         update(role, mesh)
@@ -188,9 +206,15 @@ def measure(name: str, folder: Path, rows: "multiprocessing.Queue[tuple[list[str
         step, single_step = (statistics.median(row[i] for row in times) for i in (0, 1))
         sums = [f"{x / 1e6:.1f}" for x in (sent.bytes, minimum)]
         predicted = needed(single, mesh.config, kept)
-        first = [name, f"{step:.2f}", f"{single_step:.2f}", f"{wall:.2f}", f"{work:.2f}", *sums]
-        second = [name, *(f"{x / 1e6:.0f}" for x in (held, read, predicted, size[1])), f"{size[1] / predicted:.2f}"]
-        rows.put(([*first, f"{sent.bytes / minimum:.3f}"], second))
+        first = [
+            f"{step:.2f}",
+            f"{single_step:.2f}",
+            f"{wall:.2f}",
+            f"{work:.2f}",
+            *sums,
+            f"{sent.bytes / minimum:.3f}",
+        ]
+        rows.put((first, [f"{predicted / 1e6:.0f}", f"{size[0] / 1e6:.0f}", f"{size[0] / predicted:.2f}"]))
     mesh.barrier()
 
 
@@ -200,27 +224,34 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
+def on_two_ranks(work: Callable[..., None], name: str, folder: Path) -> Any:
+    """What the first rank puts into the queue."""
+    rows: multiprocessing.Queue = PROCESSES.Queue()
+    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = []
+    for rank in range(2):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(PROCESSES.Process(target=work, args=(name, folder, rows)))
+        ranks[-1].start()
+    found = rows.get(timeout=600)
+    for one in ranks:
+        one.join()
+    return found
+
+
 def main() -> None:
-    processes = multiprocessing.get_context("fork")
     headings = ("step s", "one rank s", "efficiency", "by processor time", "sent MB", "least MB", "ratio")
     times = Table("mesh", *headings)
     memory = Table("mesh", "deep: held MB", "peak when read", "trained: predicted MB", "peak", "ratio")
     with tempfile.TemporaryDirectory() as place:
         for part, layers in (("plain", LAYERS), ("deep", DEEP)):
-            write_folder(Path(place) / part, layers)
+            writer = PROCESSES.Process(target=write_folder, args=(Path(place) / part, layers))
+            writer.start()
+            writer.join()
         for name in MESHES:
-            rows: multiprocessing.Queue = processes.Queue()
-            os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-            ranks = []
-            for rank in range(2):
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(processes.Process(target=measure, args=(name, Path(place), rows)))
-                ranks[-1].start()
-            first, second = rows.get(timeout=600)
-            for one in ranks:
-                one.join()
-            times.add_row(*first)
-            memory.add_row(*second)
+            first, second = on_two_ranks(measure, name, Path(place))
+            times.add_row(name, *first)
+            memory.add_row(name, *on_two_ranks(read, name, Path(place)), *second)
     for table in (times, memory):
         Console(width=140).print(table)
 

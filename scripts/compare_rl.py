@@ -46,7 +46,7 @@ def main(
     steps: int = 80,
     seeds: tuple[int, ...] = (0, 1, 2),
     kinds: tuple[str, ...] = tuple(KINDS),
-    dmd2_steps: int = 500,
+    dmd2_steps: int = 400,
     extra: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = "",
 ) -> None:
     """Run what is missing and print the table.
