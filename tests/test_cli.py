@@ -101,6 +101,18 @@ def test_the_exit_code_of_the_program_is_2(run_folder):
     assert len(done.stderr.strip().splitlines()) == 1 and not run_folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (["--student.learning-rate", "nan"], "student.learning_rate"),
+        (["--sampler.step-list", "nan", "500"], "sampler.step_list"),
+        (["--reward.scorers.hpsv3.weight", "nan"], "reward.scorers.hpsv3.weight"),
+    ],
+)
+def test_nan_is_no_number(refused, flags, key):
+    assert f"{key} is" in refused(*flags)
+
+
 @pytest.mark.parametrize("text", ["- 1\n", "{a: [}\n"])
 def test_a_saved_file_that_is_not_settings_is_named(refused, tmp_path, text):
     (tmp_path / "odd.yaml").write_text(text)

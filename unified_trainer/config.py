@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 import sys
@@ -132,7 +133,11 @@ def parse(
     run = RunConfig(algorithm=algorithms[method]())
     for name, layer in layers.items():
         run = _apply(kind, run, _flags(layer), name)
-    return _apply(kind, run, list(argv), "")
+    run = _apply(kind, run, list(argv), "")
+    for key, value in _flat(plain(run)).items():
+        if any(isinstance(one, float) and math.isnan(one) for one in (value if isinstance(value, list) else [value])):
+            raise ConfigError(f"{key} is {value}: nan is no number")
+    return run
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,14 @@ def test_a_sample_that_is_the_teachers_and_the_critics_prediction_gives_zero_not
     assert torch.equal(distribution_matching_gradient(X, X, X), torch.zeros_like(X))
 
 
+def test_a_broken_prediction_is_not_silence():
+    """Published code makes every NaN 0: a teacher with one in its weights would teach nothing, unnoticed."""
+    broken = X.clone()
+    broken[0, 0] = torch.nan
+    assert distribution_matching_gradient(X + 1, broken, X)[0].isnan().all()
+    assert distribution_matching_gradient(X + 1, X, broken)[0, 0].isnan().any()
+
+
 @given(seed=seeds, scale=st.floats(1e-3, 1e3))
 def test_a_common_scale_changes_nothing(seed, scale):
     x, real, fake = drawn(seed)

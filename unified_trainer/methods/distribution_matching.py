@@ -152,12 +152,12 @@ def distribution_matching_gradient(
 ) -> Float[Tensor, "b ..."]:
     """g = (fake - real) / mean|x0 - real|, the mean over each sample's elements (DMD, arXiv:2311.18828, eq. 7 and 8).
 
-    `real` and `fake` are the x0 that teacher and critic predict. 0 / 0 is 0.
+    `real` and `fake` are the x0 that teacher and critic predict. 0 / 0 is 0; a prediction that is NaN stays one.
     """
     x0, real, fake = promote(x0), promote(real), promote(fake)
     normaliser = (x0 - real).abs().flatten(1).mean(1)
     gradient = (fake - real) / per_sample(normaliser, x0)
-    return torch.where(gradient.isnan(), 0.0, gradient).detach()
+    return torch.where(fake == real, 0.0, gradient).detach()
 
 
 def distribution_matching_loss(
