@@ -20,7 +20,7 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import Experts, Side, Split, split_of
 from unified_trainer.roles.follower import Follower
-from unified_trainer.roles.reward import Reward
+from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.roles.role import Role, RoleConfig, Trainable
 from unified_trainer.saving import Keep
 from unified_trainer.sentinel import Sentinel, SentinelConfig
@@ -95,7 +95,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     trainer = Trainer(
         method, trained, feed, mesh, followers=followers, seed=run.seed, contract=contract, sentinel=sentinel
     )
-    return Built(trainer, validation, counts, _notes(roles, mesh), keep)
+    return Built(trainer, validation, counts, _notes(roles, run.reward, mesh), keep)
 
 
 def _sentinel(run: RunConfig, method_type: type) -> Sentinel | None:
@@ -225,7 +225,8 @@ def _check_sequence(paths: Mapping[str, str], mesh: Mesh) -> None:
             )
 
 
-def _notes(roles: Mapping[str, Role], mesh: Mesh) -> tuple[str, ...]:
-    held = "; ".join(f"{name} {role.precision}" for name, role in roles.items())
+def _notes(roles: Mapping[str, Role], reward: RewardConfig, mesh: Mesh) -> tuple[str, ...]:
+    held = [f"{name} {role.precision}" for name, role in roles.items()]
+    held += [f"scorer {name} {scorer.precision}" for name, scorer in reward.named().items() if scorer.path]
     rest = "gradients and their sums over ranks, optimizers, guidance, losses and log-probabilities fp32; sigmas fp64"
-    return (f"ranks: {mesh}", f"precision: {held}; {rest}")
+    return (f"ranks: {mesh}", f"precision: {'; '.join(held)}; text encoder and decoder fp32; {rest}")

@@ -6,6 +6,7 @@ x_{s+1} was drawn from the kernel at x_s. Everything expected is computed from t
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -255,8 +256,14 @@ def test_the_replay_is_exact(sampler, batch):
 
 
 def test_with_other_batches_the_replay_differs_by_rounding_and_says_so():
-    _, metrics, _ = stepped(rollout_batch=8, update_batch=1)
+    one, metrics, _ = stepped(rollout_batch=8, update_batch=1)
     assert metrics["log_ratio_abs_max"] < 1e-4
+    (words,) = one.words
+    said = re.fullmatch(r"the log-ratio at unchanged weights is at most (\S+) of the clip range", words)
+    clip = one.method.config.clip_low
+    assert float(said[1]) == pytest.approx(metrics["log_ratio_abs_max"] / clip, rel=0.1)
+    one.step(1)
+    assert not one.words
 
 
 def test_the_replay_is_of_the_same_states():

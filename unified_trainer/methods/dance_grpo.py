@@ -48,7 +48,7 @@ class DanceGRPO:
         self.config, self.sampler, self.policy = config, sampler, config.policy(sampler)
         self.student, self.reward, self.feed = student, reward, feed
         self.kl = ReferenceKL(config, sampler, self.policy, reference)
-        self._checked = False
+        self._checked, self._replay_error = False, 0.0  # the latter as a share of the clip range, until a weight moves
 
     def generators(self, batch: Batch) -> list[Batch]:
         return [batch]  # the whole rank: groups are compared before anything is learnt
@@ -78,7 +78,8 @@ class DanceGRPO:
                     moves = s == trained[-1] and part is parts[-1]
                     loss = self._loss(replay, advantage, part, s, sequence) / len(trained)
                     seen = self._seen(record.everywhere(mesh, len(trained)), trained, batch) if moves else {}
-                    yield Loss("student", loss, moves, metrics | seen, judged.words)
+                    words = judged.words if self._checked or not moves else self._replay_words(judged.words)
+                    yield Loss("student", loss, moves, metrics | seen, words)
             self._checked = self._checked or bool(parts)
 
     def _trained_steps(self, window: range, rng: Streams) -> list[int]:
@@ -177,6 +178,11 @@ class DanceGRPO:
                 f"{low:g}/{high:g}: rollout and replay differ. Set "
                 "algorithm.update_batch equal to algorithm.rollout_batch, student.precision to fp32, or widen the range"
             )
+        self._replay_error = max(self._replay_error, worst / min(low, high))
+
+    def _replay_words(self, before: str) -> str:
+        share = f"the log-ratio at unchanged weights is at most {self._replay_error:.2g} of the clip range"
+        return "; ".join(filter(None, (before, share)))
 
     def _seen(self, seen: Seen, trained: list[int], batch: Batch) -> dict[str, float]:
         """What one update saw on all ranks."""
