@@ -38,6 +38,7 @@ from helpers import (
 from unified_trainer import checkpoint, manifest
 from unified_trainer.checkpoint import CheckpointError
 from unified_trainer.parallel.random import generator
+from unified_trainer.trainer import stop_signal
 
 STEPS = 6
 COMMON = {"student.ema-decay": 0.5, "student.learning-rate": 1e-3, "student.warmup-updates": 4, "device": "cpu"} | {
@@ -250,6 +251,20 @@ def test_a_second_request_stops_at_once(lives, base, tmp_path, number, code):
     os.kill(pid, number)
     assert lives.end([pid]) == [code], log.read_text()
     assert not (run / "checkpoints").exists()
+
+
+def test_a_second_request_reaches_a_process_in_the_background():
+    """Shells start those with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt), stop_signal() as asked:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert until(lambda: bool(asked), PATIENCE)
+            os.kill(os.getpid(), signal.SIGINT)
+            until(lambda: False, 1)
+        assert asked == [signal.SIGINT] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # Another number of ranks.

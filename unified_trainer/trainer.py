@@ -24,6 +24,10 @@ from unified_trainer.sentinel import Sentinel, SentinelConfig
 from unified_trainer.tracking import Means, Stopwatch, Tracker
 from unified_trainer.validation import Validation
 
+# What a second request to stop does, even to a process that was started with the first one ignored, as shells do in
+# the background.
+AT_ONCE = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
 
 class Trainer:
     """Accumulates a method's losses, moves the roles they name, validates, saves and resumes."""
@@ -145,7 +149,7 @@ class Trainer:
             saver.keep.check_metric(short)
             return short, alarm
 
-        with _stop_signal() as asked:
+        with stop_signal() as asked:
             if validate_every and start == 0:
                 validate(0)
             saver.forget(start)  # what a process that was killed had no time for
@@ -188,16 +192,16 @@ class Trainer:
 
 
 @contextmanager
-def _stop_signal() -> Iterator[list[int]]:
+def stop_signal() -> Iterator[list[int]]:
     """A list that fills when the process is asked to stop; the second request stops at once."""
     asked: list[int] = []
 
     def note(number: int, _frame: object) -> None:
         asked.append(number)
-        signal.signal(number, previous[number])
+        signal.signal(number, AT_ONCE[number])
         os.write(2, b"\nends after this step and saves; asked once more, it stops at once\n")  # safe inside a handler
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, note) for number in AT_ONCE}
     try:
         yield asked
     finally:
