@@ -105,7 +105,7 @@ def check_reward(config: RewardConfig, frames: int) -> None:
         if part.kind in NETWORKS:
             if not part.path or (part.path == "tiny" and part.kind != "hpsv3"):
                 raise ValueError(f"{key}.path must be the folder of a {part.kind} scorer, not {part.path!r}")
-            _place(part.device, key)
+            _check_device(part.device, key)
             continue
         if part.path or part.device:
             raise ValueError(f"{key}: {part.kind} has no weights; set {key}.path '' and leave {key}.device out")
@@ -117,9 +117,9 @@ def check_reward(config: RewardConfig, frames: int) -> None:
             )
 
 
-def _place(device: str, key: str) -> torch.device:
+def _check_device(device: str, key: str) -> None:
     try:
-        return torch.device(device or "cpu")
+        torch.device(device or "cpu")
     except RuntimeError as error:
         raise ValueError(f"{key}.device {device!r} is no device that torch knows") from error
 

@@ -207,9 +207,10 @@ def _policy_walk(
     for s in range(sampler.num_steps - 1):
         velocity = call(x_t, sigmas[s])
         if s not in window:
-            x0 = x0_from_velocity(x_t, velocity, sigmas[s])
-            x_t = policy.descend(s, x_t, velocity, x0_before)
-            x0_before = x0 if policy.tail == "second_order" and s >= window.stop else None
+            x_next = policy.descend(s, x_t, velocity, x0_before)
+            in_tail = policy.tail == "second_order" and s >= window.stop
+            x0_before = x0_from_velocity(x_t, velocity, sigmas[s]) if in_tail else None
+            x_t = x_next
             continue
         if not states:
             states.append(x_t)

@@ -81,7 +81,7 @@ class Trainer:
                 last = loss.moves and number == len(generators)
                 self.roles[loss.role].backward(loss.value / len(generators), last=last)
                 means.add(loss.metrics)
-                self.words |= {loss.words: None} if loss.words else {}
+                self.words |= dict.fromkeys(loss.words)
         loss = None if loss is ended else loss
         self.mesh.agree(
             f"loss of {loss.role}, which {'moves' if loss.moves else 'stays'}" if loss else "end of the step"

@@ -27,7 +27,7 @@ class Loss:
     value: Tensor
     moves: bool = True
     metrics: dict[str, float | Tensor] = field(default_factory=dict)
-    words: str = ""  # what a person should be told of this training step; said once
+    words: tuple[str, ...] = ()  # what a person should be told of this training step; each said once
 
 
 class Algorithm(Protocol):

@@ -78,8 +78,8 @@ class DanceGRPO:
                     moves = s == trained[-1] and part is parts[-1]
                     loss = self._loss(replay, advantage, part, s, sequence) / len(trained)
                     seen = self._seen(record.everywhere(mesh, len(trained)), trained, batch) if moves else {}
-                    words = judged.words if self._checked or not moves else self._replay_words(judged.words)
-                    yield Loss("student", loss, moves, metrics | seen, words)
+                    words = self._replay_words() if moves and not self._checked else ()
+                    yield Loss("student", loss, moves, metrics | seen, (*judged.words, *words))
             self._checked = self._checked or bool(parts)
 
     def _trained_steps(self, window: range, rng: Streams) -> list[int]:
@@ -180,9 +180,8 @@ class DanceGRPO:
             )
         self._replay_error = max(self._replay_error, worst / min(low, high))
 
-    def _replay_words(self, before: str) -> str:
-        share = f"the log-ratio at unchanged weights is at most {self._replay_error:.2g} of the clip range"
-        return "; ".join(filter(None, (before, share)))
+    def _replay_words(self) -> tuple[str]:
+        return (f"the log-ratio at unchanged weights is at most {self._replay_error:.2g} of the clip range",)
 
     def _seen(self, seen: Seen, trained: list[int], batch: Batch) -> dict[str, float]:
         """What one update saw on all ranks."""

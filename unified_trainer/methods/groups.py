@@ -71,7 +71,7 @@ class Judged:
     advantages: PerSample  # of this rank's samples
     lessons: list[list[Lesson]]  # of each update; none for one that nothing is left of
     metrics: dict[str, float]
-    words: str  # of updates that are skipped, if any is
+    words: tuple[str, ...]  # of updates that are skipped, if any is
 
 
 def judge(
@@ -131,7 +131,7 @@ def judge(
     metrics |= reward.metrics(everyone, ids)
     start = mesh.data_rank * len(batch)
     mine = advantages[start : start + len(batch)].clamp(-config.advantage_clip, config.advantage_clip)
-    return Judged(mine.float(), lessons, metrics, words if skipped else "")
+    return Judged(mine.float(), lessons, metrics, (words,) if skipped else ())
 
 
 def equal_groups(
