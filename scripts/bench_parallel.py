@@ -26,7 +26,7 @@ from rich.table import Table
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unified_trainer.models.wan import WanCondition, WanModel
+from unified_trainer.models.wan.model import WanCondition, WanModel
 from unified_trainer.parallel.fsdp import own_part
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.roles.backbone import Backbone

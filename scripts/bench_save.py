@@ -19,11 +19,12 @@ from diffusers import WanTransformer3DModel
 from rich.console import Console
 from rich.table import Table
 
-from unified_trainer import checkpoint, config
+from unified_trainer import config
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.build import build
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import ALGORITHMS, TINY
-from unified_trainer.saving import Keep, Saver
+from unified_trainer.checkpoint.manager import Keep, Saver
 from unified_trainer.trainer import Trainer
 
 ROUNDS = 5

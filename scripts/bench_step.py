@@ -22,11 +22,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from unified_trainer import checkpoint, config
+from unified_trainer import config
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.build import build
-from unified_trainer.models.hpsv3 import HPSv3
-from unified_trainer.models.wan import WanCodec, WanModel
-from unified_trainer.models.wan_causal import Cache, CausalWanModel
+from unified_trainer.rewards.hpsv3 import HPSv3
+from unified_trainer.models.wan.model import WanCodec, WanModel
+from unified_trainer.models.wan.causal import Cache, CausalWanModel
 from unified_trainer.parallel.device import peak_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS

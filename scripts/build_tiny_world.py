@@ -23,10 +23,10 @@ from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from unified_trainer import checkpoint
-from unified_trainer.data.feed import make_batch
-from unified_trainer.data.shapes import FRAMES, HELD_OUT, PHRASINGS, SIZE, SUBJECTS, judge
-from unified_trainer.models.wan import WanCodec, WanModel
+from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.data.loader import make_batch
+from unified_trainer.data.tiny_world import FRAMES, HELD_OUT, PHRASINGS, SIZE, SUBJECTS, judge
+from unified_trainer.models.wan.model import WanCodec, WanModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.registry import TINY

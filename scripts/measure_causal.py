@@ -17,11 +17,11 @@ from rich.console import Console
 from torch import Tensor
 
 from unified_trainer.commands.sample import of_length, pieces
-from unified_trainer.commands.trained import Trained, load_trained
+from unified_trainer.commands.load_run import Trained, load_trained
 from unified_trainer.data.prompts import validation_prompts
-from unified_trainer.data.shapes import FRAMES, SUBJECT_OF_CAPTION, Subject, draw_clip, judge, render
-from unified_trainer.frechet import frechet_distance
-from unified_trainer.models.wan import WanCodec
+from unified_trainer.data.tiny_world import FRAMES, SUBJECT_OF_CAPTION, Subject, draw_clip, judge, render
+from unified_trainer.numerics.frechet import frechet_distance
+from unified_trainer.models.wan.model import WanCodec
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY, load_hpsv3
 from unified_trainer.types import Video

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
 from unified_trainer.data import shapes
-from unified_trainer.models.hpsv3 import (
+from unified_trainer.rewards.hpsv3 import (
     CHECKPOINT,
     REWARD_TOKEN,
     SETTINGS,

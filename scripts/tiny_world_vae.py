@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLWan
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.data.shapes import BACKGROUND, SUBJECTS, draw_clip, judge, render
+from unified_trainer.data.tiny_world import BACKGROUND, SUBJECTS, draw_clip, judge, render
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import torch
 from helpers import ALONE
 from torch import nn
 
-from unified_trainer.data.feed import Feed, make_batch
+from unified_trainer.data.loader import Feed, make_batch
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.flow import add_noise, shift_sigma, velocity_from_x0
-from unified_trainer.frechet import frechet_distance
+from unified_trainer.numerics.flow import add_noise, shift_sigma, velocity_from_x0
+from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone

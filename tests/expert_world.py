@@ -20,14 +20,14 @@ from helpers import (
     tiny_codec,
 )
 
-from unified_trainer.chunks import ChunkConfig
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.data.clips import Clips
-from unified_trainer.data.feed import Feed
+from unified_trainer.data.loader import Feed
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
-from unified_trainer.models.wan_causal import CausalWanModel
+from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.backbone import AdapterConfig, Backbone

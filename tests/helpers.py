@@ -16,16 +16,16 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from unified_trainer import checkpoint
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.__main__ import main
 from unified_trainer.data.clips import Clips
-from unified_trainer.data.feed import Feed, make_batch
+from unified_trainer.data.loader import Feed, make_batch
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
-from unified_trainer.models.wan import WanCodec, WanModel
-from unified_trainer.models.wan_causal import CausalWanModel
+from unified_trainer.models.wan.model import WanCodec, WanModel
+from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY

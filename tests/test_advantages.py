@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from unified_trainer.advantages import (
+from unified_trainer.numerics.advantages import (
     below_threshold,
     best_of_n,
     curriculum,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.batching import BatchPlan
+from unified_trainer.data.batch_plan import BatchPlan
 
 KEYS = ("P", "n", "G", "micro")
 

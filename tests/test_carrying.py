@@ -4,10 +4,10 @@ import pytest
 import torch
 from helpers import ALONE, SMALL, assert_same, checkpoint_of, run, small_model, trainable
 
-from unified_trainer import checkpoint
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.__main__ import main
-from unified_trainer.carrying import carry
-from unified_trainer.checkpoint import CheckpointError
+from unified_trainer.checkpoint.init_from import carry
+from unified_trainer.checkpoint.dcp import CheckpointError
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 

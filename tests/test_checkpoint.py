@@ -18,9 +18,10 @@ from helpers import (
     run,
 )
 
-from unified_trainer import checkpoint, manifest
+from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.checkpoint import manifest
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint import CheckpointError, Spec
+from unified_trainer.checkpoint.dcp import CheckpointError, Spec
 
 # Everything that has a state: optimizer, warm-up and decay, averaged weights; dropout and several epochs in finetune.
 STATEFUL = flags(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
+from unified_trainer.numerics.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
 
 
 def rows(mask):

@@ -8,7 +8,7 @@ from helpers import LATENT_SHAPE
 
 from unified_trainer.data.clips import DataConfig, VideoConfig, render_clips
 from unified_trainer.data.parquet import ParquetClips
-from unified_trainer.data.shapes import SUBJECT_OF_CAPTION, TRAINING
+from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, TRAINING
 
 RAW = torch.randn(3, *LATENT_SHAPE, generator=torch.Generator().manual_seed(4))
 

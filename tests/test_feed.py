@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers import ALONE, CPU, LATENT_SHAPE
 
-from unified_trainer.batching import BatchPlan
+from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.clips import Clips
-from unified_trainer.data.feed import Feed, make_batch
+from unified_trainer.data.loader import Feed, make_batch
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.parallel.mesh import Mesh
 

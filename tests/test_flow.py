@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer import flow
+from unified_trainer.numerics import flow
 
 SHIFTS = st.floats(0.2, 20.0)
 LEVELS = st.floats(0.01, 1.0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.frechet import frechet_distance
+from unified_trainer.numerics.frechet import frechet_distance
 
 
 def draw(seed: int, rows: int = 40, size: int = 5) -> torch.Tensor:

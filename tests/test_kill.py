@@ -35,8 +35,9 @@ from helpers import (
     small_model,
 )
 
-from unified_trainer import checkpoint, manifest
-from unified_trainer.checkpoint import CheckpointError
+from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.checkpoint import manifest
+from unified_trainer.checkpoint.dcp import CheckpointError
 from unified_trainer.parallel.random import generator
 from unified_trainer.trainer import stop_signal
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from unified_trainer import pixels
-from unified_trainer.data.shapes import SUBJECTS, draw_clip, render
+from unified_trainer.rewards import pixels
+from unified_trainer.data.tiny_world import SUBJECTS, draw_clip, render
 
 
 def grey(values: torch.Tensor) -> torch.Tensor:

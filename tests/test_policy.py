@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.flow import sigma_table
-from unified_trainer.policy import log_prob, transition
+from unified_trainer.numerics.flow import sigma_table
+from unified_trainer.numerics.kernels import log_prob, transition
 
 K = torch.arange(16, dtype=torch.float64).reshape(2, 8)
 X_T, VELOCITY, NOISE = K.sin(), (1.3 * K).cos(), (2.7 * K + 0.5).sin()

@@ -3,7 +3,7 @@
 import pytest
 
 from unified_trainer.data.prompts import read_prompts, training_prompts, validation_prompts
-from unified_trainer.data.shapes import HELD_OUT, SUBJECT_OF_CAPTION, SUBJECTS, TRAINING
+from unified_trainer.data.tiny_world import HELD_OUT, SUBJECT_OF_CAPTION, SUBJECTS, TRAINING
 
 
 def written(tmp_path, text: str):

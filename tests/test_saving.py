@@ -24,11 +24,12 @@ from helpers import (
     shell,
 )
 
-from unified_trainer import checkpoint, manifest
+from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.checkpoint import manifest
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint import CheckpointError, DiskFull
-from unified_trainer.run_folder import RunFolderError, claimed
-from unified_trainer.saving import Keep, Saver
+from unified_trainer.checkpoint.dcp import CheckpointError, DiskFull
+from unified_trainer.checkpoint.run_lock import RunFolderError, claimed
+from unified_trainer.checkpoint.manager import Keep, Saver
 
 
 def state(value: float = 1.0, size: int = 4) -> dict[str, torch.Tensor]:
@@ -293,7 +294,7 @@ def test_a_killed_owner_is_none(tmp_path):
 import os, signal, sys, torch
 from pathlib import Path
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.run_folder import claimed
+from unified_trainer.checkpoint.run_lock import claimed
 with claimed(Path(sys.argv[1]), Mesh(torch.device("cpu"))):
     os.kill(os.getpid(), signal.SIGKILL)
 """

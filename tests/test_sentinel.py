@@ -6,7 +6,7 @@ import pytest
 from helpers import flags, metrics_of, run
 
 from unified_trainer.__main__ import main
-from unified_trainer.sentinel import Sentinel, SentinelConfig
+from unified_trainer.rewards.hacking_monitor import Sentinel, SentinelConfig
 
 FIRST = {
     "reward": 2.0,

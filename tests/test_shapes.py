@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unified_trainer.data.shapes import (
+from unified_trainer.data.tiny_world import (
     BACKGROUND,
     COLOURS,
     DIRECTIONS,

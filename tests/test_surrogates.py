@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.policy import log_prob
-from unified_trainer.surrogates import (
+from unified_trainer.numerics.kernels import log_prob
+from unified_trainer.numerics.objectives import (
     LOG_RATIO_LIMIT,
     Shape,
     diagnostics,

@@ -15,8 +15,8 @@ from helpers import (
     weights,
 )
 
-from unified_trainer.batching import BatchPlan
-from unified_trainer.data.feed import Feed
+from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.loader import Feed
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.base import Loss
 from unified_trainer.methods.finetune import FinetuneConfig

@@ -10,7 +10,7 @@ import transformers
 import tyro
 from safetensors import SafetensorError
 
-from unified_trainer import checkpoint
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer import config as settings
 from unified_trainer.build import build
 from unified_trainer.commands.export import export
@@ -21,8 +21,8 @@ from unified_trainer.commands.score import score
 from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.parallel.mesh import Mesh, where
 from unified_trainer.registry import ALGORITHMS
-from unified_trainer.run_folder import claimed
-from unified_trainer.saving import Saver
+from unified_trainer.checkpoint.run_lock import claimed
+from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.tracking import Tracker
 
 COMMANDS = {"export": export, "import-hpsv3": import_hpsv3, "rollout": rollout, "sample": sample, "score": score}

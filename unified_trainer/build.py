@@ -10,7 +10,7 @@ import torch
 
 from unified_trainer.config import ConfigError, RunConfig, plain
 from unified_trainer.data.clips import render_clips
-from unified_trainer.data.feed import Feed, Source
+from unified_trainer.data.loader import Feed, Source
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts, read_prompts, training_prompts
 from unified_trainer.parallel.device import require_memory
@@ -19,11 +19,11 @@ from unified_trainer.registry import METHODS, check_reward, family_of, load_scor
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import Experts, Side, Split, split_of
-from unified_trainer.roles.follower import Follower
+from unified_trainer.roles.weight_copy import Follower
 from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.roles.role import Role, RoleConfig, Trainable
-from unified_trainer.saving import Keep
-from unified_trainer.sentinel import Sentinel, SentinelConfig
+from unified_trainer.checkpoint.manager import Keep
+from unified_trainer.rewards.hacking_monitor import Sentinel, SentinelConfig
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 

@@ -20,7 +20,7 @@ from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.sentinel import SentinelConfig
+from unified_trainer.rewards.hacking_monitor import SentinelConfig
 
 Algorithm = TypeVar("Algorithm")
 Run = TypeVar("Run", bound="RunConfig | _RewardFile")

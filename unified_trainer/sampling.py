@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.chunks import ChunkConfig
-from unified_trainer.flow import GuidanceScale, add_noise, guide, sigma_table, warp_steps, x0_from_velocity
-from unified_trainer.policy import Kernel, Policy, transition
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.numerics.flow import GuidanceScale, add_noise, guide, sigma_table, warp_steps, x0_from_velocity
+from unified_trainer.numerics.kernels import Kernel, Policy, transition
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.types import Batch, Condition, Latents, Rollout

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
-from unified_trainer import checkpoint, manifest
-from unified_trainer.carrying import carry
-from unified_trainer.data.feed import Feed
+from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.checkpoint import manifest
+from unified_trainer.checkpoint.init_from import carry
+from unified_trainer.data.loader import Feed
 from unified_trainer.methods.base import Kept, Loss, Method
 from unified_trainer.parallel.device import peak_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.follower import Follower
+from unified_trainer.roles.weight_copy import Follower
 from unified_trainer.roles.role import Trainable
-from unified_trainer.saving import Saver
-from unified_trainer.sentinel import Sentinel, SentinelConfig
+from unified_trainer.checkpoint.manager import Saver
+from unified_trainer.rewards.hacking_monitor import Sentinel, SentinelConfig
 from unified_trainer.tracking import Means, Stopwatch, Tracker
 from unified_trainer.validation import Validation
 

@@ -9,18 +9,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.config import ConfigError, ValidationConfig
-from unified_trainer.data.feed import make_batch
+from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import read_prompts, validation_prompts
-from unified_trainer.data.shapes import FRAMES, SIZE, SUBJECT_OF_CAPTION, Clip, draw_clip, judge, render
-from unified_trainer.frechet import frechet_distance
+from unified_trainer.data.tiny_world import FRAMES, SIZE, SUBJECT_OF_CAPTION, Clip, draw_clip, judge, render
+from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams, generator
-from unified_trainer.pixels import diversity, statistics, thumbnail
+from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig, generate
-from unified_trainer.video_files import contact_sheet, to_uint8, write_mp4
+from unified_trainer.data.video_files import contact_sheet, to_uint8, write_mp4
 
 
 class Validation:

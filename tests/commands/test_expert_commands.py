@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from unified_trainer.__main__ import main
 from unified_trainer.commands.sample import videos
-from unified_trainer.commands.trained import load_trained
-from unified_trainer.models.wan import WanModel
+from unified_trainer.commands.load_run import load_trained
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.registry import family_of
 
 MOVING = flags({"student.learning-rate": 1e-2, "student.warmup-updates": 0, "student.ema-decay": 0.5})

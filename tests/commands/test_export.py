@@ -14,9 +14,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.__main__ import main
-from unified_trainer.chunks import ChunkConfig
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.commands.scheduler import euler_scheduler
-from unified_trainer.models.wan import WanModel
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.sampling import SamplerConfig
 
 MOVING = flags({"student.ema-decay": 0.5, "student.learning-rate": 1e-2, "student.warmup-updates": 0})

@@ -7,10 +7,10 @@ import torch
 from helpers import ALONE, SMALL, copy_of, files_of, flags, tiny_codec
 from safetensors.torch import load_file
 
-from unified_trainer import pixels
+from unified_trainer.rewards import pixels
 from unified_trainer.__main__ import main
 from unified_trainer.commands.sample import videos
-from unified_trainer.commands.trained import load_trained
+from unified_trainer.commands.load_run import load_trained
 
 PROMPTS = ("a red circle moving left", "something else")
 ASKED = ("--prompts", *PROMPTS, "--num-samples", "3", "--seed", "5", "--batch", "4")

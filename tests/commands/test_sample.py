@@ -13,7 +13,7 @@ from PIL import Image
 
 from unified_trainer.__main__ import main
 from unified_trainer.commands.sample import of_length, pieces, videos
-from unified_trainer.commands.trained import Trained, load_trained
+from unified_trainer.commands.load_run import Trained, load_trained
 
 PROMPTS = ["a red circle moving left", "blue square moves up", "something else"]
 MOVING = {"student.learning-rate": 1e-2, "student.warmup-updates": 0, "student.ema-decay": 0.5}

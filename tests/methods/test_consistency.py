@@ -21,10 +21,10 @@ from helpers import (
     tiny_codec,
 )
 
-from unified_trainer.chunks import ChunkConfig
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.data.clips import Clips
-from unified_trainer.data.feed import Feed
-from unified_trainer.flow import sigma_table
+from unified_trainer.data.loader import Feed
+from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.methods.consistency import Consistency, ConsistencyConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig

@@ -12,13 +12,13 @@ import pytest
 import torch
 from helpers import ALONE, CPU, Calls, ScriptedScorer, assert_near, dance_grpo, gradients, trainable
 
-from unified_trainer.flow import sigma_table
+from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
-from unified_trainer.methods.windows import WindowConfig
+from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.surrogates import Shape
+from unified_trainer.numerics.objectives import Shape
 
 STEPS, ETA = 4, 0.3
 SIGMAS = sigma_table(STEPS, 3.0)

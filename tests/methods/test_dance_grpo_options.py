@@ -13,13 +13,13 @@ from helpers import ALONE, Calls, ScriptedScorer, assert_near, dance_grpo, froze
 
 from unified_trainer import config as settings
 from unified_trainer.build import build
-from unified_trainer.flow import sigma_table
+from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
-from unified_trainer.methods.windows import WindowConfig
+from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.registry import METHODS
 from unified_trainer.roles.role import Role
 from unified_trainer.sampling import SamplerConfig, generate
-from unified_trainer.surrogates import Shape, diagnostics, surrogate
+from unified_trainer.numerics.objectives import Shape, diagnostics, surrogate
 
 STEPS = 4
 SIGMAS = [float(sigma) for sigma in sigma_table(STEPS, 3.0)]

@@ -25,14 +25,14 @@ from helpers import (
 )
 
 from unified_trainer.__main__ import main
-from unified_trainer.chunks import ChunkConfig
-from unified_trainer.data.feed import Feed
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.data.loader import Feed
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.flow import sigma_table
+from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.methods.diffusion_nft import DiffusionNFT, DiffusionNFTConfig, contrast
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.follower import Follower
+from unified_trainer.roles.weight_copy import Follower
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sampling import SamplerConfig, generate
 from unified_trainer.trainer import Trainer

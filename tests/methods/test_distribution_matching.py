@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import softplus
 
-from unified_trainer.flow import add_noise, guide, x0_from_velocity
+from unified_trainer.numerics.flow import add_noise, guide, x0_from_velocity
 from unified_trainer.methods.distribution_matching import (
     distribution_matching_gradient,
     distribution_matching_loss,

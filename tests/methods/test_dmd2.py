@@ -22,7 +22,7 @@ from helpers import (
 )
 
 from unified_trainer.__main__ import main
-from unified_trainer.flow import add_noise, x0_from_velocity
+from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import TrainableConfig

@@ -14,7 +14,7 @@ from exact_world import (
     templates,
 )
 
-from unified_trainer.flow import x0_from_velocity
+from unified_trainer.numerics.flow import x0_from_velocity
 from unified_trainer.roles.role import Frozen, RoleConfig
 from unified_trainer.sampling import SamplerConfig
 

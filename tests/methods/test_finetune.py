@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import Calls, assert_near, finetune
 
-from unified_trainer.flow import unshift_sigma
+from unified_trainer.numerics.flow import unshift_sigma
 from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.sampling import SamplerConfig
 

@@ -7,7 +7,7 @@ import torch
 from helpers import ALONE, ScriptedScorer, dance_grpo, tiny_codec
 
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
-from unified_trainer.methods.groups import judge
+from unified_trainer.rl.groups import judge
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
 

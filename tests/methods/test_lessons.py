@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.methods.lessons import plan_lessons
+from unified_trainer.rl.minibatches import plan_lessons
 
 
 def plans(useful: list[int], advantages: list[float], ranks: int, updates: int, micro: int):

@@ -23,12 +23,12 @@ from helpers import (
     tiny_codec,
 )
 
-from unified_trainer.chunks import ChunkConfig
-from unified_trainer.data.feed import Feed
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.data.loader import Feed
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.flow import sigma_table
+from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.methods.ode_init import ODEInit, ODEInitConfig
-from unified_trainer.models.wan_causal import CausalWanModel
+from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent

@@ -10,10 +10,10 @@ from test_dance_grpo_options import REWARDS, SDE, Case, divergence, log_ratios
 from unified_trainer import config as settings
 from unified_trainer.__main__ import main
 from unified_trainer.build import build
-from unified_trainer.kl import AdaptiveKL
+from unified_trainer.numerics.kl import AdaptiveKL
 from unified_trainer.registry import ALGORITHMS
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.follower import Follower
+from unified_trainer.roles.weight_copy import Follower
 from unified_trainer.roles.role import Frozen, Trainable, TrainableConfig
 
 KINDS = ["exact", "k1", "k2", "k3", "velocity"]

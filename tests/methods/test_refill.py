@@ -22,11 +22,11 @@ from helpers import (
 )
 
 from unified_trainer.__main__ import main
-from unified_trainer.batching import BatchPlan
-from unified_trainer.data.feed import Feed
+from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.loader import Feed
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
-from unified_trainer.methods.refill import Samples, refill
+from unified_trainer.rl.dynamic_sampling import Samples, refill
 from unified_trainer.roles.reward import Scores
 from unified_trainer.types import Rollout
 

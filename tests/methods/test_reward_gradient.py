@@ -20,11 +20,11 @@ from helpers import (
     trainable,
 )
 
-from unified_trainer.chunks import ChunkConfig
-from unified_trainer.data.feed import Feed
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.data.loader import Feed
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.reward_gradient import RewardGradient, RewardGradientConfig
-from unified_trainer.models.hpsv3 import HPSv3
+from unified_trainer.rewards.hpsv3 import HPSv3
 from unified_trainer.parallel.random import Streams
 from unified_trainer.registry import load_scorers
 from unified_trainer.roles.reward import Reward, RewardConfig

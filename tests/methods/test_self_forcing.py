@@ -20,13 +20,13 @@ from helpers import (
     tiny_codec,
 )
 
-from unified_trainer.chunks import ChunkConfig
-from unified_trainer.data.feed import Feed
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.data.loader import Feed
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPO
 from unified_trainer.methods.dance_grpo_config import DanceGRPOConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
-from unified_trainer.models.wan_causal import CausalWanModel
+from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent

@@ -8,7 +8,7 @@ from diffusers import WanTransformer3DModel
 from helpers import ALONE, CPU, WAN, copy_of, rewrite
 from safetensors.torch import load_file, save_file
 
-from unified_trainer.models.wan import WanModel
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 
 FILE = "diffusion_pytorch_model.safetensors"

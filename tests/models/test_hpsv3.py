@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from unified_trainer.commands.import_hpsv3 import import_hpsv3, package_strings
 from unified_trainer.data import shapes
-from unified_trainer.models.hpsv3 import CHECKPOINT, FOLDER_FILES, HPSv3, fit, ranking_loss
+from unified_trainer.rewards.hpsv3 import CHECKPOINT, FOLDER_FILES, HPSv3, fit, ranking_loss
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hpsv3"
 TINY = Path(__file__).parents[2] / "unified_trainer" / "assets" / "tiny" / "hpsv3"

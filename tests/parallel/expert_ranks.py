@@ -16,7 +16,7 @@ from expert_world import MOVES, ROLES, networks, trainer, trajectory
 from helpers import Calls, small_batch
 from launch import fork_ranks
 
-from unified_trainer import checkpoint
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.roles.role import Trainable
 

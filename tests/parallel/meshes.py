@@ -19,15 +19,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import CAPTIONS, WAN, gradients, reward_of, small_causal, small_model, tiny_codec
 from launch import fork_ranks
 
-from unified_trainer.chunks import ChunkConfig
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.data.clips import Clips
-from unified_trainer.data.feed import Feed
+from unified_trainer.data.loader import Feed
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.base import VideoModel
-from unified_trainer.models.wan import WanModel
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.parallel.random import Streams

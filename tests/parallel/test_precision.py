@@ -20,7 +20,7 @@ from helpers import (
 )
 from safetensors.torch import load_file
 
-from unified_trainer.models.wan import WanModel
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import SMALL, ScriptedScorer, StubbornScorer, dance_grpo, dmd2, finetune, flags
 
 from unified_trainer import __main__ as program
-from unified_trainer import checkpoint
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.methods.finetune import FinetuneConfig

@@ -16,7 +16,7 @@ from helpers import small_model, tiny_codec
 from launch import fork_ranks
 
 from unified_trainer.config import ValidationConfig
-from unified_trainer.data.shapes import FRAMES, SIZE
+from unified_trainer.data.tiny_world import FRAMES, SIZE
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.registry import load_scorers
 from unified_trainer.roles.backbone import Backbone

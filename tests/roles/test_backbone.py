@@ -20,10 +20,10 @@ from helpers import (
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unified_trainer import checkpoint
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.build import load_roles
 from unified_trainer.methods.dmd2 import DMD2Config
-from unified_trainer.models.wan import WanModel
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.roles.backbone import PRODUCTS, AdapterConfig, Backbone
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig

@@ -8,8 +8,8 @@ from helpers import ALONE, Calls, Recording, assert_near, assert_same, small_bat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer import checkpoint
-from unified_trainer.flow import guide, high_share, shift_sigma, x0_from_velocity
+from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.numerics.flow import guide, high_share, shift_sigma, x0_from_velocity
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import CAPTIONS, LATENT_SHAPE, ScriptedScorer, mean_score, reward_of
 
-from unified_trainer.pixels import motion_energy
+from unified_trainer.rewards.pixels import motion_energy
 from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
 
 PROMPTS = CAPTIONS[:3]

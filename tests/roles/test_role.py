@@ -18,7 +18,7 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.flow import guide
+from unified_trainer.numerics.flow import guide
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.ema import EMA
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig, learning_rate_factor

@@ -16,8 +16,8 @@ from torch import Tensor
 from unified_trainer import config as settings
 from unified_trainer.commands.import_hpsv3 import link_or_copy
 from unified_trainer.commands.scheduler import euler_scheduler
-from unified_trainer.commands.trained import Trained, load_trained
-from unified_trainer.flow import GuidanceScale
+from unified_trainer.commands.load_run import Trained, load_trained
+from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import DTYPES, Family

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
-from unified_trainer.models.hpsv3 import CHECKPOINT, REWARD_TOKEN, SETTINGS, checkpoint_shapes, skeleton
+from unified_trainer.rewards.hpsv3 import CHECKPOINT, REWARD_TOKEN, SETTINGS, checkpoint_shapes, skeleton
 
 PACKAGE = "hpsv3"
 PROMPT_SOURCE = "dataset/data_collator_qwen.py"

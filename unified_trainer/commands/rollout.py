@@ -10,13 +10,13 @@ from rich.console import Console
 from unified_trainer import config as settings
 from unified_trainer.commands.rollout_folder import RolloutFolder
 from unified_trainer.commands.sample import draw_latents, read_lines
-from unified_trainer.commands.trained import load_trained
+from unified_trainer.commands.load_run import load_trained
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import check_reward, load_scorers
 from unified_trainer.roles.reward import Reward
 from unified_trainer.types import Video
-from unified_trainer.video_files import to_uint8, write_mp4
+from unified_trainer.data.video_files import to_uint8, write_mp4
 
 
 def rollout(

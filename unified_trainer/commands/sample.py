@@ -15,15 +15,15 @@ from rich.console import Console
 from torch import Tensor
 
 from unified_trainer.build import cache_memory
-from unified_trainer.commands.trained import Trained, load_trained
-from unified_trainer.data.feed import make_batch
+from unified_trainer.commands.load_run import Trained, load_trained
+from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import read_prompts
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.sampling import Draw, generate, stream_chunks
 from unified_trainer.types import Batch, Latents, Video
-from unified_trainer.video_files import Mp4, contact_sheet, to_uint8
+from unified_trainer.data.video_files import Mp4, contact_sheet, to_uint8
 
 
 def sample(

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.data.shapes import FRAMES, PHRASINGS, SIZE, TRAINING, draw_clip, render
+from unified_trainer.data.tiny_world import FRAMES, PHRASINGS, SIZE, TRAINING, draw_clip, render
 from unified_trainer.models.base import Codec
 
 ENCODE_BATCH = 32

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_trainer.data.shapes import HELD_OUT, PHRASINGS, SUBJECTS
+from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from unified_trainer.batching import BatchPlan
+from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.experts import Split

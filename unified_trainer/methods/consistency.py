@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from unified_trainer.batching import BatchPlan
-from unified_trainer.flow import GuidanceScale, add_noise, per_sample, sigma_table, x0_from_velocity
+from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.numerics.flow import GuidanceScale, add_noise, per_sample, sigma_table, x0_from_velocity
 from unified_trainer.methods.base import Loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams

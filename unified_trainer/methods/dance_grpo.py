@@ -10,21 +10,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.data.feed import Feed
-from unified_trainer.kl import gaussian_kl
+from unified_trainer.data.loader import Feed
+from unified_trainer.numerics.kl import gaussian_kl
 from unified_trainer.methods.base import Loss
 from unified_trainer.methods.dance_grpo_config import DanceGRPOConfig
-from unified_trainer.methods.groups import judge
-from unified_trainer.methods.lessons import Lesson
-from unified_trainer.methods.reference import ReferenceKL
-from unified_trainer.methods.refill import Samples, refill
-from unified_trainer.methods.replay import Lived, Record, Replay, Seen, transition_noise
+from unified_trainer.rl.groups import judge
+from unified_trainer.rl.minibatches import Lesson
+from unified_trainer.rl.reference_kl import ReferenceKL
+from unified_trainer.rl.dynamic_sampling import Samples, refill
+from unified_trainer.rl.replay import Lived, Record, Replay, Seen, transition_noise
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig, policy_velocity, rollout
-from unified_trainer.surrogates import calibrated_clip, diagnostics, guarded_log_ratio, leaves_trust_region, surrogate
+from unified_trainer.numerics.objectives import calibrated_clip, diagnostics, guarded_log_ratio, leaves_trust_region, surrogate
 from unified_trainer.types import Batch, PerSample, Rollout
 
 __all__ = ["DanceGRPO", "DanceGRPOConfig"]

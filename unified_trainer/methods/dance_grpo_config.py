@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from unified_trainer.kl import KL
-from unified_trainer.methods.groups import GroupConfig
-from unified_trainer.methods.windows import WindowConfig
-from unified_trainer.policy import Kernel, Policy
+from unified_trainer.numerics.kl import KL
+from unified_trainer.rl.groups import GroupConfig
+from unified_trainer.rl.sde_windows import WindowConfig
+from unified_trainer.numerics.kernels import Kernel, Policy
 from unified_trainer.roles.experts import Split, check_guidance
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.surrogates import Mode, Shape
+from unified_trainer.numerics.objectives import Mode, Shape
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from unified_trainer.data.feed import Feed
-from unified_trainer.flow import Sigma, add_noise, x0_from_velocity
-from unified_trainer.kl import velocity_kl
+from unified_trainer.data.loader import Feed
+from unified_trainer.numerics.flow import Sigma, add_noise, x0_from_velocity
+from unified_trainer.numerics.kl import velocity_kl
 from unified_trainer.methods.base import Loss
-from unified_trainer.methods.groups import GroupConfig, judge
-from unified_trainer.methods.lessons import Lesson
-from unified_trainer.methods.refill import Samples, refill
+from unified_trainer.rl.groups import GroupConfig, judge
+from unified_trainer.rl.minibatches import Lesson
+from unified_trainer.rl.dynamic_sampling import Samples, refill
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.experts import Split
-from unified_trainer.roles.follower import Follower
+from unified_trainer.roles.weight_copy import Follower
 from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig, generate, learning_calls, policy_velocity

@@ -9,8 +9,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from unified_trainer.batching import BatchPlan
-from unified_trainer.flow import (
+from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.numerics.flow import (
     GuidanceScale,
     add_noise,
     per_sample,

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from unified_trainer.flow import add_noise, x0_from_velocity
+from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.methods.base import Loss
 from unified_trainer.methods.distribution_matching import (
     DistributionMatching,

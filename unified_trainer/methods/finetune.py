@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from unified_trainer.batching import BatchPlan
-from unified_trainer.flow import add_noise, high_share, shift_sigma
+from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.numerics.flow import add_noise, high_share, shift_sigma
 from unified_trainer.methods.base import Loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams

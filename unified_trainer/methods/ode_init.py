@@ -6,12 +6,12 @@ from typing import ClassVar
 
 import torch
 
-from unified_trainer.batching import BatchPlan
-from unified_trainer.flow import GuidanceScale, sigma_table, x0_from_velocity
+from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.numerics.flow import GuidanceScale, sigma_table, x0_from_velocity
 from unified_trainer.methods.base import Loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.policy import transition
+from unified_trainer.numerics.kernels import transition
 from unified_trainer.roles.experts import Split, check_guidance
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from unified_trainer.batching import BatchPlan
+from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.methods.base import Loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams

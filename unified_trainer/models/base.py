@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from unified_trainer.chunks import ChunkConfig
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.types import Condition, Latents, PerFrame, PerSample, Video
 

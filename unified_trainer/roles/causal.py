@@ -4,11 +4,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.chunks import ChunkConfig
-from unified_trainer.flow import GuidanceScale, guide
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.numerics.flow import GuidanceScale, guide
 from unified_trainer.models.base import Cache
 from unified_trainer.roles.experts import Rows, Side, ask, side_of
-from unified_trainer.roles.follower import Follower
+from unified_trainer.roles.weight_copy import Follower
 from unified_trainer.roles.role import Frozen, Role, Trainable
 from unified_trainer.types import Condition, Latents, PerFrame, PerSample
 

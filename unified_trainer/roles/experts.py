@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from unified_trainer.flow import GuidanceScale, per_sample
+from unified_trainer.numerics.flow import GuidanceScale, per_sample
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.types import PerFrame, PerSample
 

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.advantages import Ids, spread
+from unified_trainer.numerics.advantages import Ids, spread
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.pixels import diversity, statistics, thumbnail
+from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 from unified_trainer.types import Latents, PerSample, Video
 
 # Videos in [0, 1] and their prompts to one number for each; raises rather than guess.

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.flow import GuidanceScale, guide
+from unified_trainer.numerics.flow import GuidanceScale, guide
 from unified_trainer.models.base import VideoModel
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.experts import (

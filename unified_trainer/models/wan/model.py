@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderMode
 
 from unified_trainer.models.base import CheckpointContexts
 from unified_trainer.models.folder import load_strictly, outline, read_weights
-from unified_trainer.models.wan_ulysses import SharedTokens
+from unified_trainer.models.wan.ulysses import SharedTokens
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.types import Latents, PerSample, Video
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unified_trainer.advantages import (
+from unified_trainer.numerics.advantages import (
     Estimator,
     below_threshold,
     best_of_n,
@@ -14,9 +14,9 @@ from unified_trainer.advantages import (
     spread,
     zero_variance,
 )
-from unified_trainer.batching import BatchPlan
-from unified_trainer.data.feed import Feed
-from unified_trainer.methods.lessons import Lesson, plan_lessons
+from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.loader import Feed
+from unified_trainer.rl.minibatches import Lesson, plan_lessons
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.types import Batch, PerSample

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unified_trainer.data.feed import Feed
-from unified_trainer.methods.groups import GroupConfig, equal_groups, gather_ids
+from unified_trainer.data.loader import Feed
+from unified_trainer.rl.groups import GroupConfig, equal_groups, gather_ids
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.types import Batch, Rollout

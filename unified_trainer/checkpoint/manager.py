@@ -11,8 +11,9 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from unified_trainer import checkpoint, manifest
-from unified_trainer.checkpoint import CheckpointError, DiskFull
+from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.checkpoint import manifest
+from unified_trainer.checkpoint.dcp import CheckpointError, DiskFull
 from unified_trainer.parallel.mesh import Mesh
 
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.methods.lessons import Lesson
+from unified_trainer.rl.minibatches import Lesson
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.types import Batch, Latents, PerSample, Rollout

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool3d
 
-from unified_trainer.advantages import Ids, groups
+from unified_trainer.numerics.advantages import Ids, groups
 from unified_trainer.types import PerSample, Video
 
 LUMA = (0.2126, 0.7152, 0.0722)  # of red, green, blue (ITU-R BT.709)

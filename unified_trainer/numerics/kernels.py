@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.flow import (
+from unified_trainer.numerics.flow import (
     Sigma,
     as_level,
     noise_from_velocity,

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unified_trainer.advantages import curriculum
-from unified_trainer.batching import BatchPlan
+from unified_trainer.numerics.advantages import curriculum
+from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator

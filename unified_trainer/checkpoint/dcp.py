@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from unified_trainer import manifest
-from unified_trainer.manifest import CheckpointError, Manifest, Spec, damage, find, newest_sound
+from unified_trainer.checkpoint import manifest
+from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec, damage, find, newest_sound
 from unified_trainer.parallel.mesh import Mesh
 
 __all__ = ["CheckpointError", "DiskFull", "Spec", "contract", "damage", "find", "load", "newest_sound", "save"]

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from unified_trainer.kl import KL, AdaptiveKL, gaussian_kl, kl_estimate, velocity_kl
+from unified_trainer.numerics.kl import KL, AdaptiveKL, gaussian_kl, kl_estimate, velocity_kl
 from unified_trainer.methods.dance_grpo_config import DanceGRPOConfig
-from unified_trainer.methods.replay import Lived
+from unified_trainer.rl.replay import Lived
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.policy import Policy
+from unified_trainer.numerics.kernels import Policy
 from unified_trainer.roles.role import Frozen
 from unified_trainer.sampling import SamplerConfig, policy_velocity
 from unified_trainer.types import Batch, Latents, PerSample

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from unified_trainer.checkpoint import CheckpointError, Spec, damage, find, load, shapes
-from unified_trainer.manifest import Manifest
+from unified_trainer.checkpoint.dcp import CheckpointError, Spec, damage, find, load, shapes
+from unified_trainer.checkpoint.manifest import Manifest
 from unified_trainer.parallel.mesh import Mesh
 
 ADAPTER = ".lora_"  # in the names of adapter weights

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from unified_trainer.kl import gaussian_kl
+from unified_trainer.numerics.kl import gaussian_kl
 
 Mode = Literal["none", "clip", "dual_clip", "soft_clip", "sapo", "ce_gppo", "cispo", "gspo"]
 LOG_RATIO_LIMIT = 20.0

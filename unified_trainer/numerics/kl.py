@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.flow import promote
+from unified_trainer.numerics.flow import promote
 
 Estimate = Literal["k1", "k2", "k3"]
 KL = Literal["exact", "k1", "k2", "k3", "velocity"]

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from unified_trainer.policy import Tail
+from unified_trainer.numerics.kernels import Tail
 
 
 @dataclass(frozen=True)

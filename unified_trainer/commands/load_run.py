@@ -4,13 +4,13 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_trainer import checkpoint
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer import config as settings
 from unified_trainer.build import load_roles, role_settings, role_split, role_types
-from unified_trainer.carrying import carry, held_roles
-from unified_trainer.checkpoint import CheckpointError, Spec
+from unified_trainer.checkpoint.init_from import carry, held_roles
+from unified_trainer.checkpoint.dcp import CheckpointError, Spec
 from unified_trainer.config import RunConfig
-from unified_trainer.manifest import Manifest
+from unified_trainer.checkpoint.manifest import Manifest
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import ALGORITHMS, METHODS, Family, family_of
 from unified_trainer.roles.causal import CausalStudent

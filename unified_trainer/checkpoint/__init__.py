@@ -1,0 +1,1 @@
+"""Writing, finding, reading and keeping checkpoints."""

@@ -1,0 +1,1 @@
+"""Formulas as functions of tensors: torch in, torch out."""

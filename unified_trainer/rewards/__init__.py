@@ -1,0 +1,1 @@
+"""Scorers: functions of videos and prompts that a reward is made of."""
