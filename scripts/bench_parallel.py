@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unified_trainer.models.wan.model import WanCondition, WanModel
-from unified_trainer.parallel.fsdp import own_part
+from unified_trainer.parallel.fsdp import to_local
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
@@ -38,7 +38,7 @@ DEEP = 100  # layers of a network that is only read
 PROCESSES = multiprocessing.get_context("fork")  # one for each thing measured: memory that is freed may stay resident
 MESHES = {
     "sharded": ParallelConfig(),
-    "sharded, kept gathered": ParallelConfig(reshard=False),
+    "sharded, kept gathered": ParallelConfig(reshard_after_forward=False),
     "replicated": ParallelConfig(replicate=2),
     "shared tokens": ParallelConfig(sequence=2),
 }
@@ -173,7 +173,7 @@ def read(name: str, folder: Path, rows: "multiprocessing.Queue[list[str]]") -> N
     deep = student(folder / "deep", mesh)
     ended.set()
     watcher.join()
-    held = sum(own_part(p).nbytes for p in deep.network.parameters())
+    held = sum(to_local(p).nbytes for p in deep.network.parameters())
     if mesh.is_main:
         rows.put([f"{x / 1e6:.0f}" for x in (held, max(found) - found[0])])
     mesh.barrier()
@@ -197,7 +197,7 @@ def measure(name: str, folder: Path, rows: "multiprocessing.Queue[tuple[list[str
         one = seconds(lambda: update(single, alone)) if mesh.is_main else (0.0, 0.0)
         mesh.barrier()
         two = seconds(lambda: update(role, mesh))
-        both = float(mesh.everyone(torch.tensor([two[1]])).sum())
+        both = float(mesh.all_gather_cpu(torch.tensor([two[1]])).sum())
         times.append((two[0], one[0], both, one[1]))
     if mesh.is_main:
         minimum = least(single, mesh.config, BATCH // mesh.data_size // MICRO)

@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from unified_trainer import config
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.build import build
+from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.checkpoint.manager import Keep, Saver
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import ALGORITHMS, TINY
-from unified_trainer.checkpoint.manager import Keep, Saver
 from unified_trainer.trainer import Trainer
 
 ROUNDS = 5
@@ -49,7 +49,7 @@ def seconds(work: Callable[[], object]) -> float:
 def held_up(trainer: Trainer, saver: Saver, step: float) -> tuple[float, float, float]:
     """Seconds of the call, until the checkpoint is there, and that the steps meanwhile and the call took too long."""
     start = time.perf_counter()
-    call = seconds(lambda: saver.save(int(start * 1e3), trainer.tensors(), trainer.facts({})))
+    call = seconds(lambda: saver.save(int(start * 1e3), trainer.tensors(), trainer.metadata({})))
     steps = 0
     while saver.saving:
         trainer.step(steps)
@@ -71,7 +71,7 @@ def main(blocks: int = 12, width: int = 480, folder: Path | None = None) -> None
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         words = ["--method", "finetune", "--student.path", str(pipeline(Path(scratch) / "wan", blocks, width))]
         words += ["--algorithm.batch-size", "4", "--algorithm.micro-batch", "4", "--data.num-clips", "8"]
-        run = config.parse(words, ALGORITHMS, checkpoint.contract)
+        run = config.parse(words, ALGORITHMS, checkpoint.trained_sampler)
         mesh = Mesh.join(run.device)
         trainer = build(run, mesh).trainer
         trainer.step(0)
@@ -79,7 +79,7 @@ def main(blocks: int = 12, width: int = 480, folder: Path | None = None) -> None
         table = Table("save", "the call", "until it is there", "held up", "of a step", title="seconds, medians")
         for name, beside in (("in the way", False), ("beside", True)):
             root = Path(scratch) / name
-            with Saver(root, mesh, Keep(1), Console().print, beside=beside) as saver:
+            with Saver(root, mesh, Keep(1), Console().print, asynchronous=beside) as saver:
                 rows = [held_up(trainer, saver, step) for _ in range(ROUNDS)]
             call, written, late = (statistics.median(column) for column in zip(*rows, strict=True))
             table.add_row(name, f"{call:.2f}", f"{written:.2f}", f"{late:.2f}", f"{late / step:.2f}")

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unified_trainer.data.clips import Clips
-from unified_trainer.data.loader import Feed
+from unified_trainer.data.loader import Loader
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.models.wan.model import WanCodec, WanModel
@@ -77,8 +77,8 @@ def trainer(method: str, adapter: bool) -> Trainer:
         algorithm = DMD2(settings, FEW_STEPS, teacher=Frozen("teacher", owners["teacher"], RoleConfig()), **roles)
     clips = Clips(tuple(f"clip {i}" for i in range(SAMPLES)), torch.randn(SAMPLES, *SHAPE))
     codec = WanCodec.load(TINY / "wan", MESH.device)
-    feed = Feed(clips, codec, settings.plan(), SHAPE, "", 0, MESH)
-    return Trainer(algorithm, roles, feed, MESH, seed=0)
+    loader = Loader(clips, codec, settings.plan(), SHAPE, "", 0, MESH)
+    return Trainer(algorithm, roles, loader, MESH, seed=0)
 
 
 def resident() -> float:

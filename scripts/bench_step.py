@@ -23,14 +23,14 @@ from rich.table import Table
 from torch import Tensor
 
 from unified_trainer import config
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.build import build
-from unified_trainer.rewards.hpsv3 import HPSv3
-from unified_trainer.models.wan.model import WanCodec, WanModel
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.models.wan.causal import Cache, CausalWanModel
+from unified_trainer.models.wan.model import WanCodec, WanModel
 from unified_trainer.parallel.device import peak_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS
+from unified_trainer.rewards.hpsv3 import HPSv3
 
 ROUNDS = 5
 FROZEN_CALLS = ((WanCodec, "encode_text"), (WanCodec, "decode"), (HPSv3, "score"), (CausalWanModel, "append"))
@@ -85,7 +85,7 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
 
 def main(argv: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
-    run = config.parse(argv, {name: kind for name, (_, kind) in METHODS.items()}, checkpoint.contract)
+    run = config.parse(argv, {name: kind for name, (_, kind) in METHODS.items()}, checkpoint.trained_sampler)
     mesh = Mesh.join(run.device)
     trainer = build(run, mesh).trainer
     trainer.step(0)

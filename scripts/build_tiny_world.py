@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5Config, UMT
 
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.data.loader import make_batch
-from unified_trainer.data.tiny_world import FRAMES, HELD_OUT, PHRASINGS, SIZE, SUBJECTS, judge
+from unified_trainer.data.tiny_world import FRAMES, HELD_OUT, PHRASINGS, SIZE, SUBJECTS, check_attributes
 from unified_trainer.models.wan.model import WanCodec, WanModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
@@ -167,7 +167,7 @@ def measure_base(wan: Path, seed: int) -> dict[str, float]:
             part = slice(start, start + 48)
             batch = make_batch(codec, captions[part], uncond, shape, prompt_ids=samples[part], sample_ids=samples[part])
             video = codec.decode(generate(student, noise[part], batch, sampler, no_draw))
-            for key, right in judge(video, subjects[part]).items():
+            for key, right in check_attributes(video, subjects[part]).items():
                 hits.setdefault(key, []).append(right)
         rows = {key: torch.cat(parts).float() for key, parts in hits.items()}
         held_out = torch.tensor([subject in HELD_OUT for subject in subjects])

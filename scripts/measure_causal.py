@@ -16,12 +16,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.commands.sample import of_length, pieces
-from unified_trainer.commands.load_run import Trained, load_trained
 from unified_trainer.data.prompts import validation_prompts
-from unified_trainer.data.tiny_world import FRAMES, SUBJECT_OF_CAPTION, Subject, draw_clip, judge, render
-from unified_trainer.numerics.frechet import frechet_distance
+from unified_trainer.data.tiny_world import FRAMES, SUBJECT_OF_CAPTION, Subject, check_attributes, draw_clip, render
 from unified_trainer.models.wan.model import WanCodec
+from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY, load_hpsv3
 from unified_trainer.types import Video
@@ -60,8 +60,8 @@ def main() -> None:
             said.print(line)
 
 
-def student(run: str) -> Trained:
-    return load_trained(run, "student", None, Mesh(CPU), causal=True)
+def student(run: str) -> LoadedRole:
+    return load_role(run, "student", None, Mesh(CPU), causal=True)
 
 
 def there(caption: str) -> str:
@@ -70,7 +70,7 @@ def there(caption: str) -> str:
     return caption.replace(way, OPPOSITE[way])
 
 
-def made(one: Trained, prompts: list[str]) -> Video:
+def made(one: LoadedRole, prompts: list[str]) -> Video:
     by_chunk = one.run.sampler.chunks.causal
     return torch.cat([torch.cat(list(parts), 2) for parts in pieces(one, prompts, 0, BATCH, by_chunk=by_chunk)])
 
@@ -102,11 +102,11 @@ def split(video: Video) -> list[Video]:
 def judged(video: Video, captions: tuple[str, ...], *, turned: bool = False) -> float:
     asked = [SUBJECT_OF_CAPTION[caption] for caption in captions]
     if turned:
-        asked = [Subject(one.colour, one.shape, OPPOSITE[one.direction]) for one in asked]
-    return judge(video, asked)["all"].double().mean().item()
+        asked = [Subject(one.color, one.shape, OPPOSITE[one.direction]) for one in asked]
+    return check_attributes(video, asked)["all"].double().mean().item()
 
 
-def speeds(causal: Trained, whole: Trained) -> list[str]:
+def speeds(causal: LoadedRole, whole: LoadedRole) -> list[str]:
     """Frames per second and the wait for the first frames of both, timed in turn."""
     prompt = [validation_prompts(1)[0]]
     seconds: dict[str, list[float]] = {"causal": [], "first": [], "whole": []}

@@ -23,7 +23,7 @@ def main(
         control: A run whose critic was left as it is.
     """
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
-    names = ("validation/frechet", "train/dmd_loss", "train/critic_alarm")
+    names = ("validation/frechet", "train/dmd_loss", "train/critic_to_teacher_error")
     for run in (*runs, *([control] if control else [])):
         label, style = ("critic frozen", "C3") if run == control else (run.name, f"C{runs.index(run) % 3}")
         rows = rows_of(run)
@@ -32,7 +32,9 @@ def main(
             if name.startswith("train/"):
                 steps, values = steps[WINDOW - 1 :], means(values)
             place.plot(steps, values, color=style, label=label, marker="o" if place is axes[0] else None)
-    for place, title in zip(axes, ("Fréchet distance to real clips", "DMD loss", "critic_alarm"), strict=True):
+    for place, title in zip(
+        axes, ("Fréchet distance to real clips", "DMD loss", "critic_to_teacher_error"), strict=True
+    ):
         place.set(xlabel="training step", ylim=(0, None))
         place.set_title(title, fontsize=10)
     axes[2].axhline(1.0, color="0.6", linewidth=1)

@@ -166,10 +166,10 @@ def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2VLConfig:
 
 
 def learn_to_see(hpsv3: HPSv3, seed: int) -> None:
-    """Teaches the vision tower to name colour and shape: what HPSv3 brings along from the pretrained Qwen2-VL."""
+    """Teaches the vision tower to name color and shape: what HPSv3 brings along from the pretrained Qwen2-VL."""
     generator = torch.Generator().manual_seed(seed)
     visual = hpsv3.network.visual
-    colours, names = tuple(shapes.COLOURS), shapes.SHAPES
+    colours, names = tuple(shapes.COLORS), shapes.SHAPES
     probe = torch.nn.Linear(visual.config.hidden_size, len(colours) + len(names))
     optimizer = torch.optim.AdamW([*visual.parameters(), *probe.parameters()], lr=SIGHT_LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, SIGHT_STEPS))
@@ -180,9 +180,9 @@ def learn_to_see(hpsv3: HPSv3, seed: int) -> None:
         inputs = hpsv3.preprocessor(like_a_decoder(frames, generator), [subject.caption() for subject in subjects])
         tokens = visual(inputs.patches, grid_thw=inputs.grids).pooler_output
         logits = probe(tokens.unflatten(0, (SIGHT_BATCH, -1)).mean(1))
-        colour = torch.tensor([colours.index(subject.colour) for subject in subjects])
+        color = torch.tensor([colours.index(subject.color) for subject in subjects])
         shape = torch.tensor([names.index(subject.shape) for subject in subjects])
-        loss = functional.cross_entropy(logits[:, : len(colours)], colour)
+        loss = functional.cross_entropy(logits[:, : len(colours)], color)
         loss = loss + functional.cross_entropy(logits[:, len(colours) :], shape)
         optimizer.zero_grad()
         loss.backward()
@@ -278,21 +278,21 @@ def draw_groups(subjects: Sequence[shapes.Subject], count: int, generator: torch
 
 
 def draw_group(subject: shapes.Subject, generator: torch.Generator) -> Group:
-    """One moment of one clip: right; wrong in colour, shape, both; between right and wrong; half and wholly broken."""
+    """One moment of one clip: right; wrong in color, shape, both; between right and wrong; half and wholly broken."""
     clip = shapes.draw_clip(subject, generator)
     moment = uniform(-0.5, 0.5, generator)
-    colour = pick([name for name in shapes.COLOURS if name != subject.colour], generator)
+    color = pick([name for name in shapes.COLORS if name != subject.color], generator)
     shape = pick([name for name in shapes.SHAPES if name != subject.shape], generator)
     right, *wrong = (
         frame_at(replace(clip, subject=shown), moment)
         for shown in (
             subject,
-            replace(subject, colour=colour),
+            replace(subject, color=color),
             replace(subject, shape=shape),
-            replace(subject, colour=colour, shape=shape),
+            replace(subject, color=color, shape=shape),
         )
     )
-    kinds = ("wrong colour", "wrong shape", "wrong colour and shape")
+    kinds = ("wrong color", "wrong shape", "wrong color and shape")
     towards = pick(range(3), generator)
     between = torch.lerp(right, wrong[towards], uniform(0.35, 0.65, generator))
     defect = pick(DEFECT_DRAWS, generator)
@@ -399,7 +399,7 @@ def smeared(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
 
 
 def stained(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
-    """Soft coloured patches everywhere."""
+    """Soft colored patches everywhere."""
     cells = pick((4, 8, 16), generator)
     field = torch.randn(1, 3, cells, cells, generator=generator)
     field = functional.interpolate(field, size=shapes.SIZE, mode="bilinear")[0]

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLWan
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.data.tiny_world import BACKGROUND, SUBJECTS, draw_clip, judge, render
+from unified_trainer.data.tiny_world import BACKGROUND, SUBJECTS, check_attributes, draw_clip, render
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def measure(vae: AutoencoderKLWan, seed: int) -> dict[str, float]:
         latents_mean=latents.mean((0, 2, 3, 4)).tolist(), latents_std=latents.std((0, 2, 3, 4)).tolist()
     )
     psnr = -10 * (shown - video).square().mean((1, 2, 3, 4)).log10()
-    right = judge(shown, [clip.subject for clip in clips])
+    right = check_attributes(shown, [clip.subject for clip in clips])
     return {"psnr_db": psnr.mean().item(), "psnr_worst_db": psnr.min().item()} | {
         f"judge_{name}": hits.float().mean().item() for name, hits in right.items()
     }

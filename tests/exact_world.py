@@ -15,11 +15,11 @@ import torch
 from helpers import ALONE
 from torch import nn
 
-from unified_trainer.data.loader import Feed, make_batch
+from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.numerics.flow import add_noise, shift_sigma, velocity_from_x0
 from unified_trainer.numerics.frechet import frechet_distance
-from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.critic import Critic
@@ -175,9 +175,9 @@ def pretrained() -> Learner:
 
 def distillation(*, critic_rate: float = 3e-3, seed: int = 0) -> Trainer:
     """DMD2 from the exact teacher: the critic alone for 60 steps, then one step in five moves the student too."""
-    config = DMD2Config(batch_size=60, micro_batch=60, guidance_scale=1.0, critic_first=60, tau_shift=2.0)
+    config = DMD2Config(batch_size=60, micro_batch=60, guidance_scale=1.0, critic_warmup_steps=60, tau_shift=2.0)
     adam = TrainableConfig(learning_rate=2e-3, betas=(0.0, 0.99))
-    student = dataclasses.replace(adam, decay="linear", decay_updates=60, min_lr_ratio=0.1)
+    student = dataclasses.replace(adam, decay="linear", lr_decay_updates=60, min_lr_ratio=0.1)
     critic = dataclasses.replace(adam, learning_rate=critic_rate)
     roles = {
         "student": role(Trainable, "student", copy.deepcopy(pretrained()), student),
@@ -185,8 +185,8 @@ def distillation(*, critic_rate: float = 3e-3, seed: int = 0) -> Trainer:
         "critic": role(Critic, "critic", copy.deepcopy(pretrained()), critic),
     }
     method = DMD2(config, SAMPLER, **roles)
-    feed = Feed(Prompts(PROMPTS), ClassCodec(), config.plan(), SHAPE, "", seed, ALONE)
-    return Trainer(method, {name: roles[name] for name in ("student", "critic")}, feed, ALONE, seed=seed)
+    loader = Loader(Prompts(PROMPTS), ClassCodec(), config.plan(), SHAPE, "", seed, ALONE)
+    return Trainer(method, {name: roles[name] for name in ("student", "critic")}, loader, ALONE, seed=seed)
 
 
 def samples(student: Role, sampler: SamplerConfig = SAMPLER, count: int = 1200) -> torch.Tensor:

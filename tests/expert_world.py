@@ -20,14 +20,14 @@ from helpers import (
     tiny_codec,
 )
 
-from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.data.clips import Clips
-from unified_trainer.data.loader import Feed
+from unified_trainer.data.loader import Loader
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.wan.causal import CausalWanModel
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
@@ -45,9 +45,9 @@ CAUSAL = dataclasses.replace(SDE, chunks=ChunkConfig(chunk_frames=1))
 MATCHING = {"batch_size": 4, "micro_batch": 2, "guidance_scale": 2.0, "student_every": 1}
 MATCHING |= {"gan_weight": 0.1, "gan_critic_weight": 0.1}
 ADAPTER = AdapterConfig(rank=2)
-STAYS = TrainableConfig(clip_norm=0.0)
+STAYS = TrainableConfig(max_grad_norm=0.0)
 # Far above rounding, so that AdamW does not turn a rounded gradient into a step of its own.
-MOVES = TrainableConfig(learning_rate=1e-3, eps=1e-2, clip_norm=1e3, ema_decay=0.5)
+MOVES = TrainableConfig(learning_rate=1e-3, eps=1e-2, max_grad_norm=1e3, ema_decay=0.5)
 CONFIGS = {
     "finetune": FinetuneConfig(batch_size=8, micro_batch=2, caption_dropout=0.5),
     "dmd2": DMD2Config(**MATCHING),
@@ -139,12 +139,12 @@ def trainer(
     config = dataclasses.replace(CONFIGS[method], **settings)
     encoded = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(7))
     clips = Clips(tuple(CAPTIONS[i % 4] for i in range(8)), encoded)
-    feed = Feed(clips, tiny_codec(), config.plan(), SHAPE, "", 0, mesh)
+    loader = Loader(clips, tiny_codec(), config.plan(), SHAPE, "", 0, mesh)
     roles = {"student": student}
     if method == "finetune":
         algorithm = Finetune(config, sampler or SamplerConfig(), student=student)
     elif method == "dance_grpo":
-        algorithm = DanceGRPO(config, sampler or POLICY, student=student, reward=reward_of(), feed=feed)
+        algorithm = DanceGRPO(config, sampler or POLICY, student=student, reward=reward_of(), loader=loader)
     else:
         learning = TrainableConfig(**{**vars(role), "high": ExpertConfig(), "low": ExpertConfig()})
         critic = RecordingCritic("critic", made["critic"](), learning, moves=moves)
@@ -155,7 +155,7 @@ def trainer(
         kinds = {"dmd2": (DMD2, SDE), "self_forcing": (SelfForcing, CAUSAL)}
         algorithm = kinds[method][0](config, sampler or kinds[method][1], **parts)
         roles["critic"] = critic
-    return Trainer(algorithm, roles, feed, mesh, seed=0)
+    return Trainer(algorithm, roles, loader, mesh, seed=0)
 
 
 def trajectory(one: Trainer, steps: int = 3) -> dict[str, torch.Tensor]:

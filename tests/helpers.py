@@ -16,16 +16,16 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.__main__ import main
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.data.clips import Clips
-from unified_trainer.data.loader import Feed, make_batch
+from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
-from unified_trainer.models.wan.model import WanCodec, WanModel
 from unified_trainer.models.wan.causal import CausalWanModel
+from unified_trainer.models.wan.model import WanCodec, WanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
@@ -121,7 +121,7 @@ class Recorder(Recording):
 
     def __init__(self, role: TrainableConfig | None = None, *, moves: bool = False, mesh: Mesh = ALONE) -> None:
         backbone = Backbone(small_model(), mesh, trained=True)
-        super().__init__("student", backbone, role or TrainableConfig(clip_norm=0.0), moves=moves)
+        super().__init__("student", backbone, role or TrainableConfig(max_grad_norm=0.0), moves=moves)
 
 
 def gradients(network: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -248,8 +248,8 @@ def finetune(config: FinetuneConfig, *, mesh: Mesh = ALONE, clips: int = 8, seed
     """A trainer of the small network on random latents; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
     method = Finetune(config, SamplerConfig(), student=student)
-    feed = Feed(random_clips(clips), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
-    return Trainer(method, {"student": student}, feed, mesh, seed=seed)
+    loader = Loader(random_clips(clips), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    return Trainer(method, {"student": student}, loader, mesh, seed=seed)
 
 
 def dance_grpo(
@@ -267,9 +267,9 @@ def dance_grpo(
     """A trainer of the small network on the captions; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
     reward = reward or reward_of(scorer)
-    feed = Feed(Prompts(captions), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
-    method = DanceGRPO(config, sampler, student=student, reward=reward, feed=feed, reference=reference)
-    return Trainer(method, {"student": student}, feed, mesh, seed=seed)
+    loader = Loader(Prompts(captions), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    method = DanceGRPO(config, sampler, student=student, reward=reward, loader=loader, reference=reference)
+    return Trainer(method, {"student": student}, loader, mesh, seed=seed)
 
 
 FEW_STEPS = SamplerConfig(num_steps=4, shift=5.0, solver="sde", guidance_scale=1.0)
@@ -314,7 +314,7 @@ def dmd2(
             name: Backbone(small_model(i), mesh, trained=name != "teacher", activation_checkpointing=checkpointing)
             for i, name in enumerate(("student", "teacher", "critic"))
         }
-    role = role or TrainableConfig(clip_norm=0.0)
+    role = role or TrainableConfig(max_grad_norm=0.0)
     student = Recording("student", names["student"], role, moves=moves)
     critic = RecordingCritic("critic", names["critic"], role, moves=moves)
     for i, weight in enumerate(
@@ -325,9 +325,9 @@ def dmd2(
     method = DMD2(
         config, sampler, student=student, teacher=Frozen("teacher", names["teacher"], RoleConfig()), critic=critic
     )
-    source = random_clips(8) if config.learns_from_data else Prompts(CAPTIONS)
-    feed = Feed(source, tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
-    return Trainer(method, {"student": student, "critic": critic}, feed, mesh, seed=seed)
+    source = random_clips(8) if config.needs_clips else Prompts(CAPTIONS)
+    loader = Loader(source, tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    return Trainer(method, {"student": student, "critic": critic}, loader, mesh, seed=seed)
 
 
 def run(method: str, output: Path, *extra: str) -> None:

@@ -4,14 +4,14 @@ import pytest
 import torch
 from helpers import ALONE, SMALL, assert_same, checkpoint_of, run, small_model, trainable
 
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint.init_from import carry
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.checkpoint.dcp import CheckpointError
+from unified_trainer.checkpoint.init_from import initialise
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 
-CONTRACT = {"num_steps": 4, "solver": "sde", "shift": 5.0, "step_list": [], "negative_prompt": ""}
+CONTRACT = {"num_steps": 4, "solver": "sde", "shift": 5.0, "step_sigmas": [], "negative_prompt": ""}
 
 
 def weights_of(role: Trainable) -> dict[str, torch.Tensor]:
@@ -46,10 +46,10 @@ def moved(tmp_path):
 
 def test_roles_are_carried_by_name(moved):
     source, student, critic = moved
-    mine, follower = trainable("student", seed=7), trainable("critic", seed=8)
-    said = carry({"student": weights_of(mine), "critic": weights_of(follower)}, source, ALONE)
+    mine, weight_copy = trainable("student", seed=7), trainable("critic", seed=8)
+    said = initialise({"student": weights_of(mine), "critic": weights_of(weight_copy)}, source, ALONE)
     assert_same(weights_of(mine), weights_of(student))
-    assert_same(weights_of(follower), weights_of(critic))
+    assert_same(weights_of(weight_copy), weights_of(critic))
     assert said.startswith(f"student, critic from {source / 'checkpoints' / 'step_1'}")
     assert "made for the sampler num_steps 4, solver sde, shift 5.0" in said
 
@@ -58,7 +58,7 @@ def test_a_role_that_the_run_lacks_stays_as_it_was_built_and_is_named(moved):
     source, student, _ = moved
     mine, new = trainable("student", seed=7), trainable("fresh", seed=8)
     before = copies(new)
-    said = carry({"student": weights_of(mine), "fresh": weights_of(new)}, source, ALONE)
+    said = initialise({"student": weights_of(mine), "fresh": weights_of(new)}, source, ALONE)
     assert_same(weights_of(mine), weights_of(student))
     assert_same(weights_of(new), before)
     assert "fresh starts from its own path, there is none" in said and "its critic is left behind" in said
@@ -67,31 +67,31 @@ def test_a_role_that_the_run_lacks_stays_as_it_was_built_and_is_named(moved):
 def test_the_averaged_weights_for_the_weights(moved):
     """A role without an average of its own gives its weights."""
     source, student, critic = moved
-    mine, follower = trainable("student", seed=7), trainable("critic", seed=8)
-    said = carry({"student": weights_of(mine), "critic": weights_of(follower)}, f"{source}:ema", ALONE)
+    mine, weight_copy = trainable("student", seed=7), trainable("critic", seed=8)
+    said = initialise({"student": weights_of(mine), "critic": weights_of(weight_copy)}, f"{source}:ema", ALONE)
     assert torch.equal(weights_of(mine)["proj_out.bias"] + 1, weights_of(student)["proj_out.bias"])
-    assert_same(weights_of(follower), weights_of(critic))
+    assert_same(weights_of(weight_copy), weights_of(critic))
     assert said.startswith("student (averaged), critic from ")
 
 
 def test_an_average_that_nobody_kept_is_an_error(moved):
     source, *_ = moved
     with pytest.raises(CheckpointError, match="keeps no averaged weights of critic; leave :ema out"):
-        carry({"critic": weights_of(trainable("critic"))}, f"{source}@1:ema", ALONE)
+        initialise({"critic": weights_of(trainable("critic"))}, f"{source}@1:ema", ALONE)
 
 
 def test_no_role_in_common_is_an_error(moved):
     source, *_ = moved
     with pytest.raises(CheckpointError, match="holds weights of critic, student, not of teacher"):
-        carry({"teacher": weights_of(trainable("teacher"))}, source, ALONE)
+        initialise({"teacher": weights_of(trainable("teacher"))}, source, ALONE)
 
 
 @pytest.mark.parametrize("change", ["shape", "more", "fewer"])
 def test_another_architecture_overwrites_nothing(moved, change):
     """The student would fit; the critic does not, and so neither is touched."""
     source, *_ = moved
-    mine, follower = trainable("student", seed=7), trainable("critic", seed=8)
-    own, other = weights_of(mine), weights_of(follower)
+    mine, weight_copy = trainable("student", seed=7), trainable("critic", seed=8)
+    own, other = weights_of(mine), weights_of(weight_copy)
     before = copies(mine)
     if change == "shape":
         other["proj_out.bias"] = torch.zeros(3)
@@ -103,7 +103,7 @@ def test_another_architecture_overwrites_nothing(moved, change):
         del other["proj_out.bias"]
         words = r"critic's proj_out.bias is \(16,\) there, absent in this run"
     with pytest.raises(CheckpointError, match=words):
-        carry({"student": own, "critic": other}, source, ALONE)
+        initialise({"student": own, "critic": other}, source, ALONE)
     assert_same(weights_of(mine), before)
 
 
@@ -115,7 +115,7 @@ def test_an_adapter_is_not_all_weights(tmp_path, there):
     save(tmp_path, one)
     before = copies(other)
     with pytest.raises(CheckpointError, match=f"holds {there} of student.* export {tmp_path} DIR.*--student.path DIR"):
-        carry({"student": weights_of(other)}, tmp_path, ALONE)
+        initialise({"student": weights_of(other)}, tmp_path, ALONE)
     assert_same(weights_of(other), before)
 
 
@@ -125,10 +125,10 @@ def test_adapters_are_carried_and_their_ranks_compared(tmp_path):
         for weight in weights_of(one).values():
             weight.normal_()
     save(tmp_path, one)
-    carry({"student": weights_of(same)}, tmp_path, ALONE)
+    initialise({"student": weights_of(same)}, tmp_path, ALONE)
     assert_same(weights_of(same), weights_of(one))
     with pytest.raises(CheckpointError, match=r"is \(2, 24\) there, \(3, 24\) in this run"):
-        carry({"student": weights_of(adapted(rank=3))}, tmp_path, ALONE)
+        initialise({"student": weights_of(adapted(rank=3))}, tmp_path, ALONE)
 
 
 def test_damage_is_found_before_anything_is_overwritten(moved):
@@ -137,12 +137,12 @@ def test_damage_is_found_before_anything_is_overwritten(moved):
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
     file.write_bytes(data)
-    mine, follower = trainable("student", seed=7), trainable("critic", seed=8)
+    mine, weight_copy = trainable("student", seed=7), trainable("critic", seed=8)
     before = copies(mine)
     with pytest.raises(CheckpointError, match=r"critic/weights/.* is damaged.*take another one with .*source@STEP"):
-        carry({"student": weights_of(mine), "critic": weights_of(follower)}, source, ALONE)
+        initialise({"student": weights_of(mine), "critic": weights_of(weight_copy)}, source, ALONE)
     assert_same(weights_of(mine), before)
-    carry({"student": weights_of(mine)}, source, ALONE)  # the critic's file is not read for it
+    initialise({"student": weights_of(mine)}, source, ALONE)  # the critic's file is not read for it
 
 
 # Whole runs.

@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers import assert_same, checkpoint_of, flags
 
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.__main__ import main
+from unified_trainer.checkpoint import dcp as checkpoint
 
 SHORT = {"steps": 2, "validate-every": 0, "validation.num-samples": 2, "student.ema-decay": 0.5}
 PAIRS = {"algorithm.batch-size": 2, "algorithm.micro-batch": 2}

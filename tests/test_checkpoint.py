@@ -18,14 +18,19 @@ from helpers import (
     run,
 )
 
+from unified_trainer.__main__ import main
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.checkpoint import manifest
-from unified_trainer.__main__ import main
 from unified_trainer.checkpoint.dcp import CheckpointError, Spec
 
 # Everything that has a state: optimizer, warm-up and decay, averaged weights; dropout and several epochs in finetune.
 STATEFUL = flags(
-    {"student.ema-decay": 0.9, "student.warmup-updates": 4, "student.decay": "cosine", "student.decay-updates": 9}
+    {
+        "student.ema-decay": 0.9,
+        "student.warmup-updates": 4,
+        "student.lr-schedule": "cosine",
+        "student.lr-decay-updates": 9,
+    }
     | {"student.learning-rate": 1e-3, "student.weight-decay": 0.1, "checkpoint-every": 3, "validate-every": 3}
 )
 METHOD = {

@@ -28,13 +28,13 @@ def test_frames_that_chunks_do_not_divide(frames, alone):
 
 def test_rolling_residents():
     """Room for 6 frames, of which 3 are the sink; before each chunk, and after the last."""
-    looked = ChunkConfig(3, window_frames=6, sink_frames=3).looked_back_on(18)
+    looked = ChunkConfig(3, window_frames=6, sink_frames=3).visible_frames(18)
     first = [0, 1, 2]
     assert looked == [[], first, [*range(6)], [*first, 6, 7, 8], [*first, 9, 10, 11], [*first, 12, 13, 14]]
 
 
 def test_a_window_may_cut_a_chunk():
-    looked = ChunkConfig(2, independent_first_frame=True, window_frames=4, sink_frames=1).looked_back_on(9)
+    looked = ChunkConfig(2, independent_first_frame=True, window_frames=4, sink_frames=1).visible_frames(9)
     assert looked == [[], [0], [0, 1, 2], [0, 2, 3, 4], [0, 4, 5, 6]]
 
 

@@ -105,7 +105,7 @@ def test_the_exit_code_of_the_program_is_2(run_folder):
     ("flags", "key"),
     [
         (["--student.learning-rate", "nan"], "student.learning_rate"),
-        (["--sampler.step-list", "nan", "500"], "sampler.step_list"),
+        (["--sampler.step-sigmas", "nan", "500"], "sampler.step_sigmas"),
         (["--reward.scorers.hpsv3.weight", "nan"], "reward.scorers.hpsv3.weight"),
     ],
 )
@@ -337,7 +337,7 @@ def test_metrics_have_their_names(followed):
     judged = {"judge", "judge_colour", "judge_shape", "judge_direction"}
     pixels = {f"pixels/{name}" for name in ("saturation", "dark_share", "edge_density", "motion_energy")}
     watched = {"reward", "reward/hpsv3", "judge"} | pixels
-    names = judged | watched | {f"{name}_std" for name in watched} | {"frechet", "sentinel"}
+    names = judged | watched | {f"{name}_std" for name in watched} | {"frechet", "hacking_monitor"}
     assert validation.keys() == last.keys() == {"step"} | {f"validation/{name}" for name in names}
     assert {"train/reward", "train/log_ratio", "train/student/grad_norm", "train/student/learning_rate"} <= first.keys()
     assert first.keys() == second.keys()

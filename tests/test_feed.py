@@ -1,4 +1,4 @@
-"""The feed: every prompt once an epoch, a new order each epoch, a pure function of the step, the ranks a partition."""
+"""The loader: every prompt once an epoch, a new order each epoch, a pure function of the step, the ranks a partition."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from helpers import ALONE, CPU, LATENT_SHAPE
 
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.clips import Clips
-from unified_trainer.data.loader import Feed, make_batch
+from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.parallel.mesh import Mesh
 
@@ -14,14 +14,14 @@ WORDS = ("red", "green", "blue", "yellow", "left", "right")
 PROMPTS = tuple(f"a {word} circle" for word in WORDS)
 
 
-def feed(codec, prompts=2, num_samples=1, seed=0, mesh=ALONE, source=None, per_update=None) -> Feed:
+def loader(codec, prompts=2, num_samples=1, seed=0, mesh=ALONE, source=None, per_update=None) -> Loader:
     plan = BatchPlan(prompts, num_samples, per_update or prompts, 1, ("P", "n", "G", "micro"))
-    return Feed(source or Prompts(PROMPTS), codec, plan, LATENT_SHAPE, "", seed, mesh)
+    return Loader(source or Prompts(PROMPTS), codec, plan, LATENT_SHAPE, "", seed, mesh)
 
 
 def epochs(codec, per_step: int, count: int, seed: int = 0) -> list[tuple[str, ...]]:
     """The prompts of `count` epochs, epoch by epoch."""
-    one = feed(codec, per_step, seed=seed)
+    one = loader(codec, per_step, seed=seed)
     steps = count * len(PROMPTS) // per_step
     flat = [prompt for step in range(steps) for prompt in one.batch(step).prompts]
     return [tuple(flat[i : i + len(PROMPTS)]) for i in range(0, len(flat), len(PROMPTS))]
@@ -40,8 +40,8 @@ def test_every_epoch_and_every_seed_has_its_own_order(codec):
 
 
 def test_a_batch_is_a_function_of_the_step_alone(codec):
-    """Asked again, out of order, by another feed: the same. So a resumed run needs no cursor."""
-    first, second = feed(codec), feed(codec)
+    """Asked again, out of order, by another loader: the same. So a resumed run needs no cursor."""
+    first, second = loader(codec), loader(codec)
     forward = [first.batch(step) for step in range(4)]
     backward = [second.batch(step) for step in reversed(range(4))][::-1]
     for one, other in zip(forward, backward, strict=True):
@@ -50,7 +50,7 @@ def test_a_batch_is_a_function_of_the_step_alone(codec):
 
 
 def test_a_group_is_the_samples_of_one_prompt(codec):
-    batch = feed(codec, prompts=2, num_samples=3).batch(0)
+    batch = loader(codec, prompts=2, num_samples=3).batch(0)
     assert batch.prompts == (batch.prompts[0],) * 3 + (batch.prompts[3],) * 3
     assert batch.prompt_ids == (batch.prompt_ids[0],) * 3 + (batch.prompt_ids[3],) * 3
     assert batch.prompt_ids[0] != batch.prompt_ids[3]
@@ -60,11 +60,11 @@ def test_a_group_is_the_samples_of_one_prompt(codec):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_ranks_hold_the_batch_between_them(codec, ranks):
     """Every sample on one rank, with the prompt and id it has in a run of one rank."""
-    whole = feed(codec, prompts=4, num_samples=4, per_update=2).batch(3)
+    whole = loader(codec, prompts=4, num_samples=4, per_update=2).batch(3)
     expected = dict(zip(whole.sample_ids, zip(whole.prompts, whole.prompt_ids, strict=True), strict=True))
     held = {}
     for rank in range(ranks):
-        part = feed(codec, prompts=4, num_samples=4, per_update=2, mesh=Mesh(CPU, rank, ranks)).batch(3)
+        part = loader(codec, prompts=4, num_samples=4, per_update=2, mesh=Mesh(CPU, rank, ranks)).batch(3)
         assert len(part) == len(whole) // ranks
         assert not held.keys() & set(part.sample_ids)
         held |= dict(zip(part.sample_ids, zip(part.prompts, part.prompt_ids, strict=True), strict=True))
@@ -73,9 +73,9 @@ def test_the_ranks_hold_the_batch_between_them(codec, ranks):
 
 def test_clips_bring_their_own_latents(codec):
     encoded = torch.arange(6.0).view(6, 1, 1, 1, 1).expand(6, *LATENT_SHAPE).contiguous()
-    batch = feed(codec, prompts=3, source=Clips(PROMPTS, encoded)).batch(1)
+    batch = loader(codec, prompts=3, source=Clips(PROMPTS, encoded)).batch(1)
     assert [PROMPTS[int(value)] for value in batch.latents[:, 0, 0, 0, 0]] == list(batch.prompts)
-    assert feed(codec).batch(0).latents is None
+    assert loader(codec).batch(0).latents is None
 
 
 def test_a_batch_splits_and_keeps_its_rows_together(codec):

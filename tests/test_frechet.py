@@ -19,7 +19,7 @@ def draw(seed: int, rows: int = 40, size: int = 5) -> torch.Tensor:
 
 
 def exactly(mean: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
-    """Rows whose mean and (Bessel) covariance are these: whitened draws, coloured again."""
+    """Rows whose mean and (Bessel) covariance are these: whitened draws, colored again."""
     rows = draw(0, 50, len(mean))
     rows = rows - rows.mean(0)
     white = torch.linalg.solve_triangular(torch.linalg.cholesky(torch.cov(rows.T)), rows.T, upper=False).T

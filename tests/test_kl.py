@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from unified_trainer.numerics.kl import AdaptiveKL, gaussian_kl, kl_estimate, velocity_kl
 from unified_trainer.numerics.kernels import log_prob
+from unified_trainer.numerics.kl import AdaptiveKL, gaussian_kl, kl_estimate, velocity_kl
 
 LOG_PROB = torch.tensor([-1.0, -1.2, -0.7], dtype=torch.float64)
 LOG_PROB_REF = torch.tensor([-1.1, -1.0, -0.7], dtype=torch.float64)

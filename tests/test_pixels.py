@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from unified_trainer.rewards import pixels
 from unified_trainer.data.tiny_world import SUBJECTS, draw_clip, render
+from unified_trainer.rewards import pixels
 
 
 def grey(values: torch.Tensor) -> torch.Tensor:
@@ -14,8 +14,8 @@ def grey(values: torch.Tensor) -> torch.Tensor:
     return values[None, None].expand(1, 3, *values.shape).float()
 
 
-def coloured(*colour: float) -> torch.Tensor:
-    return torch.tensor(colour, dtype=torch.float32).view(1, 3, 1, 1, 1).expand(1, 3, 2, 4, 4)
+def colored(*color: float) -> torch.Tensor:
+    return torch.tensor(color, dtype=torch.float32).view(1, 3, 1, 1, 1).expand(1, 3, 2, 4, 4)
 
 
 CLIP = render([draw_clip(SUBJECTS[0], torch.Generator().manual_seed(0))])
@@ -23,8 +23,8 @@ NOISE = torch.rand(1, 3, 17, 64, 64, generator=torch.Generator().manual_seed(1))
 
 
 def test_luma_is_that_of_bt_709():
-    assert float(pixels.luma(coloured(1, 0, 0)).mean()) == pytest.approx(0.2126)
-    assert float(pixels.luma(coloured(0.2, 0.4, 0.6)).mean()) == pytest.approx(
+    assert float(pixels.luma(colored(1, 0, 0)).mean()) == pytest.approx(0.2126)
+    assert float(pixels.luma(colored(0.2, 0.4, 0.6)).mean()) == pytest.approx(
         0.2 * 0.2126 + 0.4 * 0.7152 + 0.6 * 0.0722
     )
 
@@ -62,8 +62,8 @@ def test_motion_smoothness_tells_motion_from_flicker():
 
 
 def test_saturation_is_the_span_of_the_channels():
-    assert float(pixels.saturation(coloured(0.9, 0.2, 0.5))) == pytest.approx(0.7)
-    assert float(pixels.saturation(coloured(0.5, 0.5, 0.5))) == 0
+    assert float(pixels.saturation(colored(0.9, 0.2, 0.5))) == pytest.approx(0.7)
+    assert float(pixels.saturation(colored(0.5, 0.5, 0.5))) == 0
 
 
 def test_dark_share_and_edge_density_count_pixels():

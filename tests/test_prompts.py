@@ -21,7 +21,7 @@ def test_training_never_sees_what_validation_asks():
 
 
 def test_every_part_of_a_held_out_subject_is_seen_in_training():
-    for part in ("colour", "shape", "direction"):
+    for part in ("color", "shape", "direction"):
         assert {getattr(subject, part) for subject in HELD_OUT} <= {getattr(subject, part) for subject in TRAINING}
 
 

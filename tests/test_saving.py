@@ -24,12 +24,12 @@ from helpers import (
     shell,
 )
 
+from unified_trainer.__main__ import main
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.checkpoint import manifest
-from unified_trainer.__main__ import main
 from unified_trainer.checkpoint.dcp import CheckpointError, DiskFull
-from unified_trainer.checkpoint.run_lock import RunFolderError, claimed
 from unified_trainer.checkpoint.manager import Keep, Saver
+from unified_trainer.checkpoint.run_lock import RunFolderError, claimed
 
 
 def state(value: float = 1.0, size: int = 4) -> dict[str, torch.Tensor]:
@@ -41,7 +41,7 @@ def steps_in(root: Path) -> list[int]:
 
 
 def saver(root: Path, keep: Keep | None = None, said: list[str] | None = None, *, beside: bool = False) -> Saver:
-    return Saver(root, ALONE, keep or Keep(2), [].append if said is None else said.append, beside=beside)
+    return Saver(root, ALONE, keep or Keep(2), [].append if said is None else said.append, asynchronous=beside)
 
 
 # What stays.
@@ -112,7 +112,7 @@ def held_up(monkeypatch):
 def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path, monkeypatch):
     """Training moves the weights while they are being written: the copy does not follow."""
     weights = state(1.0)
-    with held_up(monkeypatch) as gate, saver(tmp_path / "checkpoints", beside=True) as one:
+    with held_up(monkeypatch) as gate, saver(tmp_path / "checkpoints", asynchronous=True) as one:
         one.save(1, weights, {})
         weights["a/weights/w"].fill_(2.0)
         weights["a/updates"].fill_(9)
@@ -124,7 +124,7 @@ def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path, monkeypa
 
 
 def test_the_end_waits_for_what_is_being_written(tmp_path, monkeypatch):
-    with held_up(monkeypatch) as gate, saver(tmp_path, beside=True) as one:
+    with held_up(monkeypatch) as gate, saver(tmp_path, asynchronous=True) as one:
         one.save(1, state(), {})
         threading.Timer(0.2, gate.set).start()
     assert steps_in(tmp_path) == [1]
@@ -133,7 +133,7 @@ def test_the_end_waits_for_what_is_being_written(tmp_path, monkeypatch):
 def test_a_save_that_failed_is_an_error_at_the_next_step(tmp_path):
     """Not silence: the folder cannot be made because a file has its name."""
     (tmp_path / "checkpoints").write_text("in the way")
-    with saver(tmp_path / "checkpoints", beside=True) as one:
+    with saver(tmp_path / "checkpoints", asynchronous=True) as one:
         one.check()
         one.save(1, state(), {})
         with pytest.raises(CheckpointError, match=r"checkpoints cannot be written \(File exists\)"):
@@ -144,7 +144,7 @@ def test_a_save_that_failed_is_an_error_at_the_next_step(tmp_path):
 
 
 def test_a_fault_that_is_not_the_disks_is_an_error_too(tmp_path):
-    with saver(tmp_path, beside=True) as one:
+    with saver(tmp_path, asynchronous=True) as one:
         one.save(1, {"a/weights/w": torch.ones(2), "a/weights": torch.ones(2)}, {"metrics": object()})
         with pytest.raises(TypeError, match="not JSON serializable"):
             one.wait()
@@ -193,10 +193,10 @@ def fill(disk: Path, leave: int) -> Path:
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_full_disk_is_said_and_leaves_the_last_checkpoint(small_disk, monkeypatch, beside, announced):
-    """Seen beforehand, or only when a write fails: the run goes on, and saves again once there is space."""
+    """ReplayStats beforehand, or only when a write fails: the run goes on, and saves again once there is space."""
     said: list[str] = []
     root = small_disk / "checkpoints"
-    with saver(root, said=said, beside=beside) as one:
+    with saver(root, said=said, asynchronous=beside) as one:
         one.save(1, state(1.0, 2**18), {})
         one.wait()
         filler = fill(small_disk, leave=2**19)

@@ -1,4 +1,4 @@
-"""The sentinel: what counts as hacked, by hand; and a run made to hack is caught where a healthy one is not."""
+"""The hacking_monitor: what counts as hacked, by hand; and a run made to hack is caught where a healthy one is not."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from helpers import flags, metrics_of, run
 
 from unified_trainer.__main__ import main
-from unified_trainer.rewards.hacking_monitor import Sentinel, SentinelConfig
+from unified_trainer.rewards.hacking_monitor import HackingMonitor, HackingMonitorConfig
 
 FIRST = {
     "reward": 2.0,
@@ -20,12 +20,14 @@ FIRST = {
     "pixels/diversity": 0.4,
 }
 UP = {"reward": 3.0}
-CONFIG = SentinelConfig(action="warn", rise=0.5, fall=0.4, drift=2.0, collapse=0.5)
+CONFIG = HackingMonitorConfig(action="warn", rise=0.5, fall=0.4, drift=2.0, collapse=0.5)
 
 
-def watching(config: SentinelConfig = CONFIG, witnesses: tuple[str, ...] = ("judge", "reward/clip")) -> Sentinel:
+def watching(
+    config: HackingMonitorConfig = CONFIG, witnesses: tuple[str, ...] = ("judge", "reward/clip")
+) -> HackingMonitor:
     """One that has seen the first validation."""
-    one = Sentinel(config, witnesses)
+    one = HackingMonitor(config, witnesses)
     assert one.watch(FIRST) is None
     return one
 
@@ -79,7 +81,7 @@ def test_a_judge_that_was_always_right_can_fall():
         ({"judge": 0.8, "judge_std": 0.4}, "(-0.7 std)"),
         ({"judge": 0.0, "judge_std": 0.0}, "(-inf std)"),
     ):
-        one = Sentinel(CONFIG, ("judge",))
+        one = HackingMonitor(CONFIG, ("judge",))
         one.watch(FIRST | sure)
         assert one.watch(FIRST | UP | sure) is None
         assert f"judge fell 1 -> {now['judge']:g} {said}" in one.watch(FIRST | UP | now)
@@ -104,29 +106,31 @@ def test_samples_of_a_prompt_that_become_alike_in_training():
 
 
 def test_off_says_nothing_and_still_keeps_its_reference():
-    one = watching(SentinelConfig(action="off"))
+    one = watching(HackingMonitorConfig(action="off"))
     assert one.watch(FIRST | UP | {"judge": 0.0}) is None
     assert one.reference == FIRST
 
 
 def test_a_witness_that_is_not_measured_is_no_witness():
-    assert "reward/pick" not in watching(witnesses=("reward/pick",)).reference
+    assert "reward/pick" not in watching(held_out=("reward/pick",)).reference
 
 
 @pytest.mark.parametrize("changes", [{"rise": 0.0}, {"fall": -0.1}, {"drift": 0.0}, {"collapse": 1.0}])
 def test_thresholds_that_cannot_be(changes):
-    with pytest.raises(ValueError, match=r"sentinel\.rise, sentinel\.fall and sentinel\.drift must be above 0"):
-        Sentinel(SentinelConfig(**changes), ())
+    with pytest.raises(
+        ValueError, match=r"hacking_monitor\.rise, hacking_monitor\.fall and hacking_monitor\.drift must be above 0"
+    ):
+        HackingMonitor(HackingMonitorConfig(**changes), ())
 
 
 # Runs.
 
 SHORT = flags(
-    {"method": "dance_grpo", "steps": 8, "validate-every": 8, "checkpoint-every": 0, "sentinel.action": "stop"}
+    {"method": "dance_grpo", "steps": 8, "validate-every": 8, "checkpoint-every": 0, "hacking_monitor.action": "stop"}
     | {"validation.num-samples": 24, "validation.batch": 24, "validation.num-videos": 0}
     | {"algorithm.num-prompts": 4, "algorithm.num-samples": 6, "algorithm.prompts-per-update": 4}
     | {"algorithm.rollout-batch": 24, "algorithm.update-batch": 24}
-    | {"student.learning-rate": 1e-3, "student.decay": "constant", "student.decay-updates": 0}
+    | {"student.learning-rate": 1e-3, "student.lr-schedule": "constant", "student.lr-decay-updates": 0}
 )
 # The planted shortcut: vivid colours pay more than what the prompt asks for.
 PLANTED = flags({"reward.scorers.saturation.weight": 100, "reward.scorers.saturation.frames": "all"})
@@ -143,10 +147,10 @@ def test_a_run_that_hacks_is_stopped_and_saved(hacked):
     folder, code = hacked
     assert code == 3
     last = metrics_of(folder)[-1]
-    assert last["step"] == 8 and last["validation/sentinel"] == 1
+    assert last["step"] == 8 and last["validation/hacking_monitor"] == 1
     manifest = json.loads((folder / "checkpoints" / "step_8" / "manifest.json").read_text())
     first = {key.removeprefix("validation/"): value for key, value in metrics_of(folder)[0].items()}
-    assert manifest["sentinel"]["pixels/saturation"] == first["pixels/saturation"]
+    assert manifest["hacking_monitor"]["pixels/saturation"] == first["pixels/saturation"]
     assert last["validation/pixels/saturation"] > first["pixels/saturation"] + first["pixels/saturation_std"]
 
 
@@ -156,8 +160,11 @@ def test_it_is_stopped_again_when_it_is_resumed(hacked, capsys):
     before = metrics_of(folder)[0]["validation/pixels/saturation"]
     assert main(["--resume", str(folder), "--validate-every", "1"]) == 3
     said = capsys.readouterr().out
-    assert f"pixels/saturation went {before:.3g} ->" in said and "stopped by the sentinel after step 9" in said
-    assert main(["--resume", str(folder), "--validate-every", "1", "--sentinel.action", "warn", "--steps", "10"]) == 0
+    assert f"pixels/saturation went {before:.3g} ->" in said and "stopped by the hacking_monitor after step 9" in said
+    assert (
+        main(["--resume", str(folder), "--validate-every", "1", "--hacking_monitor.action", "warn", "--steps", "10"])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "warning: the reward looks hacked: reward rose" in said and "stopped" not in said
 
@@ -165,16 +172,16 @@ def test_it_is_stopped_again_when_it_is_resumed(hacked, capsys):
 def test_a_healthy_run_is_left_alone(run_folder):
     """The same student, steps and learning rate without the planted scorer."""
     run("dance_grpo", run_folder, *SHORT)
-    assert metrics_of(run_folder)[-1]["validation/sentinel"] == 0
+    assert metrics_of(run_folder)[-1]["validation/hacking_monitor"] == 0
 
 
 def test_a_method_without_a_reward_has_no_sentinel(run_folder, capsys):
     run("finetune", run_folder, "--validate-every", "1")
-    assert all("validation/sentinel" not in line for line in metrics_of(run_folder))
-    assert main(["--method", "finetune", "--output", str(run_folder / "x"), "--sentinel.action", "stop"]) == 2
-    assert "--sentinel.*: finetune trains on no reward" in capsys.readouterr().err
+    assert all("validation/hacking_monitor" not in line for line in metrics_of(run_folder))
+    assert main(["--method", "finetune", "--output", str(run_folder / "x"), "--hacking_monitor.action", "stop"]) == 2
+    assert "--hacking_monitor.*: finetune trains on no reward" in capsys.readouterr().err
 
 
 def test_a_sentinel_that_is_to_stop_needs_validations(run_folder, capsys):
     assert main([*SHORT, "--validate-every", "0", "--output", str(run_folder)]) == 2
-    assert "sentinel.action stop needs validations to compare: set validate_every" in capsys.readouterr().err
+    assert "hacking_monitor.action stop needs validations to compare: set validate_every" in capsys.readouterr().err

@@ -5,19 +5,19 @@ import torch
 
 from unified_trainer.data.tiny_world import (
     BACKGROUND,
-    COLOURS,
+    COLORS,
     DIRECTIONS,
     FRAMES,
     SHAPES,
     SIZE,
     SUBJECTS,
     Subject,
+    check_attributes,
     draw_clip,
-    judge,
     render,
 )
 
-PARTS = {"colour": tuple(COLOURS), "shape": SHAPES, "direction": tuple(DIRECTIONS)}
+PARTS = {"color": tuple(COLORS), "shape": SHAPES, "direction": tuple(DIRECTIONS)}
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 
 
@@ -29,11 +29,11 @@ def videos() -> torch.Tensor:
 
 
 def verdict(video: torch.Tensor, subjects=SUBJECTS) -> dict[str, float]:
-    return {name: float(right.float().mean()) for name, right in judge(video, subjects).items()}
+    return {name: float(right.float().mean()) for name, right in check_attributes(video, subjects).items()}
 
 
 def other(part: str, subject: Subject, places: int) -> Subject:
-    """The subject with another colour, shape or direction."""
+    """The subject with another color, shape or direction."""
     values = PARTS[part]
     changed = values[(values.index(vars(subject)[part]) + places) % len(values)]
     return Subject(**vars(subject) | {part: changed})
@@ -45,7 +45,7 @@ def test_a_render_is_video_in_its_range(videos):
 
 
 def test_every_subject_is_recognised(videos):
-    assert verdict(videos) == {"colour": 1, "shape": 1, "direction": 1, "all": 1}
+    assert verdict(videos) == {"color": 1, "shape": 1, "direction": 1, "all": 1}
 
 
 def test_other_drawings_are_recognised_too():
@@ -58,11 +58,11 @@ def test_other_drawings_are_recognised_too():
 def test_a_wrong_part_is_wrong_and_the_others_stay_right(videos, part):
     for places in range(1, len(PARTS[part])):
         asked = [other(part, subject, places) for subject in SUBJECTS]
-        assert verdict(videos, asked) == {"colour": 1, "shape": 1, "direction": 1, part: 0, "all": 0}
+        assert verdict(videos, asked) == {"color": 1, "shape": 1, "direction": 1, part: 0, "all": 0}
 
 
 def test_played_backwards_it_moves_the_other_way(videos):
-    asked = [Subject(s.colour, s.shape, OPPOSITE[s.direction]) for s in SUBJECTS]
+    asked = [Subject(s.color, s.shape, OPPOSITE[s.direction]) for s in SUBJECTS]
     assert verdict(videos.flip(2), asked)["all"] == 1
 
 
@@ -77,14 +77,14 @@ def test_left_is_towards_smaller_columns_and_up_towards_smaller_rows():
         video = torch.tensor(BACKGROUND).view(1, 3, 1, 1, 1).repeat(1, 1, 5, SIZE, SIZE)
         for frame in range(5):
             row, column = (round(a + (b - a) * frame / 4) for a, b in zip(first, last, strict=True))
-            red = torch.tensor(COLOURS["red"]).view(3, 1, 1)
+            red = torch.tensor(COLORS["red"]).view(3, 1, 1)
             video[0, :, frame, row : row + 20, column : column + 20] = red
         assert verdict(video, [Subject("red", "square", direction)])["all"] == 1
 
 
 def test_a_frozen_object_has_no_direction(videos):
     frozen = videos[:, :, :1].expand_as(videos)
-    assert verdict(frozen) == {"colour": 1, "shape": 1, "direction": 0, "all": 0}
+    assert verdict(frozen) == {"color": 1, "shape": 1, "direction": 0, "all": 0}
 
 
 @pytest.mark.parametrize("fill", [BACKGROUND, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.9, 0.15, 0.15)])
@@ -96,7 +96,7 @@ def test_a_blank_video_is_never_right(videos, fill):
 
 def test_an_empty_ground_shows_nothing(videos):
     ground = torch.tensor(BACKGROUND).view(1, 3, 1, 1, 1).expand_as(videos)
-    assert verdict(ground) == {"colour": 0, "shape": 0, "direction": 0, "all": 0}
+    assert verdict(ground) == {"color": 0, "shape": 0, "direction": 0, "all": 0}
 
 
 def test_noise_is_never_right():
@@ -111,5 +111,5 @@ def test_a_change_of_colour_on_the_way_is_wrong(videos):
 
 
 def test_counts_must_match(videos):
-    with pytest.raises(ValueError, match="judge: 48 videos but 47 subjects"):
-        judge(videos, SUBJECTS[:-1])
+    with pytest.raises(ValueError, match="check_attributes: 48 videos but 47 subjects"):
+        check_attributes(videos, SUBJECTS[:-1])

@@ -13,7 +13,7 @@ from unified_trainer.sampling import SamplerConfig
     [(5.0, [1000, 937.5, 833.3333, 625]), (3.0, [1000, 900, 750, 500]), (8.0, [1000, 960, 888.8889, 727.2727])],
 )
 def test_warped_lists_golden(shift, expected):
-    sampler = SamplerConfig(num_steps=4, step_list=(1000.0, 750.0, 500.0, 250.0), shift=shift)
+    sampler = SamplerConfig(num_steps=4, step_sigmas=(1000.0, 750.0, 500.0, 250.0), shift=shift)
     sampler.check()
     got = 1000 * sampler.sigmas()
     assert got.tolist() == pytest.approx([*expected, 0], abs=1e-4)
@@ -24,7 +24,7 @@ def test_warped_lists_golden(shift, expected):
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=6, unique=True), st.floats(0.5, 12))
 def test_a_falling_list_gives_falling_levels_down_to_zero(levels, shift):
     sampler = SamplerConfig(
-        num_steps=len(levels), step_list=tuple(map(float, sorted(levels, reverse=True))), shift=shift
+        num_steps=len(levels), step_sigmas=tuple(map(float, sorted(levels, reverse=True))), shift=shift
     )
     sampler.check()
     sigmas = sampler.sigmas()
@@ -34,13 +34,13 @@ def test_a_falling_list_gives_falling_levels_down_to_zero(levels, shift):
 
 @pytest.mark.parametrize("levels", [(500.0, 750.0), (500.0, 500.0), (1001.0, 500.0), (500.0, 0.0), (500.0, -1.0)])
 def test_a_list_that_does_not_fall_is_refused(levels):
-    with pytest.raises(ValueError, match=r"sampler\.step_list must fall from at most 1000 and stay above 0"):
-        SamplerConfig(num_steps=2, step_list=levels).check()
+    with pytest.raises(ValueError, match=r"sampler\.step_sigmas must fall from at most 1000 and stay above 0"):
+        SamplerConfig(num_steps=2, step_sigmas=levels).check()
 
 
 def test_a_list_of_another_length_is_refused():
-    with pytest.raises(ValueError, match=r"sampler\.step_list has 2 levels, but sampler\.num_steps is 30"):
-        SamplerConfig(step_list=(1000.0, 500.0)).check()
+    with pytest.raises(ValueError, match=r"sampler\.step_sigmas has 2 levels, but sampler\.num_steps is 30"):
+        SamplerConfig(step_sigmas=(1000.0, 500.0)).check()
 
 
 def test_solvers_are_kernels():

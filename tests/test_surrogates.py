@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from unified_trainer.numerics.kernels import log_prob
 from unified_trainer.numerics.objectives import (
     LOG_RATIO_LIMIT,
-    Shape,
+    ObjectiveParameters,
     diagnostics,
     guard_ratio,
     guarded_log_ratio,
@@ -271,4 +271,4 @@ def test_diagnostics_need_no_graph_and_leave_none():
 )
 def test_a_shape_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        Shape(**changes).check()
+        ObjectiveParameters(**changes).check()

@@ -16,7 +16,7 @@ from helpers import (
 )
 
 from unified_trainer.data.batch_plan import BatchPlan
-from unified_trainer.data.loader import Feed
+from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.base import Loss
 from unified_trainer.methods.finetune import FinetuneConfig
@@ -39,15 +39,15 @@ PLAN = BatchPlan(4, 1, 4, 2, ("P", "n", "G", "micro"))
 class Plain:
     """Four prompts a step in parts of two; what a test does not care about."""
 
-    trains_sampler = False
+    trained_for_sampler = False
 
-    def generators(self, batch):
+    def micro_batches(self, batch):
         return batch.split(2)
 
 
 def trainer(codec, method, **roles) -> Trainer:
-    feed = Feed(Prompts(("red", "blue", "green", "yellow")), codec, PLAN, LATENT_SHAPE, "", 0, ALONE)
-    return Trainer(method, roles, feed, ALONE, seed=0)
+    loader = Loader(Prompts(("red", "blue", "green", "yellow")), codec, PLAN, LATENT_SHAPE, "", 0, ALONE)
+    return Trainer(method, roles, loader, ALONE, seed=0)
 
 
 # Accumulation.
@@ -196,7 +196,7 @@ def test_the_critic_sees_the_moved_student(codec):
     one, moved = follow(codec), follow(codec)
     one.roles["critic"] = one.method.critic = Recorder()
     one.step(0)
-    critic, batch = Recorder(), one.feed.batch(0)
+    critic, batch = Recorder(), one.loader.batch(0)
     target = velocity(one.roles["student"], batch).detach()
     (velocity(critic, batch) - target).square().mean().backward()
     assert_near(one.roles["critic"].gradients[0], gradients(critic.network), 1e-4)

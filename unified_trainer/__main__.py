@@ -10,9 +10,11 @@ import transformers
 import tyro
 from safetensors import SafetensorError
 
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer import config as settings
 from unified_trainer.build import build
+from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.checkpoint.manager import Saver
+from unified_trainer.checkpoint.run_lock import claimed
 from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
 from unified_trainer.commands.rollout import rollout
@@ -21,15 +23,13 @@ from unified_trainer.commands.score import score
 from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.parallel.mesh import Mesh, where
 from unified_trainer.registry import ALGORITHMS
-from unified_trainer.checkpoint.run_lock import claimed
-from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.tracking import Tracker
 
 COMMANDS = {"export": export, "import-hpsv3": import_hpsv3, "rollout": rollout, "sample": sample, "score": score}
 # What a user can mend: one line and exit code 2. Anything else is ours, and shows its traceback.
 MENDABLE = (ValueError, FileNotFoundError, FileExistsError, FloatingPointError, SafetensorError, RuntimeError)
 
-HACKED = 3  # exit code of a run that its sentinel stopped
+HACKED = 3  # exit code of a run that its hacking_monitor stopped
 
 
 def main(argv: list[str]) -> int:
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         if argv and argv[0] in COMMANDS:
             tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"python -m unified_trainer {argv[0]}")
         else:
-            return train(settings.parse(argv, ALGORITHMS, checkpoint.contract))
+            return train(settings.parse(argv, ALGORITHMS, checkpoint.trained_sampler))
     except MENDABLE as error:
         sys.stderr.write(f"error{where()}: {error}\n")
         return 2
@@ -54,7 +54,7 @@ def train(run: RunConfig) -> int:
     """Build the run, continue or start it, and write everything into its directory; the exit code."""
     mesh = Mesh.join(run.device, run.parallel)
     digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
-    mesh.agree(f"{run.method} with settings {digest[:16]}")
+    mesh.assert_same(f"{run.method} with settings {digest[:16]}")
     output = run.resume or run.output or _free_folder(run.method)
     with claimed(output, mesh):
         changed: list[str] = []
@@ -74,7 +74,7 @@ def train(run: RunConfig) -> int:
             settings.save(run, output / "config.yaml")
         with (
             Tracker(output, run.tracking, settings.plain(run), run.steps, start, mesh.is_main) as tracker,
-            Saver(output / "checkpoints", mesh, built.keep, tracker.say, beside=run.async_save) as saver,
+            Saver(output / "checkpoints", mesh, built.keep, tracker.say, asynchronous=run.async_save) as saver,
         ):
             tracker.table(f"{run.method}: one training step", built.counts)
             for note in built.notes:

@@ -8,22 +8,22 @@ from typing import Any, get_args
 
 import torch
 
+from unified_trainer.checkpoint.manager import Keep
 from unified_trainer.config import ConfigError, RunConfig, plain
 from unified_trainer.data.clips import render_clips
-from unified_trainer.data.loader import Feed, Source
+from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts, read_prompts, training_prompts
 from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS, check_reward, family_of, load_scorers, open_model
+from unified_trainer.rewards.hacking_monitor import HackingMonitor, HackingMonitorConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import Causal, causal_form
-from unified_trainer.roles.experts import Experts, Side, Split, split_of
-from unified_trainer.roles.weight_copy import Follower
+from unified_trainer.roles.experts import ExpertLayout, Experts, Side, layout_of
 from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.roles.role import Role, RoleConfig, Trainable
-from unified_trainer.checkpoint.manager import Keep
-from unified_trainer.rewards.hacking_monitor import Sentinel, SentinelConfig
+from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 
@@ -52,16 +52,16 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     plan = run.algorithm.plan()
     counts = plan.table(mesh.data_size)
     method_type, _ = METHODS[run.method]
-    sentinel = _sentinel(run, method_type)
+    hacking_monitor = _hacking_monitor(run, method_type)
     prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
     configs, paths = role_settings(run, method_type)
     types = role_types(method_type, run.algorithm)
     if "reference" in types and (run.init_from or run.student.boundary):
-        types["reference"] = Follower  # of weights, or experts, that are not those of its path
+        types["reference"] = WeightCopy  # of weights, or experts, that are not those of its path
     if run.sampler.chunks.causal:
         types |= {name: causal_form(types[name]) for name in ("student", "reference") if name in types}
-    splits = {name: role_split(name, kind, configs[name], paths[name]) for name, kind in types.items()}
-    run.algorithm.check_experts(run.sampler, splits)
+    layouts = {name: role_layout(name, kind, configs[name], paths[name]) for name, kind in types.items()}
+    run.algorithm.check_experts(run.sampler, layouts)
     family, folder = family_of("student", paths["student"])
     codec = family.codec(folder, mesh.device)
     latent_shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
@@ -72,42 +72,49 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     scorers, features = load_scorers(run.reward, mesh.device)
     reward = Reward(scorers, codec, run.reward)
     roles = load_roles(types, configs, paths, mesh)
-    followers = {name: role for name, role in roles.items() if isinstance(role, Follower)}
-    for follower in followers.values():
-        follower.follow(roles["student"])
+    weight_copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
+    for weight_copy in weight_copies.values():
+        weight_copy.update_from(roles["student"])
     if run.sampler.chunks.causal:
         way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
         samples = max(plan.micro_batch, run.validation.batch)
         counts["cache of the student"] = cache_memory(run, roles["student"], latent_shape, samples, way_out)
 
-    if not run.algorithm.learns_from_data:
+    if not run.algorithm.needs_clips:
         source: Source = Prompts(prompts)
     elif run.data.path:
         source = ParquetClips(run.data.path, codec, latent_shape)
     else:
         source = render_clips(run.data, codec, run.video, run.seed)
-    feed = Feed(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
-    parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, "feed": feed, **roles}
+    loader = Loader(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
+    parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, "loader": loader, **roles}
     method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters if name in parts})
     validation = Validation(run.validation, codec, reward, features, run.sampler, latent_shape, mesh)
     trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
-    contract = plain(run)["sampler"] if method_type.trains_sampler else None
+    contract = plain(run)["sampler"] if method_type.trained_for_sampler else None
     trainer = Trainer(
-        method, trained, feed, mesh, followers=followers, seed=run.seed, contract=contract, sentinel=sentinel
+        method,
+        trained,
+        loader,
+        mesh,
+        weight_copies=weight_copies,
+        seed=run.seed,
+        trained_sampler=contract,
+        hacking_monitor=hacking_monitor,
     )
     return Built(trainer, validation, counts, _notes(roles, run.reward, mesh), keep)
 
 
-def _sentinel(run: RunConfig, method_type: type) -> Sentinel | None:
+def _hacking_monitor(run: RunConfig, method_type: type) -> HackingMonitor | None:
     """For a method that trains on a reward; ConfigError for settings of one that has nothing to watch."""
     if "reward" not in inspect.signature(method_type).parameters:
-        if run.sentinel != SentinelConfig():
-            raise ConfigError(f"--sentinel.*: {run.method} trains on no reward; leave these settings out")
+        if run.hacking_monitor != HackingMonitorConfig():
+            raise ConfigError(f"--hacking_monitor.*: {run.method} trains on no reward; leave these settings out")
         return None
-    if run.sentinel.action == "stop" and not run.validate_every:
-        raise ConfigError("sentinel.action stop needs validations to compare: set validate_every")
+    if run.hacking_monitor.action == "stop" and not run.validate_every:
+        raise ConfigError("hacking_monitor.action stop needs validations to compare: set validate_every")
     held_out = [f"reward/{name}" for name, scorer in run.reward.named().items() if not scorer.weight]
-    return Sentinel(run.sentinel, ("judge", *held_out))
+    return HackingMonitor(run.hacking_monitor, ("judge", *held_out))
 
 
 def load_roles(
@@ -123,20 +130,20 @@ def load_roles(
     With `half`, such weights are held in the precision of their roles; else in float32, to be changed after all, and
     shared by none.
     """
-    splits = {name: role_split(name, kind, configs[name], paths[name]) for name, kind in types.items()}
+    layouts = {name: role_layout(name, kind, configs[name], paths[name]) for name, kind in types.items()}
     users: dict[tuple[str, str, str], list[tuple[str, Side]]] = {}  # by path, component, and whose own all weights are
-    for name, split in splits.items():
-        for side, component in split.components.items():
-            alone = not half or (side in split.trained and not configs[name].adapter.rank)
+    for name, split in layouts.items():
+        for side, component in layout.components.items():
+            alone = not half or (side in layout.trained and not configs[name].adapter.rank)
             users.setdefault((paths[name], component, f"{name} {side}" if alone else ""), []).append((name, side))
     backbones: dict[tuple[str, Side], Backbone] = {}
     for (path, component, _), seats in users.items():
         names = [name for name, _ in seats]
-        moving = [(name, side) for name, side in seats if side in splits[name].trained]
+        moving = [(name, side) for name, side in seats if side in layouts[name].trained]
         adapters = {Role.key(*seat): configs[seat[0]].adapter for seat in moving if configs[seat[0]].adapter.rank}
         owned = bool(moving) and not adapters
         causal = any(issubclass(types[name], Causal) for name in names)
-        waiting = [f"{n}.{s}.offload" for n, s in seats if s in splits[n].offloaded] if half else []
+        waiting = [f"{n}.{s}.offload" for n, s in seats if s in layouts[n].offloaded] if half else []
         if waiting and mesh.size == 1:
             raise ConfigError(f"{waiting[0]} needs more than one rank: a single process keeps its weights in place")
         backbone = Backbone(
@@ -145,25 +152,25 @@ def load_roles(
             trained=owned and issubclass(types[names[0]], Trainable),
             adapters=adapters,
             activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
-            keep_products=any(configs[name].keep_products for name in names),
+            selective_checkpointing=any(configs[name].selective_checkpointing for name in names),
             half=half and not owned and all(configs[name].precision == "bf16" for name in names),
             compile=any(configs[name].compile for name in names),
             offload=bool(waiting),
         )
         backbones |= dict.fromkeys(seats, backbone)
     roles: dict[str, Role] = {}
-    for name, split in splits.items():
-        own = [backbones[name, side] for side in split.components]
-        networks = own[0] if split.boundary is None else Experts(*own, split.boundary)
+    for name, split in layouts.items():
+        own = [backbones[name, side] for side in layout.components]
+        networks = own[0] if layout.boundary is None else Experts(*own, layout.boundary)
         roles[name] = types[name](name, networks, configs[name])
     return roles
 
 
-def role_split(name: str, kind: type[Role], config: RoleConfig, path: str) -> Split:
+def role_layout(name: str, kind: type[Role], config: RoleConfig, path: str) -> ExpertLayout:
     """What a role is made of, by its folder and its settings; read from the configs, before any weight."""
     family, folder = family_of(name, path)
-    experts = config.experts if issubclass(kind, (Trainable, Follower)) else None
-    return split_of(name, path, config.boundary, experts, *family.networks(folder))
+    experts = config.experts if issubclass(kind, (Trainable, WeightCopy)) else None
+    return layout_of(name, path, config.boundary, experts, *family.networks(folder))
 
 
 def cache_memory(

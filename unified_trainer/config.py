@@ -17,18 +17,18 @@ import yaml
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import ParallelConfig
+from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.rewards.hacking_monitor import SentinelConfig
 
 Algorithm = TypeVar("Algorithm")
 Run = TypeVar("Run", bound="RunConfig | _RewardFile")
 RECIPES = Path(__file__).parent / "recipes"
 # Flags that say where a run is read from and written to; a saved config leaves them out.
-PLACES = ("config", "resume", "output", "allow")
+PATH_KEYS = ("config", "resume", "output", "allow")
 # What may differ when a run is resumed: nothing that changes what a step computes.
-HARMLESS = (
+RESUMABLE_KEYS = (
     "steps",
     "checkpoint_every",
     "validate_every",
@@ -38,7 +38,7 @@ HARMLESS = (
     "best_is",
     "async_save",
     "validation",
-    "sentinel",
+    "hacking_monitor",
     "tracking",
     "parallel",
     "algorithm.micro_batch",
@@ -100,16 +100,16 @@ class RunConfig(Generic[Algorithm]):
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    sentinel: SentinelConfig = field(default_factory=SentinelConfig)
+    hacking_monitor: HackingMonitorConfig = field(default_factory=HackingMonitorConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
 def parse(
-    argv: Sequence[str], algorithms: Mapping[str, type], contract_of: Callable[[str], Mapping[str, Any] | None]
+    argv: Sequence[str], algorithms: Mapping[str, type], trained_sampler_of: Callable[[str], Mapping[str, Any] | None]
 ) -> RunConfig:
     """The run that the command line asks for; exits with code 2 and one message on a key or value that cannot be.
 
-    `algorithms` maps each method's name to the dataclass of its own settings. `contract_of` gives the sampler that the
+    `algorithms` maps each method's name to the dataclass of its own settings. `trained_sampler_of` gives the sampler that the
     checkpoint of --init-from was made for, if it was made for one: it stands above the recipe and below the flags.
     """
     sources = _Sources.read(argv)
@@ -121,7 +121,7 @@ def parse(
     _must_know("recipe", recipe, known)
     if saved and saved.get("method", method) != method:
         raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {method}: leave --method out")
-    contract = contract_of(sources.init_from) if sources.init_from else None
+    contract = trained_sampler_of(sources.init_from) if sources.init_from else None
     sections = _load(RECIPES / f"{recipe}.yaml")
     layers = {
         f"recipe {recipe}": {**sections.get("common", {}), "method": method, "recipe": recipe},
@@ -175,7 +175,7 @@ def plain(run: RunConfig) -> dict[str, Any]:
             return [convert(inner) for inner in value]
         return str(value) if isinstance(value, Path) else value
 
-    return {key: value for key, value in convert(dataclasses.asdict(run)).items() if key not in PLACES}
+    return {key: value for key, value in convert(dataclasses.asdict(run)).items() if key not in PATH_KEYS}
 
 
 def check_resumable(run: RunConfig, file: Path) -> list[str]:
@@ -189,7 +189,7 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     allowed = {key.replace("-", "_") for key in run.allow}
     if unknown := sorted(allowed - changed.keys()):
         raise ConfigError(f"--allow {unknown[0]}: this setting does not differ from that of --resume {file.parent}")
-    refused = {key: words for key, words in changed.items() if not _is_harmless(key) and key not in allowed}
+    refused = {key: words for key, words in changed.items() if not _is_resumable(key) and key not in allowed}
     if refused:
         raise ConfigError(
             f"--resume {file.parent} cannot change {'; '.join(refused.values())}. Leave these flags out, say "
@@ -198,8 +198,8 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     return list(changed.values())
 
 
-def _is_harmless(key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in HARMLESS)
+def _is_resumable(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE_KEYS)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from unified_trainer.rewards import pixels
 from unified_trainer.methods.base import Method
 from unified_trainer.methods.consistency import Consistency, ConsistencyConfig
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
@@ -19,11 +18,12 @@ from unified_trainer.methods.ode_init import ODEInit, ODEInitConfig
 from unified_trainer.methods.reward_gradient import RewardGradient, RewardGradientConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.base import CausalVideoModel, Codec, VideoModel
-from unified_trainer.rewards.clip import CLIP
-from unified_trainer.rewards.hpsv3 import HPSv3
-from unified_trainer.models.wan.model import EXPERTS, WanCodec, WanModel, attention_heads, latent_channels, networks
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.lora import published_adapter
+from unified_trainer.models.wan.model import EXPERTS, WanCodec, WanModel, attention_heads, latent_channels, networks
+from unified_trainer.rewards import pixels
+from unified_trainer.rewards.clip import CLIP
+from unified_trainer.rewards.hpsv3 import HPSv3
 from unified_trainer.roles.reward import RewardConfig, Scorer, of_images
 from unified_trainer.types import Video
 

@@ -26,7 +26,9 @@ Call = Callable[[Latents, Tensor], Latents]  # velocity of x_t at one noise leve
 @dataclass(frozen=True)
 class SamplerConfig:
     num_steps: int = 30  # network calls per sample
-    step_list: tuple[float, ...] = ()  # falling noise levels in thousandths before the shift; empty spaces them evenly
+    step_sigmas: tuple[
+        float, ...
+    ] = ()  # falling noise levels in thousandths before the shift; empty spaces them evenly
     shift: float = 3.0  # of the noise levels towards noise; 1 is none
     solver: Solver = "ode"  # Euler steps, or renoising the predicted x0 (sde), which few-step students are made for
     guidance_scale: GuidanceScale = 3.0  # uncond + w (cond - uncond); 1 is no guidance. Two numbers: of the
@@ -39,14 +41,16 @@ class SamplerConfig:
         self.chunks.check()
         if self.num_steps < 1:
             raise ValueError(f"sampler.num_steps must be at least 1, not {self.num_steps}")
-        if not self.step_list:
+        if not self.step_sigmas:
             return
-        if len(self.step_list) != self.num_steps:
+        if len(self.step_sigmas) != self.num_steps:
             raise ValueError(
-                f"sampler.step_list has {len(self.step_list)} levels, but sampler.num_steps is {self.num_steps}"
+                f"sampler.step_sigmas has {len(self.step_sigmas)} levels, but sampler.num_steps is {self.num_steps}"
             )
-        if self.step_list[0] > 1000 or any(a <= b for a, b in itertools.pairwise((*self.step_list, 0.0))):
-            raise ValueError(f"sampler.step_list must fall from at most 1000 and stay above 0, not {self.step_list}")
+        if self.step_sigmas[0] > 1000 or any(a <= b for a, b in itertools.pairwise((*self.step_sigmas, 0.0))):
+            raise ValueError(
+                f"sampler.step_sigmas must fall from at most 1000 and stay above 0, not {self.step_sigmas}"
+            )
 
     def check_distilled(self) -> None:
         """ValueError unless it runs without guidance, as a student does whose teacher had it."""
@@ -57,9 +61,9 @@ class SamplerConfig:
             )
 
     def sigmas(self) -> Float[Tensor, " steps_and_0"]:
-        if not self.step_list:
+        if not self.step_sigmas:
             return sigma_table(self.num_steps, self.shift)
-        return warp_steps((*self.step_list, 0.0), self.shift)
+        return warp_steps((*self.step_sigmas, 0.0), self.shift)
 
     @property
     def kernel(self) -> tuple[Kernel, float]:
@@ -79,7 +83,9 @@ def generate(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, d
 
 def predict_at(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
     """x0 as the sampler's call number `step` predicts it; only that call keeps a graph, and none is made after it."""
-    return _descend(lambda x_t, sigma: policy_velocity(role, x_t, sigma, batch, sampler), noise, sampler, draw, step)
+    return _sample_to_step(
+        lambda x_t, sigma: policy_velocity(role, x_t, sigma, batch, sampler), noise, sampler, draw, step
+    )
 
 
 def predict_chunks(
@@ -112,13 +118,13 @@ def stream_chunks(
     """
     chunks, draw = sampler.chunks, functools.cache(draw)
     levels = sampler.sigmas()[: max(exits) + 1]
-    past = student.look_back(batch.cond, batch.uncond, chunks, sampler.guidance_scale, levels)
+    past = student.open_cache(batch.cond, batch.uncond, chunks, sampler.guidance_scale, levels)
     for i, ((start, stop), step) in enumerate(zip(chunks.ranges(noise.shape[2]), exits, strict=True)):
         own = slice(start, stop)
         if i in turns:
-            past.turn(turns[i])
+            past.set_condition(turns[i])
         with torch.set_grad_enabled(torch.is_grad_enabled() and start >= first_gradient_frame):
-            x0 = _descend(past.velocity, noise[:, :, own], sampler, lambda s, own=own: draw(s)[:, :, own], step)
+            x0 = _sample_to_step(past.velocity, noise[:, :, own], sampler, lambda s, own=own: draw(s)[:, :, own], step)
         yield x0
         past.append(_context(x0.detach(), sampler, lambda s, own=own: draw(s)[:, :, own]))
 
@@ -145,7 +151,7 @@ def rollout(
         )
     draw = functools.cache(draw)
     levels = sampler.sigmas()[:-1]
-    past = role.look_back(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, levels)
+    past = role.open_cache(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, levels)
     parts = []
     for start, stop in sampler.chunks.ranges(noise.shape[2]):
         own = slice(start, stop)
@@ -165,7 +171,7 @@ def rollout(
     return Rollout(states, log_probs, x0)
 
 
-def learning_calls(student: Trainable, sampler: SamplerConfig) -> list[int]:
+def trainable_steps(student: Trainable, sampler: SamplerConfig) -> list[int]:
     """The sampler's calls that reach weights which are trained: all, unless one of two experts is not."""
     return [call for call, sigma in enumerate(sampler.sigmas()[:-1]) if student.learns(sigma)]
 
@@ -187,7 +193,7 @@ def policy_velocity(
     return guide(*both.chunk(2), role.scale(level, sampler.guidance_scale))
 
 
-def _descend(call: Call, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
+def _sample_to_step(call: Call, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
     """Follow the solver without gradient up to call number `step`, which predicts x0."""
     sigmas = sampler.sigmas()
     kernel, level = sampler.kernel
@@ -207,7 +213,7 @@ def _policy_walk(
     for s in range(sampler.num_steps - 1):
         velocity = call(x_t, sigmas[s])
         if s not in window:
-            x_next = policy.descend(s, x_t, velocity, x0_before)
+            x_next = policy.euler_step(s, x_t, velocity, x0_before)
             in_tail = policy.tail == "second_order" and s >= window.stop
             x0_before = x0_from_velocity(x_t, velocity, sigmas[s]) if in_tail else None
             x_t = x_next

@@ -23,7 +23,7 @@ SHOWN = {  # on the progress bar: metric and its short name
     "reward": "reward",
     "loss": "loss",
     "critic_loss": "critic",
-    "critic_alarm": "alarm",
+    "critic_to_teacher_error": "alarm",
     "log_ratio": "log-ratio",
     "student/grad_norm": "grad",
     "samples_per_second": "samples/s",

@@ -84,7 +84,7 @@ class Rollout:
     x0: Latents  # the final clean prediction
 
     @classmethod
-    def of_end(cls, x0: Latents) -> "Rollout":
+    def from_x0(cls, x0: Latents) -> "Rollout":
         """One without stochastic transitions."""
         return cls(x0[:, None][:, :0], x0.new_zeros(len(x0), 0), x0)
 

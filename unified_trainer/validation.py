@@ -1,4 +1,4 @@
-"""The same prompts and noise at every validation: reward, judge, and videos to look at."""
+"""The same prompts and noise at every validation: reward, accuracy, and videos to look at."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,16 +11,16 @@ from torch import Tensor
 from unified_trainer.config import ConfigError, ValidationConfig
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import read_prompts, validation_prompts
-from unified_trainer.data.tiny_world import FRAMES, SIZE, SUBJECT_OF_CAPTION, Clip, draw_clip, judge, render
-from unified_trainer.numerics.frechet import frechet_distance
+from unified_trainer.data.tiny_world import FRAMES, SIZE, SUBJECT_OF_CAPTION, Clip, check_attributes, draw_clip, render
+from unified_trainer.data.video_files import contact_sheet, to_uint8, write_mp4
 from unified_trainer.models.base import Codec
+from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams, generator
 from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig, generate
-from unified_trainer.data.video_files import contact_sheet, to_uint8, write_mp4
 
 
 class Validation:
@@ -53,14 +53,14 @@ class Validation:
             features,
             sampler,
         )
-        self._scorers = (*reward.weights, *reward.witnesses)
+        self._scorers = (*reward.weights, *reward.held_out)
         self._uncond = codec.encode_text([sampler.negative_prompt])
         self._latent_shape, self._mesh = latent_shape, mesh
         self._real: Tensor | None = None  # features of real clips, once they were needed
 
     def run(self, student: Trainable, folder: Path) -> dict[str, float]:
         """Metrics over all samples; the main rank writes its first videos into `folder`."""
-        with student.averaged() if self._config.averaged else nullcontext():
+        with student.ema_weights() if self._config.ema else nullcontext():
             return self._measure(student, folder)
 
     @torch.no_grad()
@@ -78,7 +78,7 @@ class Validation:
             self._write(folder, video[: self._config.num_videos], prompts[: self._config.num_videos])
         metrics = self._rewards(torch.cat(parts)) | self._pixels(video)
         if self._is_tiny_world(video):
-            metrics |= self._judge(video, prompts)
+            metrics |= self._attributes(video, prompts)
             if self._features is not None:
                 metrics["frechet"] = self._frechet(video, mine)
         return {f"validation/{name}": value for name, value in metrics.items()}
@@ -115,13 +115,13 @@ class Validation:
         apart = diversity(self._mesh.gather(thumbnail(video)), self._prompts)
         return mean_and_std(columns) | ({} if apart is None else {"pixels/diversity": apart})
 
-    def _judge(self, video: Tensor, prompts: list[str]) -> dict[str, float]:
-        """The exact judge, an independent witness, never a reward."""
-        parts = judge(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
+    def _attributes(self, video: Tensor, prompts: list[str]) -> dict[str, float]:
+        """Share of samples that show the color, shape and direction of their caption; never part of a reward."""
+        parts = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
         hits = {name: self._mesh.gather(right.double().to(self._mesh.device)) for name, right in parts.items()}
         rates = {name: right.mean().item() for name, right in hits.items()}
-        found = {"judge": rates.pop("all"), "judge_std": hits["all"].std().item()}
-        return found | {f"judge_{name}": rate for name, rate in rates.items()}
+        found = {"accuracy": rates.pop("all"), "accuracy_std": hits["all"].std().item()}
+        return found | {f"accuracy/{name}": rate for name, rate in rates.items()}
 
     def _frechet(self, video: Tensor, mine: range) -> float:
         """The Frechet distance of frame features to as many real clips of the same captions, both decoded."""

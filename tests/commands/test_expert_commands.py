@@ -12,8 +12,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from unified_trainer.__main__ import main
+from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.sample import videos
-from unified_trainer.commands.load_run import load_trained
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.registry import family_of
 
@@ -116,7 +116,7 @@ def test_the_pipeline_makes_the_video_that_sample_makes(saved, folder, tmp_path)
     assert main(["export", str(output), str(tmp_path / "out")]) == 0
     about = json.loads((tmp_path / "out" / "unified_trainer.json").read_text())
     assert "guidance_scale=4.0, guidance_scale_2=2.0" in about["how"]
-    trained = load_trained(str(output), "student", None, ALONE, causal=True)
+    trained = load_role(str(output), "student", None, ALONE, causal=True)
     (ours,) = videos(trained, ["a red circle moving left"], seed=3, batch=1)
     pipeline = WanPipeline.from_pretrained(tmp_path / "out")
     pipeline.set_progress_bar_config(disable=True)

@@ -14,9 +14,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.__main__ import main
-from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.commands.scheduler import euler_scheduler
 from unified_trainer.models.wan.model import WanModel
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.sampling import SamplerConfig
 
 MOVING = flags({"student.ema-decay": 0.5, "student.learning-rate": 1e-2, "student.warmup-updates": 0})
@@ -248,7 +248,7 @@ def test_diffusers_visits_our_noise_levels(num_steps, shift, solver):
 
 def test_step_lists_that_fall_evenly_have_a_scheduler_others_have_not():
     def of(*steps: float) -> SamplerConfig:
-        return SamplerConfig(num_steps=len(steps), step_list=steps, shift=5.0)
+        return SamplerConfig(num_steps=len(steps), step_sigmas=steps, shift=5.0)
 
     for even in (of(1000, 750, 500, 250), of(1000, 900, 800), of(1000)):
         scheduler = euler_scheduler(even)

@@ -7,10 +7,10 @@ import torch
 from helpers import ALONE, SMALL, copy_of, files_of, flags, tiny_codec
 from safetensors.torch import load_file
 
-from unified_trainer.rewards import pixels
 from unified_trainer.__main__ import main
+from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.sample import videos
-from unified_trainer.commands.load_run import load_trained
+from unified_trainer.rewards import pixels
 
 PROMPTS = ("a red circle moving left", "something else")
 ASKED = ("--prompts", *PROMPTS, "--num-samples", "3", "--seed", "5", "--batch", "4")
@@ -64,7 +64,7 @@ def refused(capsys, *words: str) -> str:
 
 def test_the_samples_are_those_of_sample(trained, rollouts):
     """Three of each prompt, whatever the batch: number i has the noise of seed + i."""
-    one = load_trained(str(trained), "student", None, ALONE, causal=True)
+    one = load_role(str(trained), "student", None, ALONE, causal=True)
     asked = [prompt for prompt in PROMPTS for _ in range(3)]
     expected = torch.cat(list(videos(one, asked, 5, 6)))
     torch.testing.assert_close(tiny_codec().decode(latents(rollouts)), expected, rtol=1e-4, atol=1e-4)

@@ -12,8 +12,8 @@ from helpers import ALONE, Calls, flags, run
 from PIL import Image
 
 from unified_trainer.__main__ import main
+from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.commands.sample import of_length, pieces, videos
-from unified_trainer.commands.load_run import Trained, load_trained
 
 PROMPTS = ["a red circle moving left", "blue square moves up", "something else"]
 MOVING = {"student.learning-rate": 1e-2, "student.warmup-updates": 0, "student.ema-decay": 0.5}
@@ -34,11 +34,11 @@ def runs(tmp_path_factory):
     return root
 
 
-def trained(folder, spec: str = "") -> Trained:
-    return load_trained(f"{folder}{spec}", "student", None, ALONE, causal=True)
+def trained(folder, spec: str = "") -> LoadedRole:
+    return load_role(f"{folder}{spec}", "student", None, ALONE, causal=True)
 
 
-def sampled(one: Trained, prompts: list[str], seed: int, batch: int) -> torch.Tensor:
+def sampled(one: LoadedRole, prompts: list[str], seed: int, batch: int) -> torch.Tensor:
     return torch.cat(list(videos(one, prompts, seed, batch)))
 
 
@@ -92,7 +92,7 @@ def test_a_causal_student_samples_chunk_by_chunk(runs):
     """Not as its weights would do bidirectionally."""
     causal = trained(runs / "causal")
     assert type(causal.role).__name__ == "CausalStudent"
-    plain = load_trained(str(runs / "causal"), "student", None, ALONE, causal=False)
+    plain = load_role(str(runs / "causal"), "student", None, ALONE, causal=False)
     with causal.role.running() as model:
         x_t, sigma, cond = model.example()
     with torch.no_grad():

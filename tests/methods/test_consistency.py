@@ -21,11 +21,11 @@ from helpers import (
     tiny_codec,
 )
 
-from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.data.clips import Clips
-from unified_trainer.data.loader import Feed
-from unified_trainer.numerics.flow import sigma_table
+from unified_trainer.data.loader import Loader
 from unified_trainer.methods.consistency import Consistency, ConsistencyConfig
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
@@ -37,8 +37,8 @@ CONFIG = ConsistencyConfig(batch_size=2, micro_batch=2, teacher_steps=6)
 def trainer(**changes) -> Trainer:
     config, student = dataclasses.replace(CONFIG, **changes), Recorder()
     method = Consistency(config, FEW_STEPS, student=student, teacher=frozen("teacher", seed=1))
-    feed = Feed(random_clips(8), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
-    return Trainer(method, {"student": student}, feed, ALONE, seed=0)
+    loader = Loader(random_clips(8), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    return Trainer(method, {"student": student}, loader, ALONE, seed=0)
 
 
 def batch_with_latents(count: int = 2):
@@ -99,12 +99,14 @@ def test_one_step_comes_near_to_the_law_of_the_exact_teacher():
     """From 1.26 to about .2."""
     sampler = SamplerConfig(num_steps=1, shift=1.0, solver="sde", guidance_scale=1.0)
     config = ConsistencyConfig(96, 96, guidance_scale=1.0, teacher_steps=8, teacher_shift=1.0, huber=1.0)
-    adam = TrainableConfig(learning_rate=2e-3, decay="linear", decay_updates=300)
+    adam = TrainableConfig(learning_rate=2e-3, decay="linear", lr_decay_updates=300)
     student = role(Trainable, "student", copy.deepcopy(pretrained()), adam)
     method = Consistency(config, sampler, student=student, teacher=role(Frozen, "teacher", Posterior(), RoleConfig()))
     captions = tuple(f"class {i // EACH}" for i in range(CLASSES * EACH)) * 8
-    feed = Feed(Clips(captions, templates().repeat(8, 1, 1, 1, 1)), ClassCodec(), config.plan(), SHAPE, "", 0, ALONE)
-    one, before = Trainer(method, {"student": student}, feed, ALONE, seed=0), distance(student, sampler)
+    loader = Loader(
+        Clips(captions, templates().repeat(8, 1, 1, 1, 1)), ClassCodec(), config.plan(), SHAPE, "", 0, ALONE
+    )
+    one, before = Trainer(method, {"student": student}, loader, ALONE, seed=0), distance(student, sampler)
     for step in range(300):
         one.step(step)
     assert distance(student, sampler) < 0.5 * before

@@ -12,13 +12,13 @@ import pytest
 import torch
 from helpers import ALONE, CPU, Calls, ScriptedScorer, assert_near, dance_grpo, gradients, trainable
 
-from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
-from unified_trainer.rl.sde_windows import WindowConfig
+from unified_trainer.numerics.flow import sigma_table
+from unified_trainer.numerics.objectives import ObjectiveParameters
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.numerics.objectives import Shape
 
 STEPS, ETA = 4, 0.3
 SIGMAS = sigma_table(STEPS, 3.0)
@@ -67,7 +67,7 @@ def expected_gradient(
     one, calls: Calls, advantages: torch.Tensor, rows: slice | torch.Tensor = slice(None), steps=(0, 1, 2)
 ):
     """-mean over samples and trained steps of A d log pi(x_{s+1} | x_s): at ratio 1 the clip is not felt."""
-    role, cond = unmoved(), one.feed.batch(0).cond.map(lambda x: x[rows])
+    role, cond = unmoved(), one.loader.batch(0).cond.map(lambda x: x[rows])
     loss = 0.0
     for s in steps:
         x_t, x_next = calls.x_t[s][rows], calls.x_t[s + 1][rows]
@@ -121,7 +121,7 @@ def test_a_group_below_the_threshold_teaches_nothing():
     one, metrics, calls = stepped(reward_threshold=1.0)
     expected = expected_gradient(one, calls, torch.cat([ADVANTAGES[:4], torch.zeros(4)]))
     assert_near(one.roles["student"].gradients[0], expected, 1e-4)
-    assert metrics["advantage_zero"] == 0.5
+    assert metrics["frac_zero_advantage"] == 0.5
 
 
 EQUAL = ScriptedScorer([0.1] * 8)
@@ -134,7 +134,7 @@ def test_a_step_with_nothing_to_learn_moves_nothing_and_says_so(changes):
     one, metrics, calls = stepped(moves=True, **changes)
     assert one.roles["student"].gradients == [] and one.roles["student"].updates == 0
     assert not calls.where(graph=True)
-    assert metrics["advantage_zero"] == metrics["filtered_groups"] == metrics["skipped_updates"] == 1
+    assert metrics["frac_zero_advantage"] == metrics["frac_zero_std_groups"] == metrics["skipped_updates"] == 1
     assert metrics["reward"] == pytest.approx(sum(changes.get("scorer", ScriptedScorer(REWARDS)).rewards) / 8)
 
 
@@ -142,7 +142,7 @@ def test_a_group_of_equal_rewards_leaves_the_mean():
     """Unlike one below the threshold: the mean is over the samples that are left."""
     one, metrics, calls = stepped(scorer=HALF_EQUAL)
     assert_near(one.roles["student"].gradients[0], expected_gradient(one, calls, ADVANTAGES, slice(0, 4)), 1e-4)
-    assert (metrics["filtered_groups"], metrics["skipped_updates"]) == (0.5, 0)
+    assert (metrics["frac_zero_std_groups"], metrics["skipped_updates"]) == (0.5, 0)
 
 
 def test_only_the_update_without_a_lesson_is_skipped():
@@ -155,7 +155,7 @@ def test_only_the_update_without_a_lesson_is_skipped():
 @pytest.mark.parametrize("update_batch", [8, 4, 2, 1])
 def test_the_best_and_the_worst_alone_are_learnt_from(update_batch):
     """Rewards 1 2 4 5 and -1 1 -1 1: advantages of the whole group, the mean over those kept, whatever fills up."""
-    one, _, calls = stepped(keep_samples=2, update_batch=update_batch)
+    one, _, calls = stepped(best_of_n=2, update_batch=update_batch)
     kept = torch.tensor([0, 3, 4, 7])  # of equals, the first as worst and the last as best
     assert_near(one.roles["student"].gradients[0], expected_gradient(one, calls, ADVANTAGES, kept), 1e-4)
 
@@ -236,7 +236,7 @@ def test_the_subset_is_the_same_on_all_ranks():
     per_rank = []
     for rank in range(2):
         one = dance_grpo(CONFIG, scorer=ScriptedScorer(REWARDS), mesh=ALONE)
-        one.feed._mesh = Mesh(CPU, rank, 2)
+        one.loader._mesh = Mesh(CPU, rank, 2)
         calls = Calls.of(one.roles["student"])
         one.method.config = dataclasses.replace(method.config, rollout_batch=4, update_batch=4)
         one.step(5)
@@ -279,7 +279,7 @@ def test_guidance_is_in_the_rollout_and_in_the_update():
     for sampler, rows in ((GUIDED, 16), (SamplerConfig(num_steps=STEPS, guidance_scale=1.0), 8)):
         one, _, calls = stepped(sampler=sampler)
         assert {len(x_t) for x_t in calls.x_t} == {rows}
-        batch = one.feed.batch(0)
+        batch = one.loader.batch(0)
         both = torch.cat([batch.cond.text, batch.uncond.text])
         assert all(torch.equal(text, both[:rows]) for text in calls.text)
 
@@ -333,7 +333,7 @@ def test_init_same_noise_is_one_noise_per_prompt_and_never_one_for_all():
 def test_the_drawn_noise_is_new_at_every_transition_of_every_sample():
     """eps = (x_{s+1} - mean) / std, recovered from the states: standard normal, and no two alike."""
     one, _, calls = stepped(init_same_noise=True)
-    role, cond = unmoved(), one.feed.batch(0).cond
+    role, cond = unmoved(), one.loader.batch(0).cond
     drawn = []
     for s in range(3):
         with torch.no_grad():
@@ -381,9 +381,9 @@ def test_the_rollout_is_the_same_for_any_rollout_batch():
         ({"clip_low": 1.1}, r"algorithm\.clip_low must be in \[0, 1\]"),
         ({"clip_high": -0.1}, r"algorithm\.clip_high not negative"),
         ({"objective": "gspo", "step_weight": "inverse_dt"}, r"algorithm\.step_weight must be none for gspo"),
-        ({"keep_samples": 3}, r"algorithm\.keep_samples must be even and at most .*, not 3"),
-        ({"keep_samples": 6}, r"algorithm\.keep_samples must be even and at most .*, not 6"),
-        ({"shape": Shape(dual_clip=0.5)}, r"algorithm\.shape\.dual_clip must be above 1"),
+        ({"best_of_n": 3}, r"algorithm\.best_of_n must be even and at most .*, not 3"),
+        ({"best_of_n": 6}, r"algorithm\.best_of_n must be even and at most .*, not 6"),
+        ({"shape": ObjectiveParameters(dual_clip=0.5)}, r"algorithm\.shape\.dual_clip must be above 1"),
     ],
 )
 def test_a_setting_that_cannot_be_names_its_key(changes, message):

@@ -13,13 +13,13 @@ from helpers import ALONE, Calls, ScriptedScorer, assert_near, dance_grpo, froze
 
 from unified_trainer import config as settings
 from unified_trainer.build import build
-from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
-from unified_trainer.rl.sde_windows import WindowConfig
+from unified_trainer.numerics.flow import sigma_table
+from unified_trainer.numerics.objectives import ObjectiveParameters, diagnostics, surrogate
 from unified_trainer.registry import METHODS
+from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.roles.role import Role
 from unified_trainer.sampling import SamplerConfig, generate
-from unified_trainer.numerics.objectives import Shape, diagnostics, surrogate
 
 STEPS = 4
 SIGMAS = [float(sigma) for sigma in sigma_table(STEPS, 3.0)]
@@ -97,7 +97,7 @@ class Case:
             scorer.before = lambda: nudge(self.one.roles["student"])
         self.calls = Calls.of(self.one.roles["student"])
         self.metrics = self.one.step(step)
-        self.cond = self.one.feed.batch(step).cond
+        self.cond = self.one.loader.batch(step).cond
         self.kernel = (config.kernel, config.eta) if config.kernel != "auto" else ("dance", config.eta)
         if sampler.solver == "sde" and config.kernel == "auto":
             self.kernel = ("cps", 1.0)
@@ -180,9 +180,9 @@ def test_the_policy_of_a_few_step_student_is_its_sampler():
     for s in range(STEPS - 1):
         x_t, x_next = calls.x_t[s], calls.x_t[s + 1]
         with torch.no_grad():
-            x0 = x_t - SIGMAS[s] * role.velocity(x_t, torch.full((8,), SIGMAS[s]), one.feed.batch(0).cond)
+            x0 = x_t - SIGMAS[s] * role.velocity(x_t, torch.full((8,), SIGMAS[s]), one.loader.batch(0).cond)
         noises.append((x_next - (1 - SIGMAS[s + 1]) * x0) / SIGMAS[s + 1])
-    made = generate(role, calls.x_t[0], one.feed.batch(0), SDE, lambda s: noises[s])
+    made = generate(role, calls.x_t[0], one.loader.batch(0), SDE, lambda s: noises[s])
     torch.testing.assert_close(decoded[0], made, rtol=1e-4, atol=1e-4)
 
 
@@ -231,7 +231,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("mode", SHAPES)
 def test_every_objective_with_its_own_parameters(mode):
-    case = Case(moved=True, objective=mode, shape=Shape(**SHAPES[mode]))
+    case = Case(moved=True, objective=mode, shape=ObjectiveParameters(**SHAPES[mode]))
 
     def loss(now, then, mode=mode, shape=SHAPES[mode]):
         d = log_ratios(now, then)
@@ -318,7 +318,7 @@ def test_a_reference_that_is_the_student_is_no_pull():
 
 
 def test_the_gradient_with_kl_does_not_depend_on_the_update_batch():
-    changes = {"kl_coefficient": 0.7, "keep_samples": 2}
+    changes = {"kl_coefficient": 0.7, "best_of_n": 2}
     whole = Case(reference=frozen("reference", seed=1), **changes)
     parts = Case(reference=frozen("reference", seed=1), update_batch=2, **changes)
     assert_near(parts.gradient, whole.gradient, 1e-4)
@@ -372,7 +372,7 @@ def test_k_and_its_noise_floor():
         after, before = case.steps(now), case.steps(then)
     k, d = ks(after, before), log_ratios(after, before)
     assert case.metrics["k"] == pytest.approx(float(k.mean()), rel=1e-3)
-    assert case.metrics["k_noise"] == pytest.approx(math.sqrt(2 * float(k.mean()) / ELEMENTS), rel=1e-3)
+    assert case.metrics["log_ratio_noise_floor"] == pytest.approx(math.sqrt(2 * float(k.mean()) / ELEMENTS), rel=1e-3)
     for s in range(3):
         assert case.metrics[f"k/{s}"] == pytest.approx(float(k[:, s].mean()), rel=1e-3)
     assert case.metrics["log_ratio"] == pytest.approx(float(d.mean()), abs=1e-5)
@@ -387,7 +387,7 @@ def test_k_of_unchanged_weights_is_rounding():
         assert Case(sampler=sampler).metrics["k"] < 1e-10
 
 
-@pytest.mark.parametrize("changes", [{"update_batch": 2}, {"update_batch": 1, "keep_samples": 2}])
+@pytest.mark.parametrize("changes", [{"update_batch": 2}, {"update_batch": 1, "best_of_n": 2}])
 def test_what_is_logged_does_not_depend_on_the_update_batch(changes):
     """Quantiles and effective sizes are of the whole update, and what only fills up is not in them."""
     parts, whole = Case(moved=True, **changes).metrics, Case(moved=True, **changes | {"update_batch": 8}).metrics
@@ -405,7 +405,7 @@ def test_the_default_run_keeps_its_numbers():
     expected = {
         "reward": 2.8781769797205925,
         "reward_std": 1.9231677881264946,
-        "advantage_zero": 0.0,
+        "frac_zero_advantage": 0.0,
         "log_ratio": -3.215856850147247e-05,
         "log_ratio_abs_max": 0.0008201003074645996,
         "outside": 0.0,

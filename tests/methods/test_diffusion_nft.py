@@ -25,15 +25,15 @@ from helpers import (
 )
 
 from unified_trainer.__main__ import main
-from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.data.loader import Feed
+from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.methods.diffusion_nft import DiffusionNFT, DiffusionNFTConfig, contrast
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.weight_copy import Follower
 from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling import SamplerConfig, generate
 from unified_trainer.trainer import Trainer
 
@@ -49,12 +49,12 @@ CONFIG = DiffusionNFTConfig(
 def trainer(*, old_seed: int = 1, reference=None, rewards=REWARDS, moves: bool = False, **changes) -> Trainer:
     """A recording student, and an old policy that is another network unless it has the student's seed, 0."""
     config = dataclasses.replace(CONFIG, **changes)
-    student = Recorder(TrainableConfig(clip_norm=0.0, learning_rate=1e-2), moves=moves)
-    old = Follower("old", Backbone(small_model(old_seed), ALONE), TrainableConfig())
+    student = Recorder(TrainableConfig(max_grad_norm=0.0, learning_rate=1e-2), moves=moves)
+    old = WeightCopy("old", Backbone(small_model(old_seed), ALONE), TrainableConfig())
     reward = reward_of(ScriptedScorer(rewards))
-    feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
-    method = DiffusionNFT(config, SAMPLER, student=student, old=old, reward=reward, feed=feed, reference=reference)
-    return Trainer(method, {"student": student}, feed, ALONE, followers={"old": old}, seed=0)
+    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    method = DiffusionNFT(config, SAMPLER, student=student, old=old, reward=reward, loader=loader, reference=reference)
+    return Trainer(method, {"student": student}, loader, ALONE, weight_copies={"old": old}, seed=0)
 
 
 def gradient(**changes) -> dict[str, torch.Tensor]:
@@ -66,9 +66,9 @@ def gradient(**changes) -> dict[str, torch.Tensor]:
 
 def samples(one: Trainer) -> torch.Tensor:
     """What the old policy makes in step 0 of these prompts."""
-    batch, rng = one.feed.batch(0), Streams(0, 0)
+    batch, rng = one.loader.batch(0), Streams(0, 0)
     noise = rng.noise("initial", batch.sample_ids, LATENT_SHAPE)
-    return generate(one.followers["old"], noise, batch, SAMPLER, lambda s: noise)
+    return generate(one.weight_copies["old"], noise, batch, SAMPLER, lambda s: noise)
 
 
 def optimality() -> torch.Tensor:
@@ -106,7 +106,7 @@ def test_the_gradient_where_the_policies_agree(r):
 
 def by_hand(one: Trainer, kl: float = 0.0, reference=None, rows=slice(None)) -> dict[str, torch.Tensor]:
     """5 mean over samples and levels of MATH.md 9, of the samples of the old policy."""
-    role, old, batch, x0 = trainable(), one.followers["old"], one.feed.batch(0), samples(one)
+    role, old, batch, x0 = trainable(), one.weight_copies["old"], one.loader.batch(0), samples(one)
     beta, r, total = one.method.config.beta, optimality(), 0.0
     for s in range(STEPS):
         sigma = SIGMAS[s]
@@ -145,17 +145,17 @@ def test_kl_to_the_reference():
 
 def test_the_best_and_the_worst_alone():
     kept = torch.tensor([0, 3, 5, 6])
-    assert_near(gradient(keep_samples=2), by_hand(trainer(), rows=kept), 1e-3)
+    assert_near(gradient(best_of_n=2), by_hand(trainer(), rows=kept), 1e-3)
 
 
-@pytest.mark.parametrize("batches", [{"update_batch": 2}, {"rollout_batch": 3}, {"update_batch": 1, "keep_samples": 2}])
+@pytest.mark.parametrize("batches", [{"update_batch": 2}, {"rollout_batch": 3}, {"update_batch": 1, "best_of_n": 2}])
 def test_the_gradient_does_not_depend_on_batches(batches):
-    whole = {key: value for key, value in batches.items() if key == "keep_samples"}
+    whole = {key: value for key, value in batches.items() if key == "best_of_n"}
     assert_near(gradient(**batches), gradient(**whole), 1e-4)
 
 
 def test_metrics_do_not_depend_on_the_update_batch():
-    parts, whole = (trainer(keep_samples=2, update_batch=size).step(0) for size in (1, 8))
+    parts, whole = (trainer(best_of_n=2, update_batch=size).step(0) for size in (1, 8))
     assert parts == pytest.approx(whole, rel=1e-4, abs=1e-6)
 
 
@@ -173,10 +173,10 @@ def test_the_old_policy_follows_after_the_updates():
     """At step 0 it becomes the student; at step s, with decay min(.5, .1 s), an average."""
     one = trainer(moves=True)
     for step, decay in ((0, 0.0), (2, 0.2), (9, 0.5)):
-        before = {key: value.clone() for key, value in one.followers["old"].state_dict().items()}
+        before = {key: value.clone() for key, value in one.weight_copies["old"].state_dict().items()}
         metrics = one.step(step)
         assert metrics["old_decay"] == pytest.approx(decay)
-        for key, weight in one.followers["old"].state_dict().items():
+        for key, weight in one.weight_copies["old"].state_dict().items():
             student = one.roles["student"].weights[key.removeprefix("followed/")].detach()
             torch.testing.assert_close(weight, decay * before[key] + (1 - decay) * student)
 
@@ -184,11 +184,11 @@ def test_the_old_policy_follows_after_the_updates():
 def test_it_stays_while_the_step_lasts():
     """Two updates: the second one still compares with the policy that sampled."""
     one = trainer(moves=True, old_seed=0, prompts_per_update=1, update_batch=4)
-    start = {key: value.clone() for key, value in one.followers["old"].state_dict().items()}
+    start = {key: value.clone() for key, value in one.weight_copies["old"].state_dict().items()}
     seen = []
     one.roles["student"].network.register_forward_pre_hook(
         lambda *_: seen.append(
-            all(torch.equal(value, start[key]) for key, value in one.followers["old"].state_dict().items())
+            all(torch.equal(value, start[key]) for key, value in one.weight_copies["old"].state_dict().items())
         )
     )
     metrics = one.step(0)

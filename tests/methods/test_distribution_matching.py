@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import softplus
 
-from unified_trainer.numerics.flow import add_noise, guide, x0_from_velocity
 from unified_trainer.methods.distribution_matching import (
     distribution_matching_gradient,
     distribution_matching_loss,
     noise_levels,
 )
 from unified_trainer.methods.dmd2 import DMD2Config
+from unified_trainer.numerics.flow import add_noise, guide, x0_from_velocity
 from unified_trainer.parallel.random import Streams
 
 ONE_BACKWARD = {"batch_size": 4, "micro_batch": 4, "student_every": 1, "guidance_scale": 2.0}
@@ -161,7 +161,7 @@ def test_tau_stays_in_its_range_and_has_a_thousand_levels(u, shift):
 def matching(**config):
     """A trainer and its first batch with given samples in place of the student's."""
     one = dmd2(DMD2Config(**ONE_BACKWARD | config))
-    batch = one.feed.batch(0)
+    batch = one.loader.batch(0)
     x0 = torch.randn(4, *batch.latent_shape, generator=torch.Generator().manual_seed(1))
     return one, batch, x0
 
@@ -369,7 +369,7 @@ def test_the_gaps_are_sorted_by_noise_level():
         ({"tau_range": (0.9, 0.1)}, r"algorithm\.tau_range must lie in \(0, 1\] and rise"),
         ({"tau_shift": 0.0}, r"algorithm\.tau_shift must be above 0"),
         ({"student_every": 0}, r"algorithm\.student_every must be at least 1"),
-        ({"critic_first": -1}, r"algorithm\.critic_first"),
+        ({"critic_warmup_steps": -1}, r"algorithm\.critic_warmup_steps"),
         ({"gan_weight": -1.0}, r"algorithm\.gan_weight"),
         ({"gan_critic_weight": -1.0}, r"algorithm\.gan_critic_weight"),
         ({"calendar": "exclusive", "student_every": 1}, r"never moves the critic"),

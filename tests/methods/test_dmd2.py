@@ -22,8 +22,8 @@ from helpers import (
 )
 
 from unified_trainer.__main__ import main
-from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.methods.dmd2 import DMD2Config
+from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sampling import SamplerConfig, generate, predict_at
@@ -95,11 +95,11 @@ def test_unguided_teachers_are_asked_once():
 
 
 @pytest.mark.parametrize("solver", ["sde", "ode"])
-@pytest.mark.parametrize("step_list", [(), (1000.0, 700.0, 300.0)])
-def test_a_rollout_is_the_hand_written_loop(solver, step_list):
+@pytest.mark.parametrize("step_sigmas", [(), (1000.0, 700.0, 300.0)])
+def test_a_rollout_is_the_hand_written_loop(solver, step_sigmas):
     """x0 = x - sigma v; then (1 - s) x0 + s noise (sde) or x + (s - sigma) v (ode), at every exit step."""
-    sampler = SamplerConfig(num_steps=3, step_list=step_list, shift=5.0, solver=solver, guidance_scale=1.0)
-    levels = [u * 5 / (1 + 4 * u) for u in ((1.0, 0.7, 0.3) if step_list else (1, 2 / 3, 1 / 3))]
+    sampler = SamplerConfig(num_steps=3, step_sigmas=step_sigmas, shift=5.0, solver=solver, guidance_scale=1.0)
+    levels = [u * 5 / (1 + 4 * u) for u in ((1.0, 0.7, 0.3) if step_sigmas else (1, 2 / 3, 1 / 3))]
     role, batch = trainable(), small_batch()
     noise = torch.randn(4, 2, *batch.latent_shape)
     for exit_step in range(3):
@@ -138,12 +138,12 @@ def test_a_rollout_on_data_is_one_call_at_a_level_of_the_list_drawn_for_each_sam
     assert float(nearest.values.max()) < 1e-6
     counts = nearest.indices.bincount(minlength=STEPS)
     assert int(counts.min()) >= 16 and int(counts.max()) <= 50  # 32 each, +- 3 sqrt(128 / 4 * 3 / 4) = 15
-    assert torch.equal(calls["student"].text[0], one.feed.batch(1).cond.text)
+    assert torch.equal(calls["student"].text[0], one.loader.batch(1).cond.text)
 
 
 def test_a_rollout_on_data_starts_from_the_noised_clips():
     one = trainer(rollout="data")
-    calls, batch = listen(one), one.feed.batch(1)
+    calls, batch = listen(one), one.loader.batch(1)
     one.step(1)
     noise = Streams(0, 1).noise("critic noise", batch.sample_ids, batch.latent_shape)
     torch.testing.assert_close(calls["student"].x_t[0], add_noise(batch.latents, noise, calls["student"].sigma[0]))
@@ -172,7 +172,7 @@ def test_the_critic_follows_the_moved_student():
         calls = listen(one)
         before = weights(one.roles["student"].network)
         one.step(0)
-        batch = one.feed.batch(0)
+        batch = one.loader.batch(0)
         turn = "critic" if critic_samples == "fresh" else "student"
         if critic_samples == "shared":
             one.roles["student"].network.load_state_dict(before)
@@ -212,8 +212,8 @@ def moved(steps: int, **config) -> dict[str, list[int]]:
     [
         ({}, [0, 3, 6], [0, 1, 2, 3, 4, 5, 6]),
         ({"calendar": "exclusive"}, [0, 3, 6], [1, 2, 4, 5]),
-        ({"critic_first": 2}, [2, 5], [0, 1, 2, 3, 4, 5, 6]),
-        ({"critic_first": 2, "calendar": "exclusive"}, [2, 5], [0, 1, 3, 4, 6]),
+        ({"critic_warmup_steps": 2}, [2, 5], [0, 1, 2, 3, 4, 5, 6]),
+        ({"critic_warmup_steps": 2, "calendar": "exclusive"}, [2, 5], [0, 1, 3, 4, 6]),
     ],
 )
 def test_the_calendar(config, student, critic):
@@ -222,7 +222,7 @@ def test_the_calendar(config, student, critic):
 
 def test_the_students_clock_counts_its_own_updates():
     """Schedule, average and counter: 7 steps are 3 updates of the student and 7 of the critic."""
-    role = TrainableConfig(learning_rate=1e-3, warmup_updates=2, decay="linear", decay_updates=4, ema_decay=0.5)
+    role = TrainableConfig(learning_rate=1e-3, warmup_updates=2, decay="linear", lr_decay_updates=4, ema_decay=0.5)
     one = trainer(moves=True, student_every=3, role=role)
     student, averages, rates = one.roles["student"], [], []
     average = {key: weight.clone() for key, weight in weights(student.network).items()}
@@ -231,7 +231,7 @@ def test_the_students_clock_counts_its_own_updates():
         if "student/learning_rate" in metrics:
             rates.append(metrics["student/learning_rate"])
             average = {key: 0.5 * average[key] + 0.5 * weight for key, weight in weights(student.network).items()}
-        with student.averaged():
+        with student.ema_weights():
             averages.append(weights(student.network))
         assert_near(averages[-1], average, 1e-6)
     assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
@@ -243,7 +243,7 @@ def test_every_sample_of_a_batch_teaches():
     """Batch > 1: a sample's gradient is its own share, so the sum over single samples is that of the batch."""
     whole, alone = trainer(student_every=1), trainer(student_every=1)
     whole.step(0)
-    batch, shares = alone.feed.batch(0), []
+    batch, shares = alone.loader.batch(0), []
     for part in batch.split(1):
         next(alone.method.step(part, 0, Streams(0, 0), ALONE)).value.backward()
         alone.roles["student"].step()
@@ -283,8 +283,8 @@ def refused(tmp_path, capsys, *words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--sampler.step-list", "1000", "500", "500", "250"), "sampler.step_list must fall"),
-        (("--sampler.step-list", "1000", "500"), "sampler.step_list has 2 levels, but sampler.num_steps is 4"),
+        (("--sampler.step-sigmas", "1000", "500", "500", "250"), "sampler.step_sigmas must fall"),
+        (("--sampler.step-sigmas", "1000", "500"), "sampler.step_sigmas has 2 levels, but sampler.num_steps is 4"),
         (("--sampler.guidance-scale", "3"), "sampler.guidance_scale must be 1"),
         (("--algorithm.micro-batch", "3"), "algorithm.micro_batch"),
         (("--algorithm.student-every", "0"), "algorithm.student_every must be at least 1"),
@@ -336,5 +336,5 @@ def test_captions_are_those_of_the_samples():
     one = trainer(student_every=1)
     calls = listen(one)
     one.step(0)
-    assert set(one.feed.batch(0).prompts) <= set(CAPTIONS)
-    assert all(torch.equal(text, one.feed.batch(0).cond.text) for text in calls["student"].text)
+    assert set(one.loader.batch(0).prompts) <= set(CAPTIONS)
+    assert all(torch.equal(text, one.loader.batch(0).cond.text) for text in calls["student"].text)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers import Calls, assert_near, finetune
 
-from unified_trainer.numerics.flow import unshift_sigma
 from unified_trainer.methods.finetune import FinetuneConfig
+from unified_trainer.numerics.flow import unshift_sigma
 from unified_trainer.sampling import SamplerConfig
 
 WHOLE = {"batch_size": 8, "micro_batch": 8}
@@ -48,7 +48,7 @@ def test_the_loss_of_a_silent_network(micro_batch):
     one = silenced(trainer(micro_batch=micro_batch))
     calls = Calls.of(one.roles["student"])
     metrics = one.step(3)
-    x0, x_t, sigma = one.feed.batch(3).latents, torch.cat(calls.x_t), torch.cat(calls.sigma).view(-1, 1, 1, 1, 1)
+    x0, x_t, sigma = one.loader.batch(3).latents, torch.cat(calls.x_t), torch.cat(calls.sigma).view(-1, 1, 1, 1, 1)
     noise = (x_t - (1 - sigma) * x0) / sigma
     assert metrics["loss"] == pytest.approx(float((noise - x0).square().mean()), rel=1e-4)
 
@@ -58,7 +58,7 @@ def test_the_gradient_of_the_bias_of_a_silent_network():
     one = silenced(trainer())
     calls = Calls.of(one.roles["student"])
     one.step(0)
-    x0, sigma = one.feed.batch(0).latents, calls.sigma[0].view(-1, 1, 1, 1, 1)
+    x0, sigma = one.loader.batch(0).latents, calls.sigma[0].view(-1, 1, 1, 1, 1)
     target = (calls.x_t[0] - (1 - sigma) * x0) / sigma - x0
     expected = -2 * target.mean((0, 2, 3, 4)) / 16
     got = one.roles["student"].gradients[0]["proj_out.bias"]
@@ -70,7 +70,7 @@ def shown_noise(step: int) -> torch.Tensor:
     calls = Calls.of(one.roles["student"])
     one.step(step)
     sigma = calls.sigma[0].view(-1, 1, 1, 1, 1)
-    return (calls.x_t[0] - (1 - sigma) * one.feed.batch(step).latents) / sigma
+    return (calls.x_t[0] - (1 - sigma) * one.loader.batch(step).latents) / sigma
 
 
 def test_noise_is_new_for_every_sample_and_step():
@@ -99,7 +99,7 @@ def dropped(share: float, steps: int, seed: int = 0) -> torch.Tensor:
         one.step(step)
     rows = []
     for step, text in enumerate(calls.text):
-        batch = one.feed.batch(step)
+        batch = one.loader.batch(step)
         without = (text == batch.uncond.text).flatten(1).all(1)
         assert bool(((text == batch.cond.text).flatten(1).all(1) != without).all())
         rows.append(without)
@@ -123,7 +123,7 @@ def test_clips_learn_in_the_company_of_their_own_captions():
     one = trainer(caption_dropout=0.0)
     calls = Calls.of(one.roles["student"])
     one.step(2)
-    assert torch.equal(calls.text[0], one.feed.batch(2).cond.text)
+    assert torch.equal(calls.text[0], one.loader.batch(2).cond.text)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])

@@ -7,8 +7,8 @@ import torch
 from helpers import ALONE, ScriptedScorer, dance_grpo, tiny_codec
 
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
-from unified_trainer.rl.groups import judge
 from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.groups import compute_advantages
 from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
 
 REWARDS = (1.0, 2.0, 4.0, 5.0, -1.0, 2.0, -3.0, 1.0)  # of two groups of four
@@ -33,9 +33,9 @@ def test_gdpo_compares_each_part_with_its_group_before_they_are_weighted():
     parts = torch.tensor([REWARDS, [100 * value**2 for value in REWARDS]])
     scorers = {name: column_of(row) for name, row in zip(("first", "second"), parts, strict=True)}
     one = dance_grpo(dataclasses.replace(CONFIG, advantage="gdpo"), reward=Reward(scorers, tiny_codec(), config))
-    batch = one.feed.batch(0)
+    batch = one.loader.batch(0)
     scores = one.method._collect(batch, range(3), Streams(0, 0)).scores
-    judged = judge(one.method.config, one.method.reward, scores, None, batch, one.feed, ALONE)
+    judged = compute_advantages(one.method.config, one.method.reward, scores, None, batch, one.loader, ALONE)
     advantages, metrics = judged.advantages, judged.metrics
     by_group = [torch.stack([standard(row[:4]), standard(row[4:])]).flatten() for row in parts]
     mixed = 0.5 * by_group[0] - 2 * by_group[1]
@@ -53,4 +53,4 @@ def test_gdpo_keeps_a_group_whose_rewards_are_equal_but_whose_parts_are_not():
     for estimator in ("gdpo", "grpo"):
         reward = Reward(dict(scorers), tiny_codec(), config)
         filtered[estimator] = dance_grpo(dataclasses.replace(CONFIG, advantage=estimator), reward=reward).step(0)
-    assert filtered["gdpo"]["filtered_groups"] == 0.5 and filtered["grpo"]["filtered_groups"] == 1
+    assert filtered["gdpo"]["frac_zero_std_groups"] == 0.5 and filtered["grpo"]["frac_zero_std_groups"] == 1

@@ -5,18 +5,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.rl.minibatches import plan_lessons
+from unified_trainer.rl.minibatches import plan_minibatches
 
 
 def plans(useful: list[int], advantages: list[float], ranks: int, updates: int, micro: int):
     flags, values = torch.tensor(useful, dtype=torch.bool), torch.tensor(advantages)
-    return [plan_lessons(flags, values, rank, ranks, updates, micro) for rank in range(ranks)]
+    return [plan_minibatches(flags, values, rank, ranks, updates, micro) for rank in range(ranks)]
 
 
 def test_all_samples_are_in_order_and_count_the_same():
-    (lessons,) = plans([1] * 8, [1.0] * 8, ranks=1, updates=2, micro=2)
-    assert [[part.rows.tolist() for part in parts] for parts in lessons] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
-    assert all(part.weights.tolist() == [0.25] * 2 for parts in lessons for part in parts)
+    (minibatches,) = plans([1] * 8, [1.0] * 8, ranks=1, updates=2, micro=2)
+    assert [[part.rows.tolist() for part in parts] for parts in minibatches] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    assert all(part.weights.tolist() == [0.25] * 2 for parts in minibatches for part in parts)
 
 
 def test_a_rank_with_less_fills_up_with_nothing():
@@ -48,12 +48,12 @@ def test_the_mean_is_over_the_useful_samples_of_all_ranks(data, ranks, updates, 
     everyone = plans(useful, [1.0] * count, ranks, updates, micro)
     chosen = torch.tensor(useful).reshape(ranks, updates, size).bool()
     for update in range(updates):
-        lessons = [plan[update] for plan in everyone]
-        assert len({len(parts) for parts in lessons}) == 1
-        assert all(len(part.rows) == micro for parts in lessons for part in parts)
-        if lessons[0]:
+        minibatches = [plan[update] for plan in everyone]
+        assert len({len(parts) for parts in minibatches}) == 1
+        assert all(len(part.rows) == micro for parts in minibatches for part in parts)
+        if minibatches[0]:
             sums = [
                 sum((values[rank].flatten()[part.rows] * part.weights).sum() for part in parts)
-                for rank, parts in enumerate(lessons)
+                for rank, parts in enumerate(minibatches)
             ]
             torch.testing.assert_close(sum(sums) / ranks, values[:, update][chosen[:, update]].mean())

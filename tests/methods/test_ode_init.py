@@ -23,12 +23,12 @@ from helpers import (
     tiny_codec,
 )
 
-from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.data.loader import Feed
+from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.methods.ode_init import ODEInit, ODEInitConfig
 from unified_trainer.models.wan.causal import CausalWanModel
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
@@ -47,8 +47,8 @@ def trainer(sampler: SamplerConfig = FEW_STEPS, student: Recording | None = None
     config = dataclasses.replace(CONFIG, **changes)
     student = student or Recorder()
     method = ODEInit(config, sampler, student=student, teacher=frozen("teacher", seed=1))
-    feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
-    return Trainer(method, {"student": student}, feed, ALONE, seed=0)
+    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    return Trainer(method, {"student": student}, loader, ALONE, seed=0)
 
 
 def trajectory_by_hand(noise: torch.Tensor, batch, levels: list[float]) -> dict[float, torch.Tensor]:
@@ -101,14 +101,16 @@ def test_a_causal_student_sees_each_chunk_at_every_level():
     """In each call the chunks are at different levels, and over the calls each has been at all of them."""
     shape, sampler = (16, 5, 2, 2), dataclasses.replace(FEW_STEPS, chunks=ChunkConfig(chunk_frames=1))
     student = RecordingStudent(
-        "student", Backbone(CausalWanModel(small_model().network), ALONE, trained=True), TrainableConfig(clip_norm=0.0)
+        "student",
+        Backbone(CausalWanModel(small_model().network), ALONE, trained=True),
+        TrainableConfig(max_grad_norm=0.0),
     )
     method = ODEInit(CONFIG, sampler, student=student, teacher=frozen("teacher", seed=1))
-    feed = Feed(Prompts(CAPTIONS), tiny_codec(), CONFIG.plan(), shape, "", 0, ALONE)
+    loader = Loader(Prompts(CAPTIONS), tiny_codec(), CONFIG.plan(), shape, "", 0, ALONE)
     seen = []
     masked = student.masked_velocity
     student.masked_velocity = lambda x_t, sigma, *rest: (seen.append(sigma[0].tolist()), masked(x_t, sigma, *rest))[1]
-    Trainer(method, {"student": student}, feed, ALONE, seed=0).step(0)
+    Trainer(method, {"student": student}, loader, ALONE, seed=0).step(0)
     levels = sampler.sigmas()[:-1].tolist()
     assert all(sorted(chunk, reverse=True) == levels for chunk in zip(*seen, strict=True))
     assert all(len(set(row)) == 4 for row in seen)
@@ -122,8 +124,8 @@ def test_a_student_learns_where_the_ode_of_the_exact_teacher_ends():
     student = role(Trainable, "student", network, TrainableConfig(learning_rate=2e-3, betas=(0.9, 0.99)))
     teacher = role(Frozen, "teacher", Posterior(), RoleConfig())
     method = ODEInit(config, sampler, student=student, teacher=teacher)
-    feed = Feed(Prompts(PROMPTS), ClassCodec(), config.plan(), SHAPE, "", 0, ALONE)
-    one, before = Trainer(method, {"student": student}, feed, ALONE, seed=0), distance(student, sampler)
+    loader = Loader(Prompts(PROMPTS), ClassCodec(), config.plan(), SHAPE, "", 0, ALONE)
+    one, before = Trainer(method, {"student": student}, loader, ALONE, seed=0), distance(student, sampler)
     for step in range(200):
         one.step(step)
     assert distance(student, sampler) < 0.5 * before

@@ -13,8 +13,8 @@ from unified_trainer.build import build
 from unified_trainer.numerics.kl import AdaptiveKL
 from unified_trainer.registry import ALGORITHMS
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.weight_copy import Follower
 from unified_trainer.roles.role import Frozen, Trainable, TrainableConfig
+from unified_trainer.roles.weight_copy import WeightCopy
 
 KINDS = ["exact", "k1", "k2", "k3", "velocity"]
 KL = ["--algorithm.kl-coefficient", "0.1"]
@@ -32,7 +32,7 @@ def reference_of(trainer) -> Frozen:
 
 
 def velocity(role, trainer) -> torch.Tensor:
-    batch = trainer.feed.batch(0)
+    batch = trainer.loader.batch(0)
     x_t = torch.randn(len(batch), *batch.latent_shape, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         return role.velocity(x_t, torch.full((len(batch),), 0.5), batch.cond)
@@ -99,7 +99,7 @@ def test_the_coefficient_that_counts_is_the_one_before_the_update():
 
 def test_there_is_none_without_a_kl():
     trainer = build(settings.parse(SMALL["dance_grpo"], ALGORITHMS, lambda spec: None), ALONE).trainer
-    assert reference_of(trainer) is None and not trainer.followers
+    assert reference_of(trainer) is None and not trainer.weight_copies
 
 
 def test_of_a_student_of_full_weights_it_is_another_network_with_its_weights():
@@ -142,15 +142,15 @@ def test_with_init_from_it_is_the_student_that_came_in(words, tmp_path):
 
 def test_a_follower_is_a_copy_or_an_average():
     leader = Trainable("student", Backbone(small_model(1), ALONE, trained=True), TrainableConfig())
-    follower = Follower("old", Backbone(small_model(2), ALONE), TrainableConfig())
-    before = {key: weight.clone() for key, weight in follower.state_dict().items()}
-    follower.follow(leader, 0.75)
-    for key, weight in follower.state_dict().items():
+    weight_copy = WeightCopy("old", Backbone(small_model(2), ALONE), TrainableConfig())
+    before = {key: weight.clone() for key, weight in weight_copy.state_dict().items()}
+    weight_copy.update_from(leader, 0.75)
+    for key, weight in weight_copy.state_dict().items():
         own, led = before[key], leader.weights[key.removeprefix("followed/")].detach()
         torch.testing.assert_close(weight, 0.75 * own + 0.25 * led)
-    follower.follow(leader)
+    weight_copy.update_from(leader)
     assert_same(
-        {key.removeprefix("followed/"): weight for key, weight in follower.state_dict().items()},
+        {key.removeprefix("followed/"): weight for key, weight in weight_copy.state_dict().items()},
         {key: weight.detach() for key, weight in leader.weights.items()},
     )
 

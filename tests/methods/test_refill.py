@@ -23,10 +23,10 @@ from helpers import (
 
 from unified_trainer.__main__ import main
 from unified_trainer.data.batch_plan import BatchPlan
-from unified_trainer.data.loader import Feed
+from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
-from unified_trainer.rl.dynamic_sampling import Samples, refill
+from unified_trainer.rl.dynamic_sampling import resample_groups
 from unified_trainer.roles.reward import Scores
 from unified_trainer.types import Rollout
 
@@ -37,8 +37,8 @@ CONFIG = DanceGRPOConfig(
 )
 
 
-def feed(plan: BatchPlan = PLAN, captions=MANY) -> Feed:
-    return Feed(Prompts(captions), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE)
+def loader(plan: BatchPlan = PLAN, captions=MANY) -> Loader:
+    return Loader(Prompts(captions), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE)
 
 
 def refilled(rounds: int, equal) -> tuple[Samples, dict[str, float], list[int]]:
@@ -51,15 +51,15 @@ def refilled(rounds: int, equal) -> tuple[Samples, dict[str, float], list[int]]:
             [0.0 if p in equal else float(i) for p, i in zip(batch.prompt_ids, batch.sample_ids, strict=True)]
         )
         x0 = torch.tensor(batch.sample_ids).float().view(-1, 1, 1, 1, 1).expand(-1, *LATENT_SHAPE)
-        return Samples(batch, Rollout.of_end(x0), Scores(rewards[:, None], {"of": rewards}, rewards[:, None]))
+        return Samples(batch, Rollout.from_x0(x0), Scores(rewards[:, None], {"of": rewards}, rewards[:, None]))
 
-    one, config = feed(), dataclasses.replace(CONFIG, refill_rounds=rounds)
-    samples, metrics = refill(collect(one.batch(0)), config, collect, reward_of(), one, 0, ALONE)
+    one, config = loader(), dataclasses.replace(CONFIG, dynamic_sampling_rounds=rounds)
+    samples, metrics = resample_groups(collect(one.batch(0)), config, collect, reward_of(), one, 0, ALONE)
     return samples, metrics, made
 
 
 def first_prompts() -> list[int]:
-    return list(dict.fromkeys(feed().batch(0).prompt_ids))
+    return list(dict.fromkeys(loader().batch(0).prompt_ids))
 
 
 # Refill.
@@ -68,7 +68,7 @@ def first_prompts() -> list[int]:
 def test_a_group_of_equal_rewards_is_replaced_in_its_place():
     first = first_prompts()
     samples, metrics, made = refilled(3, {first[1]})
-    new = feed().further(0, 0, 1)[0]
+    new = loader().further(0, 0, 1)[0]
     assert samples.batch.prompt_ids == (first[0], first[0], new, new, first[2], first[2])
     assert samples.batch.prompts[2] == MANY[new] and new not in first
     assert samples.batch.sample_ids == (0, 1, 8, 9, 4, 5)  # the noise of new samples is new
@@ -76,7 +76,7 @@ def test_a_group_of_equal_rewards_is_replaced_in_its_place():
     assert samples.rollout.x0[:, 0, 0, 0, 0].tolist() == [0, 1, 8, 9, 4, 5]
     text = tiny_codec().encode_text([MANY[new]]).text[0]
     torch.testing.assert_close(samples.batch.cond.text[2], text)
-    assert made == [6, 2] and metrics == {"refilled_groups": 1}
+    assert made == [6, 2] and metrics == {"resampled_groups": 1}
 
 
 def test_until_none_is_left_or_the_rounds_are_over():
@@ -85,19 +85,19 @@ def test_until_none_is_left_or_the_rounds_are_over():
     for rounds, drawn in ((0, []), (1, [6]), (2, [6, 4]), (9, [6, 4])):
         samples, metrics, made = refilled(rounds, everything)
         assert made == [6, *drawn]
-        assert metrics == ({"refilled_groups": sum(drawn) / 2} if rounds else {})
+        assert metrics == ({"resampled_groups": sum(drawn) / 2} if rounds else {})
         assert len(set(samples.batch.sample_ids)) == 6
-    left = {*first_prompts(), *feed().further(0, 0, 3)}
+    left = {*first_prompts(), *loader().further(0, 0, 3)}
     assert set(samples.batch.prompt_ids) & left  # a place that nothing was left for keeps its group
 
 
 def test_nothing_is_drawn_while_all_groups_differ():
     samples, metrics, made = refilled(5, set())
-    assert made == [6] and samples.batch.sample_ids == (0, 1, 2, 3, 4, 5) and metrics == {"refilled_groups": 0}
+    assert made == [6] and samples.batch.sample_ids == (0, 1, 2, 3, 4, 5) and metrics == {"resampled_groups": 0}
 
 
 def test_further_prompts_are_others_every_time():
-    one = feed()
+    one = loader()
     for step in range(4):
         further = one.further(step, 0, 99)
         assert sorted(further + list(dict.fromkeys(one.batch(step).prompt_ids))) == list(range(8))
@@ -109,17 +109,21 @@ def test_the_update_learns_from_the_new_group():
     """Its gradient is that of a step which never had the group that taught nothing."""
 
     def trained(**changes):
-        first = dance_grpo(CONFIG).feed.batch(0).prompts[0]
+        first = dance_grpo(CONFIG).loader.batch(0).prompts[0]
         one = dance_grpo(dataclasses.replace(CONFIG, **changes), scorer=StubbornScorer({first}))
         return one, one.step(0)
 
-    one, metrics = trained(refill_rounds=1)
+    one, metrics = trained(dynamic_sampling_rounds=1)
     other, without = trained()
-    assert (metrics["filtered_groups"], metrics["refilled_groups"], without["filtered_groups"]) == (0, 1, 0.5)
+    assert (metrics["frac_zero_std_groups"], metrics["resampled_groups"], without["frac_zero_std_groups"]) == (
+        0,
+        1,
+        0.5,
+    )
     left = other.roles["student"].gradients[0]
     both = one.roles["student"].gradients[0]
-    prompt = one.feed.further(0, 0, 1)[0]
-    other.feed.batch = lambda step: one.feed.batch_of([prompt] * 3, [6, 7, 8])
+    prompt = one.loader.further(0, 0, 1)[0]
+    other.loader.batch = lambda step: one.loader.batch_of([prompt] * 3, [6, 7, 8])
     other.method.config = dataclasses.replace(CONFIG, num_prompts=1, prompts_per_update=1)
     other.step(0)
     new = other.roles["student"].gradients[1]
@@ -127,8 +131,8 @@ def test_the_update_learns_from_the_new_group():
 
 
 def test_a_negative_number_of_rounds():
-    with pytest.raises(ValueError, match=r"algorithm\.refill_rounds must not be negative"):
-        dataclasses.replace(CONFIG, refill_rounds=-1).check_groups()
+    with pytest.raises(ValueError, match=r"algorithm\.dynamic_sampling_rounds must not be negative"):
+        dataclasses.replace(CONFIG, dynamic_sampling_rounds=-1).check_groups()
 
 
 # The curriculum.
@@ -138,7 +142,7 @@ BY_FAILURES = BatchPlan(1, 2, 1, 2, ("algorithm.num_prompts", "n", "G", "micro")
 
 def test_prompts_are_drawn_by_their_failures():
     """Counts (3, 0, 1) give chances (4, 1, 2) / 7; of 1400 draws the standard deviation is below .0135."""
-    one = feed(BY_FAILURES, MANY[:3])
+    one = loader(BY_FAILURES, MANY[:3])
     one.note_failures([0, 2])
     one.note_failures([0])
     one.note_failures([0])
@@ -148,14 +152,14 @@ def test_prompts_are_drawn_by_their_failures():
 
 
 def test_a_batch_has_no_prompt_twice():
-    one = feed(dataclasses.replace(BY_FAILURES, prompts=3, prompts_per_update=3), MANY[:3])
+    one = loader(dataclasses.replace(BY_FAILURES, prompts=3, prompts_per_update=3), MANY[:3])
     one.note_failures([1] * 50)
     assert all(sorted(one._rows(step)) == [0, 1, 2] for step in range(5))
 
 
 def test_more_prompts_than_there_are():
     with pytest.raises(ValueError, match=r"algorithm\.num_prompts must be at most the 3 prompts .* not 4"):
-        feed(dataclasses.replace(BY_FAILURES, prompts=4, prompts_per_update=4), MANY[:3])
+        loader(dataclasses.replace(BY_FAILURES, prompts=4, prompts_per_update=4), MANY[:3])
 
 
 def test_a_failure_is_a_group_below_the_bar():
@@ -166,10 +170,10 @@ def test_a_failure_is_a_group_below_the_bar():
         scorer=StubbornScorer(stubborn),
     )
     metrics = one.step(0)
-    assert one.feed.state_dict()["failures"].tolist() == [1, 1, 1, 1] and metrics["failed_groups"] == 1
+    assert one.loader.state_dict()["failures"].tolist() == [1, 1, 1, 1] and metrics["failed_groups"] == 1
     bar = dataclasses.replace(one.method.config, failure_below=0.5)
     one.method.config = bar
-    batch, collect = one.feed.batch(1), one.method._collect
+    batch, collect = one.loader.batch(1), one.method._collect
     seen = []
     one.method._collect = lambda *words, **more: (seen.append(collect(*words, **more)), seen[0])[1]
     one.step(1)
@@ -177,14 +181,19 @@ def test_a_failure_is_a_group_below_the_bar():
         p: seen[0].scores.parts[:, 0][[i for i, q in enumerate(batch.prompt_ids) if q == p]].mean() for p in range(4)
     }
     expected = [1 + int(means[p] < 0.5) for p in range(4)]
-    assert one.feed.state_dict()["failures"].tolist() == expected
+    assert one.loader.state_dict()["failures"].tolist() == expected
     assert expected[:2] == [1, 1]  # 0.5 is not below 0.5
 
 
 def test_counts_go_into_the_checkpoint(tmp_path):
     """Four steps are two and two; another list of prompts is another run."""
     words = flags(
-        {"algorithm.failure-below": 2.8, "algorithm.refill-rounds": 1, "student.learning-rate": 1e-3, "steps": 4}
+        {
+            "algorithm.failure-below": 2.8,
+            "algorithm.dynamic-sampling-rounds": 1,
+            "student.learning-rate": 1e-3,
+            "steps": 4,
+        }
     )
     straight, halved = tmp_path / "straight", tmp_path / "halved"
     run("dance_grpo", straight, *words)
@@ -194,8 +203,8 @@ def test_counts_go_into_the_checkpoint(tmp_path):
     held = checkpoint_of(straight, 4)
     assert_same(checkpoint_of(halved, 4), held)
     failed = sum(line["train/failed_groups"] * 2 for line in metrics_of(straight))
-    assert int(held["feed/failures"].sum()) == failed > 0
+    assert int(held["loader/failures"].sum()) == failed > 0
 
 
 def test_there_are_no_counts_unless_asked():
-    assert feed().state_dict() == {} and "--algorithm.failure-below" not in SMALL["dance_grpo"]
+    assert loader().state_dict() == {} and "--algorithm.failure-below" not in SMALL["dance_grpo"]

@@ -20,13 +20,13 @@ from helpers import (
     trainable,
 )
 
-from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.data.loader import Feed
+from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.reward_gradient import RewardGradient, RewardGradientConfig
-from unified_trainer.rewards.hpsv3 import HPSv3
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.registry import load_scorers
+from unified_trainer.rewards.hpsv3 import HPSv3
 from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
@@ -46,8 +46,8 @@ def hpsv3_reward(**config) -> Reward:
 def trainer(reward: Reward, sampler: SamplerConfig = SAMPLER, **changes) -> Trainer:
     config, student = dataclasses.replace(CONFIG, **changes), Recorder()
     method = RewardGradient(config, sampler, student=student, reward=reward)
-    feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
-    return Trainer(method, {"student": student}, feed, ALONE, seed=0)
+    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    return Trainer(method, {"student": student}, loader, ALONE, seed=0)
 
 
 def slope(function, x: torch.Tensor, direction: torch.Tensor) -> float:
@@ -107,7 +107,7 @@ def test_the_update_is_the_slope_of_the_mean_reward():
     def loss(size: float) -> float:
         for key, value in gradient.items():
             weights[key].data.add_(size / norm * value)
-        batch, rng = one.feed.batch(0), Streams(0, 0)
+        batch, rng = one.loader.batch(0), Streams(0, 0)
         (only,) = one.method.step(batch, 0, rng, ALONE)
         for key, value in gradient.items():
             weights[key].data.sub_(size / norm * value)
@@ -123,13 +123,13 @@ def test_only_the_last_call_has_a_graph():
     metrics = one.step(0)
     assert calls.graph == [False, False, True]
     assert metrics["reward"] == pytest.approx(
-        float(one.method.reward.score(end_of(calls), one.feed.batch(0).prompts).mean())
+        float(one.method.reward.score(end_of(calls), one.loader.batch(0).prompts).mean())
     )
 
 
 def end_of(calls: Calls) -> torch.Tensor:
     """x0 of the last call: x - sigma v, with the student that has not moved."""
-    batch = trainer(reward_of()).feed.batch(0)
+    batch = trainer(reward_of()).loader.batch(0)
     with torch.no_grad():
         return calls.x_t[-1] - calls.sigma[-1][0].float() * trainable().velocity(
             calls.x_t[-1], calls.sigma[-1], batch.cond

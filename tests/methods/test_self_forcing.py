@@ -20,13 +20,13 @@ from helpers import (
     tiny_codec,
 )
 
-from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.data.loader import Feed
+from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPO
 from unified_trainer.methods.dance_grpo_config import DanceGRPOConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.wan.causal import CausalWanModel
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
@@ -47,17 +47,19 @@ class RecordingStudent(Recording, CausalStudent):
 def causal_student(*, checkpointing: bool = False, moves: bool = False) -> RecordingStudent:
     model = CausalWanModel(small_model().network)
     backbone = Backbone(model, ALONE, trained=True, activation_checkpointing=checkpointing)
-    return RecordingStudent("student", backbone, TrainableConfig(clip_norm=0.0), moves=moves)
+    return RecordingStudent("student", backbone, TrainableConfig(max_grad_norm=0.0), moves=moves)
 
 
 def trainer(sampler: SamplerConfig = SAMPLER, *, checkpointing: bool = False, shape=SHAPE, **changes) -> Trainer:
     config = dataclasses.replace(CONFIG, **changes)
     student = causal_student(checkpointing=checkpointing)
     teacher = Frozen("teacher", Backbone(small_model(1), ALONE), RoleConfig())
-    critic = RecordingCritic("critic", Backbone(small_model(2), ALONE, trained=True), TrainableConfig(clip_norm=0.0))
+    critic = RecordingCritic(
+        "critic", Backbone(small_model(2), ALONE, trained=True), TrainableConfig(max_grad_norm=0.0)
+    )
     method = SelfForcing(config, sampler, student=student, teacher=teacher, critic=critic)
-    feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), shape, "", 0, ALONE)
-    return Trainer(method, {"student": student, "critic": critic}, feed, ALONE, seed=0)
+    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), shape, "", 0, ALONE)
+    return Trainer(method, {"student": student, "critic": critic}, loader, ALONE, seed=0)
 
 
 def watched(one: Trainer, step: int = 0) -> tuple[list[int], list[bool]]:
@@ -134,7 +136,7 @@ def test_the_gradient_does_not_depend_on_the_parts(micro_batch):
 
 def test_a_rollout_replays_from_its_seeds_and_differs_between_samples():
     one = trainer()
-    batch = one.feed.batch(0)
+    batch = one.loader.batch(0)
     first, again = (one.method._generate(batch, Streams(0, 0), "student").detach() for _ in range(2))
     assert torch.equal(first, again)
     assert not torch.allclose(first[0], first[1])
@@ -142,7 +144,7 @@ def test_a_rollout_replays_from_its_seeds_and_differs_between_samples():
 
 
 def test_a_batch_of_three_is_three_batches_of_one():
-    student, batch = causal_student(), trainer(batch_size=3, micro_batch=3).feed.batch(0)
+    student, batch = causal_student(), trainer(batch_size=3, micro_batch=3).loader.batch(0)
     noise = torch.randn(3, *SHAPE)
     drawn = torch.randn(5, 3, *SHAPE)
     whole = generate(student, noise, batch, SAMPLER, lambda s: drawn[s])
@@ -152,7 +154,7 @@ def test_a_batch_of_three_is_three_batches_of_one():
 
 
 def test_a_chunk_does_not_depend_on_later_noise():
-    student, batch = causal_student(), trainer().feed.batch(0)
+    student, batch = causal_student(), trainer().loader.batch(0)
     noise, drawn = torch.randn(2, *SHAPE), torch.randn(5, 2, *SHAPE)
     other = noise.clone()
     other[:, :, 3:] = 0
@@ -162,7 +164,7 @@ def test_a_chunk_does_not_depend_on_later_noise():
 
 
 def test_context_noise_changes_what_later_chunks_see():
-    student, batch = causal_student(), trainer().feed.batch(0)
+    student, batch = causal_student(), trainer().loader.batch(0)
     noisy = dataclasses.replace(SAMPLER, chunks=dataclasses.replace(CHUNKS, context_noise=0.3))
     noise, drawn = torch.randn(2, *SHAPE), torch.randn(5, 2, *SHAPE)
     clean, other = (
@@ -186,10 +188,10 @@ def test_reinforcement_learning_replays_a_causal_rollout():
     )
     student = causal_student()
     reward = reward_of()
-    feed = Feed(Prompts(CAPTIONS), tiny_codec(), config.plan(), SHAPE, "", 0, ALONE)
-    method = DanceGRPO(config, SAMPLER, student=student, reward=reward, feed=feed)
+    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), SHAPE, "", 0, ALONE)
+    method = DanceGRPO(config, SAMPLER, student=student, reward=reward, loader=loader)
     calls = Calls.of(student)
-    metrics = Trainer(method, {"student": student}, feed, ALONE, seed=0).step(0)
+    metrics = Trainer(method, {"student": student}, loader, ALONE, seed=0).step(0)
     assert 0 <= metrics["log_ratio_abs_max"] < 1e-5
     assert any(float(value.abs().max()) > 0 for value in student.gradients[0].values())
     assert [x_t.shape[2] for x_t in calls.x_t if x_t.shape[2] > 2] == [10] * 3  # three transitions, clean and noisy

@@ -11,8 +11,8 @@ from test_dance_grpo import EQUAL, stepped
 from test_dance_grpo_options import ELEMENTS, KERNELS, ODE, A, Case, ks, log_ratios
 
 from unified_trainer.numerics.flow import second_order_step, sigma_table
-from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.numerics.objectives import calibrated_clip, surrogate
+from unified_trainer.rl.sde_windows import WindowConfig
 
 # The step.
 

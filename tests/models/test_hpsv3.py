@@ -316,13 +316,13 @@ def other_of(options, value, index):
 
 def wrong_colour(frames, subjects):
     return drawn(
-        [shapes.Subject(other_of(shapes.COLOURS, s.colour, i), s.shape, s.direction) for i, s in enumerate(subjects)], 5
+        [shapes.Subject(other_of(shapes.COLORS, s.color, i), s.shape, s.direction) for i, s in enumerate(subjects)], 5
     )
 
 
 def wrong_shape(frames, subjects):
     return drawn(
-        [shapes.Subject(s.colour, other_of(shapes.SHAPES, s.shape, i), s.direction) for i, s in enumerate(subjects)], 5
+        [shapes.Subject(s.color, other_of(shapes.SHAPES, s.shape, i), s.direction) for i, s in enumerate(subjects)], 5
     )
 
 
@@ -364,10 +364,10 @@ def test_colour_and_shape_weigh_alike(tiny):
     frames = drawn(subjects, 5)
     captions = [subject.caption() for subject in subjects]
     right = tiny.score(frames, captions)[:, 0].mean()
-    colour, shape = (
+    color, shape = (
         right - tiny.score(spoil(frames, subjects), captions)[:, 0].mean() for spoil in (wrong_colour, wrong_shape)
     )
-    assert 1 / 3 < colour / shape < 3
+    assert 1 / 3 < color / shape < 3
 
 
 def test_half_broken_scores_between(tiny):

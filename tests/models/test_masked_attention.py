@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from unified_trainer.numerics.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
 from unified_trainer.models.masked_attention import attend, token_mask
+from unified_trainer.numerics.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
 
 MASKS = {
     "causal": block_causal_mask(ChunkConfig(2), 6),

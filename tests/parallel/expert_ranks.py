@@ -38,7 +38,7 @@ MESHES = {
     "sharded": (ParallelConfig(), tuple(case for case in CASES if case != "one of them offloaded")),
     "replicated": (ParallelConfig(replicate=2), ("finetune",)),
     "sequence": (ParallelConfig(sequence=2), ("finetune", "dance_grpo")),
-    "kept gathered": (ParallelConfig(reshard=False), ("dmd2",)),
+    "kept gathered": (ParallelConfig(reshard_after_forward=False), ("dmd2",)),
     "offloaded": (ParallelConfig(offload=True), ("finetune",)),
     "frozen one offloaded": (ParallelConfig(), ("one of them offloaded",)),
 }

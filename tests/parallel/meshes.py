@@ -19,15 +19,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import CAPTIONS, WAN, gradients, reward_of, small_causal, small_model, tiny_codec
 from launch import fork_ranks
 
-from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.data.clips import Clips
-from unified_trainer.data.loader import Feed
+from unified_trainer.data.loader import Loader
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.base import VideoModel
 from unified_trainer.models.wan.model import WanModel
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.parallel.random import Streams
@@ -64,19 +64,19 @@ ON_FOUR = (
 OPTIONS = {
     "accumulated by four": (ParallelConfig(), 1),
     "all at once": (ParallelConfig(), 4),
-    "summed every time": (ParallelConfig(gradients="every"), 1),
-    "kept gathered": (ParallelConfig(reshard=False), 2),
+    "summed every time": (ParallelConfig(reduce_gradients="every"), 1),
+    "kept gathered": (ParallelConfig(reshard_after_forward=False), 2),
     "offloaded": (ParallelConfig(offload=True), 2),
 }
 # Far above rounding, so that AdamW does not turn a rounded gradient into a step of its own.
-MOVING = {"learning_rate": 1e-3, "eps": 1e-2, "clip_norm": 1e3}
+MOVING = {"learning_rate": 1e-3, "eps": 1e-2, "max_grad_norm": 1e3}
 FEW = SamplerConfig(num_steps=3, guidance_scale=1.0, solver="sde")
 # Frame by frame, each of three tokens; the last looks back on one of the two before it.
 FRAMES = ChunkConfig(chunk_frames=1, window_frames=1, context_noise=0.1)
 GRPO = DanceGRPOConfig(num_prompts=2, num_samples=2, prompts_per_update=2, rollout_batch=2, timestep_fraction=1.0)
 
 
-class Seen:
+class ReplayStats:
     """The whole gradient of every update."""
 
     gradients: list[dict[str, torch.Tensor]]
@@ -86,19 +86,19 @@ class Seen:
         return super().step()
 
 
-class SeenTrainable(Seen, Trainable):
+class SeenTrainable(ReplayStats, Trainable):
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self.gradients = []
 
 
-class SeenCausal(Seen, CausalStudent):
+class SeenCausal(ReplayStats, CausalStudent):
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self.gradients = []
 
 
-class SeenCritic(Seen, Critic):
+class SeenCritic(ReplayStats, Critic):
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self.gradients = []
@@ -155,7 +155,9 @@ def matching(student: Trainable, teacher: Frozen, critic: Critic, micro_batch: i
 
 def self_forcing(mesh: Mesh, micro_batch: int = 1) -> tuple[SelfForcing, dict[str, Trainable], Clips]:
     """Exits of their own for the chunks, activations recomputed when the cache is further on."""
-    student = own("student", SeenCausal, mesh, small_causal(), activation_checkpointing=True, keep_products=True)
+    student = own(
+        "student", SeenCausal, mesh, small_causal(), activation_checkpointing=True, selective_checkpointing=True
+    )
     critic = own("critic", SeenCritic, mesh, small_model(1))
     teacher = Frozen("teacher", Backbone(small_model(2), mesh), RoleConfig())
     config = SelfForcingConfig(
@@ -180,8 +182,8 @@ def policy_gradient(student: Trainable, chunks: ChunkConfig, micro_batch: int):
     reward = reward_of()
     sampler = SamplerConfig(num_steps=3, guidance_scale=2.0, chunks=chunks)
     clips = Clips(CAPTIONS, torch.zeros(4, *SHAPE))
-    feed = Feed(clips, tiny_codec(), config.plan(), SHAPE, "", 0, student._mesh)
-    return DanceGRPO(config, sampler, student=student, reward=reward, feed=feed), {"student": student}, clips
+    loader = Loader(clips, tiny_codec(), config.plan(), SHAPE, "", 0, student._mesh)
+    return DanceGRPO(config, sampler, student=student, reward=reward, loader=loader), {"student": student}, clips
 
 
 PARTS: dict[str, Callable] = {
@@ -195,8 +197,8 @@ PARTS: dict[str, Callable] = {
 
 
 def trainer(mesh: Mesh, method, roles, clips) -> Trainer:
-    feed = Feed(clips, tiny_codec(), method.config.plan(), SHAPE, "", 0, mesh)
-    return Trainer(method, roles, feed, mesh, seed=0)
+    loader = Loader(clips, tiny_codec(), method.config.plan(), SHAPE, "", 0, mesh)
+    return Trainer(method, roles, loader, mesh, seed=0)
 
 
 def trajectory(mesh: Mesh, method, roles, clips) -> dict[str, torch.Tensor]:
@@ -214,7 +216,7 @@ def trajectory(mesh: Mesh, method, roles, clips) -> dict[str, torch.Tensor]:
 
 def samples_and_noise(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
     """Which samples all ranks hold in a step, and the noise each of them draws for its own."""
-    ids = trainer(mesh, *finetune(mesh)).feed.batch(0).sample_ids
+    ids = trainer(mesh, *finetune(mesh)).loader.batch(0).sample_ids
     noise = Streams(0, 0).noise("initial", ids, SHAPE)
     return mesh.gather(torch.tensor(ids)), mesh.gather(noise)
 

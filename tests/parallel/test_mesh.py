@@ -77,7 +77,7 @@ def test_heads_that_do_not_divide_are_refused_from_the_config_alone():
 
 def test_one_process_agrees_with_itself():
     alone = Mesh(CPU)
-    alone.agree("anything")
+    alone.assert_same("anything")
     assert (alone.any(True), alone.any(False), alone.largest(2.5), alone.data_rank, alone.data_size) == (
         True,
         False,

@@ -29,11 +29,11 @@ from unified_trainer.trainer import Trainer
 REWARDS = (1.0, 2.0, 4.0, 5.0, 9.0, -1.0, 1.0, 1.0)
 SIZES = {"num_prompts": 2, "num_samples": 4, "prompts_per_update": 1, "rollout_batch": 2, "update_batch": 2}
 # Of each group the best and the worst are kept: in the first one on each rank, in the second both on the main one.
-GRPO = DanceGRPOConfig(**SIZES, timestep_fraction=0.5, keep_samples=2)
-MOVING = TrainableConfig(learning_rate=1e-3, ema_decay=0.5, clip_norm=0.1, warmup_updates=3)
+GRPO = DanceGRPOConfig(**SIZES, timestep_fraction=0.5, best_of_n=2)
+MOVING = TrainableConfig(learning_rate=1e-3, ema_decay=0.5, max_grad_norm=0.1, warmup_updates=3)
 MATCHING = DMD2Config(batch_size=4, micro_batch=1, guidance_scale=2.0, student_every=1, gan_weight=0.5)
 # The first prompt teaches nothing, so that one rank lacks a group and the other none.
-REFILL = DanceGRPOConfig(**SIZES | {"prompts_per_update": 2}, timestep_fraction=0.5, refill_rounds=2)
+REFILL = DanceGRPOConfig(**SIZES | {"prompts_per_update": 2}, timestep_fraction=0.5, dynamic_sampling_rounds=2)
 # dmd2_shared: adapters over one base, recomputed activations.
 METHODS = ("finetune", "dance_grpo", "refill", "dmd2", "dmd2_shared")
 PROGRAM = SMALL["dance_grpo"] + flags(
@@ -51,11 +51,11 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
         shared = method == "dmd2_shared"
         return dmd2(MATCHING, shared=shared, checkpointing=shared, **recorder)
     if method == "refill":
-        first = dance_grpo(REFILL).feed.batch(0).prompts[0]
+        first = dance_grpo(REFILL).loader.batch(0).prompts[0]
         return dance_grpo(REFILL, scorer=StubbornScorer({first}), **recorder)
     scorer = ScriptedScorer(())
     one = dance_grpo(GRPO, sampler=SamplerConfig(num_steps=4, guidance_scale=2.0), scorer=scorer, **recorder)
-    batch = one.feed.batch(0)  # the rewards of this rank's samples, whatever rank holds them
+    batch = one.loader.batch(0)  # the rewards of this rank's samples, whatever rank holds them
     scorer.rewards = [REWARDS[sample] for sample in batch.sample_ids]
     return one
 
@@ -80,7 +80,7 @@ def whole(one: Trainer) -> dict[str, torch.Tensor]:
 
 def averaged(one: Trainer) -> torch.Tensor:
     """A weight as validation would see it."""
-    with one.roles["student"].averaged():
+    with one.roles["student"].ema_weights():
         return full(one.roles["student"].network.proj_out.weight.detach()).clone()
 
 

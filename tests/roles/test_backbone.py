@@ -20,8 +20,8 @@ from helpers import (
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.build import load_roles
+from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.roles.backbone import PRODUCTS, AdapterConfig, Backbone
@@ -199,7 +199,7 @@ def test_the_average_is_of_the_adapter():
     answer(student).square().mean().backward()
     student.step()
     moved, others = {key: value.clone() for key, value in own(student).items()}, weights(critic.network)
-    with student.averaged():
+    with student.ema_weights():
         assert_near(own(student), {key: (start[key] + moved[key]) / 2 for key in start}, 1e-6)
     assert_same(own(student), moved)
     assert_same(weights(critic.network), others)
@@ -259,7 +259,7 @@ def test_kept_products_are_not_computed_again(adapters):
     for name, settings in {
         "kept": {},
         "recomputed": {"activation_checkpointing": True},
-        "between": {"activation_checkpointing": True, "keep_products": True},
+        "between": {"activation_checkpointing": True, "selective_checkpointing": True},
     }.items():
         backbone = Backbone(small_model(), ALONE, trained=adapters is None, adapters=adapters, **settings)
         student = Trainable("student", backbone, TrainableConfig())
@@ -273,8 +273,10 @@ def test_kept_products_are_not_computed_again(adapters):
 
 
 def test_keeping_products_of_what_is_not_recomputed_is_refused():
-    with pytest.raises(ValueError, match="keep_products keeps part of what activation_checkpointing recomputes"):
-        Backbone(small_model(), ALONE, trained=True, keep_products=True)
+    with pytest.raises(
+        ValueError, match="selective_checkpointing keeps part of what activation_checkpointing recomputes"
+    ):
+        Backbone(small_model(), ALONE, trained=True, selective_checkpointing=True)
 
 
 def loaded(student_rank=2, critic_rank=2, paths=("tiny", "tiny", "tiny"), checkpointing=False):

@@ -175,9 +175,9 @@ def test_each_expert_has_its_own_norm_clock_and_rate():
     config = TrainableConfig(
         learning_rate=0.5,
         warmup_updates=2,
-        clip_norm=0.25,
+        max_grad_norm=0.25,
         high=ExpertConfig(learning_rate=0.1),
-        low=ExpertConfig(clip_norm=0.0),
+        low=ExpertConfig(max_grad_norm=0.0),
     )
     one = role(config=config)
     sizes = {side: sum(p.numel() for k, p in one.weights.items() if k.startswith(side)) for side in ("high", "low")}
@@ -231,7 +231,7 @@ def test_the_average_is_of_both():
     give(one, "high")
     one.step()
     moved = {key: p.detach().clone() for key, p in one.weights.items()}
-    with one.averaged():
+    with one.ema_weights():
         assert_near(
             {k: p.detach() for k, p in one.weights.items()}, {k: 0.75 * start[k] + 0.25 * moved[k] for k in start}, 1e-6
         )
@@ -374,7 +374,7 @@ def test_each_expert_looks_back_on_a_cache_of_its_own():
     batch, chunks, sigmas = small_batch(2), CAUSAL.chunks, CAUSAL.sigmas()
     streams = Streams(0, 0)
     noise = streams.noise("noise", batch.sample_ids, batch.latent_shape)
-    pasts = [one.look_back(batch.cond, batch.uncond, chunks, 1.0, sigmas[:-1]) for one in (high, low)]
+    pasts = [one.open_cache(batch.cond, batch.uncond, chunks, 1.0, sigmas[:-1]) for one in (high, low)]
     finished = []
     with torch.no_grad():
         for frame in range(2):

@@ -114,16 +114,16 @@ def test_a_scorer_of_weight_zero_is_held_out(codec):
     """It is not asked for a reward, and gives its part when it is named."""
     asked = []
     one = reward_set(codec, {"n": lambda v, p: (asked.append(1), count(v, p))[1]}, n={"weight": 0.0})
-    assert list(one.weights) == ["first"] and one.witnesses == ("n",)
+    assert list(one.weights) == ["first"] and one.held_out == ("n",)
     one.score(LATENTS, PROMPTS)
     assert asked == []
-    assert one.parts(VIDEO, PROMPTS, one.witnesses).tolist() == [[1.0]] * 3
+    assert one.parts(VIDEO, PROMPTS, one.held_out).tolist() == [[1.0]] * 3
 
 
 def test_metrics_of_a_set(codec):
     """Of each part, and of the frames: all nine, so that motion is among them."""
     one = reward_set(codec, {"n": count}, n={"frames": "all"})
-    scores = one.judge(LATENTS, PROMPTS)
+    scores = one.score(LATENTS, PROMPTS)
     metrics = one.metrics(scores, ["a", "a", "a"])
     frames = codec.decode(LATENTS)
     assert metrics["reward/first"] == pytest.approx(float(frames.mean()), rel=1e-5)
@@ -141,7 +141,7 @@ def test_the_first_frame_is_decoded_alone_only_if_all_scorers_look_at_it_alone(c
             codec,
             RewardConfig(scorers={"n": ScorerConfig(**config), "w": ScorerConfig(frames="all", weight=0.0)}),
         )
-        assert ("motion_energy" in one.judge(LATENTS, PROMPTS).statistics) == (frames > 1)
+        assert ("motion_energy" in one.score(LATENTS, PROMPTS).statistics) == (frames > 1)
 
 
 class Failing:
@@ -164,7 +164,7 @@ def test_a_failure_is_asked_again_as_often_as_configured(codec, fault):
     one = reward_set(codec, {"weak": scorer}, retries=2, weak={"frames": "all"})
     torch.testing.assert_close(one.score_video(VIDEO, PROMPTS), 3 * VIDEO.flatten(1).mean(1))
     assert scorer.asked == 3
-    assert one.metrics(one.judge(LATENTS, PROMPTS), ["a"] * 3)["reward/retried"] == 2
+    assert one.metrics(one.score(LATENTS, PROMPTS), ["a"] * 3)["reward/retried"] == 2
 
 
 def test_a_failure_that_stays_names_its_scorer(codec):

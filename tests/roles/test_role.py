@@ -57,25 +57,25 @@ def test_warm_up_rises_in_equal_parts_and_its_last_update_is_whole():
 
 def test_linear_decay():
     """After the warm-up from 1 to the lowest share in n updates, then flat: m + (1 - m) (1 - k / n)."""
-    got = factors(range(2, 9), warmup_updates=2, decay="linear", decay_updates=4, min_lr_ratio=0.2)
+    got = factors(range(2, 9), warmup_updates=2, decay="linear", lr_decay_updates=4, min_lr_ratio=0.2)
     assert got == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
 
 
 def test_cosine_decay():
     """m + (1 - m) (1 + cos(pi k / n)) / 2."""
-    got = factors(range(6), decay="cosine", decay_updates=4, min_lr_ratio=0.1)
+    got = factors(range(6), decay="cosine", lr_decay_updates=4, min_lr_ratio=0.1)
     expected = [0.1 + 0.9 * (1 + math.cos(math.pi * min(k, 4) / 4)) / 2 for k in range(6)]
     assert got == pytest.approx(expected)
 
 
 def test_a_lowest_share_of_zero_is_zero():
     """A peer's `min_lr_ratio: 0` became .5 through `or`."""
-    assert factors(range(4, 6), decay="linear", decay_updates=4, min_lr_ratio=0.0) == [0, 0]
+    assert factors(range(4, 6), decay="linear", lr_decay_updates=4, min_lr_ratio=0.0) == [0, 0]
 
 
 @given(decay=st.sampled_from(["constant", "linear", "cosine"]), warm=st.integers(0, 5), n=st.integers(0, 9))
 def test_the_factor_stays_between_nothing_and_one(decay, warm, n):
-    got = factors(range(20), warmup_updates=warm, decay=decay, decay_updates=n)
+    got = factors(range(20), warmup_updates=warm, decay=decay, lr_decay_updates=n)
     assert all(0 <= factor <= 1 for factor in got)
     assert got[warm:] == sorted(got[warm:], reverse=True)
 
@@ -90,7 +90,7 @@ def test_the_clock_counts_updates_of_this_role():
 
 def test_a_first_update_of_adamw_has_the_size_of_the_learning_rate():
     """m = (1 - b1) g, v = (1 - b2) g^2, bias-corrected g / |g|: every weight moves by lr, after decay by lr wd w."""
-    role = student(learning_rate=1e-3, weight_decay=0.1, clip_norm=0.0, eps=1e-12)
+    role = student(learning_rate=1e-3, weight_decay=0.1, max_grad_norm=0.0, eps=1e-12)
     before = weights(role.network)
     give_gradient(role)
     signs = {key: gradient.sign() for key, gradient in gradients(role.network).items()}
@@ -111,7 +111,7 @@ def first_moment_norm(role: Trainable) -> float:
 
 @pytest.mark.parametrize(("scale", "clip", "given_share"), [(10.0, 0.5, None), (1e-6, 0.5, 1.0), (10.0, 0.0, 1.0)])
 def test_clipping_is_by_the_norm_over_all_weights(scale, clip, given_share):
-    role = student(clip_norm=clip)
+    role = student(max_grad_norm=clip)
     norm = give_gradient(role, scale)
     metrics = role.step()
     assert metrics["student/grad_norm"] == pytest.approx(norm, rel=1e-5)  # as it was before clipping
@@ -158,7 +158,7 @@ def test_the_average_after_three_updates():
     history = moved(role, 3)
     shares = (0.75**3, 0.25 * 0.75**2, 0.25 * 0.75, 0.25)
     expected = {k: sum(s * w[k] for s, w in zip(shares, history, strict=True)) for k in history[0]}
-    with role.averaged():
+    with role.ema_weights():
         assert_near(weights(role.network), expected, 1e-6)
         assert not torch.equal(role.network.proj_out.weight, history[3]["proj_out.weight"])
     assert_same(weights(role.network), history[3])
@@ -168,7 +168,7 @@ def test_the_average_is_put_back_after_an_error():
     role = student(learning_rate=0.1, ema_decay=0.75)
     last = moved(role, 1)[-1]
     state = {key: tensor.clone() for key, tensor in role.state_dict().items()}
-    with pytest.raises(KeyError), role.averaged():
+    with pytest.raises(KeyError), role.ema_weights():
         raise KeyError
     assert_same(weights(role.network), last)
     assert_same(role.state_dict(), state)
@@ -177,7 +177,7 @@ def test_the_average_is_put_back_after_an_error():
 def test_without_an_average_the_weights_stand_in():
     role = student()
     last = moved(role, 1)[-1]
-    with role.averaged():
+    with role.ema_weights():
         assert_same(weights(role.network), last)
     assert not any(key.startswith("ema/") for key in role.state_dict())
 
@@ -185,12 +185,12 @@ def test_without_an_average_the_weights_stand_in():
 def test_loaded_weights_are_averaged_anew():
     role = student(learning_rate=0.1, ema_decay=0.75)
     moved(role, 2)
-    role.restart_average()
+    role.restart_ema()
     now = weights(role.network)
-    with role.averaged():
+    with role.ema_weights():
         assert_same(weights(role.network), now)
     history = [now, *moved(role, 1)[1:]]
-    with role.averaged():
+    with role.ema_weights():
         assert_near(weights(role.network), {k: 0.75 * history[0][k] + 0.25 * history[1][k] for k in now}, 1e-6)
 
 

@@ -23,7 +23,7 @@ from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec, damage, find, newest_sound
 from unified_trainer.parallel.mesh import Mesh
 
-__all__ = ["CheckpointError", "DiskFull", "Spec", "contract", "damage", "find", "load", "newest_sound", "save"]
+__all__ = ["CheckpointError", "DiskFull", "Spec", "damage", "find", "load", "newest_sound", "save", "trained_sampler"]
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 HEADERS = 2**20  # bytes that a checkpoint may take beyond its tensors
@@ -35,9 +35,9 @@ class DiskFull(CheckpointError):
 
 
 def save(
-    root: Path, step: int, tensors: Mapping[str, Tensor], mesh: Mesh, facts: Mapping[str, Any] | None = None
+    root: Path, step: int, tensors: Mapping[str, Tensor], mesh: Mesh, metadata: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write `root/step_N` through a temporary folder whose manifest, with the facts, comes last.
+    """Write `root/step_N` through a temporary folder whose manifest, with the metadata, comes last.
 
     When a rank fails, CheckpointError (DiskFull, if that is why) on every rank, and nothing is left behind.
     """
@@ -50,7 +50,7 @@ def save(
         mesh.barrier()
         files = _all_or_none(mesh, root, lambda: _on_disk(building, mesh))
         checksums = manifest.checksums(files, mesh)
-        known = {"version": manifest.VERSION, "step": step, "ranks": mesh.size, "sampler": None, **(facts or {})}
+        known = {"version": manifest.VERSION, "step": step, "ranks": mesh.size, "sampler": None, **(metadata or {})}
         _on_main(mesh, root, lambda: _finish(building, folder, known, dict(zip(files, checksums, strict=True))))
     except Exception:
         if mesh.is_main:
@@ -59,7 +59,7 @@ def save(
     return folder
 
 
-def contract(spec: str | Path) -> dict[str, Any] | None:
+def trained_sampler(spec: str | Path) -> dict[str, Any] | None:
     """The sampler that a checkpoint's student was made for, if for one."""
     return find(spec)[1]["sampler"]
 
@@ -117,7 +117,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
     _no_advice()
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save(tensors, storage_writer=writer, no_dist=mesh.size == 1, process_group=mesh.talk)
+        dcp.save(tensors, storage_writer=writer, no_dist=mesh.size == 1, process_group=mesh.control_group)
     except CheckpointException as failed:  # the same on all ranks
         error = next(iter(failed.failures.values()))[0]
         if not isinstance(error, OSError):
@@ -160,7 +160,7 @@ def _all_or_none(mesh: Mesh, where: Path, work: Callable[[], T]) -> T:
     except OSError as caught:
         error = _named(where, caught)
     mine = 0 if error is None else 2 if isinstance(error, DiskFull) else 1
-    worst = int(mesh.largest(mine))
+    worst = int(mesh.max(mine))
     if error is None and worst:
         error = (CheckpointError, DiskFull)[worst - 1](f"{where}: another rank could not write its part")
     if error is not None:

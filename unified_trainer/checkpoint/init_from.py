@@ -12,13 +12,13 @@ from unified_trainer.parallel.mesh import Mesh
 ADAPTER = ".lora_"  # in the names of adapter weights
 
 
-def carry(roles: Mapping[str, Mapping[str, Tensor]], spec: str | Path, mesh: Mesh) -> str:
+def initialise(roles: Mapping[str, Mapping[str, Tensor]], spec: str | Path, mesh: Mesh) -> str:
     """Fill the weights of the roles that RUN[@step][:ema] holds, in place; what was done, in words.
 
     A role that it lacks stays as it is. CheckpointError, before any weight is overwritten, when it holds none of them,
     was damaged, or has a role with other weights.
     """
-    folder, known = find(spec)
+    folder, metadata = find(spec)
     kinds = _kinds(roles, folder, spec)
     if fault := damage(folder, mesh, kinds.values()):
         raise CheckpointError(f"{folder}: {fault}; take another one with {Spec.of(spec).run}@STEP")
@@ -27,12 +27,12 @@ def carry(roles: Mapping[str, Mapping[str, Tensor]], spec: str | Path, mesh: Mes
         _check_same(name, {key: tuple(tensor.shape) for key, tensor in roles[name].items()}, held, folder, spec)
     taken = {f"{kind}/{key}": tensor.detach() for name, kind in kinds.items() for key, tensor in roles[name].items()}
     load(folder, taken, mesh)
-    return _words(roles, kinds, folder, known)
+    return _words(roles, kinds, folder, metadata)
 
 
-def held_roles(known: Manifest) -> list[str]:
+def roles_in(metadata: Manifest) -> list[str]:
     """The roles whose weights a checkpoint holds."""
-    return sorted({name.split("/")[0] for name in known["files"] if name.split("/")[1] == "weights"})
+    return sorted({name.split("/")[0] for name in metadata["files"] if name.split("/")[1] == "weights"})
 
 
 def _kinds(roles: Mapping[str, object], folder: Path, spec: str | Path) -> dict[str, str]:
@@ -71,13 +71,13 @@ def _check_same(
             raise CheckpointError(f"{folder}: {role}'s {key} is {there} there, {here} in this run: another model")
 
 
-def _words(roles: Mapping[str, object], kinds: Mapping[str, str], folder: Path, known: Manifest) -> str:
+def _words(roles: Mapping[str, object], kinds: Mapping[str, str], folder: Path, metadata: Manifest) -> str:
     parts = [f"{name}{' (averaged)' if kind.endswith('/ema') else ''}" for name, kind in kinds.items()]
     said = [f"{', '.join(parts)} from {folder}"]
     said += [f"{name} starts from its own path, there is none" for name in roles if name not in kinds]
-    said += [f"its {name} is left behind" for name in held_roles(known) if name not in roles]
-    if known["sampler"]:
-        settings = {key: value for key, value in known["sampler"].items() if isinstance(value, int | float | str)}
+    said += [f"its {name} is left behind" for name in roles_in(metadata) if name not in roles]
+    if metadata["sampler"]:
+        settings = {key: value for key, value in metadata["sampler"].items() if isinstance(value, int | float | str)}
         made_for = ", ".join(f"{key} {value}" for key, value in settings.items() if value)
-    said.append(f"made for the sampler {made_for}" if known["sampler"] else "made for no sampler of its own")
+    said.append(f"made for the sampler {made_for}" if metadata["sampler"] else "made for no sampler of its own")
     return "; ".join(said)

@@ -47,10 +47,10 @@ class Keep:
 class Saver:
     """Writes checkpoints into a folder, in the way of the training or beside it, one at a time."""
 
-    def __init__(self, root: Path, mesh: Mesh, keep: Keep, say: Callable[[str], None], *, beside: bool) -> None:
+    def __init__(self, root: Path, mesh: Mesh, keep: Keep, say: Callable[[str], None], *, asynchronous: bool) -> None:
         self._root, self.keep, self._say = root, keep, say
-        self._beside = beside
-        self._train_mesh, self._mesh = mesh, mesh.aside() if beside else mesh
+        self._asynchronous = asynchronous
+        self._train_mesh, self._mesh = mesh, mesh.for_thread() if asynchronous else mesh
         self._stager = BlockingAsyncStager(cache_staged_state_dict=mesh.device.type != "cpu")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
@@ -64,18 +64,18 @@ class Saver:
         """A save that is under way is finished, whatever ends the run but a second Ctrl-C."""
         self._thread.shutdown(wait=kind is not KeyboardInterrupt)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    def save(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Save, or begin to. A full disk is said, and the run goes on; another fault is raised here or by `check`."""
         self.wait()
-        if self._beside:
+        if self._asynchronous:
             copied = self._stager.stage(dict(tensors))
-            self._pending = self._thread.submit(self._save, step, copied, facts)
+            self._pending = self._thread.submit(self._save, step, copied, metadata)
         else:
-            self._save(step, tensors, facts)
+            self._save(step, tensors, metadata)
 
     def check(self) -> None:
         """Raise, on all ranks at once, what a save beside the training failed with."""
-        if self._beside and self._train_mesh.any(self._pending is not None and self._failed(self._pending)):
+        if self._asynchronous and self._train_mesh.any(self._pending is not None and self._failed(self._pending)):
             self.wait()
 
     @property
@@ -100,9 +100,9 @@ class Saver:
     def _failed(self, pending: Future[None]) -> bool:
         return pending.done() and pending.exception() is not None
 
-    def _save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    def _save(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         try:
-            checkpoint.save(self._root, step, tensors, self._mesh, facts)
+            checkpoint.save(self._root, step, tensors, self._mesh, metadata)
         except DiskFull as full:
             self._say(f"warning: step {step} is not saved: {full}. Training goes on; earlier checkpoints are untouched")
             return
@@ -115,10 +115,10 @@ class Saver:
         metrics: dict[int, dict[str, float]] = {}
         for folder in manifest.folders(self._root):
             if manifest.step_of(folder) <= step:
-                known, fault = manifest.read(folder)
+                metadata, fault = manifest.read(folder)
                 if fault:
                     shutil.rmtree(folder)
                 else:
-                    metrics[known["step"]] = known.get("metrics", {})
+                    metrics[metadata["step"]] = metadata.get("metrics", {})
         for gone in metrics.keys() - self.keep.staying(metrics):
             shutil.rmtree(self._root / f"step_{gone}")

@@ -115,7 +115,7 @@ def checksums(files: list[Path], mesh: Mesh) -> list[int]:
     own = torch.zeros(1, len(files), dtype=torch.int64)
     for i in range(mesh.rank, len(files), mesh.size):
         own[0, i] = _crc32(files[i])
-    return mesh.everyone(own).sum(0).tolist()
+    return mesh.all_gather_cpu(own).sum(0).tolist()
 
 
 def _crc32(file: Path) -> int:

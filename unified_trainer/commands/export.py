@@ -15,10 +15,10 @@ from torch import Tensor
 
 from unified_trainer import config as settings
 from unified_trainer.commands.import_hpsv3 import link_or_copy
+from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.commands.scheduler import euler_scheduler
-from unified_trainer.commands.load_run import Trained, load_trained
-from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.models.base import VideoModel
+from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import DTYPES, Family
 
@@ -52,62 +52,62 @@ def export(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is not an empty folder; choose another one or remove it")
-    trained = load_trained(run, role, base, Mesh(torch.device("cpu")), causal=False)
-    if adapter != "merge" and not trained.role.config.adapter.rank:
-        raise ValueError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
+    loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False)
+    if adapter != "merge" and not loaded.role.config.adapter.rank:
+        raise ValueError(f"--adapter {adapter}: {run} loaded all weights of {role}; leave it out")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         folder = Path(scratch) / out.name
         folder.mkdir()
         if adapter == "peft":
-            _write_adapters(trained, folder)
+            _write_adapters(loaded, folder)
         elif adapter == "published":
-            _write_published(trained, folder)
+            _write_published(loaded, folder)
         else:
-            _write_network(trained, folder, DTYPES[dtype], max_shard_size)
-            _write_components(trained, folder, components)
-        about = _about(trained, role, run)
+            _write_network(loaded, folder, DTYPES[dtype], max_shard_size)
+            _write_components(loaded, folder, components)
+        about = _about(loaded, role, run)
         (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         folder.chmod(0o755)
         folder.replace(out)
-    Console().print(f"{out}: {trained.said}. {about['how']}", highlight=False, soft_wrap=True)
+    Console().print(f"{out}: {loaded.said}. {about['how']}", highlight=False, soft_wrap=True)
 
 
-def _write_network(trained: Trained, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
-    """The network or both experts, adapters folded in; RuntimeError unless what was written is what was trained."""
+def _write_network(loaded: LoadedRole, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+    """The network or both experts, adapters folded in; RuntimeError unless what was written is what was loaded."""
     before = {}
-    for side in trained.role.sides:
-        with trained.role.running(side) as model:
+    for side in loaded.role.sides:
+        with loaded.role.running(side) as model:
             before[side] = _velocity(model)
-    trained.role.merge()
-    for side, component in trained.components.items():
-        with trained.role.running(side) as model:
-            _must_agree(_velocity(model), before[side], MERGED, f"{trained.said}: with its adapter folded in")
+    loaded.role.merge()
+    for side, component in loaded.components.items():
+        with loaded.role.running(side) as model:
+            _must_agree(_velocity(model), before[side], MERGED, f"{loaded.said}: with its adapter folded in")
             model.save(folder, component, dtype, max_shard_size)
-            again = _read(trained.family, folder, component)
+            again = _read(loaded.family, folder, component)
             read = again.network.state_dict()
             for key, weight in model.network.state_dict().items():
                 if not torch.equal(read[key], weight):
-                    raise RuntimeError(f"{trained.said}: {key} is not written as it is in memory; is the disk sound?")
-            _must_agree(_velocity(again), _velocity(model), WRITTEN, f"{trained.said}: {component} read again")
+                    raise RuntimeError(f"{loaded.said}: {key} is not written as it is in memory; is the disk sound?")
+            _must_agree(_velocity(again), _velocity(model), WRITTEN, f"{loaded.said}: {component} read again")
 
 
-def _write_adapters(trained: Trained, folder: Path) -> None:
+def _write_adapters(loaded: LoadedRole, folder: Path) -> None:
     """The adapter, or those of the experts in a folder for each."""
-    for side in trained.split.trained:
-        own = folder / trained.components[side] if side else folder
-        with trained.role.running(side) as model:
+    for side in loaded.layout.trained:
+        own = folder / loaded.components[side] if side else folder
+        with loaded.role.running(side) as model:
             before = _velocity(model)
-        trained.role.save_adapter(side, own)
-        again = _read(trained.family, trained.base, trained.split.components[side])
+        loaded.role.save_adapter(side, own)
+        again = _read(loaded.family, loaded.base, loaded.layout.components[side])
         PeftModel.from_pretrained(again.network, own)
-        _must_agree(_velocity(again), before, WRITTEN, f"{trained.said}: the adapter read again")
+        _must_agree(_velocity(again), before, WRITTEN, f"{loaded.said}: the adapter read again")
 
 
-def _write_published(trained: Trained, folder: Path) -> None:
+def _write_published(loaded: LoadedRole, folder: Path) -> None:
     """The adapter in one file, or those of the experts in a file for each, as Wan2.2-Lightning has them."""
-    for side in trained.split.trained:
-        named = trained.family.published_adapter(*trained.role.adapter(side))
+    for side in loaded.layout.trained:
+        named = loaded.family.published_adapter(*loaded.role.adapter(side))
         name = f"{side}_noise_model" if side else "model"
         save_file(named, folder / f"{name}.safetensors", metadata={"format": "pt"})
 
@@ -129,16 +129,16 @@ def _must_agree(velocity: Tensor, expected: Tensor, tolerance: float, what: str)
         raise RuntimeError(f"{what}, the network's output is off by {off:.1e} of its largest value")
 
 
-def _write_components(trained: Trained, folder: Path, how: Literal["link", "copy", "none"]) -> None:
+def _write_components(loaded: LoadedRole, folder: Path, how: Literal["link", "copy", "none"]) -> None:
     """The rest of the pipeline, with the run's own scheduler where diffusers has one."""
-    index = json.loads((trained.base / INDEX).read_text())
-    scheduler = euler_scheduler(trained.run.sampler)
+    index = json.loads((loaded.base / INDEX).read_text())
+    scheduler = euler_scheduler(loaded.run.sampler)
     if scheduler is not None:
         scheduler.save_pretrained(folder / "scheduler")
         index["scheduler"] = ["diffusers", type(scheduler).__name__]
-    if trained.split.boundary is not None:
-        high, low = trained.family.experts
-        index |= {low: index[high], "boundary_ratio": trained.split.boundary}
+    if loaded.layout.boundary is not None:
+        high, low = loaded.family.experts
+        index |= {low: index[high], "boundary_ratio": loaded.layout.boundary}
     if how == "none":
         return
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -146,12 +146,12 @@ def _write_components(trained: Trained, folder: Path, how: Literal["link", "copy
     place = link_or_copy if how == "link" else shutil.copyfile
     for name in present:
         if not (folder / name).exists():
-            shutil.copytree(trained.base / name, folder / name, copy_function=lambda a, b: place(Path(a), Path(b)))
+            shutil.copytree(loaded.base / name, folder / name, copy_function=lambda a, b: place(Path(a), Path(b)))
 
 
-def _about(trained: Trained, role: str, spec: str) -> dict[str, Any]:
+def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
     """Where the folder comes from, and how its sampler is asked for."""
-    sampler = trained.run.sampler
+    sampler = loaded.run.sampler
     if euler_scheduler(sampler) is None:
         how = f"diffusers has no scheduler for its sampler: `python -m unified_trainer sample {spec}` has"
     else:
@@ -159,10 +159,10 @@ def _about(trained: Trained, role: str, spec: str) -> dict[str, Any]:
     return {
         "role": role,
         "from": spec,
-        "step": trained.known["step"],
-        "method": trained.known["method"],
-        "boundary": trained.split.boundary,
-        "sampler": settings.plain(trained.run)["sampler"],
+        "step": loaded.metadata["step"],
+        "method": loaded.metadata["method"],
+        "boundary": loaded.layout.boundary,
+        "sampler": settings.plain(loaded.run)["sampler"],
         "how": how,
     }
 

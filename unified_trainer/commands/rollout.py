@@ -8,15 +8,15 @@ import tyro
 from rich.console import Console
 
 from unified_trainer import config as settings
+from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.rollout_folder import RolloutFolder
 from unified_trainer.commands.sample import draw_latents, read_lines
-from unified_trainer.commands.load_run import load_trained
+from unified_trainer.data.video_files import to_uint8, write_mp4
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import check_reward, load_scorers
 from unified_trainer.roles.reward import Reward
 from unified_trainer.types import Video
-from unified_trainer.data.video_files import to_uint8, write_mp4
 
 
 def rollout(
@@ -50,23 +50,23 @@ def rollout(
     if min(batch, num_samples) < 1 or num_videos < 0:
         raise ValueError("--batch and --num-samples must be at least 1, --num-videos not negative")
     lines = read_lines(prompts)
-    trained = load_trained(run, "student", base, Mesh.join(device), causal=True)
-    rewards = settings.read_reward(reward) if reward else trained.run.reward
-    check_reward(rewards, trained.run.video.frames)
-    plain = settings.plain(trained.run)
-    about = {"run": run, "step": trained.known["step"], "method": trained.known["method"], "base": str(trained.base)}
+    loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
+    rewards = settings.read_reward(reward) if reward else loaded.run.reward
+    check_reward(rewards, loaded.run.video.frames)
+    plain = settings.plain(loaded.run)
+    about = {"run": run, "step": loaded.metadata["step"], "method": loaded.metadata["method"], "base": str(loaded.base)}
     about |= {"sampler": plain["sampler"], "video": plain["video"], "seed": seed, "num_samples": num_samples}
     folder = RolloutFolder.begin(output, about | {"batch": batch, "prompts": lines})
-    codec = trained.family.codec(trained.base, trained.role.device)
+    codec = loaded.family.codec(loaded.base, loaded.role.device)
     asked = [prompt for _, prompt in folder.samples]
     drawn = 0
     for part, numbers in enumerate(folder.parts):
         if not folder.file(part).is_file():
-            folder.write(part, draw_latents(trained, codec, asked, numbers, seed))
+            folder.write(part, draw_latents(loaded, codec, asked, numbers, seed))
             drawn += len(numbers)
-    scorers, _ = load_scorers(rewards, trained.role.device)
-    mean = folder.score(name, Reward(scorers, codec, rewards), codec, trained.role.device, _videos(output, num_videos))
-    said = f"{len(asked)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {trained.said}"
+    scorers, _ = load_scorers(rewards, loaded.role.device)
+    mean = folder.score(name, Reward(scorers, codec, rewards), codec, loaded.role.device, _videos(output, num_videos))
+    said = f"{len(asked)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {loaded.said}"
     Console().print(said, highlight=False, soft_wrap=True)
 
 

@@ -115,7 +115,7 @@ class RolloutFolder:
 
     def _rows(self, part: int, numbers: range, reward: Reward, video: Video) -> list[dict[str, Any]]:
         samples = [self.samples[i] for i in numbers]
-        names = (*reward.weights, *reward.witnesses)
+        names = (*reward.weights, *reward.held_out)
         parts = reward.parts(video, tuple(prompt for _, prompt in samples), names).double()
         totals = reward.total(parts[:, : len(reward.weights)]).tolist()
         return [

@@ -15,15 +15,15 @@ from rich.console import Console
 from torch import Tensor
 
 from unified_trainer.build import cache_memory
-from unified_trainer.commands.load_run import Trained, load_trained
+from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import read_prompts
+from unified_trainer.data.video_files import Mp4, contact_sheet, to_uint8
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.sampling import Draw, generate, stream_chunks
 from unified_trainer.types import Batch, Latents, Video
-from unified_trainer.data.video_files import Mp4, contact_sheet, to_uint8
 
 
 def sample(
@@ -50,7 +50,7 @@ def sample(
         frames: pixel frames of a video; 0 takes the run's
         stream: write the frames chunk by chunk as they are made, and say how fast; a causal student only
         window_frames: finished latent frames that a causal student looks back on; by default the run's, and beyond
-            the length of the run as many as it was trained to look back on
+            the length of the run as many as it was loaded to look back on
         sink_frames: how many of those are always the very first ones; by default the run's
         device: where to run
         base: pipeline folder that the student started from, if it is no longer where the run found it
@@ -60,31 +60,31 @@ def sample(
     if batch < 1:
         raise ValueError(f"--batch must be at least 1, not {batch}")
     lines = read_lines(prompts)
-    trained = load_trained(run, "student", base, Mesh.join(device), causal=True)
-    trained = of_length(trained, frames, window_frames, sink_frames, min(batch, len(lines)))
-    if stream and not trained.run.sampler.chunks.causal:
+    loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
+    loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)))
+    if stream and not loaded.run.sampler.chunks.causal:
         raise ValueError(f"--stream needs a causal student, but {run} makes all frames at once: leave it out")
     output.mkdir(parents=True, exist_ok=True)
-    clips, said = _write(trained, lines, seed, batch, output, stream)
+    clips, said = _write(loaded, lines, seed, batch, output, stream)
     contact_sheet(clips, lines, output / "contact_sheet.png")
     rows = [{"video": f"{i}.mp4", "prompt": prompt, "seed": seed + i} for i, prompt in enumerate(lines)]
     (output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    Console().print(f"{len(lines)} videos in {output}: {trained.said}{said}", highlight=False, soft_wrap=True)
+    Console().print(f"{len(lines)} videos in {output}: {loaded.said}{said}", highlight=False, soft_wrap=True)
 
 
-def of_length(trained: Trained, frames: int, window: int | None, sink: int | None, batch: int) -> Trained:
+def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | None, batch: int) -> LoadedRole:
     """The same student for videos of so many frames; ValueError for what cannot be, or does not fit in memory.
 
     Beyond the length of its run a causal student looks back no farther than it did there, unless told to.
     """
-    run, chunks = trained.run, trained.run.sampler.chunks
+    run, chunks = loaded.run, loaded.run.sampler.chunks
     video = dataclasses.replace(run.video, frames=frames or run.video.frames)
-    codec = trained.family.codec(trained.base, trained.role.device)
+    codec = loaded.family.codec(loaded.base, loaded.role.device)
     shape = codec.latent_shape(video.frames, video.height, video.width)
     if not chunks.causal:
         if window is not None or sink is not None:
             raise ValueError("--window-frames and --sink-frames are for causal students: leave them out")
-        return dataclasses.replace(trained, run=dataclasses.replace(run, video=video))
+        return dataclasses.replace(loaded, run=dataclasses.replace(run, video=video))
     known = codec.latent_shape(run.video.frames, video.height, video.width)[1]
     if window is None:
         window = chunks.window_frames or (known - chunks.chunk_frames if shape[1] > known else 0)
@@ -95,8 +95,8 @@ def of_length(trained: Trained, frames: int, window: int | None, sink: int | Non
     sampler.check()
     sampler.chunks.ranges(shape[1])
     run = dataclasses.replace(run, video=video, sampler=sampler)
-    cache_memory(run, trained.role, shape, batch, "lower --batch, or set --window-frames")
-    return dataclasses.replace(trained, run=run)
+    cache_memory(run, loaded.role, shape, batch, "lower --batch, or set --window-frames")
+    return dataclasses.replace(loaded, run=run)
 
 
 def read_lines(prompts: Sequence[str]) -> list[str]:
@@ -107,44 +107,44 @@ def read_lines(prompts: Sequence[str]) -> list[str]:
     return lines
 
 
-def videos(trained: Trained, prompts: Sequence[str], seed: int, batch: int) -> Iterator[Video]:
+def videos(loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int) -> Iterator[Video]:
     """The videos of the prompts, so many at a time."""
-    for parts in pieces(trained, prompts, seed, batch, by_chunk=False):
+    for parts in pieces(loaded, prompts, seed, batch, by_chunk=False):
         yield torch.cat(list(parts), 2)
 
 
 def pieces(
-    trained: Trained, prompts: Sequence[str], seed: int, batch: int, *, by_chunk: bool
+    loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int, *, by_chunk: bool
 ) -> Iterator[Iterator[Video]]:
     """The same videos, each batch as an iterator over its frames: all at once, or by chunks made as it goes."""
-    codec = trained.family.codec(trained.base, trained.role.device)
+    codec = loaded.family.codec(loaded.base, loaded.role.device)
     for start in range(0, len(prompts), batch):
         numbers = range(start, min(start + batch, len(prompts)))
         if by_chunk:
-            made = _stream(trained, codec, prompts, numbers, seed)
+            made = _stream(loaded, codec, prompts, numbers, seed)
         else:
-            made = iter([draw_latents(trained, codec, prompts, numbers, seed)])
+            made = iter([draw_latents(loaded, codec, prompts, numbers, seed)])
         yield map(codec.decoder(), made)
 
 
-def draw_latents(trained: Trained, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> Latents:
+def draw_latents(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> Latents:
     """Clean latents of the samples of these numbers; number i depends on prompts[i], seed + i and not on the others.
 
     Its noise is what diffusers draws with `torch.Generator().manual_seed(seed + i)`.
     """
-    batch_of, draw = _start(trained, codec, numbers, seed)
-    return generate(trained.role, draw(0), batch_of([prompts[i] for i in numbers]), trained.run.sampler, draw)
+    batch_of, draw = _start(loaded, codec, numbers, seed)
+    return generate(loaded.role, draw(0), batch_of([prompts[i] for i in numbers]), loaded.run.sampler, draw)
 
 
-def _start(trained: Trained, codec: Codec, numbers: range, seed: int) -> tuple[Callable[[list[str]], Batch], Draw]:
+def _start(loaded: LoadedRole, codec: Codec, numbers: range, seed: int) -> tuple[Callable[[list[str]], Batch], Draw]:
     """What makes a batch of as many prompts, and the noise of these samples."""
-    video, ids = trained.run.video, list(numbers)
+    video, ids = loaded.run.video, list(numbers)
     shape = codec.latent_shape(video.frames, video.height, video.width)
-    uncond = codec.encode_text([trained.run.sampler.negative_prompt])
+    uncond = codec.encode_text([loaded.run.sampler.negative_prompt])
     streams = [torch.Generator().manual_seed(seed + i) for i in ids]
 
     def draw(_: int) -> Tensor:
-        return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(trained.role.device)
+        return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(loaded.role.device)
 
     def batch_of(texts: list[str]) -> Batch:
         return make_batch(codec, texts, uncond, shape, prompt_ids=ids, sample_ids=ids)
@@ -153,25 +153,25 @@ def _start(trained: Trained, codec: Codec, numbers: range, seed: int) -> tuple[C
 
 
 @torch.no_grad()
-def _stream(trained: Trained, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> Iterator[Latents]:
+def _stream(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> Iterator[Latents]:
     """Chunk by chunk; the prompts of a text take turns, each for an equal share of the chunks."""
-    batch_of, draw = _start(trained, codec, numbers, seed)
-    noise, sampler = draw(0), trained.run.sampler
+    batch_of, draw = _start(loaded, codec, numbers, seed)
+    noise, sampler = draw(0), loaded.run.sampler
     scenes = [prompts[i].split(" | ") for i in numbers]
     count = len(sampler.chunks.ranges(noise.shape[2]))
     now = [[scene[i * len(scene) // count] for scene in scenes] for i in range(count)]
     turns = {i: batch_of(now[i]).cond for i in range(1, count) if now[i] != now[i - 1]}
     exits = [sampler.num_steps - 1] * count
-    yield from stream_chunks(trained.role, noise, batch_of(now[0]), sampler, draw, exits, turns=turns)
+    yield from stream_chunks(loaded.role, noise, batch_of(now[0]), sampler, draw, exits, turns=turns)
 
 
 def _write(
-    trained: Trained, prompts: Sequence[str], seed: int, batch: int, output: Path, by_chunk: bool
+    loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int, output: Path, by_chunk: bool
 ) -> tuple[list[np.ndarray], str]:
     """Every video's frames, written as they come, and how fast that was if it was chunk by chunk."""
     clips: list[np.ndarray] = []
     began, first = time.perf_counter(), 0.0
-    for parts in pieces(trained, prompts, seed, batch, by_chunk=by_chunk):
+    for parts in pieces(loaded, prompts, seed, batch, by_chunk=by_chunk):
         with contextlib.ExitStack() as open_files:
             files, seen = [], []
             for part in parts:

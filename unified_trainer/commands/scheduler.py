@@ -24,7 +24,7 @@ def euler_scheduler(sampler: SamplerConfig) -> FlowMatchEulerDiscreteScheduler |
     levels = sampler.sigmas().tolist()
     settings: dict[str, float | bool] = {"shift": s, "stochastic_sampling": sampler.solver == "sde"}
     if steps > 1:
-        d = 1 - sampler.step_list[1] / TRAIN_STEPS if sampler.step_list else 1 / steps
+        d = 1 - sampler.step_sigmas[1] / TRAIN_STEPS if sampler.step_sigmas else 1 / steps
         r = (TRAIN_STEPS - 1) / (d * (steps - 1))
         b = s * r + (TRAIN_STEPS - 1) * (1 - s)
         root = b * b + 4 * (1 - s) * s * r

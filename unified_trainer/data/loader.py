@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unified_trainer.numerics.advantages import curriculum
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.models.base import Codec
+from unified_trainer.numerics.advantages import curriculum
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
 from unified_trainer.types import Batch, Condition
@@ -23,7 +23,7 @@ class Source(Protocol):
     def latents(self, indices: list[int]) -> Tensor | None: ...
 
 
-class Feed:
+class Loader:
     """Batches by step: every epoch a new order, every sample once before any comes again; or by failures."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Feed:
     def state_dict(self) -> dict[str, Tensor]:
         return {} if self._failures is None else {"failures": self._failures}
 
-    def after_load(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Nothing is left to do: the counts were filled in place."""
 
     def batch_of(self, indices: list[int], sample_ids: list[int]) -> Batch:

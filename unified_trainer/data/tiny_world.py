@@ -1,4 +1,4 @@
-"""The tiny world: one coloured shape on a dark ground, moving in one direction, with its caption and an exact judge."""
+"""The tiny world: one colored shape on a dark ground, moving in one direction, with its caption and an exact attribute checker."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 SIZE = 64  # pixels, both sides
 FRAMES = 17
 BACKGROUND = (0.08, 0.08, 0.10)
-COLOURS = {
+COLORS = {
     "red": (0.90, 0.15, 0.15),
     "green": (0.15, 0.80, 0.20),
     "blue": (0.20, 0.30, 0.95),
@@ -21,10 +21,10 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle")
 DIRECTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
 PHRASINGS = (
-    "a {colour} {shape} moving {direction}",
-    "{colour} {shape} moves {direction}",
-    "a {shape} that is {colour} and moves {direction}",
-    "moving {direction}, a {colour} {shape}",
+    "a {color} {shape} moving {direction}",
+    "{color} {shape} moves {direction}",
+    "a {shape} that is {color} and moves {direction}",
+    "moving {direction}, a {color} {shape}",
 )
 RADIUS_RANGE = (11.0, 14.0)  # pixels, of the circle of equal area
 TRAVEL_RANGE = (18.0, 26.0)  # pixels, from the first frame of a clip to its last
@@ -32,21 +32,21 @@ TRAVEL_RANGE = (18.0, 26.0)  # pixels, from the first frame of a clip to its las
 
 @dataclass(frozen=True)
 class Subject:
-    """What a caption promises and the judge checks."""
+    """What a caption promises and the attribute checker verifies."""
 
-    colour: str
+    color: str
     shape: str
     direction: str
 
     def caption(self, phrasing: int = 0) -> str:
-        return PHRASINGS[phrasing].format(colour=self.colour, shape=self.shape, direction=self.direction)
+        return PHRASINGS[phrasing].format(color=self.color, shape=self.shape, direction=self.direction)
 
 
-SUBJECTS = tuple(Subject(*parts) for parts in itertools.product(COLOURS, SHAPES, DIRECTIONS))
-# Eight of the 48: every colour and every direction twice, every shape at least twice; each pair is seen elsewhere.
+SUBJECTS = tuple(Subject(*parts) for parts in itertools.product(COLORS, SHAPES, DIRECTIONS))
+# Eight of the 48: every color and every direction twice, every shape at least twice; each pair is seen elsewhere.
 HELD_OUT = tuple(
-    Subject(colour, SHAPES[(i + j) % 3], tuple(DIRECTIONS)[(i + 2 * j) % 4])
-    for i, colour in enumerate(COLOURS)
+    Subject(color, SHAPES[(i + j) % 3], tuple(DIRECTIONS)[(i + 2 * j) % 4])
+    for i, color in enumerate(COLORS)
     for j in range(2)
 )
 TRAINING = tuple(subject for subject in SUBJECTS if subject not in HELD_OUT)
@@ -85,8 +85,8 @@ def render(clips: Sequence[Clip], frames: int = FRAMES) -> Float[Tensor, "b 3 t 
         along = DIRECTIONS[clip.subject.direction]
         x, y = (c + a * path for c, a in zip(clip.centre, along, strict=True))
         alpha = coverage(clip.subject.shape, x, y, torch.full_like(x, clip.radius))
-        colour = torch.tensor(COLOURS[clip.subject.colour]).view(3, 1, 1, 1)
-        video[i] = ground + alpha * (colour - ground)
+        color = torch.tensor(COLORS[clip.subject.color]).view(3, 1, 1, 1)
+        video[i] = ground + alpha * (color - ground)
     return video
 
 
@@ -109,42 +109,42 @@ def coverage(
     return (inside + 0.5).clamp(0, 1)
 
 
-def judge(video: Float[Tensor, "b 3 t h w"], subjects: Sequence[Subject]) -> dict[str, Bool[Tensor, " b"]]:
-    """Which samples show what was asked: `colour`, `shape`, `direction` and `all`; video in [0, 1].
+def check_attributes(video: Float[Tensor, "b 3 t h w"], subjects: Sequence[Subject]) -> dict[str, Bool[Tensor, " b"]]:
+    """Which samples show what was asked: `color`, `shape`, `direction` and `all`; video in [0, 1].
 
-    Colour: the palette colour nearest in angle to the mean difference from the ground, in all thirds of the clip.
+    Color: the palette color nearest in angle to the mean difference from the ground, in all thirds of the clip.
     Shape: the template of equal area and centre with the largest overlap, which must exceed 0.8.
     Direction: the axis and sign of the centroid's path, at least 8 pixels long and twice its sideways part.
     """
     if len(video) != len(subjects):
-        raise ValueError(f"judge: {len(video)} videos but {len(subjects)} subjects")
+        raise ValueError(f"check_attributes: {len(video)} videos but {len(subjects)} subjects")
     found = [read(clip) for clip in video.float()]
     parts = {
         name: torch.tensor([seen[name] == getattr(s, name) for seen, s in zip(found, subjects, strict=True)])
-        for name in ("colour", "shape", "direction")
+        for name in ("color", "shape", "direction")
     }
-    return {**parts, "all": parts["colour"] & parts["shape"] & parts["direction"]}
+    return {**parts, "all": parts["color"] & parts["shape"] & parts["direction"]}
 
 
 def read(clip: Float[Tensor, "3 t h w"]) -> dict[str, str | None]:
     """What one clip shows, each attribute None when it shows nothing clear."""
     ground = torch.tensor(BACKGROUND, dtype=clip.dtype)
     difference = clip.movedim(0, -1) - ground
-    names = tuple(COLOURS)
-    palette = torch.tensor([COLOURS[name] for name in names], dtype=clip.dtype) - ground
+    names = tuple(COLORS)
+    palette = torch.tensor([COLORS[name] for name in names], dtype=clip.dtype) - ground
     strength = difference.norm(dim=-1)
     weight = torch.where(strength > 0.3, strength, 0.0)
     mean = torch.stack([(d * w[..., None]).sum((0, 1, 2)) for d, w in _thirds(difference, weight)])
     cosine = torch.nn.functional.normalize(mean, dim=-1) @ torch.nn.functional.normalize(palette, dim=-1).T
     votes = cosine.argmax(-1).tolist()
-    colour = names[votes[0]] if len(set(votes)) == 1 and bool((cosine.amax(-1) > 0.93).all()) else None
+    color = names[votes[0]] if len(set(votes)) == 1 and bool((cosine.amax(-1) > 0.93).all()) else None
 
     axis = palette[votes[len(votes) // 2]]
     alpha = ((difference @ axis) / axis.square().sum()).clamp(0, 1)
     alpha = torch.where(alpha > 0.25, alpha, 0.0)
     area = alpha.sum((1, 2))
     if not bool((area > 100).all()):  # pixels: the smallest drawn has 380
-        return {"colour": colour, "shape": None, "direction": None}
+        return {"color": color, "shape": None, "direction": None}
     grid = torch.arange(SIZE, dtype=clip.dtype) + 0.5
     x = (alpha.sum(1) @ grid) / area
     y = (alpha.sum(2) @ grid) / area
@@ -161,7 +161,7 @@ def read(clip: Float[Tensor, "3 t h w"]) -> dict[str, str | None]:
     else:
         along, aside, direction = abs(dy), abs(dx), "down" if dy > 0 else "up"
     return {
-        "colour": colour,
+        "color": color,
         "shape": shape if overlap[shape] > 0.8 else None,
         "direction": direction if along >= 8 and along >= 2 * aside else None,
     }

@@ -9,7 +9,7 @@ from torch import Tensor
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.experts import Split
+from unified_trainer.roles.experts import ExpertLayout
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch
 
@@ -19,7 +19,7 @@ class Loss:
     """One backward pass, and whether its role moves afterwards.
 
     The values of the losses up to a move must sum to the mean over this generator's samples; the trainer divides by
-    the number of generators. Metrics are averaged over generators, rounds and ranks: a number counts once, a vector as
+    the number of micro_batches. Metrics are averaged over micro_batches, rounds and ranks: a number counts once, a vector as
     many times as it has elements. Names ending in _max are maxima.
     """
 
@@ -34,7 +34,7 @@ class Algorithm(Protocol):
     """A method's own settings."""
 
     @property
-    def learns_from_data(self) -> bool:
+    def needs_clips(self) -> bool:
         """Whether batches bring clean latents."""
         ...
 
@@ -42,7 +42,7 @@ class Algorithm(Protocol):
         """Raise ValueError, naming the key, for what cannot be; called before any weight is loaded."""
         ...
 
-    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
+    def check_experts(self, sampler: SamplerConfig, layouts: Mapping[str, ExpertLayout]) -> None:
         """The same for what each role is made of, one network or two experts."""
         ...
 
@@ -61,14 +61,14 @@ class WithOptionalRoles(Protocol):
 
 
 @runtime_checkable
-class Kept(Protocol):
+class Stateful(Protocol):
     """What a checkpoint holds the state of; a method may be one."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors by name, for a checkpoint to write, or to fill in place."""
         ...
 
-    def after_load(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take what of this state, now filled, is not a tensor of one's own."""
         ...
 
@@ -76,9 +76,9 @@ class Kept(Protocol):
 class Method(Protocol):
     """An algorithm. Its roles are its constructor's keyword-only arguments."""
 
-    trains_sampler: ClassVar[bool]  # whether the student is trained for the run's sampler, which then goes with it
+    trained_for_sampler: ClassVar[bool]  # whether the student is trained for the run's sampler, which then goes with it
 
-    def generators(self, batch: Batch) -> list[Batch]:
+    def micro_batches(self, batch: Batch) -> list[Batch]:
         """The parts of this rank's batch that `step` is called on, in lockstep."""
         ...
 

@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 
 from unified_trainer.data.batch_plan import BatchPlan
-from unified_trainer.numerics.flow import GuidanceScale, add_noise, per_sample, sigma_table, x0_from_velocity
 from unified_trainer.methods.base import Loss
+from unified_trainer.numerics.flow import GuidanceScale, add_noise, per_sample, sigma_table, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.experts import Split, check_guidance
+from unified_trainer.roles.experts import ExpertLayout, check_guidance
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch
@@ -27,7 +27,7 @@ class ConsistencyConfig:
     huber: float = 0.01  # c of the loss sqrt(d^2 + c^2) - c per element, arXiv:2310.14189; large is squared error
 
     @property
-    def learns_from_data(self) -> bool:
+    def needs_clips(self) -> bool:
         return True
 
     def check(self, sampler: SamplerConfig) -> None:
@@ -37,8 +37,8 @@ class ConsistencyConfig:
             raise ValueError("sampler.chunks.chunk_frames must be 0: consistency trains a bidirectional student")
         sampler.check_distilled()
 
-    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
-        check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", splits["teacher"])
+    def check_experts(self, sampler: SamplerConfig, layouts: Mapping[str, ExpertLayout]) -> None:
+        check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", layouts["teacher"])
 
     def plan(self) -> BatchPlan:
         return BatchPlan.one_update(self.batch_size, self.micro_batch)
@@ -47,7 +47,7 @@ class ConsistencyConfig:
 class Consistency:
     """loss = d(x0(x_sigma), sg x0(x_next)), x_next one Euler step of the guided teacher below x_sigma."""
 
-    trains_sampler: ClassVar[bool] = True
+    trained_for_sampler: ClassVar[bool] = True
 
     def __init__(
         self, config: ConsistencyConfig, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen
@@ -55,7 +55,7 @@ class Consistency:
         self.config, self.student, self.teacher = config, student, teacher
         self.table = sigma_table(config.teacher_steps, config.teacher_shift)
 
-    def generators(self, batch: Batch) -> list[Batch]:
+    def micro_batches(self, batch: Batch) -> list[Batch]:
         return batch.split(self.config.micro_batch)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:

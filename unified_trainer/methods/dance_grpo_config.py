@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from unified_trainer.numerics.kernels import Kernel, Policy
 from unified_trainer.numerics.kl import KL
+from unified_trainer.numerics.objectives import Mode, ObjectiveParameters
 from unified_trainer.rl.groups import GroupConfig
 from unified_trainer.rl.sde_windows import WindowConfig
-from unified_trainer.numerics.kernels import Kernel, Policy
-from unified_trainer.roles.experts import Split, check_guidance
+from unified_trainer.roles.experts import ExpertLayout, check_guidance
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.numerics.objectives import Mode, Shape
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class DanceGRPOConfig(GroupConfig):
     clip_high: float = 1e-4  # and at 1 + clip_high
     clip_velocity: float = 0.0  # change of the velocity, rms per element, that may leave the clip range: calibrates it
     # for each transition from its noise and the latent size. 0 takes clip_low and clip_high
-    shape: Shape = field(default_factory=Shape)
+    shape: ObjectiveParameters = field(default_factory=ObjectiveParameters)
     guard: bool = False  # centre the log-ratio on 0 and give it one spread at all steps, as GRPO-Guard does
     trust_region: float = 0.0  # KL per element from which a sample that moved its advantage's way is dropped; 0 is none
     step_weight: Literal["none", "inverse_dt", "equal"] = "none"  # of transitions: 1 / (sigma - sigma'), or equal pull
@@ -55,12 +55,14 @@ class DanceGRPOConfig(GroupConfig):
         self._check_policy(sampler)
         self._check_objective(sampler)
 
-    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
-        for name, split in splits.items():
+    def check_experts(self, sampler: SamplerConfig, layouts: Mapping[str, ExpertLayout]) -> None:
+        for name, split in layouts.items():
             check_guidance("sampler.guidance_scale", sampler.guidance_scale, name, split)
         levels = sampler.sigmas().tolist()
         windows = [[levels[s] for s in window] for window in self.window.everywhere(sampler.num_steps - 1)]
-        splits["student"].refuse_idle(windows, "algorithm.window", "Train the other expert, or change algorithm.window")
+        layouts["student"].refuse_idle(
+            windows, "algorithm.window", "Train the other expert, or change algorithm.window"
+        )
 
     def _check_policy(self, sampler: SamplerConfig) -> None:
         if self.kernel == "ode" or self.eta <= 0:

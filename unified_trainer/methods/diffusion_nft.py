@@ -8,20 +8,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from unified_trainer.data.loader import Feed
+from unified_trainer.data.loader import Loader
+from unified_trainer.methods.base import Loss
 from unified_trainer.numerics.flow import Sigma, add_noise, x0_from_velocity
 from unified_trainer.numerics.kl import velocity_kl
-from unified_trainer.methods.base import Loss
-from unified_trainer.rl.groups import GroupConfig, judge
-from unified_trainer.rl.minibatches import Lesson
-from unified_trainer.rl.dynamic_sampling import Samples, refill
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.experts import Split
-from unified_trainer.roles.weight_copy import Follower
+from unified_trainer.rl.dynamic_sampling import resample_groups
+from unified_trainer.rl.groups import GroupConfig, compute_advantages
+from unified_trainer.rl.minibatches import Minibatch
+from unified_trainer.roles.experts import ExpertLayout
 from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.roles.role import Frozen, Trainable
-from unified_trainer.sampling import SamplerConfig, generate, learning_calls, policy_velocity
+from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.sampling import SamplerConfig, generate, policy_velocity, trainable_steps
 from unified_trainer.types import Batch, Latents, PerSample, Rollout
 
 LEAST_ERROR = 1e-5  # that a loss is divided by
@@ -59,15 +59,15 @@ class DiffusionNFTConfig(GroupConfig):
                 "sampler.chunks.chunk_frames must be 0 for diffusion_nft; dance_grpo trains causal students"
             )
 
-    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
+    def check_experts(self, sampler: SamplerConfig, layouts: Mapping[str, ExpertLayout]) -> None:
         levels = [sampler.sigmas()[:-1].tolist()]
-        splits["student"].refuse_idle(levels, "sampler.num_steps", "Train the other expert, or change the sampler")
+        layouts["student"].refuse_idle(levels, "sampler.num_steps", "Train the other expert, or change the sampler")
 
 
 class DiffusionNFT:
     """The old policy samples, groups are compared, and noised samples say where the student's velocity goes."""
 
-    trains_sampler: ClassVar[bool] = True
+    trained_for_sampler: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -75,37 +75,43 @@ class DiffusionNFT:
         sampler: SamplerConfig,
         *,
         student: Trainable,
-        old: Follower,
+        old: WeightCopy,
         reward: Reward,
-        feed: Feed,
+        loader: Loader,
         reference: Frozen | None = None,
     ) -> None:
         if config.kl_coefficient and reference is None:
             raise ValueError("algorithm.kl_coefficient needs the role reference. Set it to 0")
-        self.config, self.sampler, self.feed = config, sampler, feed
+        self.config, self.sampler, self.loader = config, sampler, loader
         self.student, self.old, self.reward, self.reference = student, old, reward, reference
 
-    def generators(self, batch: Batch) -> list[Batch]:
+    def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # the whole rank: groups are compared before anything is learnt
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
-        calls = learning_calls(self.student, self.sampler)
+        calls = trainable_steps(self.student, self.sampler)
         count = max(1, round(self.config.timestep_fraction * len(calls)))
         levels = sorted(calls[i] for i in rng.shared.permutation(len(calls))[:count])
         collect = functools.partial(self._collect, rng=rng)
-        samples, counted = refill(collect(batch), self.config, collect, self.reward, self.feed, step, mesh)
-        judged = judge(self.config, self.reward, samples.scores, None, samples.batch, self.feed, mesh)
+        samples, counted = resample_groups(collect(batch), self.config, collect, self.reward, self.loader, step, mesh)
+        judged = compute_advantages(self.config, self.reward, samples.scores, None, samples.batch, self.loader, mesh)
         decay = min(self.config.old_decay, self.config.old_decay_rise * step)
         metrics = judged.metrics | counted | {"old_decay": decay}
-        if not any(judged.lessons):
-            yield Loss("student", torch.zeros((), requires_grad=True), moves=False, metrics=metrics, words=judged.words)
-        for parts in judged.lessons:
+        if not any(judged.minibatches):
+            yield Loss(
+                "student",
+                torch.zeros((), requires_grad=True),
+                step_after=False,
+                metrics=metrics,
+                messages=judged.messages,
+            )
+        for parts in judged.minibatches:
             for s in levels:
                 for part in parts:
                     loss, seen = self._loss(samples, judged.advantages, part, s, rng)
                     moves = s == levels[-1] and part is parts[-1]
-                    yield Loss("student", loss / len(levels), moves, metrics | seen, judged.words)
-        self.old.follow(self.student, decay)
+                    yield Loss("student", loss / len(levels), moves, metrics | seen, judged.messages)
+        self.old.update_from(self.student, decay)
 
     def _collect(self, batch: Batch, rng: Streams) -> Samples:
         """What the old policy makes, and what it is worth, `rollout_batch` samples at a time."""
@@ -118,14 +124,14 @@ class DiffusionNFT:
             keys = part.prompt_ids if self.config.init_same_noise else part.sample_ids
             noise = rng.noise("initial", keys, part.latent_shape).to(self.old.device)
             x0 = generate(self.old, noise, part, self.sampler, draw)
-            rollouts.append(Rollout.of_end(x0))
-            scores.append(self.reward.judge(x0, part.prompts))
+            rollouts.append(Rollout.from_x0(x0))
+            scores.append(self.reward.score(x0, part.prompts))
         return Samples(batch, Rollout.cat(rollouts), Scores.cat(scores))
 
     def _loss(
-        self, samples: Samples, advantages: PerSample, part: Lesson, s: int, rng: Streams
+        self, samples: Samples, advantages: PerSample, part: Minibatch, s: int, rng: Streams
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """advantage_clip x the loss of one noise level, and the KL, weighted over the samples of the lesson."""
+        """advantage_clip x the loss of one noise level, and the KL, weighted over the samples of the minibatch."""
         config = self.config
         batch, x0 = samples.batch.take(part.rows.tolist()), samples.rollout.x0[part.rows]
         sigma = self.sampler.sigmas()[s]

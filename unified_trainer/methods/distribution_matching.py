@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.methods.base import Loss
 from unified_trainer.numerics.flow import (
     GuidanceScale,
     add_noise,
@@ -18,10 +19,9 @@ from unified_trainer.numerics.flow import (
     shift_sigma,
     x0_from_velocity,
 )
-from unified_trainer.methods.base import Loss
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.experts import Balance, Split, check_balance, check_guidance, one_side
+from unified_trainer.roles.experts import Balance, ExpertLayout, check_balance, check_guidance, one_side
 from unified_trainer.roles.role import Frozen
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch, Latents, PerSample
@@ -39,8 +39,10 @@ class MatchingConfig:
     expert_balance: Balance = "mixed"  # those noise levels where critic or teacher has two experts: of both in a batch,
     # or of one of them, drawn as often as it has them (natural) or each as often (equal, weighted back)
     student_every: int = 5  # the student moves in every so many training steps
-    calendar: Literal["every_step", "exclusive"] = "every_step"  # the critic moves in all steps, or in the others
-    critic_first: int = 0  # training steps at the start in which the critic moves alone
+    update_schedule: Literal["every_step", "exclusive"] = (
+        "every_step"  # the critic moves in all steps, or in the others
+    )
+    critic_warmup_steps: int = 0  # training steps at the start in which the critic moves alone
     critic_samples: Literal["fresh", "shared"] = "fresh"  # after a student update: from the moved student, or its own
     gan_weight: float = 0.0  # of the discriminator in the student's loss, 3e-3 in DMD2; needs clips, as data has them
     gan_critic_weight: float = 1e-2  # of the discriminator's own loss in the critic's
@@ -53,19 +55,19 @@ class MatchingConfig:
             raise ValueError(f"algorithm.tau_shift must be above 0, not {self.tau_shift}")
         if min(self.gan_weight, self.gan_critic_weight) < 0:
             raise ValueError("algorithm.gan_weight and algorithm.gan_critic_weight must not be negative")
-        if self.student_every < 1 or self.critic_first < 0:
-            raise ValueError("algorithm.student_every must be at least 1 and algorithm.critic_first at least 0")
-        if self.calendar == "exclusive" and self.student_every == 1:
+        if self.student_every < 1 or self.critic_warmup_steps < 0:
+            raise ValueError("algorithm.student_every must be at least 1 and algorithm.critic_warmup_steps at least 0")
+        if self.update_schedule == "exclusive" and self.student_every == 1:
             raise ValueError(
-                "algorithm.calendar exclusive with student_every 1 never moves the critic: raise the latter"
+                "algorithm.update_schedule exclusive with student_every 1 never moves the critic: raise the latter"
             )
         sampler.check_distilled()
 
-    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
-        check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", splits["teacher"])
+    def check_experts(self, sampler: SamplerConfig, layouts: Mapping[str, ExpertLayout]) -> None:
+        check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", layouts["teacher"])
         levels = sampler.sigmas()[:-1].tolist()
-        splits["student"].refuse_idle([levels], "the sampler", "Train the other expert, or change sampler.step_list")
-        boundary = splits["critic"].boundary or splits["teacher"].boundary
+        layouts["student"].refuse_idle([levels], "the sampler", "Train the other expert, or change sampler.step_sigmas")
+        boundary = layouts["critic"].boundary or layouts["teacher"].boundary
         check_balance(self.expert_balance, boundary and self.share_above(boundary), "critic and teacher")
 
     def share_above(self, boundary: float) -> float:
@@ -76,10 +78,10 @@ class MatchingConfig:
     def plan(self) -> BatchPlan:
         return BatchPlan.one_update(self.batch_size, self.micro_batch)
 
-    def turns(self, step: int) -> tuple[bool, bool]:
+    def updates_at(self, step: int) -> tuple[bool, bool]:
         """Whether the student and whether the critic moves in this training step."""
-        student = step >= self.critic_first and (step - self.critic_first) % self.student_every == 0
-        return student, self.calendar == "every_step" or not student
+        student = step >= self.critic_warmup_steps and (step - self.critic_warmup_steps) % self.student_every == 0
+        return student, self.update_schedule == "every_step" or not student
 
 
 class DistributionMatching:
@@ -111,7 +113,7 @@ class DistributionMatching:
         loss = distribution_matching_loss(x0, gradient, mask)
         target = noise - x.detach()
         errors = [(seen - target).square().flatten(1).mean(1) for seen in (velocity.detach(), guided)]
-        alarm = {"critic_alarm": errors[0] / errors[1]}
+        alarm = {"critic_to_teacher_error": errors[0] / errors[1]}
         metrics |= {"dmd_loss": loss.detach()} | alarm | _gaps(fake - real, sigma)
         if self.config.gan_weight:
             loss = loss + self.config.gan_weight * (x0 * gan_gradient).sum()

@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 
 import torch
 
-from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.methods.base import Loss
 from unified_trainer.methods.distribution_matching import (
     DistributionMatching,
@@ -14,11 +13,12 @@ from unified_trainer.methods.distribution_matching import (
     distribution_matching_gradient,
     distribution_matching_loss,
 )
+from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, Trainable
-from unified_trainer.sampling import SamplerConfig, learning_calls, predict_at
+from unified_trainer.sampling import SamplerConfig, predict_at, trainable_steps
 from unified_trainer.types import Batch, Latents
 
 __all__ = ["DMD2", "DMD2Config", "distribution_matching_gradient", "distribution_matching_loss"]
@@ -29,7 +29,7 @@ class DMD2Config(MatchingConfig):
     rollout: Literal["simulate", "data"] = "simulate"  # samples from noise by the sampler, or from noised clips
 
     @property
-    def learns_from_data(self) -> bool:
+    def needs_clips(self) -> bool:
         return self.rollout == "data" or self.gan_weight > 0
 
     def check(self, sampler: SamplerConfig) -> None:
@@ -41,7 +41,7 @@ class DMD2Config(MatchingConfig):
 class DMD2:
     """Sample with the student, push the samples along fake - real, and let the critic follow."""
 
-    trains_sampler: ClassVar[bool] = True
+    trained_for_sampler: ClassVar[bool] = True
 
     def __init__(
         self, config: DMD2Config, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen, critic: Critic
@@ -49,11 +49,11 @@ class DMD2:
         self.config, self.sampler, self.student = config, sampler, student
         self.matching = DistributionMatching(config, teacher, critic)
 
-    def generators(self, batch: Batch) -> list[Batch]:
+    def micro_batches(self, batch: Batch) -> list[Batch]:
         return batch.split(self.config.micro_batch)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
-        student_moves, critic_moves = self.config.turns(step)
+        student_moves, critic_moves = self.config.updates_at(step)
         shared = student_moves and self.config.critic_samples == "shared"
         if student_moves:
             x0 = self._sample(batch, rng, "student")
@@ -72,7 +72,7 @@ class DMD2:
             return rng.noise(f"{turn} {name}", batch.sample_ids, batch.latent_shape).to(self.student.device)
 
         if self.config.rollout == "simulate":
-            exits = learning_calls(self.student, self.sampler)
+            exits = trainable_steps(self.student, self.sampler)
             last = exits[int(rng.shared.integers(len(exits)))]
             return predict_at(self.student, draw("noise"), batch, self.sampler, draw, last)
         rows = (rng.uniform(f"{turn} step", batch.sample_ids) * steps).long()

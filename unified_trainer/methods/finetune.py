@@ -7,11 +7,11 @@ from typing import ClassVar, Literal
 import torch
 
 from unified_trainer.data.batch_plan import BatchPlan
-from unified_trainer.numerics.flow import add_noise, high_share, shift_sigma
 from unified_trainer.methods.base import Loss
+from unified_trainer.numerics.flow import add_noise, high_share, shift_sigma
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.experts import Balance, Split, check_balance, check_guidance, one_side
+from unified_trainer.roles.experts import Balance, ExpertLayout, check_balance, check_guidance, one_side
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch, PerFrame, PerSample
@@ -30,7 +30,7 @@ class FinetuneConfig:
     caption_dropout: float = 0.1  # share of clips trained on the negative prompt, for guidance
 
     @property
-    def learns_from_data(self) -> bool:
+    def needs_clips(self) -> bool:
         return True
 
     def check(self, sampler: SamplerConfig) -> None:
@@ -47,9 +47,9 @@ class FinetuneConfig:
         if self.expert_balance != "mixed" and self.forcing != "none":
             raise ValueError("algorithm.expert_balance must be mixed for a causal student: its chunks differ in noise")
 
-    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
-        check_guidance("sampler.guidance_scale", sampler.guidance_scale, "student", splits["student"])
-        boundary = splits["student"].boundary
+    def check_experts(self, sampler: SamplerConfig, layouts: Mapping[str, ExpertLayout]) -> None:
+        check_guidance("sampler.guidance_scale", sampler.guidance_scale, "student", layouts["student"])
+        boundary = layouts["student"].boundary
         check_balance(self.expert_balance, boundary and high_share(boundary, self.shift), "student")
 
     def plan(self) -> BatchPlan:
@@ -59,13 +59,13 @@ class FinetuneConfig:
 class Finetune:
     """loss = mean |velocity(x_sigma) - (noise - x0)|^2, one shifted-uniform noise level per clip."""
 
-    trains_sampler: ClassVar[bool] = False
+    trained_for_sampler: ClassVar[bool] = False
 
     def __init__(self, config: FinetuneConfig, sampler: SamplerConfig, *, student: Trainable) -> None:
         self.config, self.chunks = config, sampler.chunks
         self.student = student
 
-    def generators(self, batch: Batch) -> list[Batch]:
+    def micro_batches(self, batch: Batch) -> list[Batch]:
         return batch.split(self.config.micro_batch)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:

@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 
 from unified_trainer.data.batch_plan import BatchPlan
-from unified_trainer.numerics.flow import GuidanceScale, sigma_table, x0_from_velocity
 from unified_trainer.methods.base import Loss
+from unified_trainer.numerics.flow import GuidanceScale, sigma_table, x0_from_velocity
+from unified_trainer.numerics.kernels import transition
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.numerics.kernels import transition
-from unified_trainer.roles.experts import Split, check_guidance
+from unified_trainer.roles.experts import ExpertLayout, check_guidance
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch, Latents, PerFrame
@@ -28,7 +28,7 @@ class ODEInitConfig:
     passes: int = 1  # times that each trajectory is learnt from; the student moves once per noise level and pass
 
     @property
-    def learns_from_data(self) -> bool:
+    def needs_clips(self) -> bool:
         return False
 
     def check(self, sampler: SamplerConfig) -> None:
@@ -38,10 +38,10 @@ class ODEInitConfig:
             raise ValueError("sampler.chunks.context_noise must be 0 for ode_init, which looks back on clean chunks")
         sampler.check_distilled()
 
-    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
-        check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", splits["teacher"])
+    def check_experts(self, sampler: SamplerConfig, layouts: Mapping[str, ExpertLayout]) -> None:
+        check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", layouts["teacher"])
         levels = sampler.sigmas()[:-1].tolist()
-        splits["student"].refuse_idle([levels], "the sampler", "Train the other expert, or change sampler.step_list")
+        layouts["student"].refuse_idle([levels], "the sampler", "Train the other expert, or change sampler.step_sigmas")
 
     def plan(self) -> BatchPlan:
         return BatchPlan.one_update(self.batch_size, self.micro_batch)
@@ -50,7 +50,7 @@ class ODEInitConfig:
 class ODEInit:
     """loss = 1/2 mean |x0(x_sigma) - x_end|^2 over the states of the teacher's ODE at the student's noise levels."""
 
-    trains_sampler: ClassVar[bool] = True
+    trained_for_sampler: ClassVar[bool] = True
 
     def __init__(self, config: ODEInitConfig, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen) -> None:
         self.config, self.student, self.teacher, self.chunks = config, student, teacher, sampler.chunks
@@ -58,7 +58,7 @@ class ODEInit:
         table = sigma_table(config.teacher_steps, config.teacher_shift)
         self.table = torch.cat([table[table <= self.levels[0]], self.levels]).unique().flip(0)
 
-    def generators(self, batch: Batch) -> list[Batch]:
+    def micro_batches(self, batch: Batch) -> list[Batch]:
         return batch.split(self.config.micro_batch)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:

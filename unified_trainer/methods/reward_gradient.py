@@ -8,7 +8,7 @@ from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.methods.base import Loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.experts import Split, check_guidance
+from unified_trainer.roles.experts import ExpertLayout, check_guidance
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig, predict_at
@@ -22,7 +22,7 @@ class RewardGradientConfig:
     last_calls: int = 1  # the sample is what one of so many last network calls predicts, the same on all ranks
 
     @property
-    def learns_from_data(self) -> bool:
+    def needs_clips(self) -> bool:
         return False
 
     def check(self, sampler: SamplerConfig) -> None:
@@ -36,11 +36,11 @@ class RewardGradientConfig:
                 "sampler.chunks.chunk_frames must be 0 for reward_gradient: dance_grpo takes causal students"
             )
 
-    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
-        for name, split in splits.items():
+    def check_experts(self, sampler: SamplerConfig, layouts: Mapping[str, ExpertLayout]) -> None:
+        for name, split in layouts.items():
             check_guidance("sampler.guidance_scale", sampler.guidance_scale, name, split)
         ends = [[level] for level in sampler.sigmas()[:-1].tolist()[-self.last_calls :]]
-        splits["student"].refuse_idle(ends, "algorithm.last_calls", "Train the other expert, or change the sampler")
+        layouts["student"].refuse_idle(ends, "algorithm.last_calls", "Train the other expert, or change the sampler")
 
     def plan(self) -> BatchPlan:
         return BatchPlan.one_update(self.batch_size, self.micro_batch)
@@ -49,14 +49,14 @@ class RewardGradientConfig:
 class RewardGradient:
     """loss = -mean reward(decode(x0)), x0 as one of the last calls predicts it, those before it without gradient."""
 
-    trains_sampler: ClassVar[bool] = True
+    trained_for_sampler: ClassVar[bool] = True
 
     def __init__(
         self, config: RewardGradientConfig, sampler: SamplerConfig, *, student: Trainable, reward: Reward
     ) -> None:
         self.config, self.sampler, self.student, self.reward = config, sampler, student, reward
 
-    def generators(self, batch: Batch) -> list[Batch]:
+    def micro_batches(self, batch: Batch) -> list[Batch]:
         return batch.split(self.config.micro_batch)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:

@@ -13,9 +13,9 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.experts import Split
+from unified_trainer.roles.experts import ExpertLayout
 from unified_trainer.roles.role import Frozen
-from unified_trainer.sampling import SamplerConfig, learning_calls, predict_chunks
+from unified_trainer.sampling import SamplerConfig, predict_chunks, trainable_steps
 from unified_trainer.types import Batch, Latents
 
 
@@ -26,7 +26,7 @@ class SelfForcingConfig(MatchingConfig):
     gradient_frames: int = 21  # latent frames at the end whose chunks are trained; earlier ones are only looked back on
 
     @property
-    def learns_from_data(self) -> bool:
+    def needs_clips(self) -> bool:
         return self.gan_weight > 0
 
     def check(self, sampler: SamplerConfig) -> None:
@@ -36,17 +36,17 @@ class SelfForcingConfig(MatchingConfig):
         if self.gradient_frames < 1:
             raise ValueError(f"algorithm.gradient_frames must be at least 1, not {self.gradient_frames}")
 
-    def check_experts(self, sampler: SamplerConfig, splits: Mapping[str, Split]) -> None:
-        super().check_experts(sampler, splits)
+    def check_experts(self, sampler: SamplerConfig, layouts: Mapping[str, ExpertLayout]) -> None:
+        super().check_experts(sampler, layouts)
         if self.last_step_only:
             exits = sampler.sigmas()[-2:-1].tolist()
-            splits["student"].refuse_idle([exits], "the last step", "Set algorithm.last_step_only False")
+            layouts["student"].refuse_idle([exits], "the last step", "Set algorithm.last_step_only False")
 
 
 class SelfForcing:
     """Generate as at inference, with a cache, and match the teacher's distribution over the whole clip."""
 
-    trains_sampler: ClassVar[bool] = True
+    trained_for_sampler: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class SelfForcing:
         self.config, self.sampler, self.student = config, sampler, student
         self.matching = DistributionMatching(config, teacher, critic)
 
-    def generators(self, batch: Batch) -> list[Batch]:
+    def micro_batches(self, batch: Batch) -> list[Batch]:
         return batch.split(self.config.micro_batch)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
-        student_moves, critic_moves = self.config.turns(step)
+        student_moves, critic_moves = self.config.updates_at(step)
         shared = student_moves and self.config.critic_samples == "shared"
         if student_moves:
             x0 = self._generate(batch, rng, "student")
@@ -85,7 +85,7 @@ class SelfForcing:
 
     def _exits(self, frames: int, rng: Streams) -> list[int]:
         """At which call each chunk stops, the same on all ranks."""
-        count, calls = len(self.sampler.chunks.ranges(frames)), learning_calls(self.student, self.sampler)
+        count, calls = len(self.sampler.chunks.ranges(frames)), trainable_steps(self.student, self.sampler)
         if self.config.last_step_only:
             return [self.sampler.num_steps - 1] * count
         if self.config.same_step_across_chunks:

@@ -65,7 +65,7 @@ class Cache(Protocol):
 
     seen: int  # latent frames finished so far
 
-    def turn(self) -> None:
+    def start_prompt(self) -> None:
         """From now on the passes have another condition; what was seen stays as it was seen."""
         ...
 

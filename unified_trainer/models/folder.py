@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from unified_trainer.parallel.fsdp import at_home, own_part
+from unified_trainer.parallel.fsdp import storage_device, to_local
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill
 
@@ -72,10 +72,10 @@ def read_weights(network: nn.Module, folder: Path, mesh: Mesh) -> None:
     _refuse(folder, "unexpected_keys", [key for key in unexpected if not any(word in key for word in spare)])
     shapes = {key: (held[inside[key]].size, weight.shape) for key, weight in empty.items()}
     _refuse(folder, "mismatched_keys", [f"{inside[key]} {a} {b}" for key, (a, b) in shapes.items() if a != b])
-    device = at_home(mesh)
+    device = storage_device(mesh)
     weights = {key: torch.empty_like(weight, device=device) for key, weight in empty.items()}
     fill({inside[key]: weight for key, weight in weights.items()}, folder, mesh)
-    bad = [inside[key] for key, weight in weights.items() if not bool(own_part(weight).isfinite().all())]
+    bad = [inside[key] for key, weight in weights.items() if not bool(to_local(weight).isfinite().all())]
     if mesh.any(bool(bad)):
         name = bad[0] if bad else "that another rank holds"
         raise ValueError(f"{folder}: weight {name} holds a value that is not finite")

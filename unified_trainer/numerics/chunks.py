@@ -48,7 +48,7 @@ class ChunkConfig:
         over = len(resident) - self.window_frames if self.window_frames else 0
         return resident if over <= 0 else resident[: self.sink_frames] + resident[self.sink_frames + over :]
 
-    def looked_back_on(self, frames: int) -> list[list[int]]:
+    def visible_frames(self, frames: int) -> list[list[int]]:
         """For every chunk, the earlier latent frames that it sees."""
         seen: list[list[int]] = []
         resident: list[int] = []
@@ -78,6 +78,6 @@ def _own_mask(chunks: ChunkConfig, frames: int) -> Bool[Tensor, "t t"]:
 
 def _past_mask(chunks: ChunkConfig, frames: int) -> Bool[Tensor, "t t"]:
     mask = torch.zeros(frames, frames, dtype=torch.bool)
-    for (start, stop), seen in zip(chunks.ranges(frames), chunks.looked_back_on(frames), strict=True):
+    for (start, stop), seen in zip(chunks.ranges(frames), chunks.visible_frames(frames), strict=True):
         mask[start:stop, seen] = True
     return mask

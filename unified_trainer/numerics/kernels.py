@@ -106,7 +106,7 @@ class Policy:
         sigma, sigma_next, second = self.sigmas[s], self.sigmas[s + 1], self.sigmas[1]
         return transition(self.kernel, x_t, velocity, sigma, sigma_next, self.level, sigma_max=second)
 
-    def descend(self, s: int, x_t: Tensor, velocity: Tensor, x0_before: Tensor | None) -> Tensor:
+    def euler_step(self, s: int, x_t: Tensor, velocity: Tensor, x0_before: Tensor | None) -> Tensor:
         """x_next without noise: Euler, or of second order if it follows on a prediction of x0 at the level before."""
         sigma, sigma_next = self.sigmas[s], self.sigmas[s + 1]
         if x0_before is None:
@@ -121,7 +121,7 @@ class Policy:
         """How much noise transition s draws, in float32 as it is drawn; 0 is a step without density."""
         return float(self.step(s, *torch.zeros(2, 1, 1))[1])
 
-    def pull(self, s: int) -> float:
+    def mean_gain(self, s: int) -> float:
         """How far a unit of velocity moves the mean of transition s: |d mean / d velocity|."""
         return abs(float(self.step(s, *torch.tensor([[[0.0]], [[1.0]]], dtype=torch.float64))[0]))
 

@@ -15,7 +15,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True)
-class Shape:
+class ObjectiveParameters:
     """What only one objective reads."""
 
     dual_clip: float = 3.0  # dual_clip: a worse sample pulls no more once its ratio is above this
@@ -28,11 +28,11 @@ class Shape:
     def check(self) -> None:
         """Raise ValueError, naming the key, for what cannot be."""
         if self.dual_clip <= 1:
-            raise ValueError(f"algorithm.shape.dual_clip must be above 1, not {self.dual_clip}")
+            raise ValueError(f"algorithm.objective_parameters.dual_clip must be above 1, not {self.dual_clip}")
         if self.alpha < 0 or self.beta_low < 0 or self.beta_high < 0:
-            raise ValueError("algorithm.shape: alpha, beta_low and beta_high must not be negative")
+            raise ValueError("algorithm.objective_parameters: alpha, beta_low and beta_high must not be negative")
         if self.tau_pos <= 0 or self.tau_neg <= 0:
-            raise ValueError("algorithm.shape: tau_pos and tau_neg must be above 0")
+            raise ValueError("algorithm.objective_parameters: tau_pos and tau_neg must be above 0")
 
 
 def surrogate(
@@ -42,12 +42,12 @@ def surrogate(
     *,
     clip_low: float | Tensor = 0.2,
     clip_high: float | Tensor = 0.2,
-    dual_clip: float = Shape.dual_clip,
-    alpha: float = Shape.alpha,
-    tau_pos: float = Shape.tau_pos,
-    tau_neg: float = Shape.tau_neg,
-    beta_low: float = Shape.beta_low,
-    beta_high: float = Shape.beta_high,
+    dual_clip: float = ObjectiveParameters.dual_clip,
+    alpha: float = ObjectiveParameters.alpha,
+    tau_pos: float = ObjectiveParameters.tau_pos,
+    tau_neg: float = ObjectiveParameters.tau_neg,
+    beta_low: float = ObjectiveParameters.beta_low,
+    beta_high: float = ObjectiveParameters.beta_high,
 ) -> Tensor:
     """The objective J of each element; r = exp(log_ratio), lo = 1 - clip_low, hi = 1 + clip_high, sg = no gradient.
 
@@ -131,11 +131,11 @@ def diagnostics(
     *,
     clip_low: float | Tensor = 0.2,
     clip_high: float | Tensor = 0.2,
-    **shape: float,
+    **parameters: float,
 ) -> dict[str, float]:
     """What an objective does with its samples, one definition for all modes; g = dJ / dlog_ratio, U = |g| / |A|.
 
-    `outside`: share of ratios not in (lo, hi). `dead`: share with (A > 0, r > hi) or (A < 0, r < lo), where clip has
+    `clip_fraction`: share of ratios not in (lo, hi). `zero_gradient_fraction`: share with (A > 0, r > hi) or (A < 0, r < lo), where clip has
     no gradient. `u_mean`, `u_p50`, `u_p90`, `u_p99`: of U. `ess`: (sum U)^2 / (N sum U^2), the share of samples that
     carry the gradient; 0 when none does. Samples without advantage count in the shares only. A sample of gspo is its
     whole sequence.
@@ -143,7 +143,7 @@ def diagnostics(
     log_ratio, advantage = log_ratio.detach().double(), advantage.detach().double()
     with torch.enable_grad():
         leaf = log_ratio.requires_grad_()
-        objective = surrogate(mode, leaf, advantage, clip_low=clip_low, clip_high=clip_high, **shape)
+        objective = surrogate(mode, leaf, advantage, clip_low=clip_low, clip_high=clip_high, **parameters)
         (slope,) = torch.autograd.grad(objective.sum(), leaf)
     if mode == "gspo":
         slope, log_ratio = slope.sum(1), log_ratio.mean(1)
@@ -154,8 +154,10 @@ def diagnostics(
     squares = use.square().sum()
     p50, p90, p99 = torch.quantile(use, use.new_tensor([0.5, 0.9, 0.99])).tolist()
     return {
-        "outside": float(outside_clip(log_ratio.detach(), clip_low=clip_low, clip_high=clip_high).double().mean()),
-        "dead": float(dead.double().mean()),
+        "clip_fraction": float(
+            outside_clip(log_ratio.detach(), clip_low=clip_low, clip_high=clip_high).double().mean()
+        ),
+        "zero_gradient_fraction": float(dead.double().mean()),
         "u_mean": float(use.mean()),
         "u_p50": p50,
         "u_p90": p90,

@@ -7,7 +7,7 @@ import torch
 
 Device = Literal["auto", "cuda", "npu", "cpu"]
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gloo"}
-TALK = "gloo"  # between the ranks' CPUs, beside what their devices exchange
+CONTROL_BACKEND = "gloo"  # between the ranks' CPUs, beside what their devices exchange
 
 
 def pick_device(name: Device, local_rank: int) -> torch.device:

@@ -33,11 +33,11 @@ def shard(network: nn.Module, blocks: nn.ModuleList, mesh: Mesh) -> None:
 def exchange_gradients(network: nn.Module, *, last: bool, mesh: Mesh) -> None:
     """Say before a backward pass whether it is the last before the weights move."""
     if isinstance(network, FSDPModule):
-        network.set_requires_gradient_sync(last or mesh.config.gradients == "every")
+        network.set_requires_gradient_sync(last or mesh.config.reduce_gradients == "every")
         network.set_is_last_backward(last)
 
 
-def keep_gathered(network: nn.Module, mesh: Mesh) -> None:
+def set_reshard_policy(network: nn.Module, mesh: Mesh) -> None:
     """Say before a pass whether weights stay gathered after it: for its backward pass, or not at all.
 
     What a pass without gradient kept would be stale once the role has moved. For a backward pass the root's few
@@ -45,24 +45,24 @@ def keep_gathered(network: nn.Module, mesh: Mesh) -> None:
     are kept after it too, for the backward of another pass through the same network, until the next pass begins or
     the weights move.
     """
-    let_go(network)
+    reshard(network)
     if isinstance(network, FSDPModule):
         network.set_reshard_after_backward(False, recurse=False)
-        network.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=not mesh.config.reshard)
+        network.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=not mesh.config.reshard_after_forward)
 
 
-def let_go(network: nn.Module) -> None:
+def reshard(network: nn.Module) -> None:
     """Back to this rank's shards alone: what is still gathered would be stale once they change."""
     if isinstance(network, FSDPModule):
         network.reshard()
 
 
-def at_home(mesh: Mesh) -> torch.device:
+def storage_device(mesh: Mesh) -> torch.device:
     """Where weights are kept between passes."""
     return torch.device("cpu") if mesh.config.offload else mesh.device
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

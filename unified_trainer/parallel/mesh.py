@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from unified_trainer.parallel.device import BACKENDS, TALK, Device, pick_device
+from unified_trainer.parallel.device import BACKENDS, CONTROL_BACKEND, Device, pick_device
 
 LONGEST_WORD = 128  # bytes that a rank tells the others at a time
 
@@ -20,8 +20,12 @@ class ParallelConfig:
     replicate: int = 1  # copies of the weights; each is spread over shard x sequence ranks
     shard: int = 0  # ranks with samples of their own that share one copy of the weights; 0 takes the ranks left
     sequence: int = 1  # ranks that share the tokens of the same samples (Ulysses, arXiv:2309.14509)
-    reshard: bool = True  # free gathered weights between forward and backward pass; False is faster and larger
-    gradients: Literal["last", "every"] = "last"  # backward passes after which the ranks sum their gradients: the last
+    reshard_after_forward: bool = (
+        True  # free gathered weights between forward and backward pass; False is faster and larger
+    )
+    reduce_gradients: Literal["last", "every"] = (
+        "last"  # backward passes after which the ranks sum their gradients: the last
+    )
     # before a move sends least, every one keeps only a rank's share of them in memory
     offload: bool = False  # keep weights and optimizer in CPU memory, copied to the device block by block
     timeout_minutes: float = 30.0  # how long a rank waits for the others before the run fails
@@ -60,7 +64,7 @@ class Mesh:
     config: ParallelConfig = ParallelConfig(shard=1)  # with all degrees filled in
     weights: DeviceMesh | None = None  # replicate x (shard x sequence), or the latter alone
     samples: DeviceMesh | None = None  # data x sequence
-    talk: dist.ProcessGroup | None = None  # of all ranks' CPUs
+    control_group: dist.ProcessGroup | None = None  # of all ranks' CPUs
 
     def __str__(self) -> str:
         config = self.config
@@ -110,7 +114,7 @@ class Mesh:
             config,
             weights=_device_mesh(picked, dict(sharded)),
             samples=_device_mesh(picked, {"data": data, "sequence": config.sequence}),
-            talk=dist.new_group(backend=TALK, timeout=timeout),
+            control_group=dist.new_group(backend=CONTROL_BACKEND, timeout=timeout),
         )
 
     def leave(self) -> None:
@@ -118,10 +122,10 @@ class Mesh:
         if self.size > 1:
             dist.destroy_process_group()
 
-    def aside(self) -> "Mesh":
+    def for_thread(self) -> "Mesh":
         """The same ranks on their CPUs, talking through a group of their own: for a thread beside the training."""
-        talk = dist.new_group(backend=TALK) if self.size > 1 else None
-        return Mesh(torch.device("cpu"), self.rank, self.size, talk=talk)
+        group = dist.new_group(backend=CONTROL_BACKEND) if self.size > 1 else None
+        return Mesh(torch.device("cpu"), self.rank, self.size, control_group=group)
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of every holder of samples, in order of `data_rank`; every one brings as many."""
@@ -131,24 +135,24 @@ class Mesh:
         dist.all_gather(parts, rows.contiguous(), group=self.samples.get_group("data"))
         return torch.cat(parts)
 
-    def everyone(self, rows: Tensor) -> Tensor:
+    def all_gather_cpu(self, rows: Tensor) -> Tensor:
         """The rows of every rank, in rank order, on the CPU; every one brings as many."""
         rows = rows.cpu().contiguous()
         if self.size == 1:
             return rows
         parts = [torch.empty_like(rows) for _ in range(self.size)]
-        dist.all_gather(parts, rows, group=self.talk)
+        dist.all_gather(parts, rows, group=self.control_group)
         return torch.cat(parts)
 
-    def largest(self, value: float) -> float:
+    def max(self, value: float) -> float:
         """Over all ranks."""
-        return float(self.everyone(torch.tensor([value], dtype=torch.float64)).max())
+        return float(self.all_gather_cpu(torch.tensor([value], dtype=torch.float64)).max())
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""
-        return bool(self.largest(float(flag)))
+        return bool(self.max(float(flag)))
 
-    def agree(self, point: str) -> None:
+    def assert_same(self, point: str) -> None:
         """RuntimeError on all ranks, with what each said, unless all are at the same point.
 
         To be asked before the ranks exchange anything that only ranks at the same point can: else they would hang, or
@@ -157,14 +161,14 @@ class Mesh:
         if self.size == 1:
             return
         mine = torch.tensor([[*point.encode()[:LONGEST_WORD].ljust(LONGEST_WORD)]], dtype=torch.uint8)
-        points = [bytes(row).decode(errors="replace").strip() for row in self.everyone(mine).tolist()]
+        points = [bytes(row).decode(errors="replace").strip() for row in self.all_gather_cpu(mine).tolist()]
         if len(set(points)) > 1:
             told = "; ".join(f"rank {rank}: {point}" for rank, point in enumerate(points))
-            raise RuntimeError(f"the ranks do not do the same: {told}")
+            raise RuntimeError(f"ranks diverged: {told}")
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier(group=self.talk)
+            dist.barrier(group=self.control_group)
 
 
 def where() -> str:

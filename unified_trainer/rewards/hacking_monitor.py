@@ -1,4 +1,4 @@
-"""The sentinel: a reward that rises while its witnesses fall is being hacked."""
+"""Detection of reward hacking: the reward rises while held-out scorers fall."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ IN_TRAINING = f"train/{DIVERSITY}"
 
 
 @dataclass(frozen=True)
-class SentinelConfig:
+class HackingMonitorConfig:
     action: Literal["off", "warn", "stop"] = "warn"  # when the reward looks hacked; stop saves and exits with code 3
     rise: float = 0.3  # standard deviations that the reward must have risen since the first validation, and meanwhile
     fall: float = 0.3  # standard deviations from which on it counts that the judge or a held-out scorer fell
@@ -21,17 +21,17 @@ class SentinelConfig:
         """Raise ValueError, naming the key, for what cannot be."""
         if min(self.rise, self.fall, self.drift) <= 0 or not 0 <= self.collapse < 1:
             raise ValueError(
-                "sentinel.rise, sentinel.fall and sentinel.drift must be above 0 and sentinel.collapse in [0, 1)"
+                "hacking_monitor.rise, hacking_monitor.fall and hacking_monitor.drift must be above 0 and hacking_monitor.collapse in [0, 1)"
             )
 
 
-class Sentinel:
+class HackingMonitor:
     """Compares every validation with the run's first; its reference goes into the checkpoints."""
 
-    def __init__(self, config: SentinelConfig, witnesses: tuple[str, ...]) -> None:
-        """`witnesses` are the validation metrics that must not fall, as far as they are measured."""
+    def __init__(self, config: HackingMonitorConfig, held_out: tuple[str, ...]) -> None:
+        """`held_out` are the validation metrics that must not fall, as far as they are measured."""
         config.check()
-        self.config, self._witnesses = config, witnesses
+        self.config, self._held_out = config, held_out
         self.reference: dict[str, float] = {}  # the first value of everything watched
         self._lately: list[float] = []  # diversity in training since the last validation
 
@@ -55,13 +55,13 @@ class Sentinel:
         if self._lately:
             seen[IN_TRAINING] = sum(self._lately) / len(self._lately)
         self._lately = []
-        for name in ("reward", *self._witnesses, *(name for name in seen if name.startswith("pixels/"))):
+        for name in ("reward", *self._held_out, *(name for name in seen if name.startswith("pixels/"))):
             for key in (name, f"{name}_std"):
                 if key in seen:
                     self.reference.setdefault(key, seen[key])
         if not self.on or not self._moved("reward", seen) >= self.config.rise:
             return None
-        found = [self._words(name, seen, "fell") for name in self._witnesses if self._fell(name, seen)]
+        found = [self._words(name, seen, "fell") for name in self._held_out if self._fell(name, seen)]
         found += [self._words(name, seen, "went") for name in sorted(seen) if self._drifted(name, seen)]
         found += [self._words(name, seen, "fell") for name in (DIVERSITY, IN_TRAINING) if self._collapsed(name, seen)]
         return f"{self._words('reward', seen, 'rose')} while {', '.join(found)}" if found else None

@@ -1,4 +1,4 @@
-"""Closed-form measures of a video's pixels, in [0, 1]: scorers without weights, and witnesses of reward hacking."""
+"""Closed-form measures of a video's pixels, in [0, 1]: scorers without weights, and signs of reward hacking."""
 
 import torch
 from jaxtyping import Float

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.loader import Loader
 from unified_trainer.numerics.advantages import (
     Estimator,
     below_threshold,
@@ -14,10 +16,8 @@ from unified_trainer.numerics.advantages import (
     spread,
     zero_variance,
 )
-from unified_trainer.data.batch_plan import BatchPlan
-from unified_trainer.data.loader import Feed
-from unified_trainer.rl.minibatches import Lesson, plan_lessons
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rl.minibatches import Minibatch, plan_minibatches
 from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.types import Batch, PerSample
 
@@ -33,13 +33,13 @@ class GroupConfig:
     advantage: Estimator = "grpo"  # estimator of a group
     advantage_clip: float = 5.0  # largest absolute advantage
     reward_threshold: float = float("-inf")  # a group whose mean reward is below it teaches nothing
-    keep_samples: int = 0  # samples of each group learnt from, half the best and half the worst; 0 is all
-    refill_rounds: int = 0  # times at most that further prompts are drawn in place of groups of equal rewards
+    best_of_n: int = 0  # samples of each group learnt from, half the best and half the worst; 0 is all
+    dynamic_sampling_rounds: int = 0  # times at most that further prompts are drawn in place of groups of equal rewards
     failure_below: float | None = None  # a group with a lower mean reward is a failure of its prompt; prompts are then
     # drawn in proportion to failures + 1. None draws every prompt once an epoch
 
     @property
-    def learns_from_data(self) -> bool:
+    def needs_clips(self) -> bool:
         return False
 
     def check_groups(self) -> None:
@@ -48,13 +48,15 @@ class GroupConfig:
             raise ValueError("algorithm.num_samples must be at least 2: a group of one has no advantage")
         if self.rollout_batch < 1:
             raise ValueError(f"algorithm.rollout_batch must be at least 1, not {self.rollout_batch}")
-        if self.refill_rounds < 0:
-            raise ValueError(f"algorithm.refill_rounds must not be negative, but is {self.refill_rounds}")
+        if self.dynamic_sampling_rounds < 0:
+            raise ValueError(
+                f"algorithm.dynamic_sampling_rounds must not be negative, but is {self.dynamic_sampling_rounds}"
+            )
         if self.advantage_clip <= 0:
             raise ValueError(f"algorithm.advantage_clip must be above 0, not {self.advantage_clip}")
-        if self.keep_samples and not (2 <= self.keep_samples <= self.num_samples and self.keep_samples % 2 == 0):
+        if self.best_of_n and not (2 <= self.best_of_n <= self.num_samples and self.best_of_n % 2 == 0):
             raise ValueError(
-                f"algorithm.keep_samples must be even and at most algorithm.num_samples, not {self.keep_samples}"
+                f"algorithm.best_of_n must be even and at most algorithm.num_samples, not {self.best_of_n}"
             )
 
     def plan(self) -> BatchPlan:
@@ -65,29 +67,29 @@ class GroupConfig:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Advantages:
     """What the rewards of a training step lead to."""
 
     advantages: PerSample  # of this rank's samples
-    lessons: list[list[Lesson]]  # of each update; none for one that nothing is left of
+    minibatches: list[list[Minibatch]]  # of each update; none for one that nothing is left of
     metrics: dict[str, float]
     words: tuple[str, ...]  # of updates that are skipped, if any is
 
 
-def judge(
+def compute_advantages(
     config: GroupConfig,
     reward: Reward,
     scores: Scores,
     penalty: PerSample | None,
     batch: Batch,
-    feed: Feed,
+    loader: Loader,
     mesh: Mesh,
-) -> Judged:
+) -> Advantages:
     """Advantages within the groups of all ranks, who is learnt from in each update, and what the rewards were.
 
     Compared are the rewards less the penalty; thresholds, failures and metrics are of the rewards themselves.
     """
-    everyone = scores.everywhere(mesh)
+    everyone = scores.gathered(mesh)
     ids, all_rewards = gather_ids(batch, everyone.parts, mesh), reward.total(everyone.parts)
     below = below_threshold(all_rewards, ids, config.reward_threshold)
     if penalty is not None:
@@ -102,23 +104,23 @@ def judge(
             advantages = group_advantages(all_rewards, ids, config.advantage)
     advantages[below | equal] = 0.0
     useful = ~equal
-    if config.keep_samples:
-        useful &= best_of_n(advantages, ids, config.keep_samples)
+    if config.best_of_n:
+        useful &= best_of_n(advantages, ids, config.best_of_n)
     updates = config.num_prompts // config.prompts_per_update
-    lessons = plan_lessons(useful, advantages, mesh.data_rank, mesh.data_size, updates, config.update_batch)
+    minibatches = plan_minibatches(useful, advantages, mesh.data_rank, mesh.data_size, updates, config.update_batch)
     in_groups, between_groups = spread(all_rewards, ids)
     failed: list[int] = []
     if config.failure_below is not None:
         failed = ids[below_threshold(all_rewards, ids, config.failure_below)].unique().tolist()
-        feed.note_failures(failed)
+        loader.note_failures(failed)
     metrics = {
         "reward": all_rewards.mean().item(),
         "reward_std": all_rewards.std().item(),
         "reward_std_in_groups": in_groups,
         "reward_std_between_groups": between_groups,
-        "advantage_zero": (advantages == 0).double().mean().item(),
-        "filtered_groups": len(ids[below | equal].unique()) / len(ids.unique()),
-        "skipped_updates": float(sum(not parts for parts in lessons)),
+        "frac_zero_advantage": (advantages == 0).double().mean().item(),
+        "frac_zero_std_groups": len(ids[below | equal].unique()) / len(ids.unique()),
+        "skipped_updates": float(sum(not parts for parts in minibatches)),
     }
     if config.failure_below is not None:
         metrics["failed_groups"] = len(failed) / len(ids.unique())
@@ -131,7 +133,7 @@ def judge(
     metrics |= reward.metrics(everyone, ids)
     start = mesh.data_rank * len(batch)
     mine = advantages[start : start + len(batch)].clamp(-config.advantage_clip, config.advantage_clip)
-    return Judged(mine.float(), lessons, metrics, (words,) if skipped else ())
+    return Advantages(mine.float(), minibatches, metrics, (words,) if skipped else ())
 
 
 def equal_groups(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Lesson:
+class Minibatch:
     """The samples of one backward pass."""
 
     rows: Int[Tensor, " m"]  # among this rank's samples
@@ -19,9 +19,9 @@ class Lesson:
         return self.weights > 0
 
 
-def plan_lessons(
+def plan_minibatches(
     useful: Bool[Tensor, " all"], advantages: Float[Tensor, " all"], rank: int, ranks: int, updates: int, micro: int
-) -> list[list[Lesson]]:
+) -> list[list[Minibatch]]:
     """Each update's passes on this rank, `micro` samples each; none for an update without any advantage.
 
     Samples of all ranks come in rank by rank, a rank's update by update. A rank with fewer useful samples than another
@@ -30,11 +30,11 @@ def plan_lessons(
     """
     useful_of, advantage_of = (x.reshape(ranks, updates, -1) for x in (useful, advantages))
     size = useful_of.shape[2]
-    lessons = []
+    minibatches = []
     for update in range(updates):
         chosen = useful_of[:, update]
         if not bool((advantage_of[:, update] * chosen).any()):
-            lessons.append([])
+            minibatches.append([])
             continue
         passes = -(-int(chosen.sum(1).max()) // micro)
         mine = chosen[rank].nonzero().flatten()
@@ -43,5 +43,5 @@ def plan_lessons(
         weights = torch.zeros(passes * micro)
         weights[: len(mine)] = ranks / float(chosen.sum())
         parts = zip((rows + update * size).split(micro), weights.split(micro), strict=True)
-        lessons.append([Lesson(*part) for part in parts])
-    return lessons
+        minibatches.append([Minibatch(*part) for part in parts])
+    return minibatches

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from unified_trainer.numerics.kl import KL, AdaptiveKL, gaussian_kl, kl_estimate, velocity_kl
 from unified_trainer.methods.dance_grpo_config import DanceGRPOConfig
-from unified_trainer.rl.replay import Lived
-from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.numerics.kernels import Policy
+from unified_trainer.numerics.kl import KL, AdaptiveKL, gaussian_kl, kl_estimate, velocity_kl
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rl.replay import Trajectories
 from unified_trainer.roles.role import Frozen
 from unified_trainer.sampling import SamplerConfig, policy_velocity
 from unified_trainer.types import Batch, Latents, PerSample
@@ -31,7 +31,7 @@ def divergence(
     """
     mean_ref, std = policy.step(s, x_t, velocity_ref)
     if kind == "velocity":
-        return velocity_kl(mean, mean_ref) / policy.pull(s) ** 2
+        return velocity_kl(mean, mean_ref) / policy.mean_gain(s) ** 2
     if kind == "exact":
         return gaussian_kl(mean, mean_ref, std)
     return kl_estimate(kind, log_prob, policy.log_prob(x_next, mean_ref, std))
@@ -72,24 +72,24 @@ class ReferenceKL:
         return divergence(self._config.kl, self._policy, s, x_t, x_next, mean, log_prob, velocity)
 
     @torch.no_grad()
-    def of_samples(self, lived: Lived) -> PerSample:
+    def of_samples(self, trajectories: Trajectories) -> PerSample:
         """Of the rollout itself, averaged over each sample's stochastic transitions."""
         parts = []
-        for rows in torch.arange(len(lived.batch)).split(self._config.update_batch):
+        for rows in torch.arange(len(trajectories.batch)).split(self._config.update_batch):
             steps = []
-            for s in lived.window:
-                batch, x_t, x_next, log_prob, x0 = lived.transition(s, rows)
+            for s in trajectories.window:
+                batch, x_t, x_next, log_prob, x0 = trajectories.transition(s, rows)
                 _, std = self._policy.step(s, x_t, torch.zeros_like(x_t))
-                mean = x_next - std * lived.noise(batch, s).to(std)
+                mean = x_next - std * trajectories.noise(batch, s).to(std)
                 steps.append(self.of_transition(s, x_t, x_next, mean, log_prob, batch, x0))
             parts.append(torch.stack(steps).mean(0))
         return torch.cat(parts)
 
-    def penalty(self, lived: Lived, mesh: Mesh) -> tuple[PerSample | None, dict[str, float]]:
+    def penalty(self, trajectories: Trajectories, mesh: Mesh) -> tuple[PerSample | None, dict[str, float]]:
         """What is taken off each sample's reward, if anything is, and its metrics."""
         if not self.in_reward:
             return None, {}
-        kl, coefficient = self.of_samples(lived), self.coefficient
+        kl, coefficient = self.of_samples(trajectories), self.coefficient
         return coefficient * kl, self.note(mesh.gather(kl))
 
     def note(self, kl: Tensor) -> dict[str, float]:
@@ -104,6 +104,6 @@ class ReferenceKL:
             return {}
         return {"kl_coefficient": torch.tensor(self._adaptive.coefficient, dtype=torch.float64)}
 
-    def after_load(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if self._adaptive:
             self._adaptive.coefficient = float(state["kl_coefficient"])

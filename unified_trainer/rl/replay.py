@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.rl.minibatches import Lesson
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.minibatches import Minibatch
 from unified_trainer.types import Batch, Latents, PerSample, Rollout
 
 
 @dataclass(frozen=True)
-class Lived:
+class Trajectories:
     """What this rank's samples went through in one training step."""
 
     batch: Batch
@@ -40,7 +40,7 @@ def transition_noise(rng: Streams, batch: Batch, s: int) -> Latents:
 
 @dataclass(frozen=True)
 class Replay:
-    """One transition of the samples of a lesson."""
+    """One transition of the samples of a minibatch."""
 
     log_ratio: PerSample  # log pi(x_next | x_t) now, minus what it was when it was sampled
     ratio: PerSample  # the log-ratio that the objective reads: the same, or guarded
@@ -50,7 +50,7 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ReplayStats:
     """All transitions of all useful samples of an update, over all ranks."""
 
     log_ratio: Float[Tensor, "n s"]
@@ -64,26 +64,26 @@ class Seen:
         result = {"log_ratio": float(self.log_ratio.mean()), "log_ratio_abs_max": float(self.log_ratio.abs().max())}
         by_transition = {f"/{s}": self.k[:, i] for i, s in enumerate(transitions)}
         for name, k in {"": self.k, **by_transition}.items():
-            result[f"k{name}"] = float(k.mean())
-            result[f"k_noise{name}"] = math.sqrt(2 * result[f"k{name}"] / elements)
+            result[f"approx_kl{name}"] = float(k.mean())
+            result[f"log_ratio_noise_floor{name}"] = math.sqrt(2 * result[f"approx_kl{name}"] / elements)
         return result
 
 
 @dataclass
-class Record:
-    """Collects the replays of one update: lessons within transitions."""
+class ReplayCollector:
+    """Collects the replays of one update: minibatches within transitions."""
 
-    _rows: list[Tensor] = field(default_factory=list)  # one [m, 6] for each lesson of each transition
+    _rows: list[Tensor] = field(default_factory=list)  # one [m, 6] for each minibatch of each transition
 
-    def add(self, replay: Replay, advantage: PerSample, lesson: Lesson) -> None:
+    def add(self, replay: Replay, advantage: PerSample, minibatch: Minibatch) -> None:
         kl = torch.zeros_like(replay.k) if replay.kl is None else replay.kl
-        real = lesson.real.to(replay.k)
+        real = minibatch.real.to(replay.k)
         columns = (replay.log_ratio, replay.ratio, replay.k, kl, advantage.to(replay.k), real)
         self._rows.append(torch.stack([column.detach() for column in columns], 1))
 
-    def everywhere(self, mesh: Mesh, transitions: int) -> Seen:
+    def gathered(self, mesh: Mesh, transitions: int) -> ReplayStats:
         """What all ranks collected, without the samples that only filled up."""
         mine = torch.cat(self._rows).unflatten(0, (transitions, -1)).transpose(0, 1)
         rows = mesh.gather(mine)
         *columns, real = rows.unbind(2)
-        return Seen(*(column[real[:, 0] > 0] for column in columns))
+        return ReplayStats(*(column[real[:, 0] > 0] for column in columns))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from unified_trainer.models.base import VideoModel
-from unified_trainer.parallel.fsdp import exchange_gradients, keep_gathered, let_go, shard
+from unified_trainer.parallel.fsdp import exchange_gradients, reshard, set_reshard_policy, shard
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
 
@@ -52,15 +52,17 @@ class Backbone:
         trained: bool = False,
         adapters: Mapping[str, AdapterConfig] | None = None,
         activation_checkpointing: bool = False,
-        keep_products: bool = False,
+        selective_checkpointing: bool = False,
         half: bool = False,
         compile: bool = False,
         offload: bool = False,
     ) -> None:
         if offload:  # this one, as parallel.offload does with all
             mesh = replace(mesh, config=replace(mesh.config, offload=True))
-        if keep_products and not activation_checkpointing:
-            raise ValueError("keep_products keeps part of what activation_checkpointing recomputes: set both, or none")
+        if selective_checkpointing and not activation_checkpointing:
+            raise ValueError(
+                "selective_checkpointing keeps part of what activation_checkpointing recomputes: set both, or none"
+            )
         self.model, self.mesh, self.half = model, mesh, half
         self.adapters = dict(adapters or {})
         model.network.eval().requires_grad_(trained and not self.adapters)
@@ -69,7 +71,7 @@ class Backbone:
         if half:
             _hold_in_bf16(model.network)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
-        self._running, self._keep_products = "", keep_products
+        self._running, self._keep_products = "", selective_checkpointing
         self._switch(NO_ADAPTER)
         if activation_checkpointing:
             model.checkpoint_activations(self._recompute_contexts)
@@ -96,7 +98,7 @@ class Backbone:
     @contextmanager
     def running(self, role: str) -> Iterator[VideoModel]:
         """The model with this role's adapter, or without any; what ran before runs again after."""
-        keep_gathered(self.model.network, self.mesh)
+        set_reshard_policy(self.model.network, self.mesh)
         with self._adapter(role if role in self.adapters else NO_ADAPTER):
             yield self.model
 
@@ -104,9 +106,9 @@ class Backbone:
         """Say before a backward pass whether weights move after it: only then need the ranks' gradients meet."""
         exchange_gradients(self.model.network, last=last, mesh=self.mesh)
 
-    def let_go(self) -> None:
+    def reshard(self) -> None:
         """Keep nothing gathered: the weights are about to change."""
-        let_go(self.model.network)
+        reshard(self.model.network)
 
     def merge(self, role: str) -> None:
         """Fold the role's adapter into the weights and forget all adapters, for good."""

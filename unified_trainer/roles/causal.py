@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.models.base import Cache
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import GuidanceScale, guide
-from unified_trainer.models.base import Cache
 from unified_trainer.roles.experts import Rows, Side, ask, side_of
-from unified_trainer.roles.weight_copy import Follower
 from unified_trainer.roles.role import Frozen, Role, Trainable
+from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.types import Condition, Latents, PerFrame, PerSample
 
 
@@ -37,20 +37,20 @@ class Causal(Role):
 
         return ask(self._shares(sigma), of)[0]
 
-    def look_back(
+    def open_cache(
         self,
         batch_cond: Condition,
         uncond: Condition,
         chunks: ChunkConfig,
         guidance_scale: GuidanceScale,
         levels: Float[Tensor, " calls"],
-    ) -> "Past":
+    ) -> "KVCache":
         """An empty past: no chunk is finished yet. `levels` are the noise levels at which it will be looked at."""
         caches = {}
         for side in self.running_at(levels):
             with self.running(side) as model:
                 caches[side] = model.open_cache(chunks)
-        return Past(self, caches, batch_cond, uncond, guidance_scale)
+        return KVCache(self, caches, batch_cond, uncond, guidance_scale)
 
     def running_at(self, levels: Float[Tensor, " calls"]) -> list[Side]:
         """The networks that run at these noise levels."""
@@ -80,7 +80,7 @@ class CausalFrozen(Causal, Frozen):
     """One that nobody moves."""
 
 
-class CausalFollower(Causal, Follower):
+class CausalWeightCopy(Causal, WeightCopy):
     """One that only follows."""
 
 
@@ -88,10 +88,10 @@ def causal_form(kind: type[Role]) -> type[Causal]:
     """The same kind of role over a causal model."""
     if issubclass(kind, Causal):
         return kind
-    return {Trainable: CausalStudent, Frozen: CausalFrozen, Follower: CausalFollower}[kind]
+    return {Trainable: CausalStudent, Frozen: CausalFrozen, WeightCopy: CausalWeightCopy}[kind]
 
 
-class Past:
+class KVCache:
     """The finished chunks of one rollout, as the next chunk sees them: each expert those that it made itself."""
 
     def __init__(
@@ -119,11 +119,11 @@ class Past:
             with self._role.running(side) as model:
                 model.append(self._wide(x.detach()), self._cond, cache)
 
-    def turn(self, cond: Condition) -> None:
+    def set_condition(self, cond: Condition) -> None:
         """The chunks to come have another condition; what was seen stays as it was seen."""
         self._cond = cond if self._scale == 1 else cond.cat(self._uncond)
         for cache in self._caches.values():
-            cache.turn()
+            cache.start_prompt()
 
     def _wide(self, x: torch.Tensor) -> torch.Tensor:
         """With guidance both conditions run in one pass, each with a past of its own."""

@@ -23,7 +23,7 @@ Balance = Literal["mixed", "natural", "equal"]
 class ExpertConfig:
     trained: bool = True  # False leaves the expert as it is, and its weights shared with roles of the same path
     learning_rate: float | None = None  # of this expert; None is the role's
-    clip_norm: float | None = None  # of this expert's gradient; None is the role's
+    max_grad_norm: float | None = None  # of this expert's gradient; None is the role's
     offload: bool = False  # keep an expert that is not trained in CPU memory, copied to the device block by block
 
 
@@ -37,7 +37,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Split:
+class ExpertLayout:
     """What a role is made of, known before any weight is read."""
 
     boundary: float | None = None  # None: one network
@@ -61,14 +61,14 @@ class Split:
                 )
 
 
-def split_of(
+def layout_of(
     role: str,
     path: str,
     boundary: float,
     experts: Mapping[Side, ExpertConfig] | None,
     components: Sequence[str],
     said: float | None,
-) -> Split:
+) -> ExpertLayout:
     """The networks of a role: two if its folder holds two, or if a role that learns is told where to split.
 
     `boundary` and `experts` are the role's settings, the latter None for one that nobody trains; `components` and
@@ -82,7 +82,7 @@ def split_of(
                 f"{role}.high and {role}.low are of two experts, but {path} holds one network: leave them out, or set "
                 f"{role}.boundary to make two of it"
             )
-        return Split(trained=("",) if experts else ())
+        return ExpertLayout(trained=("",) if experts else ())
     if len(components) == 1 and experts is None:
         raise ValueError(f"{role}.boundary: {path} holds one network, and two that stay equal are one: leave it out")
     at = boundary or said
@@ -97,7 +97,7 @@ def split_of(
     if experts and not trained:
         raise ValueError(f"{role}.high.trained and {role}.low.trained are both False: there is nothing to train")
     offloaded = tuple(side for side, config in (experts or {}).items() if config.offload)
-    return Split(at, {"high": components[0], "low": components[-1]}, trained, offloaded)
+    return ExpertLayout(at, {"high": components[0], "low": components[-1]}, trained, offloaded)
 
 
 def side_of(sigma: float, boundary: float | None) -> Side:
@@ -149,9 +149,9 @@ def scale_at(
     return 1.0 if bool((scales == 1).all()) else scales
 
 
-def check_guidance(key: str, guidance_scale: GuidanceScale, role: str, split: Split) -> None:
+def check_guidance(key: str, guidance_scale: GuidanceScale, role: str, split: ExpertLayout) -> None:
     """ValueError unless two scales are for two experts."""
-    if isinstance(guidance_scale, tuple) and split.boundary is None:
+    if isinstance(guidance_scale, tuple) and layout.boundary is None:
         raise ValueError(f"{key} {guidance_scale} is for two experts, but {role} is one network: give one number")
 
 

@@ -19,10 +19,10 @@ class LearnerConfig:
     betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
     eps: float = 1e-8  # of AdamW
     weight_decay: float = 0.01  # of AdamW
-    clip_norm: float = 1.0  # largest gradient norm, over all weights of the role or the expert; 0 does not clip
+    max_grad_norm: float = 1.0  # largest gradient norm, over all weights of the role or the expert; 0 does not clip
     warmup_updates: int = 0  # updates over which the learning rate rises from 0
-    decay: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after the warm-up
-    decay_updates: int = 0  # updates from the end of the warm-up to the lowest learning rate
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after the warm-up
+    lr_decay_updates: int = 0  # updates from the end of the warm-up to the lowest learning rate
     min_lr_ratio: float = 0.0  # lowest learning rate, as a share of learning_rate
     ema_decay: float = 0.0  # of the averaged weights, per update; 0 keeps none
 
@@ -62,8 +62,8 @@ class Learner:
 
     def move(self, norm: Tensor) -> dict[str, float]:
         """Clip a gradient of this norm, move the weights once, and forget it."""
-        if self.config.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.weights.values(), self.config.clip_norm, norm)
+        if self.config.max_grad_norm:
+            torch.nn.utils.clip_grads_with_norm_(self.weights.values(), self.config.max_grad_norm, norm)
         learning_rate = self.config.learning_rate * learning_rate_factor(self.config, self.updates)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -74,13 +74,13 @@ class Learner:
             self._ema.update()
         return {f"{self.name}/grad_norm": float(norm), f"{self.name}/learning_rate": learning_rate}
 
-    def restart_average(self) -> None:
+    def restart_ema(self) -> None:
         """Average anew from the weights as they are, after they were loaded."""
         if self._ema:
             self._ema = EMA(self.weights, self.config.ema_decay)
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def ema_weights(self) -> Iterator[None]:
         """The averaged weights in place of the weights, if there are any."""
         with self._ema.swapped() if self._ema else nullcontext():
             yield
@@ -105,10 +105,10 @@ def learning_rate_factor(config: LearnerConfig, updates: int) -> float:
     """Share of the learning rate at this update: linear warm-up, then constant, linear or cosine decay."""
     if updates < config.warmup_updates:
         return (updates + 1) / config.warmup_updates
-    if config.decay == "constant":
+    if config.lr_schedule == "constant":
         return 1.0
-    done = min(1.0, (updates - config.warmup_updates) / max(1, config.decay_updates))
-    left = 1 - done if config.decay == "linear" else 0.5 + 0.5 * math.cos(math.pi * done)
+    done = min(1.0, (updates - config.warmup_updates) / max(1, config.lr_decay_updates))
+    left = 1 - done if config.lr_schedule == "linear" else 0.5 + 0.5 * math.cos(math.pi * done)
     return config.min_lr_ratio + (1 - config.min_lr_ratio) * left
 
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.numerics.advantages import Ids, spread
 from unified_trainer.models.base import Codec
+from unified_trainer.numerics.advantages import Ids, spread
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 from unified_trainer.types import Latents, PerSample, Video
@@ -109,7 +109,7 @@ class Reward:
         if scorers.keys() != self._configs.keys():
             raise ValueError(f"reward: scorers {', '.join(scorers)} for settings of {', '.join(self._configs)}")
         self.weights = {name: part.weight for name, part in self._configs.items() if part.weight}
-        self.witnesses = tuple(name for name, part in self._configs.items() if not part.weight)
+        self.held_out = tuple(name for name, part in self._configs.items() if not part.weight)
         self.retried = 0  # times that a scorer was asked again, on this rank
 
     @torch.no_grad()

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.numerics.flow import GuidanceScale, guide
 from unified_trainer.models.base import VideoModel
+from unified_trainer.numerics.flow import GuidanceScale, guide
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.experts import (
     ExpertConfig,
@@ -40,7 +40,7 @@ class RoleConfig:
     boundary: float = 0.0  # noise level from which the high-noise expert runs; 0 takes the folder's. A role that
     # learns from a folder of one network then has two experts, which both start from it
     activation_checkpointing: bool = False  # recompute activations in the backward pass: slower, smaller
-    keep_products: bool = False  # but keep what matrix products and attention gave: between the two in both
+    selective_checkpointing: bool = False  # but keep what matrix products and attention gave: between the two in both
     compile: bool = False  # the network's blocks, with torch.compile: a slow first step, faster ones after
 
 
@@ -57,7 +57,7 @@ class TrainableConfig(LearnerConfig, RoleConfig):
     def of(self, side: Side) -> "TrainableConfig":
         """The settings of one expert, or of a role's only network."""
         own = dataclasses.asdict(self.experts[side]) if side else {}
-        given = {key: own[key] for key in ("learning_rate", "clip_norm") if side and own[key] is not None}
+        given = {key: own[key] for key in ("learning_rate", "max_grad_norm") if side and own[key] is not None}
         return dataclasses.replace(self, **given)
 
 
@@ -105,7 +105,7 @@ class Role:
 
         A role with two experts is asked for one of them.
         """
-        self._mesh.agree(f"pass of {self.key(self.name, side, ' ')} {_with_gradient()}")
+        self._mesh.assert_same(f"pass of {self.key(self.name, side, ' ')} {_with_gradient()}")
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
         with self._backbones[side].running(self.key(self.name, side)) as model, autocast:
             yield model
@@ -135,10 +135,10 @@ class Role:
         """Which rows each network runs on; the same networks on all ranks, some of them without a row here."""
         if self.boundary is None:
             return {"": torch.ones(len(sigma), dtype=torch.bool)}
-        self._mesh.agree(f"pass of {self.name}, split at {self.boundary:g}, {_with_gradient()}")
+        self._mesh.assert_same(f"pass of {self.name}, split at {self.boundary:g}, {_with_gradient()}")
         mine = shares(sigma, self.boundary)
         here = torch.tensor([[bool(share.any()) for share in mine.values()]])
-        anywhere = self._mesh.everyone(here).any(0).tolist()
+        anywhere = self._mesh.all_gather_cpu(here).any(0).tolist()
         return {side: share for (side, share), runs in zip(mine.items(), anywhere, strict=True) if runs}
 
 
@@ -211,7 +211,7 @@ class Trainable(Role):
         norms = {side: learner.gradient_norm() for side, learner in self._learners.items() if learner.has_gradient}
         metrics: dict[str, float] = {}
         for side, norm in norms.items():
-            self._backbones[side].let_go()
+            self._backbones[side].reshard()
             metrics |= self._learners[side].move(norm)
         return metrics
 
@@ -230,17 +230,17 @@ class Trainable(Role):
         """The adapter of one network in peft's layout."""
         self._backbones[side].save_adapter(self.key(self.name, side), folder)
 
-    def restart_average(self) -> None:
+    def restart_ema(self) -> None:
         """Average anew from the weights as they are, after they were loaded."""
         for learner in self._learners.values():
-            learner.restart_average()
+            learner.restart_ema()
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def ema_weights(self) -> Iterator[None]:
         """The role with its averaged weights, if it keeps any."""
         with ExitStack() as stack:
             for learner in self._learners.values():
-                stack.enter_context(learner.averaged())
+                stack.enter_context(learner.ema_weights())
             yield
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -254,7 +254,7 @@ class Trainable(Role):
             for key, value in learner.state_dict().items()
         }
 
-    def after_load(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the counters of a state whose tensors, handed out by `state_dict`, were filled in place."""
         for side, learner in self._learners.items():
             learner.updates = int(state[_named(side, "updates")])

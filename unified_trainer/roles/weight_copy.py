@@ -10,7 +10,7 @@ from unified_trainer.roles.experts import Experts
 from unified_trainer.roles.role import Frozen, Trainable, TrainableConfig
 
 
-class Follower(Frozen):
+class WeightCopy(Frozen):
     """A role with weights of its own that nobody trains: they are a trained role's of earlier, or their average."""
 
     def __init__(self, name: str, networks: Backbone | Experts, config: TrainableConfig) -> None:
@@ -24,13 +24,13 @@ class Follower(Frozen):
         }
 
     @torch.no_grad()
-    def follow(self, leader: Trainable, decay: float = 0.0) -> None:
-        """weight <- decay weight + (1 - decay) of the leader's weight; without decay a copy, bit for bit."""
+    def update_from(self, source: Trainable, decay: float = 0.0) -> None:
+        """weight <- decay weight + (1 - decay) of the source's weight; without decay a copy, bit for bit."""
         for key, weight in self._weights.items():
-            weight.lerp_(leader.weights[key].detach().to(weight.dtype), 1 - decay)
+            weight.lerp_(source.weights[key].detach().to(weight.dtype), 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {f"followed/{key}": weight.detach() for key, weight in self._weights.items()}
 
-    def after_load(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Nothing is left to do: the tensors were filled in place."""

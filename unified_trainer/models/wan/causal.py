@@ -13,10 +13,10 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from unified_trainer.numerics.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
 from unified_trainer.models.masked_attention import token_mask
-from unified_trainer.models.wan.model import TIME_SCALE, WanCondition, WanModel
 from unified_trainer.models.wan.attention import Finished, KeysValues, Pass, set_attention
+from unified_trainer.models.wan.model import TIME_SCALE, WanCondition, WanModel
+from unified_trainer.numerics.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
 from unified_trainer.parallel.device import has_flex_attention
 from unified_trainer.types import Latents, PerFrame, PerSample
 
@@ -35,7 +35,7 @@ class Cache:
         """The latent frames that are looked back on."""
         return [frame for chunk in self.past for frame in chunk.frames]
 
-    def turn(self) -> None:
+    def start_prompt(self) -> None:
         self.text = []
 
 

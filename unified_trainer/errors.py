@@ -1,0 +1,36 @@
+"""Errors that a user can fix, and notes that say what a bug interrupted.
+
+A `UserError` is printed as one line and ends the program with exit code 2. Every other exception is a bug, of this package
+or of a method, scorer or model family written outside it: it keeps its traceback.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class UserError(ValueError):
+    """A wrong setting, file or command; the message names it and says what to do instead."""
+
+
+class MissingFileError(UserError, FileNotFoundError):
+    """A file or folder that the run needs is missing."""
+
+
+class OutputExistsError(UserError, FileExistsError):
+    """An output path is already in use and would be overwritten."""
+
+
+class NotFiniteError(UserError, FloatingPointError):
+    """A loss, gradient, score or setting is NaN or infinite."""
+
+
+@contextmanager
+def working_on(what: str) -> Iterator[None]:
+    """Add `what` to the traceback of an exception that is not a UserError: the role, method, scorer or step at work."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        error.add_note(f"while working on {what}")
+        raise
