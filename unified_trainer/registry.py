@@ -17,10 +17,8 @@ from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.methods.ode_init import ODEInit, ODEInitConfig
 from unified_trainer.methods.reward_gradient import RewardGradient, RewardGradientConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
-from unified_trainer.models.base import CausalVideoModel, Codec, VideoModel
-from unified_trainer.models.wan.causal import CausalWanModel
-from unified_trainer.models.wan.lora import published_adapter
-from unified_trainer.models.wan.model import EXPERTS, WanCodec, WanModel, attention_heads, latent_channels, networks
+from unified_trainer.models.base import Family, VideoModel
+from unified_trainer.models.wan.family import WAN
 from unified_trainer.rewards import pixels
 from unified_trainer.rewards.clip import CLIP
 from unified_trainer.rewards.hpsv3 import HPSv3
@@ -29,18 +27,6 @@ from unified_trainer.types import Video
 
 Features = Callable[[Tensor], Tensor]  # images to rows that a Frechet distance compares
 TINY = Path(__file__).parent / "assets" / "tiny"
-
-
-@dataclass(frozen=True)
-class Family:
-    model: Callable[[Path, str], VideoModel]  # a component, without its weights, which `read` brings
-    codec: Callable[[Path, torch.device], Codec]
-    causal: Callable[[Path, str], CausalVideoModel] | None  # the same weights, chunk by chunk
-    latent_channels: Callable[[Path], int]
-    attention_heads: Callable[[Path], int]
-    networks: Callable[[Path], tuple[tuple[str, ...], float | None]]  # the components, and where two of them meet
-    experts: tuple[str, str]  # the components that two experts are written to
-    published_adapter: Callable[[Mapping[str, Tensor], float], dict[str, Tensor]]  # its weights and alpha renamed
 
 
 METHODS: dict[str, tuple[type[Method], type]] = {
@@ -54,18 +40,7 @@ METHODS: dict[str, tuple[type[Method], type]] = {
     "self_forcing": (SelfForcing, SelfForcingConfig),
 }
 ALGORITHMS = {name: config for name, (_, config) in METHODS.items()}
-FAMILIES = {
-    "WanPipeline": Family(
-        WanModel.open,
-        WanCodec.load,
-        CausalWanModel.open,
-        latent_channels,
-        attention_heads,
-        networks,
-        EXPERTS,
-        published_adapter,
-    )
-}
+FAMILIES: dict[str, Family] = {"WanPipeline": WAN}
 # Scorers with weights, of single images; and of the pixels alone, with the number of frames that they need.
 NETWORKS = ("hpsv3", "clip")
 PIXELS: dict[str, tuple[Callable[[Video], Tensor], int]] = {
