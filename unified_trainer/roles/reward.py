@@ -127,7 +127,7 @@ class Reward:
             raise NotFiniteError(f"reward: {name}: the score of sample {bad} ({prompts[bad]!r}) is not finite")
         return score
 
-    def _call(self, name: str, clips: Video, prompts: tuple[str, ...]) -> PerSample:
+    def _call(self, name: str, clips: Video, prompts: tuple[str, ...]) -> object:
         """Call a scorer, and again after a fault, `retries` times at most."""
         named = ", ".join(map(repr, prompts[:PROMPTS_NAMED])) + (", ..." if len(prompts) > PROMPTS_NAMED else "")
         calls = 1
