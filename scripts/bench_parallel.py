@@ -26,7 +26,8 @@ from rich.table import Table
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unified_trainer.models.wan.model import WanCondition, WanModel
+from unified_trainer.models.wan.codec import WanCondition
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.fsdp import to_local
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.roles.backbone import Backbone

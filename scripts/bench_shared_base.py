@@ -21,7 +21,8 @@ from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
-from unified_trainer.models.wan.model import WanCodec, WanModel
+from unified_trainer.models.wan.codec import WanCodec
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
 from unified_trainer.roles.backbone import AdapterConfig, Backbone

@@ -26,7 +26,8 @@ from unified_trainer import config
 from unified_trainer.build import build
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.models.wan.causal import Cache, CausalWanModel
-from unified_trainer.models.wan.model import WanCodec, WanModel
+from unified_trainer.models.wan.codec import WanCodec
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.device import peak_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import METHODS

@@ -26,7 +26,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5Config, UMT
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.tiny_world import FRAMES, HELD_OUT, PHRASINGS, SIZE, SUBJECTS, check_attributes
-from unified_trainer.models.wan.model import WanCodec, WanModel
+from unified_trainer.models.wan.codec import WanCodec
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.registry import TINY

@@ -20,7 +20,7 @@ from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.commands.sample import of_length, pieces
 from unified_trainer.data.prompts import validation_prompts
 from unified_trainer.data.tiny_world import FRAMES, SUBJECT_OF_CAPTION, Subject, check_attributes, draw_clip, render
-from unified_trainer.models.wan.model import WanCodec
+from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY, load_hpsv3

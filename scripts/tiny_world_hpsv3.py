@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 import tyro
 from jaxtyping import Float
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
-from unified_trainer.data import shapes
+from unified_trainer.data import tiny_world
 from unified_trainer.rewards.hpsv3 import (
     CHECKPOINT,
     REWARD_TOKEN,
@@ -27,7 +28,6 @@ from unified_trainer.rewards.hpsv3 import (
     HPSv3,
     HPSv3Network,
     Preprocessor,
-    ranking_loss,
 )
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def main(out: Path, steps: int = 1600, seed: int = 0) -> None:
     learn_to_see(hpsv3, seed)
     train(hpsv3, steps, seed)
     (out / CHECKPOINT).write_bytes(save(hpsv3.network.state_dict()))
-    subjects = {"seen": shapes.TRAINING, "held_out": shapes.HELD_OUT}
+    subjects = {"seen": tiny_world.TRAINING, "held_out": tiny_world.HELD_OUT}
     measured = {
         "seed": seed,
         "steps": steps,
@@ -125,7 +125,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    bpe.train_from_iterator([INSTRUCTION + PROMPT_WITH_SPECIAL_TOKEN, *shapes.SUBJECT_OF_CAPTION], trainer)
+    bpe.train_from_iterator([INSTRUCTION + PROMPT_WITH_SPECIAL_TOKEN, *tiny_world.SUBJECT_OF_CAPTION], trainer)
     learned = json.loads(bpe.to_str())["model"]
     merges = [tuple(merge) for merge in learned["merges"]]
     tokenizer = Qwen2Tokenizer(vocab=learned["vocab"], merges=merges)
@@ -169,13 +169,13 @@ def learn_to_see(hpsv3: HPSv3, seed: int) -> None:
     """Teaches the vision tower to name color and shape: what HPSv3 brings along from the pretrained Qwen2-VL."""
     generator = torch.Generator().manual_seed(seed)
     visual = hpsv3.network.visual
-    colours, names = tuple(shapes.COLORS), shapes.SHAPES
+    colours, names = tuple(tiny_world.COLORS), tiny_world.SHAPES
     probe = torch.nn.Linear(visual.config.hidden_size, len(colours) + len(names))
     optimizer = torch.optim.AdamW([*visual.parameters(), *probe.parameters()], lr=SIGHT_LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, SIGHT_STEPS))
     for step in range(1, SIGHT_STEPS + 1):
-        subjects = [pick(shapes.TRAINING, generator) for _ in range(SIGHT_BATCH)]
-        clips = [shapes.draw_clip(subject, generator) for subject in subjects]
+        subjects = [pick(tiny_world.TRAINING, generator) for _ in range(SIGHT_BATCH)]
+        clips = [tiny_world.draw_clip(subject, generator) for subject in subjects]
         frames = torch.stack([frame_at(clip, uniform(-0.5, 0.5, generator)) for clip in clips])
         inputs = hpsv3.preprocessor(like_a_decoder(frames, generator), [subject.caption() for subject in subjects])
         tokens = visual(inputs.patches, grid_thw=inputs.grids).pooler_output
@@ -201,7 +201,7 @@ def train(hpsv3: HPSv3, steps: int, seed: int) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, steps))
     losses, ordered = [], []
     for step in range(1, steps + 1):
-        groups = draw_groups(shapes.TRAINING, GROUPS_PER_STEP, generator)
+        groups = draw_groups(tiny_world.TRAINING, GROUPS_PER_STEP, generator)
         scores = score(hpsv3, groups)
         preferred, other = pair_scores(scores, groups)
         loss = ranking_loss(preferred, other)
@@ -216,6 +216,18 @@ def train(hpsv3: HPSv3, steps: int, seed: int) -> None:
             mean_loss, mean_ordered = sum(losses) / len(losses), sum(ordered) / len(ordered)
             log.info("step %d of %d: loss %.4f, pairs in order %.3f", step, steps, mean_loss, mean_ordered)
             losses, ordered = [], []
+
+
+def ranking_loss(preferred: Float[Tensor, "b 2"], other: Float[Tensor, "b 2"], nodes: int = 24) -> Float[Tensor, ""]:
+    """Compute the uncertainty-aware ranking loss, the mean over pairs of E[-log sigmoid(z)] (HPSv3, arXiv:2508.03789).
+
+    Each score is a Gaussian of mean mu and deviation exp(raw sigma), so z ~ N(mu_p - mu_o, var_p + var_o). The package
+    draws 1000 samples of z; here the expectation is Gauss-Hermite quadrature, without noise.
+    """
+    points, weights = (preferred.new_tensor(values) for values in np.polynomial.hermite_e.hermegauss(nodes))
+    spread = (preferred[:, 1:].exp().square() + other[:, 1:].exp().square()).sqrt()
+    z = preferred[:, :1] - other[:, :1] + spread * points
+    return (functional.softplus(-z) @ (weights / weights.sum())).mean()
 
 
 def learning_rate_share(step: int, steps: int) -> float:
@@ -241,7 +253,7 @@ def pair_scores(
 
 
 @torch.no_grad()
-def measure(hpsv3: HPSv3, subjects: Sequence[shapes.Subject], seed: int) -> dict[str, dict[str, float]]:
+def measure(hpsv3: HPSv3, subjects: Sequence[tiny_world.Subject], seed: int) -> dict[str, dict[str, float]]:
     """Share of pairs in order and mean margin by kind of pair, mean mu by kind of picture; fresh drawings."""
     generator = torch.Generator().manual_seed(seed)
     groups = draw_groups(subjects, HELD_OUT_GROUPS, generator)
@@ -273,16 +285,16 @@ def share_positive(values: Sequence[float]) -> float:
     return average([float(value > 0) for value in values])
 
 
-def draw_groups(subjects: Sequence[shapes.Subject], count: int, generator: torch.Generator) -> list[Group]:
+def draw_groups(subjects: Sequence[tiny_world.Subject], count: int, generator: torch.Generator) -> list[Group]:
     return [draw_group(pick(subjects, generator), generator) for _ in range(count)]
 
 
-def draw_group(subject: shapes.Subject, generator: torch.Generator) -> Group:
+def draw_group(subject: tiny_world.Subject, generator: torch.Generator) -> Group:
     """One moment of one clip: right; wrong in color, shape, both; between right and wrong; half and wholly broken."""
-    clip = shapes.draw_clip(subject, generator)
+    clip = tiny_world.draw_clip(subject, generator)
     moment = uniform(-0.5, 0.5, generator)
-    color = pick([name for name in shapes.COLORS if name != subject.color], generator)
-    shape = pick([name for name in shapes.SHAPES if name != subject.shape], generator)
+    color = pick([name for name in tiny_world.COLORS if name != subject.color], generator)
+    shape = pick([name for name in tiny_world.SHAPES if name != subject.shape], generator)
     right, *wrong = (
         frame_at(replace(clip, subject=shown), moment)
         for shown in (
@@ -302,18 +314,18 @@ def draw_group(subject: shapes.Subject, generator: torch.Generator) -> Group:
     half = DEFECTS[defect](right, strength / 2, torch.Generator().set_state(state))  # the same draw, half as strong
     frames = torch.stack([right, *wrong, between, half, whole])
     return Group(
-        caption=subject.caption(pick(range(len(shapes.PHRASINGS)), generator)),
+        caption=subject.caption(pick(range(len(tiny_world.PHRASINGS)), generator)),
         kinds=("right", *kinds, f"half {kinds[towards]}", f"half {defect}", defect),
         frames=like_a_decoder(frames, generator),
         pairs=((0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (0, 6), (1, 3), (2, 3), (4, 1 + towards), (5, 6)),
     )
 
 
-def frame_at(clip: shapes.Clip, moment: float) -> Frame:
+def frame_at(clip: tiny_world.Clip, moment: float) -> Frame:
     """The frame at a share of the path in -0.5..0.5."""
-    along = shapes.DIRECTIONS[clip.subject.direction]
+    along = tiny_world.DIRECTIONS[clip.subject.direction]
     x, y = (c + a * moment * clip.travel for c, a in zip(clip.centre, along, strict=True))
-    return shapes.render([replace(clip, centre=(x, y), travel=0.0)], frames=1)[0, :, 0]
+    return tiny_world.render([replace(clip, centre=(x, y), travel=0.0)], frames=1)[0, :, 0]
 
 
 def like_a_decoder(frames: Float[Tensor, "n 3 h w"], generator: torch.Generator) -> Float[Tensor, "n 3 h w"]:
@@ -346,7 +358,7 @@ def blurred(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
 
 def blocky(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
     """Squares of eight pixels replaced by other squares of the frame, those of the object more often."""
-    side = shapes.SIZE // 8
+    side = tiny_world.SIZE // 8
     squares = frame.unfold(1, 8, 8).unfold(2, 8, 8).flatten(1, 2)
     on_object = (squares - ground(frame)[:, :1, :1, None]).norm(dim=0).amax((1, 2)) > 0.3
     moved = torch.rand(side * side, generator=generator) < torch.where(on_object, 0.9, 0.3) * strength
@@ -374,7 +386,7 @@ def faded(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
 def erased(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
     """A share of the object wiped away from one side."""
     angle = uniform(0, 2 * math.pi, generator)
-    grid = torch.arange(shapes.SIZE) + 0.5
+    grid = torch.arange(tiny_world.SIZE) + 0.5
     along = math.cos(angle) * grid[None, :] + math.sin(angle) * grid[:, None]
     weight = (frame - ground(frame)).norm(dim=0)
     order = along.flatten().argsort()
@@ -402,15 +414,15 @@ def stained(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
     """Soft colored patches everywhere."""
     cells = pick((4, 8, 16), generator)
     field = torch.randn(1, 3, cells, cells, generator=generator)
-    field = functional.interpolate(field, size=shapes.SIZE, mode="bilinear")[0]
+    field = functional.interpolate(field, size=tiny_world.SIZE, mode="bilinear")[0]
     return (frame + 0.4 * strength * field).clamp(0, 1)
 
 
 def warped(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
     """Pixels displaced along a smooth random field, so that outlines bend."""
     field = torch.randn(1, 2, 9, 9, generator=generator)
-    field = functional.interpolate(field, size=shapes.SIZE, mode="bicubic")[0] * 11 * strength / shapes.SIZE
-    grid = functional.affine_grid(torch.eye(2, 3)[None], [1, 3, shapes.SIZE, shapes.SIZE], align_corners=False)
+    field = functional.interpolate(field, size=tiny_world.SIZE, mode="bicubic")[0] * 11 * strength / tiny_world.SIZE
+    grid = functional.affine_grid(torch.eye(2, 3)[None], [1, 3, tiny_world.SIZE, tiny_world.SIZE], align_corners=False)
     sampled = functional.grid_sample(
         frame[None], grid + field.movedim(0, -1)[None], padding_mode="border", align_corners=False
     )
@@ -434,13 +446,13 @@ DEFECT_DRAWS = (*DEFECTS, "blocky", "erased", "doubled", "warped")  # the hardes
 
 
 def ground(frame: Frame) -> Frame:
-    return torch.tensor(shapes.BACKGROUND).view(3, 1, 1).expand_as(frame)
+    return torch.tensor(tiny_world.BACKGROUND).view(3, 1, 1).expand_as(frame)
 
 
 def moved_by(frame: Frame, shift: Sequence[int]) -> Frame:
     """Shifted by (rows, columns); what enters at the edges is ground."""
     down, across = shift
-    size = shapes.SIZE
+    size = tiny_world.SIZE
     moved = ground(frame).clone()
     moved[:, max(down, 0) : size + min(down, 0), max(across, 0) : size + min(across, 0)] = frame[
         :, max(-down, 0) : size + min(-down, 0), max(-across, 0) : size + min(-across, 0)

@@ -25,7 +25,8 @@ from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.models.wan.causal import CausalWanModel
-from unified_trainer.models.wan.model import WanCodec, WanModel
+from unified_trainer.models.wan.codec import WanCodec
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY

@@ -205,7 +205,7 @@ def test_another_pipeline_is_named(refused, wan):
     [
         (["--reward.weight", "0"], "the weights of the reward sum to zero (hpsv3 0)"),
         (["--reward.scorers.saturation.weight", "-1"], "sum to zero (hpsv3 1, saturation -1)"),
-        (["--reward.scorers.nice.weight", "1"], "reward.scorers.nice.kind nice is no scorer; have hpsv3, clip, sharp"),
+        (["--reward.scorers.nice.weight", "1"], "reward.scorers.nice.kind nice is no scorer; have clip, hpsv3, sharp"),
         (["--reward.scorers.clip.weight", "1"], "reward.scorers.clip.path must be the folder of a clip scorer, not ''"),
         (["--reward.scorers.a.kind", "clip", "--reward.scorers.a.path", "nowhere"], "nowhere/preprocessor_config.json"),
         (["--reward.device", "abacus"], "reward.device 'abacus' is no device that torch knows"),

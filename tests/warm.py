@@ -15,6 +15,7 @@ import torch
 
 from unified_trainer import registry
 from unified_trainer.__main__ import main
+from unified_trainer.rewards import hpsv3
 
 
 def warm(folder: str) -> None:
@@ -22,9 +23,9 @@ def warm(folder: str) -> None:
     torch.set_num_threads(1)
     family = registry.FAMILIES["WanPipeline"]
     registry.FAMILIES["WanPipeline"] = dataclasses.replace(family, codec=functools.cache(family.codec))
-    registry.load_hpsv3 = functools.cache(registry.load_hpsv3)
+    hpsv3.HPSv3.load = functools.cache(hpsv3.HPSv3.load)
     registry.FAMILIES["WanPipeline"].codec(Path(folder), torch.device("cpu"))
-    registry.load_hpsv3("tiny", "fp32", torch.device("cpu"))
+    hpsv3.HPSv3.load(hpsv3.EMBEDDED, torch.device("cpu"), torch.float32)
 
 
 def fork(flags: list[str], rank: int, ranks: int, port: int, log: str) -> int:

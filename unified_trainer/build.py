@@ -15,8 +15,9 @@ from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.plan import RolePlan, RunPlan, check
-from unified_trainer.registry import load_scorers, open_model
+from unified_trainer.registry import open_model
 from unified_trainer.rewards.hacking_monitor import HackingMonitor
+from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import Causal
 from unified_trainer.roles.experts import Expert, ExpertPair

@@ -12,9 +12,10 @@ from unified_trainer.data.prompts import read_prompts, training_prompts
 from unified_trainer.methods.base import Method, MethodSetup
 from unified_trainer.models.base import Family
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import check_reward, family_of, method_named
+from unified_trainer.registry import family_of, method_named
 from unified_trainer.renamed import METRICS
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
+from unified_trainer.rewards.scorers import check_reward
 from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import ExpertLayout, layout_of
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig

@@ -1,29 +1,58 @@
-"""Objects from outside the package: `package.module:NAME` or `path/to/file.py:NAME`."""
+"""Objects that live outside this package, named in settings as package.module:NAME or path/to/file.py:NAME."""
 
+import hashlib
 import importlib
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from unified_trainer.errors import UserError
+from unified_trainer.errors import MissingFileError, UserError
 
 
 def load_object(spec: str, key: str) -> Any:
-    """Return the object that `spec` names; UserError, naming `key`, if file, module or name is missing."""
+    """Return the object that `spec` names; `key` is the setting it comes from, for messages.
+
+    A module is imported. A file is executed once per process, under a module name that depends on its path alone, so
+    that its objects are the same for every spec that names it. Raise UserError if the form is wrong or if the file, the
+    module or the name is missing; an exception inside the file or module keeps its traceback.
+    """
     place, _, name = spec.rpartition(":")
-    if place.endswith(".py"):
-        file = Path(place).resolve()
-        if not file.is_file():
-            raise UserError(f"{key} {spec}: no such file: {place}")
-        module_name = f"unified_trainer_plugin_{file.stem}_{abs(hash(str(file)))}"
-        module = sys.modules.get(module_name)
-        if module is None:
-            loaded = importlib.util.spec_from_file_location(module_name, file)
-            module = sys.modules[module_name] = importlib.util.module_from_spec(loaded)
-            loaded.loader.exec_module(module)
-    else:
-        module = importlib.import_module(place)
-    if name not in vars(module):
-        raise UserError(f"{key} {spec}: {place} has no {name}")
-    return vars(module)[name]
+    is_file = place.endswith(".py")
+    if not (name.isidentifier() and (is_file or all(part.isidentifier() for part in place.split(".")))):
+        raise UserError(f"{key} {spec!r} must be package.module:NAME or path/to/file.py:NAME")
+    module = _execute(Path(place), key) if is_file else _import(place, key)
+    try:
+        return vars(module)[name]
+    except KeyError as error:
+        raise UserError(f"{key} {spec!r}: {place} defines no {name}") from error
+
+
+def _import(place: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports something that is not
+        raise UserError(
+            f"{key}: no module {error.name}; install its package, or put its folder on PYTHONPATH"
+        ) from error
+
+
+def _execute(file: Path, key: str) -> ModuleType:
+    if not file.is_file():
+        raise MissingFileError(f"{key} {file}: no such file")
+    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()
+    name = f"unified_trainer_plugin_{file.stem}_{digest[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,12 +1,9 @@
 """The table of methods and model families: the only module that names them."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from unified_trainer.config import must_know
 from unified_trainer.errors import MissingFileError, UserError
@@ -19,33 +16,12 @@ from unified_trainer.methods.finetune import Finetune
 from unified_trainer.methods.ode_init import ODEInit
 from unified_trainer.methods.reward_gradient import RewardGradient
 from unified_trainer.methods.self_forcing import SelfForcing
-from unified_trainer.models.base import CausalVideoModel, Codec, VideoModel
-from unified_trainer.models.wan.causal import CausalWanModel
-from unified_trainer.models.wan.lora import published_adapter
-from unified_trainer.models.wan.model import EXPERTS, WanCodec, WanModel, attention_heads, latent_channels, networks
+from unified_trainer.models.base import Family, VideoModel
+from unified_trainer.models.wan.family import WAN
 from unified_trainer.plugins import load_object
-from unified_trainer.rewards import pixels
-from unified_trainer.rewards.clip import CLIP
-from unified_trainer.rewards.hpsv3 import HPSv3
-from unified_trainer.roles.reward import RewardConfig, Scorer, of_images
-from unified_trainer.types import Video
 
-Features = Callable[[Tensor], Tensor]  # images to rows that a Frechet distance compares
 TINY = Path(__file__).parent / "assets" / "tiny"
-
-
-@dataclass(frozen=True)
-class Family:
-    model: Callable[[Path, str], VideoModel]  # a component, without its weights, which `read` brings
-    codec: Callable[[Path, torch.device], Codec]
-    causal: Callable[[Path, str], CausalVideoModel] | None  # the same weights, chunk by chunk
-    latent_channels: Callable[[Path], int]
-    attention_heads: Callable[[Path], int]
-    networks: Callable[[Path], tuple[tuple[str, ...], float | None]]  # the components, and where two of them meet
-    experts: tuple[str, str]  # the components that two experts are written to
-    published_adapter: Callable[[Mapping[str, Tensor], float], dict[str, Tensor]]  # its weights and alpha renamed
-
-
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 METHODS: dict[str, type[Method]] = {
     "consistency": Consistency,
     "dance_grpo": DanceGRPO,
@@ -56,29 +32,7 @@ METHODS: dict[str, type[Method]] = {
     "reward_gradient": RewardGradient,
     "self_forcing": SelfForcing,
 }
-FAMILIES = {
-    "WanPipeline": Family(
-        WanModel.open,
-        WanCodec.load,
-        CausalWanModel.open,
-        latent_channels,
-        attention_heads,
-        networks,
-        EXPERTS,
-        published_adapter,
-    )
-}
-# Scorers with weights, of single images; and of the pixels alone, with the number of frames that they need.
-NETWORKS = ("hpsv3", "clip")
-PIXELS: dict[str, tuple[Callable[[Video], Tensor], int]] = {
-    "sharpness": (pixels.sharpness, 1),
-    "motion_smoothness": (pixels.motion_smoothness, 3),
-    "saturation": (pixels.saturation, 1),
-    "dark_share": (pixels.dark_share, 1),
-    "edge_density": (pixels.edge_density, 1),
-    "motion_energy": (pixels.motion_energy, 2),
-}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FAMILIES: dict[str, Family] = {"WanPipeline": WAN}
 
 
 def method_named(name: str) -> type[Method]:
@@ -112,73 +66,7 @@ def family_of(role: str, path: str) -> tuple[Family, Path]:
     return FAMILIES[name], folder
 
 
-def check_reward(config: RewardConfig, frames: int) -> None:
-    """Raise ValueError, naming the key, for a set that cannot be, of videos of so many frames; no weight is read."""
-    config.check()
-    for name, part in config.named().items():
-        key = "reward" if name == config.kind else f"reward.scorers.{name}"
-        if part.kind not in (*NETWORKS, *PIXELS):
-            have = ", ".join((*NETWORKS, *PIXELS))
-            raise ValueError(f"{key}.kind {part.kind} is no scorer; have {have}")
-        if part.kind in NETWORKS:
-            if not part.path or (part.path == "tiny" and part.kind != "hpsv3"):
-                raise ValueError(f"{key}.path must be the folder of a {part.kind} scorer, not {part.path!r}")
-            _check_device(part.device, key)
-            continue
-        if part.path or part.device:
-            raise ValueError(f"{key}: {part.kind} has no weights; set {key}.path '' and leave {key}.device out")
-        seen = {"first": 1, "every": -(-frames // part.frame_stride), "all": frames}[part.frames]
-        if seen < PIXELS[part.kind][1]:
-            raise ValueError(
-                f"{key}: {part.kind} needs at least {PIXELS[part.kind][1]} frames of a video, but sees {seen}; set "
-                f"{key}.frames all"
-            )
-
-
-def _check_device(device: str, key: str) -> None:
-    try:
-        torch.device(device or "cpu")
-    except RuntimeError as error:
-        raise ValueError(f"{key}.device {device!r} is no device that torch knows") from error
-
-
-def load_hpsv3(path: str, precision: str, device: torch.device) -> HPSv3:
-    return HPSv3.load(TINY / "hpsv3" if path == "tiny" else Path(path), device, DTYPES[precision])
-
-
-def load_scorers(config: RewardConfig, device: torch.device) -> tuple[dict[str, Scorer], Features | None]:
-    """The scorers of the set, held-out ones too, and the features of the first HPSv3 among them."""
-    scorers: dict[str, Scorer] = {}
-    features: Features | None = None
-    for name, part in config.named().items():
-        place = torch.device(part.device) if part.device else device
-        if part.kind == "hpsv3":
-            hpsv3 = load_hpsv3(part.path, part.precision, place)
-            scorers[name] = of_images(_means(hpsv3), part.batch)
-            features = features or hpsv3.features
-        elif part.kind == "clip":
-            scorers[name] = of_images(CLIP.load(Path(part.path), place, DTYPES[part.precision]).score, part.batch)
-        else:
-            scorers[name] = _without_prompts(PIXELS[part.kind][0])
-    return scorers, features
-
-
-def _means(hpsv3: HPSv3) -> Callable[[Tensor, list[str]], Tensor]:
-    """Its mu; for images that take a gradient, with it."""
-    return lambda images, prompts: (hpsv3.score_with_gradient if images.requires_grad else hpsv3.score)(
-        images, prompts
-    )[:, 0]
-
-
-def _without_prompts(measure: Callable[[Video], Tensor]) -> Scorer:
-    return lambda video, prompts: measure(video.float())
-
-
 def open_model(role: str, path: str, component: str, *, causal: bool) -> VideoModel:
-    """A network of a role's path, chunk by chunk if it is to be causal; its weights are still to be read."""
+    """Open a network of a role's path, causal or bidirectional; its weights are read later, shard by shard."""
     family, folder = family_of(role, path)
-    if not causal:
-        return family.model(folder, component)
-    if family.causal is None:
-        raise ValueError(f"{role}.path {path}: this family has no causal form; set sampler.chunks.chunk_frames 0")
-    return family.causal(folder, component)
+    return family.causal(folder, component) if causal else family.model(folder, component)

@@ -25,8 +25,8 @@ from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.reward_gradient import RewardGradient, RewardGradientConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.random import Streams
-from unified_trainer.registry import load_scorers
 from unified_trainer.rewards.hpsv3 import HPSv3
+from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer

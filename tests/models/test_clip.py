@@ -8,8 +8,8 @@ import torch
 from helpers import CPU, rewrite
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
-from unified_trainer.registry import load_scorers
 from unified_trainer.rewards.clip import CLIP
+from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.roles.reward import RewardConfig
 
 SIDE = 32

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.commands.import_hpsv3 import import_hpsv3, package_strings
-from unified_trainer.data import shapes
-from unified_trainer.rewards.hpsv3 import CHECKPOINT, FOLDER_FILES, HPSv3, fit, ranking_loss
+from unified_trainer.data import tiny_world
+from unified_trainer.rewards.hpsv3 import CHECKPOINT, FOLDER_FILES, HPSv3, fit
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from tiny_world_hpsv3 import ranking_loss
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hpsv3"
 TINY = Path(__file__).parents[2] / "unified_trainer" / "assets" / "tiny" / "hpsv3"
@@ -303,11 +307,11 @@ def test_it_is_a_mean_over_pairs():
 # The small HPSv3 of the tiny world, on pictures drawn here.
 
 
-def drawn(subjects: list[shapes.Subject], seed: int) -> torch.Tensor:
+def drawn(subjects: list[tiny_world.Subject], seed: int) -> torch.Tensor:
     """A frame of each subject at the same place and size for one seed; moments differ."""
     generator = torch.Generator().manual_seed(seed)
-    clips = [shapes.draw_clip(subject, generator) for subject in subjects]
-    return shapes.render(clips, frames=3)[:, :, seed % 3]
+    clips = [tiny_world.draw_clip(subject, generator) for subject in subjects]
+    return tiny_world.render(clips, frames=3)[:, :, seed % 3]
 
 
 def other_of(options, value, index):
@@ -316,13 +320,21 @@ def other_of(options, value, index):
 
 def wrong_colour(frames, subjects):
     return drawn(
-        [shapes.Subject(other_of(shapes.COLORS, s.color, i), s.shape, s.direction) for i, s in enumerate(subjects)], 5
+        [
+            tiny_world.Subject(other_of(tiny_world.COLORS, s.color, i), s.shape, s.direction)
+            for i, s in enumerate(subjects)
+        ],
+        5,
     )
 
 
 def wrong_shape(frames, subjects):
     return drawn(
-        [shapes.Subject(s.color, other_of(shapes.SHAPES, s.shape, i), s.direction) for i, s in enumerate(subjects)], 5
+        [
+            tiny_world.Subject(s.color, other_of(tiny_world.SHAPES, s.shape, i), s.direction)
+            for i, s in enumerate(subjects)
+        ],
+        5,
     )
 
 
@@ -340,27 +352,27 @@ def pale(frames, subjects):
 
 def half_erased(frames, subjects):
     """The left half of every object painted over."""
-    ground = torch.tensor(shapes.BACKGROUND).view(1, 3, 1, 1)
+    ground = torch.tensor(tiny_world.BACKGROUND).view(1, 3, 1, 1)
     weight = (frames - ground).norm(dim=1).sum(1)
     left = weight.cumsum(-1) < 0.5 * weight.sum(-1, keepdim=True)
     return torch.where(left[:, None, None], ground, frames)
 
 
 def empty(frames, subjects):
-    return torch.tensor(shapes.BACKGROUND).view(1, 3, 1, 1).expand_as(frames)
+    return torch.tensor(tiny_world.BACKGROUND).view(1, 3, 1, 1).expand_as(frames)
 
 
-@pytest.mark.parametrize("subjects", [shapes.HELD_OUT * 5, shapes.TRAINING], ids=["held out", "seen"])
+@pytest.mark.parametrize("subjects", [tiny_world.HELD_OUT * 5, tiny_world.TRAINING], ids=["held out", "seen"])
 @pytest.mark.parametrize("spoil", [wrong_colour, wrong_shape, noisy, blurred, pale, half_erased, empty])
 def test_the_tiny_hpsv3_prefers_what_was_asked(tiny, spoil, subjects):
     frames = drawn(list(subjects), 5)
-    captions = [subject.caption(i % len(shapes.PHRASINGS)) for i, subject in enumerate(subjects)]
+    captions = [subject.caption(i % len(tiny_world.PHRASINGS)) for i, subject in enumerate(subjects)]
     margins = tiny.score(frames, captions)[:, 0] - tiny.score(spoil(frames, subjects), captions)[:, 0]
     assert (margins > 0).float().mean() >= 0.95
 
 
 def test_colour_and_shape_weigh_alike(tiny):
-    subjects = list(shapes.SUBJECTS)
+    subjects = list(tiny_world.SUBJECTS)
     frames = drawn(subjects, 5)
     captions = [subject.caption() for subject in subjects]
     right = tiny.score(frames, captions)[:, 0].mean()
@@ -371,7 +383,7 @@ def test_colour_and_shape_weigh_alike(tiny):
 
 
 def test_half_broken_scores_between(tiny):
-    subjects = list(shapes.SUBJECTS)
+    subjects = list(tiny_world.SUBJECTS)
     frames = drawn(subjects, 5)
     captions = [subject.caption() for subject in subjects]
     broken = noisy(frames, subjects)

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from unified_trainer.models.wan.causal import CausalWanModel
-from unified_trainer.models.wan.model import WanCondition, WanModel
+from unified_trainer.models.wan.codec import WanCondition
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.device import free_memory, require_memory
 from unified_trainer.roles.backbone import AdapterConfig, Backbone

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import ALONE, LATENT_SHAPE, small_model
 from safetensors.torch import save_file
 
-from unified_trainer.models.wan.model import WanCondition
+from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 

@@ -18,7 +18,7 @@ from launch import fork_ranks
 from unified_trainer.config import ValidationConfig
 from unified_trainer.data.tiny_world import FRAMES, SIZE
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
-from unified_trainer.registry import load_scorers
+from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
 from unified_trainer.roles.role import Trainable, TrainableConfig

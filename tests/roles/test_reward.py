@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import CAPTIONS, LATENT_SHAPE, ScriptedScorer, mean_score, reward_of
 
+from unified_trainer.errors import UserError
 from unified_trainer.rewards.pixels import motion_energy
 from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
 
@@ -15,6 +16,16 @@ BONUS = torch.tensor([len(prompt) / 100 for prompt in PROMPTS])  # what mean_sco
 
 def reward(codec, scorer=mean_score, **config) -> Reward:
     return reward_of(scorer, codec, **config)
+
+
+def of_video(one: Reward, video, prompts) -> torch.Tensor:
+    """The reward of decoded videos."""
+    return one.total(one.parts(video, prompts, one.weights))
+
+
+def of_latents(one: Reward, x0, prompts) -> torch.Tensor:
+    """The reward of clean latents."""
+    return one.total(one.score(x0, prompts).parts)
 
 
 @pytest.mark.parametrize(
@@ -29,13 +40,13 @@ def reward(codec, scorer=mean_score, **config) -> Reward:
 )
 @pytest.mark.parametrize("batch", [1, 4, 64])
 def test_a_reward_is_the_mean_score_of_the_chosen_frames(codec, config, frames, batch):
-    got = reward(codec, batch=batch, **config).score_video(VIDEO, PROMPTS)
+    got = of_video(reward(codec, batch=batch, **config), VIDEO, PROMPTS)
     by_hand = torch.stack([VIDEO[:, :, frame].flatten(1).mean(1) for frame in frames]).mean(0) + BONUS
     torch.testing.assert_close(got, by_hand)
 
 
 def test_the_scale(codec):
-    once, thrice = (reward(codec, scale=scale).score_video(VIDEO, PROMPTS) for scale in (1.0, -3.0))
+    once, thrice = (of_video(reward(codec, scale=scale), VIDEO, PROMPTS) for scale in (1.0, -3.0))
     torch.testing.assert_close(thrice, -3 * once)
 
 
@@ -43,13 +54,13 @@ def test_the_scale(codec):
 def test_the_first_frame_of_latents_needs_only_the_first_latent_frame(codec, frames):
     """The codec is causal: decoded alone, the first latent frame is the first frame of the whole."""
     config = {"frames": frames}
-    from_latents = reward(codec, **config).score(LATENTS, PROMPTS)
-    from_video = reward(codec, **config).score_video(codec.decode(LATENTS), PROMPTS)
+    from_latents = of_latents(reward(codec, **config), LATENTS, PROMPTS)
+    from_video = of_video(reward(codec, **config), codec.decode(LATENTS), PROMPTS)
     torch.testing.assert_close(from_latents, from_video, rtol=1e-5, atol=1e-6)
 
 
 def test_a_reward_has_no_gradient_and_is_float32(codec):
-    scores = reward(codec).score(LATENTS.clone().requires_grad_(), PROMPTS)
+    scores = of_latents(reward(codec), LATENTS.clone().requires_grad_(), PROMPTS)
     assert not scores.requires_grad and scores.dtype == torch.float32
 
 
@@ -58,12 +69,12 @@ def test_a_score_that_is_not_finite_names_its_sample(codec, value):
     """One bad frame of three is enough."""
     scorer = ScriptedScorer([1.0, 1.0, 1.0, 1.0, value, 1.0, 1.0, 1.0, 1.0])
     with pytest.raises(ValueError, match=rf"the score of sample 1 \('{PROMPTS[1]}'\) is not finite"):
-        reward(codec, scorer, frames="every", frame_stride=4).score_video(VIDEO, PROMPTS)
+        of_video(reward(codec, scorer, frames="every", frame_stride=4), VIDEO, PROMPTS)
 
 
 def test_as_many_prompts_as_videos(codec):
     with pytest.raises(ValueError, match="reward: 3 videos but 2 prompts"):
-        reward(codec).score_video(VIDEO, PROMPTS[:2])
+        of_video(reward(codec), VIDEO, PROMPTS[:2])
 
 
 def forgetful(images, prompts):
@@ -74,7 +85,7 @@ def forgetful(images, prompts):
 @pytest.mark.parametrize("config", [{"frames": "first"}, {"frames": "all"}, {"frames": "all", "batch": 9}])
 def test_a_scorer_that_returns_another_count_is_refused(codec, config):
     with pytest.raises(ValueError, match="scores"):
-        reward(codec, forgetful, **config).score_video(VIDEO, PROMPTS)
+        of_video(reward(codec, forgetful, **config), VIDEO, PROMPTS)
 
 
 @pytest.mark.parametrize("config", [{"frame_stride": 0}, {"batch": 0}])
@@ -106,7 +117,7 @@ def reward_set(codec, scorers, retries=0, **configs) -> Reward:
 def test_a_set_is_the_weighted_sum_of_its_scaled_parts(codec):
     one = reward_set(codec, {"n": count}, n={"frames": "every", "frame_stride": 4, "scale": 0.1, "weight": -3.0})
     bright = VIDEO.flatten(1).mean(1)
-    torch.testing.assert_close(one.score_video(VIDEO, PROMPTS), 2 * bright - 3 * 0.1 * 3)
+    torch.testing.assert_close(of_video(one, VIDEO, PROMPTS), 2 * bright - 3 * 0.1 * 3)
     torch.testing.assert_close(one.parts(VIDEO, PROMPTS, one.weights), torch.stack([bright, torch.full((3,), 0.3)], 1))
 
 
@@ -159,26 +170,43 @@ class Failing:
 
 
 @pytest.mark.parametrize("fault", [ConnectionError("gone"), RuntimeError("out of memory")])
-def test_a_failure_is_asked_again_as_often_as_configured(codec, fault):
+def test_a_failed_call_is_repeated_as_often_as_configured(codec, fault):
     scorer = Failing(2, fault)
     one = reward_set(codec, {"weak": scorer}, retries=2, weak={"frames": "all"})
-    torch.testing.assert_close(one.score_video(VIDEO, PROMPTS), 3 * VIDEO.flatten(1).mean(1))
+    torch.testing.assert_close(of_video(one, VIDEO, PROMPTS), 3 * VIDEO.flatten(1).mean(1))
     assert scorer.asked == 3
     assert one.metrics(one.score(LATENTS, PROMPTS), ["a"] * 3)["reward/retried"] == 2
 
 
-def test_a_failure_that_stays_names_its_scorer(codec):
+def test_a_failure_that_stays_keeps_its_traceback_and_names_its_scorer_and_prompts(codec):
     scorer = Failing(9, ConnectionError("gone"))
     one = reward_set(codec, {"weak": scorer}, retries=2, weak={})
-    with pytest.raises(RuntimeError, match=r"reward: weak failed 3 times, at last with ConnectionError\('gone'\)"):
-        one.score_video(VIDEO, PROMPTS)
-    assert scorer.asked == 3
+    with pytest.raises(ConnectionError, match="gone") as caught:
+        of_video(one, VIDEO, PROMPTS)
+    assert scorer.asked == 3 and caught.value is scorer.fault
+    failed, at_work = caught.value.__notes__
+    assert failed.startswith("reward: scorer weak failed 3 times")
+    assert at_work == f"while working on scorer weak, prompts {', '.join(map(repr, PROMPTS))}"
+
+
+def test_an_error_of_a_scorer_names_the_first_prompts_of_many(codec):
+    one = reward_set(codec, {"weak": Failing(1, KeyError("score"))}, weak={})
+    with pytest.raises(KeyError) as caught:
+        of_video(one, VIDEO.repeat(2, 1, 1, 1, 1), PROMPTS * 2)
+    assert caught.value.__notes__ == [f"while working on scorer weak, prompts {', '.join(map(repr, PROMPTS))}, ..."]
+
+
+def test_a_scorer_must_return_a_tensor_with_one_number_for_each_video(codec):
+    for wrong in ([1.0, 2.0, 3.0], torch.zeros(3, 1)):
+        one = Reward({"hpsv3": lambda v, p, wrong=wrong: wrong}, codec, RewardConfig())
+        with pytest.raises(ValueError, match="reward: hpsv3 gave no tensor with one number for each of 3 videos"):
+            of_video(one, VIDEO, PROMPTS)
 
 
 def test_a_wrong_input_is_not_asked_about_again(codec):
-    scorer = Failing(9, ValueError("a special token"))
-    with pytest.raises(ValueError, match="a special token"):
-        reward_set(codec, {"weak": scorer}, retries=5, weak={}).score_video(VIDEO, PROMPTS)
+    scorer = Failing(9, UserError("a special token"))
+    with pytest.raises(UserError, match="a special token"):
+        of_video(reward_set(codec, {"weak": scorer}, retries=5, weak={}), VIDEO, PROMPTS)
     assert scorer.asked == 1
 
 

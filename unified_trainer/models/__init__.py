@@ -1,1 +1,1 @@
-"""One file per model family."""
+"""Model families: one folder or file each, behind the contract in base.py."""

@@ -1,7 +1,8 @@
-"""What the trainer asks of a model family: a network to train, and a codec shared by all roles."""
+"""The contract of a model family: networks to train, and a codec that all roles share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -22,33 +23,36 @@ class VideoModel(Protocol):
     adapter_layers: tuple[str, ...]  # names of the linear layers that adapters usually go on
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
-        """velocity = noise - x0, in float32."""
+        """Predict velocity = noise - x0, in float32."""
         ...
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        """The repeated blocks, the units of sharding."""
+    def blocks(self) -> Sequence[nn.Module]:
+        """The repeated blocks in the order of the forward pass, those of several block lists one after the other.
+
+        They are the units of sharding, prefetch, compilation and recomputation.
+        """
         ...
 
     @property
     def feature_size(self) -> int:
-        """Width of the features."""
+        """The number of channels of `features`."""
         ...
 
     def features(self) -> AbstractContextManager[list[Tensor]]:
-        """Inside, every pass appends its middle block's output [b, tokens, feature_size] to the list."""
+        """Inside the context, every pass appends its middle block's output [b, tokens, feature_size] to the list."""
         ...
 
     def read(self, mesh: Mesh) -> None:
-        """Give a network that was opened without weights those of its folder, each rank its shards."""
+        """Read the weights of a network that was opened without them; each rank reads its shards."""
         ...
 
     def share_tokens(self, mesh: Mesh) -> None:
-        """Spread every sample's tokens over the mesh's sequence ranks; in and out go whole samples."""
+        """Spread every sample's tokens over the sequence ranks of the mesh; inputs and outputs stay whole samples."""
         ...
 
     def example(self) -> tuple[Latents, PerSample, Condition]:
-        """A small input, the same every time, to compare two copies of the network on."""
+        """Return a small input, always the same, on which two copies of the network can be compared."""
         ...
 
     def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
@@ -56,17 +60,20 @@ class VideoModel(Protocol):
         ...
 
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
-        """Recompute the blocks' activations in the backward pass, in the second of the contexts made in the first."""
+        """Recompute the activations of the blocks in the backward pass.
+
+        `contexts` makes two contexts for each pass: one is around the forward pass, the other around the recomputation.
+        """
         ...
 
 
 class Cache(Protocol):
-    """What later chunks look back on; opaque, and written by `append` alone."""
+    """The KV cache of one rollout: what later chunks attend to. Only `append` writes to it."""
 
     seen: int  # latent frames finished so far
 
     def start_prompt(self) -> None:
-        """From now on the passes have another condition; what was seen stays as it was seen."""
+        """Switch the prompt for later passes; cached keys of finished chunks are unchanged."""
         ...
 
 
@@ -81,55 +88,87 @@ class CausalVideoModel(VideoModel, Protocol):
         chunks: ChunkConfig,
         clean: Latents | None = None,
     ) -> Latents:
-        """All chunks in one pass. They look back on each other as they are, or on `clean` ones (teacher forcing).
+        """Predict the velocities of all chunks in one pass.
 
-        Clean chunks are seen as a cache would hold them: they must be at the chunks' context noise.
+        A chunk attends to earlier chunks of `x_t`, or of `clean` (teacher forcing). Clean chunks must be at the context
+        noise of `chunks`, as a cache holds them.
         """
         ...
 
     def open_cache(self, chunks: ChunkConfig) -> Cache:
-        """An empty cache for one rollout, all of whose passes have one condition until it turns."""
+        """Return an empty cache for one rollout; all its passes have one condition until `start_prompt`."""
         ...
 
     def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: Condition, cache: Cache) -> Latents:
-        """The next chunk, looking back on the cache, which gets neither gradient nor entry."""
+        """Predict the velocity of the next chunk, which attends to the cache; the cache stays as it is.
+
+        Nothing in the cache gets a gradient.
+        """
         ...
 
     def append(self, x: Latents, cond: Condition, cache: Cache) -> None:
-        """Let later chunks look back on this one, which is at the cache's context noise; without gradient."""
+        """Add a finished chunk to the cache, without gradient; `x` must be at the cache's context noise."""
         ...
 
     def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig, dtype: torch.dtype) -> int:
-        """Memory of one sample's full cache on this rank when passes compute in `dtype`, the text's left out.
+        """Return the memory of one sample's full cache on this rank when passes compute in `dtype`.
 
-        ValueError for more latent frames than the model has positions.
+        The keys and values of the text are not counted. Raise UserError for more latent frames than the model has
+        positions.
         """
         ...
 
 
 class Codec(Protocol):
-    """Text to conditions, pixels to normalised latents and back; frozen, one for all roles."""
+    """Text to conditions, and pixels to normalised latents and back; frozen, one for all roles."""
 
     folder: Path
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Channels, latent frames, height, width; ValueError when the size does not divide."""
+        """Return channels, latent frames, height and width; raise UserError for a size that the VAE does not divide."""
         ...
 
-    def encode_text(self, prompts: Sequence[str]) -> Condition: ...
+    def encode_text(self, prompts: Sequence[str]) -> Condition:
+        """Encode prompts, without gradient."""
+        ...
 
     def encode(self, video: Video) -> Latents:
-        """Normalised latents: the posterior's mean, without noise."""
+        """Encode video to normalised latents: the posterior's mean, without noise and without gradient."""
         ...
 
     def normalise(self, raw: Latents) -> Latents:
-        """(raw - mean) / std by the VAE's own statistics."""
+        """Return (raw - mean) / std with the VAE's own statistics."""
         ...
 
     def decode(self, latents: Latents) -> Video:
-        """With a gradient to the latents if they take one."""
+        """Decode normalised latents, with a gradient to them if they take one."""
         ...
 
     def decoder(self) -> Callable[[Latents], Video]:
-        """Decodes chunk after chunk of one batch: put together, they are what `decode` makes of all."""
+        """Return a decoder of consecutive chunks of one batch; its outputs in a row equal `decode` of the whole."""
         ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: how a pipeline folder of one diffusers class is opened, and what its configs say.
+
+    `folder` is the pipeline folder with model_index.json. A component is one of its networks, named as in that file.
+    All functions raise UserError, naming the file, for a folder that is not whole or not consistent.
+    """
+
+    model: Callable[[Path, str], VideoModel]  # (folder, component) -> the network in float32; `read` brings its weights
+    codec: Callable[[Path, torch.device], Codec]  # (folder, device) -> text encoder and VAE with their weights
+    causal: Callable[[Path, str], CausalVideoModel] | None  # as `model`, but chunk by chunk; None: no causal form
+    latent_channels: Callable[[Path], int]  # folder -> channels of the latents; reads configs only
+    attention_heads: Callable[[Path], int]  # folder -> heads of self-attention, which sequence ranks divide
+    # folder -> its networks, of high noise first, and the noise level in (0, 1) at which two experts meet; None where
+    # the folder has one network or names no level.
+    networks: Callable[[Path], tuple[tuple[str, ...], float | None]]
+    experts: tuple[str, str]  # components that an export of two experts is written to, high noise first
+    # (weights by peft's names, alpha) -> the same weights by the names of the family's published adapters.
+    published_adapter: Callable[[Mapping[str, Tensor], float], dict[str, Tensor]]
+    adapter_files: tuple[str, str] = (
+        "high_noise",
+        "low_noise",
+    )  # names of the experts' published adapters, without suffix

@@ -17,7 +17,7 @@ BLOCK = 128  # tokens of a block that FlexAttention computes or skips
 
 
 def attend(query: Queries, key: Keys, value: Keys, mask: Mask | None) -> Queries:
-    """softmax(query key / sqrt(d)) value over what the mask lets each token see; None lets it see everything."""
+    """Compute softmax(query key / sqrt(d)) value over the keys that the mask allows; None allows all."""
     by_head = (part.transpose(1, 2) for part in (query, key, value))
     if isinstance(mask, BlockMask):
         return _compiled_flex_attention()(*by_head, block_mask=mask).transpose(1, 2)
@@ -25,14 +25,14 @@ def attend(query: Queries, key: Keys, value: Keys, mask: Mask | None) -> Queries
 
 
 def token_mask(frame_mask: Bool[Tensor, "t t"], tokens: int, *, flex: bool) -> Mask:
-    """Who sees whom, by token, where every frame has `tokens` of them: as FlexAttention takes it, or dense."""
+    """Expand a mask by frame to one by token, `tokens` per frame: a FlexAttention BlockMask, or a dense mask."""
     if flex:
         return _block_mask(frame_mask, tokens)
     return frame_mask.repeat_interleave(tokens, 0).repeat_interleave(tokens, 1)
 
 
 def _block_mask(frame_mask: Bool[Tensor, "t t"], tokens: int) -> BlockMask:
-    """As `create_block_mask` gives it, from the frames that each block touches: the n x n mask is never in memory."""
+    """Build what `create_block_mask` builds, from the frames of each block: the n x n mask is never in memory."""
     frames, device = len(frame_mask), frame_mask.device
     n = frames * tokens
     first = torch.arange(0, n, BLOCK, device=device)[:, None]
@@ -53,7 +53,7 @@ def _block_mask(frame_mask: Bool[Tensor, "t t"], tokens: int) -> BlockMask:
 
 
 def _listed(blocks: Bool[Tensor, "q k"]) -> tuple[Tensor, Tensor]:
-    """How many key blocks each query block has, and which, those first."""
+    """Count the key blocks of each query block, and list them first."""
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
 

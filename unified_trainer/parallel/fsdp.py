@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from unified_trainer.parallel.device import can_pin
 from unified_trainer.parallel.mesh import Mesh
 
 
-def shard(network: nn.Module, blocks: nn.ModuleList, mesh: Mesh) -> None:
+def shard(network: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh) -> None:
     """FSDP2 in place, block by block and the rest as the root; a single rank keeps the network as it is.
 
     The gradient of a weight becomes the mean of all ranks' gradients, those of a sequence group included.

@@ -1,6 +1,8 @@
-"""Image and text in one space (CLIP, arXiv:2103.00020): any CLIPModel folder of transformers, PickScore among them."""
+"""The scorer clip: similarity of image and prompt (CLIP, arXiv:2103.00020), from any CLIPModel folder of transformers.
 
-import json
+PickScore is such a folder.
+"""
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +14,19 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from transformers import CLIPModel, CLIPTokenizer
 
-from unified_trainer.models.folder import load_strictly
+from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.models.folder import load_strictly, read_json
+from unified_trainer.rewards.base import Scorer, ScorerConfig, ScorerKind, check_path, of_images
 from unified_trainer.types import PerSample
 
 SETTINGS = "preprocessor_config.json"
 BICUBIC = 3  # PIL's number
-SPARE = ("position_ids",)  # in checkpoints of older versions, and computed by the network
+SPARE = ("position_ids",)  # keys in checkpoints of older versions; the network computes them
 
 
 @dataclass(frozen=True)
 class CLIP:
-    """logit_scale x the cosine of an image and its prompt, as `CLIPModel` has it on the diagonal of its logits."""
+    """A scorer of images: logit_scale x cosine(image, prompt), the diagonal of the logits of `CLIPModel`."""
 
     network: CLIPModel
     tokenizer: CLIPTokenizer
@@ -33,23 +37,23 @@ class CLIP:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> "CLIP":
-        """Raises FileNotFoundError or ValueError, naming the file, unless the folder is whole and its parts fit."""
+        """Load a frozen scorer; raise UserError, naming the file, unless the folder is whole and its parts fit."""
         if not (folder / SETTINGS).is_file():
-            raise FileNotFoundError(f"{folder / SETTINGS} is missing: a CLIP scorer's path must hold its processor too")
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            raise MissingFileError(f"{folder / SETTINGS} is missing: a CLIP scorer's path must hold its processor too")
+        settings = read_json(folder / SETTINGS)
         shortest, crop = _sizes(folder / SETTINGS, settings)
         tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
         network = load_strictly(CLIPModel, folder, "model", spare=SPARE)
         side = network.config.vision_config.image_size
         if crop != (side, side):
-            raise ValueError(f"{folder / SETTINGS} crops to {crop}, but the network sees {side} x {side}")
+            raise UserError(f"{folder / SETTINGS} crops to {crop}, but the network sees {side} x {side}")
         network = network.to(device, dtype).requires_grad_(False).eval()
         return cls(network, tokenizer, shortest, crop, tuple(settings["image_mean"]), tuple(settings["image_std"]))
 
     def score(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> PerSample:
-        """One number for each image in [0, 1], with its gradient; a prompt is cut to the length the network reads.
+        """Score images in [0, 1], with a gradient to them; a prompt is cut to the length that the network reads.
 
-        Raises ValueError, naming the sample, for a prompt with a special token or an image outside [0, 1].
+        Raise UserError for a prompt with a special token, ValueError for an image outside [0, 1]; both name the sample.
         """
         if len(images) != len(prompts):
             raise ValueError(f"CLIP: {len(images)} images but {len(prompts)} prompts, expected one prompt for each")
@@ -60,7 +64,7 @@ class CLIP:
         return logits.gather(1, rows.to(logits.device))[:, 0]
 
     def pixels(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 s s"]:
-        """What the network sees: bicubic with antialiasing to the shorter side, the middle cut out, normalised."""
+        """Resize (bicubic, antialiased) to the shorter side, crop the middle, and normalise: the network's input."""
         low, high = images.flatten(1).amin(1), images.flatten(1).amax(1)
         for i in (~((low >= 0) & (high <= 1))).nonzero().flatten().tolist():
             raise ValueError(f"CLIP: image {i} spans {float(low[i])}..{float(high[i])}, expected values in [0, 1]")
@@ -82,7 +86,7 @@ class CLIP:
         for i, prompt in enumerate(prompts):
             for token in self.tokenizer.all_special_tokens:
                 if token in prompt:
-                    raise ValueError(f"CLIP: prompt {i} holds the special token {token}; remove it: {prompt!r}")
+                    raise UserError(f"CLIP: prompt {i} holds the special token {token}; remove it: {prompt!r}")
         length = self.network.config.text_config.max_position_embeddings
         encoded = self.tokenizer(prompts, padding=True, truncation=True, max_length=length, return_tensors="pt")
         device = self.network.visual_projection.weight.device
@@ -90,15 +94,23 @@ class CLIP:
 
 
 def _sizes(file: Path, settings: dict[str, Any]) -> tuple[int | None, tuple[int, int]]:
-    """The shorter side to resize to, None where the shape is given, and the shape to crop to."""
+    """Read the shorter side to resize to, None where the shape is given, and the shape to crop to."""
     missing = [name for name in ("size", "image_mean", "image_std") if name not in settings]
     if missing:
-        raise ValueError(f"{file}: missing {', '.join(missing)}")
+        raise UserError(f"{file}: missing {', '.join(missing)}")
     if settings.get("resample", BICUBIC) != BICUBIC:
-        raise ValueError(f"{file}: resample {settings['resample']} is not supported; only bicubic, {BICUBIC}, is")
+        raise UserError(f"{file}: resample {settings['resample']} is not supported; only bicubic, {BICUBIC}, is")
     size = settings["size"]
     shortest = size if isinstance(size, int) else size.get("shortest_edge")
-    if shortest is None:
-        return None, (size["height"], size["width"])
-    crop = settings.get("crop_size", shortest)
-    return shortest, (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
+    crop = size if shortest is None else settings.get("crop_size", shortest)
+    try:
+        return shortest, (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
+    except KeyError as error:
+        raise UserError(f"{file}: a size has neither shortest_edge nor height and width") from error
+
+
+def _load(config: ScorerConfig, device: torch.device) -> Scorer:
+    return of_images(CLIP.load(Path(config.path), device, config.dtype).score, config.batch)
+
+
+KIND = ScorerKind("clip", _load, check_path)

@@ -1,6 +1,5 @@
-"""HPSv3 (arXiv:2508.03789): how much a person would like an image for a prompt, read by Qwen2-VL."""
+"""The scorer hpsv3: how much people prefer an image for a prompt, predicted by Qwen2-VL (HPSv3, arXiv:2508.03789)."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +20,15 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VLVisionRotaryEmbedding,
 )
 
+from unified_trainer.errors import MissingFileError, NotFiniteError, UserError
+from unified_trainer.models.folder import read_json
+from unified_trainer.rewards.base import ScorerConfig, ScorerKind, of_images
+from unified_trainer.types import PerSample, Video
+
 REWARD_TOKEN = "<|Reward|>"
 CHECKPOINT = "HPSv3.safetensors"
 SETTINGS = "hpsv3.json"
+EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny" / "hpsv3"  # the folder that the path "tiny" means
 FOLDER_FILES = (
     "config.json",
     "tokenizer.json",
@@ -41,7 +46,7 @@ Images = Float[Tensor, "b 3 h w"] | Sequence[Image.Image | Path | str]
 
 @dataclass(frozen=True)
 class Inputs:
-    """A right-padded batch as Qwen2-VL reads it; the patches of all images follow each other."""
+    """A right-padded batch of Qwen2-VL's inputs; the patches of all images follow each other."""
 
     input_ids: Int[Tensor, "b n"]
     attention_mask: Int[Tensor, "b n"]
@@ -52,7 +57,7 @@ class Inputs:
 
 
 class HPSv3Network(nn.Module):
-    """Qwen2-VL and a reward head; its state_dict has the keys of the official checkpoint."""
+    """Qwen2-VL with a reward head; its state_dict has the keys of the official checkpoint."""
 
     def __init__(self, config: Qwen2VLConfig, head_widths: tuple[int, int]) -> None:
         super().__init__()
@@ -69,7 +74,7 @@ class HPSv3Network(nn.Module):
         )
 
     def forward(self, inputs: Inputs) -> Float[Tensor, "b 2"]:
-        """(mu, raw sigma) from the final-norm hidden state at the reward token; the head computes in float32.
+        """Compute (mu, raw sigma) from the final-norm hidden state at the reward token; the head computes in float32.
 
         HPSv3 was trained with positions 0..n-1 on all three M-RoPE axes, not with Qwen2-VL's image grid positions.
         """
@@ -89,7 +94,7 @@ class HPSv3Network(nn.Module):
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """Images and prompts to `Inputs`."""
+    """The preprocessing of images and prompts to `Inputs`."""
 
     tokenizer: Qwen2Tokenizer
     chat_template: str
@@ -105,7 +110,7 @@ class Preprocessor:
 
     @classmethod
     def load(cls, folder: Path, config: Qwen2VLConfig) -> "Preprocessor":
-        """Reads the tokenizer and the three JSON files of an imported folder."""
+        """Read the tokenizer and the three JSON files of an imported folder; raise UserError, naming the file."""
         settings = _read_json(folder / SETTINGS, ("instruction", "prompt_with_special_token", "pixels"))
         image = _read_json(folder / "preprocessor_config.json", ("image_mean", "image_std"))
         vision = config.vision_config
@@ -124,12 +129,12 @@ class Preprocessor:
         )
 
     def __call__(self, images: Images, prompts: Sequence[str]) -> Inputs:
-        """Raises ValueError, naming the sample, for whatever would misalign a row or make its score meaningless."""
+        """Prepare 8-bit images; raise ValueError, naming the sample, for input that would make a score meaningless."""
         self._refuse(prompts, len(images))
         return self._inputs([self.patches(image) for image in _as_pil(images)], prompts)
 
     def of_floats(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> Inputs:
-        """The same with the gradient to images in [0, 1], which are not rounded to 8 bits."""
+        """Prepare images in [0, 1] with a gradient to them; they are not rounded to 8 bits."""
         self._refuse(prompts, len(images))
         _refuse_outside(images)
         return self._inputs([self.patches_of_floats(image) for image in images], prompts)
@@ -146,14 +151,14 @@ class Preprocessor:
         for i, count in enumerate(image_tokens):
             found = (int(is_image[i].sum()), int(is_reward[i].sum()))
             if found != (count, 1):
-                raise ValueError(
+                raise UserError(
                     f"HPSv3: sample {i} has {found[0]} image and {found[1]} {REWARD_TOKEN} tokens, "
                     f"expected {count} and 1; {SETTINGS}, chat_template.json and the tokenizer do not fit together"
                 )
         return Inputs(input_ids, encoded["attention_mask"], torch.cat(patches), grid_rows, is_image, is_reward)
 
     def text(self, prompt: str, image_tokens: int) -> str:
-        """The chat of one sample: system turn, image, instruction with the prompt, reward token."""
+        """Write the chat of one sample: system message, image, instruction with the prompt, reward token."""
         content = [
             {"type": "image"},
             {"type": "text", "text": self.instruction.format(text_prompt=prompt) + self.prompt_with_special_token},
@@ -168,7 +173,10 @@ class Preprocessor:
         return chat.replace(image_token, image_token * image_tokens)
 
     def patches(self, image: Image.Image) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:
-        """Flattened patches, the four of each merged token together, and their grid (time, height, width)."""
+        """Resize an image and cut it into flattened patches; return them and their grid (time, height, width).
+
+        The four patches of each merged token follow each other.
+        """
         p, m = self.patch_size, self.merge_size
         height, width = fit(image.height, image.width, self.pixels, p * m)
         resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
@@ -176,7 +184,7 @@ class Preprocessor:
         return self._tiles(torch.from_numpy(scaled))
 
     def patches_of_floats(self, image: Float[Tensor, "3 h w"]) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:
-        """The same of an image in [0, 1] as it is, with its gradient."""
+        """Resize and cut an image in [0, 1] as `patches` does, without rounding, with a gradient to it."""
         rows, columns = image.shape[1:]
         height, width = fit(rows, columns, self.pixels, self.patch_size * self.merge_size)
         small = image[None].float()
@@ -202,29 +210,31 @@ class Preprocessor:
         for i, prompt in enumerate(prompts):
             for token in special:
                 if token in prompt:
-                    raise ValueError(f"HPSv3: prompt {i} holds the special token {token}; remove it: {prompt!r}")
+                    raise UserError(f"HPSv3: prompt {i} holds the special token {token}; remove it: {prompt!r}")
 
 
 @dataclass(frozen=True)
 class HPSv3:
-    """The native HPSv3 scorer; agrees with the package hpsv3 1.0.0 to float32 rounding."""
+    """A native implementation of HPSv3; it agrees with the package hpsv3 1.0.0 to float32 rounding."""
 
     network: HPSv3Network
     preprocessor: Preprocessor
 
     @classmethod
     def load(cls, folder: Path | str, device: torch.device | str, dtype: torch.dtype) -> "HPSv3":
-        """A frozen scorer from a folder written by `import-hpsv3`; dtype is the backbone's.
+        """Load a frozen scorer from a folder written by `import-hpsv3`; `dtype` is the backbone's.
 
-        Raises FileNotFoundError or ValueError, before any weight is read, when the folder is not whole or consistent.
+        Raise UserError, before any weight is read, when the folder is not whole or not consistent.
         """
         folder = Path(folder)
         missing = [name for name in FOLDER_FILES if not (folder / name).is_file()]
         if missing:
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"{folder}: missing {', '.join(missing)}; write the folder with "
                 f"`python -m unified_trainer import-hpsv3 --base DIR --checkpoint {CHECKPOINT} --out {folder}`"
             )
+        for name in FOLDER_FILES[:-1]:
+            read_json(folder / name)  # a damaged file is named here, and not by transformers
         config = Qwen2VLConfig.from_pretrained(folder, local_files_only=True)
         preprocessor = Preprocessor.load(folder, config)
         network = skeleton(config, folder / CHECKPOINT)
@@ -241,27 +251,28 @@ class HPSv3:
 
     @torch.no_grad()
     def score(self, images: Images, prompts: Sequence[str]) -> Float[Tensor, "b 2"]:
-        """(mu, raw sigma) of each image for its prompt; mu is the reward, exp(raw sigma) its spread.
+        """Return (mu, raw sigma) of each image for its prompt; mu is the reward, exp(raw sigma) its deviation.
 
-        Images are a tensor in [0, 1] (rounded to 8 bits, no gradient), PIL images or paths. Raises ValueError, naming
-        the sample, for a prompt with a special token, an image outside [0, 1] or a score that is not finite.
+        Images are a tensor in [0, 1] (rounded to 8 bits, no gradient), PIL images or paths. Raise UserError for a
+        prompt with a special token, NotFiniteError for a score, ValueError for an image outside [0, 1]; all name the
+        sample.
         """
         return self._score(self.preprocessor(images, prompts), prompts)
 
     def score_with_gradient(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> Float[Tensor, "b 2"]:
-        """The same with its gradient to a tensor of images, which is not rounded to 8 bits."""
+        """Return what `score` returns, with a gradient to the images, which are not rounded to 8 bits."""
         return self._score(self.preprocessor.of_floats(images, prompts), prompts)
 
     def _score(self, inputs: Inputs, prompts: Sequence[str]) -> Float[Tensor, "b 2"]:
         device = next(self.network.parameters()).device
         scores = self.network(Inputs(**{name: tensor.to(device) for name, tensor in vars(inputs).items()}))
         for i in (~scores.isfinite().all(-1)).nonzero().flatten().tolist():
-            raise ValueError(f"HPSv3: the score of sample {i} is {scores[i].tolist()} (prompt {prompts[i]!r})")
+            raise NotFiniteError(f"HPSv3: the score of sample {i} is {scores[i].tolist()} (prompt {prompts[i]!r})")
         return scores
 
     @torch.no_grad()
     def features(self, images: Images) -> Float[Tensor, "b d"]:
-        """The vision tower's tokens of each image, averaged: what a Frechet distance compares."""
+        """Return the mean of each image's vision tokens, which the Frechet distance compares."""
         device = next(self.network.parameters()).device
         patches, grids = zip(*(self.preprocessor.patches(image) for image in _as_pil(images)), strict=True)
         grid_rows = torch.tensor(grids)
@@ -271,12 +282,12 @@ class HPSv3:
 
 
 def skeleton(config: Qwen2VLConfig, checkpoint: Path) -> HPSv3Network:
-    """The network of this checkpoint without weights (meta device), every key and shape compared with the file."""
+    """Build the network of a checkpoint without weights (meta device); raise UserError if keys or shapes differ."""
     shapes = checkpoint_shapes(checkpoint)
     heads = ("rm_head.0.weight", "rm_head.3.weight")
     absent = [key for key in heads if key not in shapes]
     if absent:
-        raise ValueError(f"{checkpoint}: missing {', '.join(absent)}; this is not an HPSv3 checkpoint")
+        raise UserError(f"{checkpoint}: missing {', '.join(absent)}; this is not an HPSv3 checkpoint")
     with torch.device("meta"):
         network = HPSv3Network(config, (shapes[heads[0]][0], shapes[heads[1]][0]))
     wanted = {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
@@ -289,24 +300,27 @@ def skeleton(config: Qwen2VLConfig, checkpoint: Path) -> HPSv3Network:
     ]
     if problems:
         shown = "; ".join(sorted(problems)[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise ValueError(f"{checkpoint} does not fit its base's config.json: {shown}; import it with the right --base")
+        raise UserError(f"{checkpoint} does not fit its base's config.json: {shown}; import it with the right --base")
     return network
 
 
 def checkpoint_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Shape by key, from the header alone."""
+    """Read the shape of every key from the header of a safetensors file."""
     try:
         with safe_open(checkpoint, framework="pt") as file:
             keys = file.keys()
             return {key: tuple(file.get_slice(key).get_shape()) for key in keys}
-    except SafetensorError as error:
-        raise ValueError(f"{checkpoint}: not a whole safetensors file ({error}); copy it again") from error
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{checkpoint}: not a whole safetensors file ({error}); copy it again") from error
 
 
 def fit(height: int, width: int, pixels: int, multiple: int) -> tuple[int, int]:
-    """Height and width as multiples of `multiple`, about `pixels` in all, the aspect ratio nearly kept."""
+    """Return height and width as multiples of `multiple`, with about `pixels` pixels and nearly the same aspect ratio.
+
+    Raise UserError for an image that is too long or too narrow.
+    """
     if max(height, width) > LONGEST_ASPECT * min(height, width):
-        raise ValueError(f"HPSv3: an image of {height}x{width} is longer than {LONGEST_ASPECT}:1; crop it")
+        raise UserError(f"HPSv3: an image of {height}x{width} is longer than {LONGEST_ASPECT}:1; crop it")
     rounded = [max(1, round(side / multiple)) * multiple for side in (height, width)]
     area = math.prod(rounded)
     if area == pixels:
@@ -319,20 +333,8 @@ def fit(height: int, width: int, pixels: int, multiple: int) -> tuple[int, int]:
         grow = math.sqrt(pixels / (height * width))
         fitted = [math.ceil(side * grow / multiple) * multiple for side in (height, width)]
     if 0 in fitted:
-        raise ValueError(f"HPSv3: an image of {height}x{width} is too narrow for {pixels} pixels; crop it")
+        raise UserError(f"HPSv3: an image of {height}x{width} is too narrow for {pixels} pixels; crop it")
     return fitted[0], fitted[1]
-
-
-def ranking_loss(preferred: Float[Tensor, "b 2"], other: Float[Tensor, "b 2"], nodes: int = 24) -> Float[Tensor, ""]:
-    """Uncertainty-aware ranking loss, the mean over pairs of E[-log sigmoid(z)] (HPSv3, arXiv:2508.03789).
-
-    Each score is a Gaussian of mean mu and deviation exp(raw sigma), so z ~ N(mu_p - mu_o, var_p + var_o). The package
-    draws 1000 samples of z; here the expectation is Gauss-Hermite quadrature, without noise.
-    """
-    points, weights = (preferred.new_tensor(values) for values in np.polynomial.hermite_e.hermegauss(nodes))
-    spread = (preferred[:, 1:].exp().square() + other[:, 1:].exp().square()).sqrt()
-    z = preferred[:, :1] - other[:, :1] + spread * points
-    return (nn.functional.softplus(-z) @ (weights / weights.sum())).mean()
 
 
 def _as_pil(images: Images) -> list[Image.Image]:
@@ -352,8 +354,36 @@ def _refuse_outside(images: Float[Tensor, "b 3 h w"]) -> None:
 
 
 def _read_json(path: Path, keys: tuple[str, ...]) -> dict:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_json(path)
     missing = [key for key in keys if key not in content]
     if missing:
-        raise ValueError(f"{path}: missing {', '.join(missing)}; import the folder again")
+        raise UserError(f"{path}: missing {', '.join(missing)}; import the folder again")
     return content
+
+
+@dataclass(frozen=True)
+class HPSv3Scorer:
+    """HPSv3's mu as a scorer of videos; frames that take a gradient are scored with it."""
+
+    hpsv3: HPSv3
+    batch: int  # images scored at a time
+
+    def __call__(self, video: Video, prompts: Sequence[str]) -> PerSample:
+        return of_images(self._mu, self.batch)(video, prompts)
+
+    def _mu(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> PerSample:
+        score = self.hpsv3.score_with_gradient if images.requires_grad else self.hpsv3.score
+        return score(images, prompts)[:, 0]
+
+
+def _load(config: ScorerConfig, device: torch.device) -> HPSv3Scorer:
+    folder = EMBEDDED if config.path == "tiny" else Path(config.path)
+    return HPSv3Scorer(HPSv3.load(folder, device, config.dtype), config.batch)
+
+
+def _check(config: ScorerConfig, key: str, frames: int) -> None:
+    if not config.path:
+        raise UserError(f"{key}.path must be the folder of a {config.kind} scorer, not {config.path!r}")
+
+
+KIND = ScorerKind("hpsv3", _load, _check, features=lambda scorer: scorer.hpsv3.features)

@@ -1,4 +1,6 @@
-"""Closed-form measures of a video's pixels, in [0, 1]: scorers without weights, and signs of reward hacking."""
+"""Closed-form measures of a video's pixels: scorers without weights, and statistics that reward hacking moves."""
+
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -6,23 +8,25 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool3d
 
 from unified_trainer.numerics.advantages import Ids, groups
+from unified_trainer.rewards.base import ScorerKind, check_no_weights
 from unified_trainer.types import PerSample, Video
 
 LUMA = (0.2126, 0.7152, 0.0722)  # of red, green, blue (ITU-R BT.709)
 DARK = 0.05  # luma below which a pixel counts as dark
 EDGE = 0.1  # change of luma from one pixel to the next that counts as an edge
-CELL = 8  # pixels, the side of what motion smoothness is read from
-THUMBNAIL = (3, 8, 8)  # frames, height and width of what diversity is read from
+CELL = 8  # pixels, the side of the cells that motion smoothness averages over
+THUMBNAIL = (3, 8, 8)  # frames, height and width of the thumbnails that diversity compares
 
 
 def luma(video: Video) -> Float[Tensor, "b frames height width"]:
+    """Compute the luma of every pixel (ITU-R BT.709)."""
     return torch.einsum("bcthw,c->bthw", video, video.new_tensor(LUMA))
 
 
 def sharpness(video: Video) -> PerSample:
-    """Standard deviation of luma's Laplacian (4 neighbours), the mean over frames (Pech-Pacheco et al., ICPR 2000).
+    """Compute the standard deviation of luma's Laplacian, averaged over frames (Pech-Pacheco et al., ICPR 2000).
 
-    It rises with detail, and with noise too: alone it is easily hacked.
+    The Laplacian has 4 neighbours. The measure rises with detail and with noise: alone it is easily hacked.
     """
     y = luma(video)
     middle = y[..., 1:-1, 1:-1]
@@ -31,10 +35,11 @@ def sharpness(video: Video) -> PerSample:
 
 
 def motion_smoothness(video: Video) -> PerSample:
-    """1 - sum |a - 2 b + c| / sum (|a - b| + |b - c|) over neighbouring frames a, b, c, pooled to cells; in [0, 1].
+    """Compute 1 - sum |a - 2 b + c| / sum (|a - b| + |b - c|) over neighbouring frames a, b, c of cells; in [0, 1].
 
-    What linear interpolation of the neighbours misses of a frame: VBench's motion smoothness (arXiv:2311.17982) without
-    its network. A clip that stands still has 1: hold its `motion_energy` against it. Needs three frames.
+    The numerator is the error of linear interpolation from both neighbours: VBench's motion smoothness
+    (arXiv:2311.17982) without its network. A clip without motion has 1, so read it with `motion_energy`. Raise
+    ValueError for less than three frames.
     """
     _needs(3, video, "motion_smoothness")
     frames = torch.nn.functional.avg_pool2d(video.movedim(2, 1).flatten(0, 1), min(CELL, *video.shape[3:]))
@@ -46,24 +51,24 @@ def motion_smoothness(video: Video) -> PerSample:
 
 
 def saturation(video: Video) -> PerSample:
-    """Mean of the largest minus the smallest of a pixel's three channels: unlike HSV's ratio, small in the dark."""
+    """Compute the mean of each pixel's largest minus smallest channel: unlike HSV's ratio, small in dark pixels."""
     return (video.amax(1) - video.amin(1)).flatten(1).mean(1)
 
 
 def dark_share(video: Video) -> PerSample:
-    """Share of pixels with luma below 0.05."""
+    """Compute the share of pixels with luma below 0.05."""
     return (luma(video) < DARK).float().flatten(1).mean(1)
 
 
 def edge_density(video: Video) -> PerSample:
-    """Share of pixels from which luma changes by more than 0.1 to the next ones, right and below taken together."""
+    """Compute the share of pixels whose luma gradient (forward differences, right and below) exceeds 0.1."""
     y = luma(video)
     right, below = y[..., :-1, 1:] - y[..., :-1, :-1], y[..., 1:, :-1] - y[..., :-1, :-1]
     return (torch.hypot(right, below) > EDGE).float().flatten(1).mean(1)
 
 
 def motion_energy(video: Video) -> PerSample:
-    """Mean absolute change of luma from one frame to the next; needs two frames."""
+    """Compute the mean absolute change of luma between frames; raise ValueError for a single frame."""
     _needs(2, video, "motion_energy")
     return luma(video).diff(dim=1).abs().flatten(1).mean(1)
 
@@ -73,21 +78,21 @@ OF_MOTION = {"motion_energy": motion_energy}
 
 
 def statistics(video: Video) -> dict[str, PerSample]:
-    """What reward hacking usually moves; of a single frame, nothing of motion."""
+    """Compute the statistics that reward hacking usually moves; a single frame has none of motion."""
     measures = STATISTICS | (OF_MOTION if video.shape[2] > 1 else {})
     return {name: measure(video.float()) for name, measure in measures.items()}
 
 
 def thumbnail(video: Video) -> Float[Tensor, "b d"]:
-    """A small copy, as a row: three frames of 8 x 8, or one of a single frame."""
+    """Pool a video to three frames (or one, of a single frame) of 8 x 8 pixels, flattened."""
     frames, height, width = THUMBNAIL
     return adaptive_avg_pool3d(video.float(), (min(frames, video.shape[2]), height, width)).flatten(1)
 
 
 def diversity(thumbnails: Float[Tensor, "b d"], ids: Ids) -> float | None:
-    """Root of the variance (Bessel) within groups of equal id, the mean over pixels and groups; None if all are single.
+    """Compute the square root of the variance (Bessel) within groups of equal id, averaged over pixels and groups.
 
-    Half the mean squared distance of two samples of a group is this squared.
+    The square of it is half the mean squared distance of two samples of a group. None if every group has one sample.
     """
     rows = [thumbnails[index].double() for index in groups(thumbnails, ids).values() if len(index) > 1]
     if not rows:
@@ -98,3 +103,18 @@ def diversity(thumbnails: Float[Tensor, "b d"], ids: Ids) -> float | None:
 def _needs(count: int, video: Video, name: str) -> None:
     if video.shape[2] < count:
         raise ValueError(f"{name} needs at least {count} frames of a video, not {video.shape[2]}")
+
+
+def _kind(measure: Callable[[Video], PerSample], min_frames: int) -> ScorerKind:
+    def scorer(video: Video, prompts: Sequence[str]) -> PerSample:
+        return measure(video.float())
+
+    return ScorerKind(measure.__name__, lambda _config, _device: scorer, check_no_weights, min_frames)
+
+
+SHARPNESS = _kind(sharpness, 1)
+MOTION_SMOOTHNESS = _kind(motion_smoothness, 3)
+SATURATION = _kind(saturation, 1)
+DARK_SHARE = _kind(dark_share, 1)
+EDGE_DENSITY = _kind(edge_density, 1)
+MOTION_ENERGY = _kind(motion_energy, 2)

@@ -1,1 +1,1 @@
-"""The Wan family."""
+"""The Wan family: model, causal form, codec and adapters."""

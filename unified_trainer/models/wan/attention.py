@@ -1,7 +1,7 @@
-"""Wan's attention when a pass is more than its own tokens: behind earlier chunks, or with its tokens on several ranks.
+"""Wan's attention with a KV cache of earlier chunks, a mask, or tokens on several ranks.
 
-diffusers' forward stays as it is. What differs goes along with the rotary embedding, which it hands to every block
-untouched, also when activations are recomputed.
+The forward of diffusers is unchanged: it passes the rotary embedding to every block untouched, also when activations
+are recomputed. A `Pass` takes the place of the rotary embedding and carries the cache, the mask and the ranks.
 """
 
 from dataclasses import dataclass
@@ -15,44 +15,44 @@ from unified_trainer.models.masked_attention import Keys, Mask, attend
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.sequence import Heads, heads_to_tokens, tokens_to_heads
 
-KeysValues = list[tuple[Keys, Keys]]  # by block
+KeysValues = list[tuple[Keys, Keys]]  # keys and values of each block
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What is still looked back on of a finished chunk."""
+    """The cached keys and values of a finished chunk."""
 
     frames: tuple[int, ...]  # absolute latent frames
-    own: KeysValues  # positions applied; of a rank's heads where ranks share the tokens
+    own: KeysValues  # positions applied; where ranks share the tokens, those of this rank's heads
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass through the blocks: where its tokens are, and what they see.
+    """The positions of one pass's tokens, and what they attend to.
 
-    It holds the past as it was when the pass began. Recomputing the pass in a backward, when the cache is further on,
-    must not see the chunks that came later.
+    `past` is the cache as it was when the pass began: when a backward pass recomputes it later, it must not attend to
+    chunks that were added since.
     """
 
-    cos: Tensor  # of this rank's tokens
+    cos: Tensor  # rotary embedding of this rank's tokens
     sin: Tensor
-    mask: Mask | None = None  # None sees everything
+    mask: Mask | None = None  # None attends to everything
     past: tuple[Finished, ...] = ()
-    text: KeysValues | None = None  # of the cross-attention, filled by the first pass that has it; None computes anew
-    recorded: KeysValues | None = None  # where this pass leaves its own keys and values
-    mesh: Mesh | None = None  # whose sequence ranks share the tokens; None has them all here
-    tokens: int = 0  # of all those ranks
+    text: KeysValues | None = None  # cache of the cross-attention, filled by the first pass that has it; None: no cache
+    recorded: KeysValues | None = None  # list to which this pass appends its own keys and values
+    mesh: Mesh | None = None  # whose sequence ranks share the tokens; None: this rank has all
+    tokens: int = 0  # number of tokens of all those ranks
 
 
 def set_attention(blocks: nn.ModuleList) -> None:
-    """Let the blocks take a `Pass` for the rotary embedding."""
+    """Set attention processors that take a `Pass` in place of the rotary embedding."""
     for layer, block in enumerate(blocks):
         block.attn2.processor = _TextAttention(layer)
         block.attn1.processor = _SelfAttention(layer, block.attn2.processor)
 
 
 class _SelfAttention:
-    """Attention over the pass's own tokens behind those of the past: every token, a rank's heads."""
+    """Self-attention over the tokens of the past and of the pass: all tokens, and on each rank its heads."""
 
     def __init__(self, layer: int, text: "_TextAttention") -> None:
         self._layer, self._text = layer, text
@@ -65,7 +65,7 @@ class _SelfAttention:
             part.unflatten(2, (attn.heads, -1))
             for part in (attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x)), attn.to_v(x))
         )
-        # In the precision that attention computes in, before anything is kept or sent.
+        # Rounded to the precision that attention computes in before anything is cached or sent.
         query, key = _rotate(query, now).to(value), _rotate(key, now).to(value)
         if now.mesh:
             query, key, value = (tokens_to_heads(part, now.tokens, now.mesh) for part in (query, key, value))
@@ -79,9 +79,9 @@ class _SelfAttention:
 
 
 class _TextAttention(WanAttnProcessor):
-    """Cross-attention whose keys and values a rollout computes once; a pass with gradient computes them anew.
+    """Cross-attention that caches the text's keys and values for a rollout.
 
-    Those of the cache have no gradient, and the projections that make them must get theirs.
+    A pass with gradient computes them again: the cached ones have no graph to the projections that made them.
     """
 
     def __init__(self, layer: int) -> None:
@@ -108,7 +108,7 @@ def _project_out(attn: WanAttention, heads: Heads) -> Float[Tensor, "b n width"]
 
 
 def _rotate(x: Heads, now: Pass) -> Heads:
-    """Pairs of neighbouring channels turned by the angles of their token's position."""
+    """Rotate pairs of neighbouring channels by the angles of their token's position."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = now.cos[..., 0::2], now.sin[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)

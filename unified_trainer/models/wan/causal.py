@@ -1,7 +1,7 @@
-"""Wan as a causal model: the same weights, looking back in chunks, with a cache (Self-Forcing, arXiv:2506.08009).
+"""Wan as a causal model with a KV cache: the same weights, chunk by chunk (Self-Forcing, arXiv:2506.08009).
 
-What a pass sees, its mask and the keys and values of earlier chunks, goes along with the rotary embedding, which here
-is at absolute latent frames.
+The mask and the cached keys and values are passed to the blocks with the rotary embedding, which is computed at
+absolute latent frames.
 """
 
 from dataclasses import dataclass, field
@@ -13,9 +13,11 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from unified_trainer.errors import UserError
 from unified_trainer.models.masked_attention import token_mask
 from unified_trainer.models.wan.attention import Finished, KeysValues, Pass, set_attention
-from unified_trainer.models.wan.model import TIME_SCALE, WanCondition, WanModel
+from unified_trainer.models.wan.codec import WanCondition
+from unified_trainer.models.wan.model import TIME_SCALE, WanModel
 from unified_trainer.numerics.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
 from unified_trainer.parallel.device import has_flex_attention
 from unified_trainer.types import Latents, PerFrame, PerSample
@@ -23,16 +25,16 @@ from unified_trainer.types import Latents, PerFrame, PerSample
 
 @dataclass
 class Cache:
-    """What later chunks look back on, without gradient; written by `append` alone, which never changes a tensor."""
+    """The KV cache of one rollout, without gradient; only `append` writes to it, and it never changes a tensor."""
 
     chunks: ChunkConfig
     seen: int = 0  # latent frames finished so far
     past: tuple[Finished, ...] = ()
-    text: KeysValues = field(default_factory=list)  # of the cross-attention, once a pass without gradient made them
+    text: KeysValues = field(default_factory=list)  # of the cross-attention, filled by the first pass without gradient
 
     @property
     def resident(self) -> list[int]:
-        """The latent frames that are looked back on."""
+        """The latent frames in the cache."""
         return [frame for chunk in self.past for frame in chunk.frames]
 
     def start_prompt(self) -> None:
@@ -40,14 +42,14 @@ class Cache:
 
 
 class CausalWanModel(WanModel):
-    """WanTransformer3DModel looking back in chunks; without chunks it is the bidirectional one."""
+    """A causal Wan transformer with a KV cache; `velocity` is that of the bidirectional model."""
 
     def __init__(self, network: WanTransformer3DModel, folder: Path | None = None) -> None:
         super().__init__(network, folder)
         if network.config.patch_size[0] != 1:
-            raise ValueError(f"a causal Wan cannot patch over time, but patch_size is {network.config.patch_size}")
+            raise UserError(f"a causal Wan cannot patch over time, but patch_size is {network.config.patch_size}")
         if network.config.added_kv_proj_dim is not None:
-            raise ValueError("a causal Wan sees no images, but this one does (added_kv_proj_dim)")
+            raise UserError("a causal Wan takes no image condition, but this one has added_kv_proj_dim")
         self._positions = network.rope = _Positions(network.rope)
         set_attention(network.blocks)
 
@@ -59,9 +61,10 @@ class CausalWanModel(WanModel):
         chunks: ChunkConfig,
         clean: Latents | None = None,
     ) -> Latents:
-        """All chunks in one pass. They look back on each other as they are, or on `clean` ones (teacher forcing).
+        """Predict the velocities of all chunks in one pass.
 
-        Clean chunks are seen as a cache would hold them: they must be at the chunks' context noise.
+        A chunk attends to earlier chunks of `x_t`, or of `clean` (teacher forcing). Clean chunks must be at the context
+        noise of `chunks`, as a cache holds them.
         """
         frames = x_t.shape[2]
         positions = list(range(frames))
@@ -73,15 +76,15 @@ class CausalWanModel(WanModel):
         return self._pass(both, levels, cond, positions * 2, teacher_forcing_mask(chunks, frames))[:, :, frames:]
 
     def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: WanCondition, cache: Cache) -> Latents:
-        """The next chunk, looking back on the cache, which gets neither gradient nor entry."""
-        return self._pass(x_t, sigma, cond, _next_frames(x_t, cache), **_looking_back(cache))
+        """Predict the velocity of the next chunk, which attends to the cache; the cache stays as it is."""
+        return self._pass(x_t, sigma, cond, _next_frames(x_t, cache), **_attended(cache))
 
     @torch.no_grad()
     def append(self, x: Latents, cond: WanCondition, cache: Cache) -> None:
-        """Let later chunks look back on this one, which is at the cache's context noise; the oldest may fall out."""
+        """Add a finished chunk, at the cache's context noise, and drop frames that leave the window."""
         frames, recorded = _next_frames(x, cache), []
         sigma = torch.full((len(x),), cache.chunks.context_noise, dtype=torch.float64)
-        self._pass(x, sigma, cond, frames, recorded=recorded, **_looking_back(cache))
+        self._pass(x, sigma, cond, frames, recorded=recorded, **_attended(cache))
         chunks = (*cache.past, Finished(tuple(frames), recorded))
         kept = frozenset(cache.chunks.kept([*cache.resident, *frames]))
         cache.past = tuple(_cut(chunk, kept) for chunk in chunks if not kept.isdisjoint(chunk.frames))
@@ -91,9 +94,9 @@ class CausalWanModel(WanModel):
         return Cache(chunks)
 
     def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig, dtype: torch.dtype) -> int:
-        """Memory of one sample's full cache on this rank when passes compute in `dtype`, the text's left out.
+        """Return the memory of one sample's full cache on this rank when passes compute in `dtype`.
 
-        Sequence ranks have the keys and values of their own heads.
+        The text's keys and values are not counted. A sequence rank holds the keys and values of its own heads.
         """
         _, frames, height, width = latent_shape
         self._positions.check(frames)
@@ -115,7 +118,7 @@ class CausalWanModel(WanModel):
         frame_mask: Bool[Tensor, "t t"] | None = None,
         **seen: object,
     ) -> Latents:
-        """Through the network's own forward, so that whatever wraps it or its blocks takes part."""
+        """Run the network's own forward, so that hooks and wrappers of it and of its blocks take part."""
         tokens = self._frame_tokens(x)
         mask = None
         if frame_mask is not None and not bool(frame_mask.all()):
@@ -132,21 +135,21 @@ class CausalWanModel(WanModel):
 
 
 class _Positions(nn.Module):
-    """diffusers' rotary embedding at absolute latent frames, and with it all that a pass must know."""
+    """The rotary embedding of diffusers at absolute latent frames, returned as a `Pass`."""
 
     def __init__(self, rope: WanRotaryPosEmbed) -> None:
         super().__init__()
         self._rope = rope
 
     def expect(self, frames: list[int], **seen: object) -> None:
-        """What the next forward of the network is about."""
+        """Set the latent frames and the attention of the network's next forward."""
         self.check(max(frames) + 1)
         self._expected = (frames, seen)
 
     def check(self, frames: int) -> None:
-        """ValueError for more latent frames than there are positions."""
+        """Raise UserError for more latent frames than there are positions."""
         if frames > self._rope.max_seq_len:
-            raise ValueError(
+            raise UserError(
                 f"latent frame {frames - 1} is beyond the {self._rope.max_seq_len} positions of this Wan "
                 "(rope_max_seq_len): generate fewer frames"
             )
@@ -170,13 +173,13 @@ def _next_frames(x: Latents, cache: Cache) -> list[int]:
     return list(range(cache.seen, cache.seen + x.shape[2]))
 
 
-def _looking_back(cache: Cache) -> dict[str, object]:
-    """What a pass that begins now sees of a rollout."""
+def _attended(cache: Cache) -> dict[str, object]:
+    """What a pass that begins now attends to."""
     return {"past": cache.past, "text": None if torch.is_grad_enabled() else cache.text}
 
 
 def _cut(chunk: Finished, kept: frozenset[int]) -> Finished:
-    """The frames of a chunk that are kept."""
+    """Cut a chunk to the frames that stay in the cache."""
     if kept.issuperset(chunk.frames):
         return chunk
     rows = torch.tensor([frame in kept for frame in chunk.frames], device=chunk.own[0][0].device)

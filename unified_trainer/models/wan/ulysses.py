@@ -1,7 +1,7 @@
-"""Wan with each sample's tokens shared by a sequence group (Ulysses, arXiv:2309.14509), causal or not.
+"""Sequence parallelism for Wan, causal or not: a sequence group shares each sample's tokens (arXiv:2309.14509).
 
-diffusers' forward stays as it is. Between the first block and the last projection a rank has its own tokens; the number
-of all of them goes along with the rotary embedding.
+The forward of diffusers is unchanged; hooks do the exchange. Between the first block and the last projection a rank has
+its own tokens only. The number of all tokens is passed to the blocks with the rotary embedding.
 """
 
 from dataclasses import replace
@@ -11,6 +11,7 @@ from diffusers import WanTransformer3DModel
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from unified_trainer.errors import UserError
 from unified_trainer.models.wan.attention import Pass, set_attention
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.sequence import gather_tokens, split_tokens, whole_gradient
@@ -18,12 +19,12 @@ from unified_trainer.types import Latents
 
 
 class SharedTokens:
-    """The hooks that share the tokens of a network, and what they last saw."""
+    """Hooks that share the tokens of a network among the sequence ranks."""
 
     def __init__(self, network: WanTransformer3DModel, mesh: Mesh) -> None:
         heads, self.ranks = network.config.num_attention_heads, mesh.config.sequence
         if heads % self.ranks:
-            raise ValueError(f"parallel.sequence must divide the {heads} attention heads, but is {self.ranks}")
+            raise UserError(f"parallel.sequence must divide the {heads} attention heads, but is {self.ranks}")
         self._mesh, self._tokens = mesh, 0
         network.rope.register_forward_hook(self._split_rope)
         network.condition_embedder.register_forward_hook(self._split_time)
@@ -32,11 +33,11 @@ class SharedTokens:
         set_attention(network.blocks)
 
     def whole_gradient(self, x_t: Latents) -> Latents:
-        """The network's input, whose gradient the ranks complete."""
+        """Return the network's input unchanged; its gradient is summed over the sequence ranks."""
         return whole_gradient(x_t, self._mesh)
 
     def gather(self, x: Float[Tensor, "b own width"]) -> Float[Tensor, "b all width"]:
-        """The tokens of all ranks, of the pass that is under way."""
+        """Gather the tokens of all sequence ranks, of the pass that runs now."""
         return gather_tokens(x, self._tokens, self._mesh)
 
     def _split_rope(self, _module: nn.Module, _inputs: Any, angles: Pass | tuple[Tensor, Tensor]) -> Pass:
@@ -46,9 +47,9 @@ class SharedTokens:
         return replace(whole, cos=cos, sin=sin, mesh=self._mesh, tokens=self._tokens)
 
     def _split_time(self, _module: nn.Module, _inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Where every token has a noise level of its own, a rank needs those of its tokens."""
+        """Take the time embeddings of this rank's tokens, where every token has its own noise level."""
         at_the_end, in_blocks, *text = output
-        if at_the_end.ndim == 2:  # one for the whole sample
+        if at_the_end.ndim == 2:  # one noise level for the whole sample
             return output
         return split_tokens(at_the_end, self._mesh), split_tokens(in_blocks, self._mesh), *text
 

@@ -1,0 +1,167 @@
+"""A scorer outside the package: one file, named by a setting, with weights and prompts; and what is refused."""
+
+import json
+
+import pytest
+import torch
+from helpers import CPU, SMALL, run
+from safetensors.torch import save_file
+
+from unified_trainer.__main__ import main
+from unified_trainer.errors import UserError
+from unified_trainer.plugins import load_object
+from unified_trainer.rewards.base import RewardConfig, ScorerConfig
+from unified_trainer.rewards.scorers import KINDS, check_reward, load_scorers
+
+# What a user writes: a probe of the mean color, whose weights are a file, plus a bonus for the word "red".
+PROBE = """
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from unified_trainer.errors import MissingFileError
+from unified_trainer.rewards.base import ScorerKind, check_path, of_images
+
+WEIGHTS = "probe.safetensors"
+
+
+@dataclass(frozen=True)
+class Probe:
+    color: torch.Tensor
+
+    def __call__(self, images, prompts):
+        asked = torch.tensor([float("red" in prompt) for prompt in prompts], device=images.device)
+        return images.mean((2, 3)) @ self.color + asked
+
+
+def load(config, device):
+    file = Path(config.path) / WEIGHTS
+    if not file.is_file():
+        raise MissingFileError(f"{file} is missing")
+    return of_images(Probe(load_file(file)["color"].to(device)), config.batch)
+
+
+COLOR_PROBE = ScorerKind("color_probe", load, check_path, min_frames=2)
+
+
+def brightness(videos, prompts):
+    return videos.flatten(1).mean(1)
+
+
+NUMBER = 1
+"""
+COLOR = torch.tensor([2.0, -1.0, 0.5])
+VIDEO = torch.rand(2, 3, 5, 8, 8, generator=torch.Generator().manual_seed(0))
+PROMPTS = ("a red circle", "a blue square")
+
+
+@pytest.fixture
+def probe(tmp_path):
+    """The user's file; its weights are beside it."""
+    save_file({"color": COLOR}, tmp_path / "probe.safetensors")
+    file = tmp_path / "probe.py"
+    file.write_text(PROBE)
+    return file
+
+
+def test_a_scorer_with_weights_and_prompts_trains_a_step(probe, run_folder):
+    own = ["--reward.scorers.own.kind", f"{probe}:COLOR_PROBE", "--reward.scorers.own.path", str(probe.parent)]
+    bright = ["--reward.scorers.bright.kind", f"{probe}:brightness", "--reward.scorers.bright.weight", "0"]
+    run("dance_grpo", run_folder, *own, "--reward.scorers.own.frames", "all", *bright, "--validate-every", "1")
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    names = set().union(*lines)
+    assert {"train/reward/own", "validation/reward/own", "validation/reward/bright"} <= names
+    assert "train/reward/bright" not in names  # held out
+
+
+def test_its_scores_are_those_of_the_file(probe):
+    config = RewardConfig(
+        kind=f"{probe}:COLOR_PROBE",
+        path=str(probe.parent),
+        frames="all",
+        scorers={"bright": ScorerConfig(kind=f"{probe}:brightness")},
+    )
+    check_reward(config, 5)
+    scorers, features = load_scorers(config, CPU)
+    expected = VIDEO.mean((2, 3, 4)) @ COLOR + torch.tensor([1.0, 0.0])
+    torch.testing.assert_close(scorers["COLOR_PROBE"](VIDEO, PROMPTS), expected)
+    torch.testing.assert_close(scorers["bright"](VIDEO, PROMPTS), VIDEO.flatten(1).mean(1))
+    assert features is None
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("COLOR_PROBE", {"path": ""}, r"reward\.scorers\.own\.path must be the folder of a .*COLOR_PROBE scorer"),
+        ("COLOR_PROBE", {"frames": "first"}, "needs at least 2 frames of a video, but sees 1"),
+        ("COLOR_PROBE", {"device": "abacus"}, r"reward\.scorers\.own\.device 'abacus' is no device that torch knows"),
+        ("brightness", {}, r"reward\.scorers\.own: .*brightness has no weights"),
+        ("NUMBER", {}, r"reward\.scorers\.own\.kind .*NUMBER is a int; expected a ScorerKind, or a function"),
+        ("Probe", {}, r"reward\.scorers\.own\.kind .*Probe is a type; expected a ScorerKind"),
+        ("missing", {}, r"reward\.scorers\.own\.kind .*probe\.py defines no missing"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_a_weight_is_read(probe, name, changes, message):
+    (probe.parent / "probe.safetensors").unlink()
+    part = ScorerConfig(**({"kind": f"{probe}:{name}", "path": str(probe.parent), "frames": "all"} | changes))
+    with pytest.raises(UserError, match=message):
+        check_reward(RewardConfig(scorers={"own": part}), 5)
+
+
+def test_a_missing_weight_file_ends_the_run_with_one_line(probe, run_folder, capsys):
+    (probe.parent / "probe.safetensors").unlink()
+    own = ["--reward.scorers.own.kind", f"{probe}:COLOR_PROBE", "--reward.scorers.own.path", str(probe.parent)]
+    frames = ["--reward.scorers.own.frames", "all"]
+    assert main([*SMALL["dance_grpo"], *own, *frames, "--output", str(run_folder)]) == 2
+    assert "probe.safetensors is missing" in capsys.readouterr().err
+
+
+def test_every_kind_of_the_package_is_found_under_its_name():
+    measures = ("sharpness", "motion_smoothness", "saturation", "dark_share", "edge_density", "motion_energy")
+    assert set(KINDS) == {"hpsv3", "clip", *measures}
+    assert all(kind.name == name for name, kind in KINDS.items())
+
+
+# Objects by their place.
+
+
+def test_a_file_is_executed_once_and_a_module_is_imported(tmp_path):
+    file = tmp_path / "thing.py"
+    file.write_text("class Thing: ...\n\n\ndef other(): ...\n")
+    thing = load_object(f"{file}:Thing", "key")
+    assert load_object(f"{tmp_path}/../{tmp_path.name}/thing.py:Thing", "key") is thing
+    assert thing.__module__.startswith("unified_trainer_plugin_thing_")
+    assert load_object("unified_trainer.rewards.pixels:saturation", "key") is load_object(
+        "unified_trainer.rewards.pixels:saturation", "other"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("thing", "key 'thing' must be package.module:NAME or path/to/file.py:NAME"),
+        ("thing.py:", "must be package.module:NAME"),
+        ("a-b:NAME", "must be package.module:NAME"),
+        ("absent.py:NAME", "key absent.py: no such file"),
+        ("no_such_package.part:NAME", "key: no module no_such_package; install its package"),
+        ("unified_trainer.absent:NAME", "key: no module unified_trainer.absent"),
+        ("unified_trainer.plugins:NAME", "unified_trainer.plugins defines no NAME"),
+    ],
+)
+def test_what_is_not_there_names_its_key(spec, message):
+    with pytest.raises(UserError, match=message):
+        load_object(spec, "key")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"), [("1 / 0\n", ZeroDivisionError), ("import absent_of_all\n", ModuleNotFoundError)]
+)
+def test_an_error_inside_a_file_keeps_its_traceback(tmp_path, text, error):
+    file = tmp_path / "broken.py"
+    file.write_text(text)
+    for _ in range(2):  # also the second time: a half-executed module is forgotten
+        with pytest.raises(error) as caught:
+            load_object(f"{file}:NAME", "key")
+        assert not isinstance(caught.value, UserError) and str(caught.traceback[-1].path) == str(file)

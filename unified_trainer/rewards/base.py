@@ -1,0 +1,130 @@
+"""The contract of a scorer, and the settings of the scorers that a reward is made of."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.errors import UserError
+from unified_trainer.types import PerSample, Video
+
+# Videos in [0, 1] and one prompt for each -> one number for each; higher is better. A scorer raises rather than guess.
+Scorer = Callable[[Video, Sequence[str]], PerSample]
+Features = Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b d"]]  # rows that a Frechet distance compares
+
+
+@dataclass(frozen=True)
+class ScorerConfig:
+    kind: str = ""  # of scorer: see docs/rewards.md; by default the name that it has in reward.scorers
+    path: str = ""  # folder of its weights, if it has any; "tiny" is the embedded HPSv3
+    precision: Literal["fp32", "bf16"] = "fp32"  # of its backbone
+    frames: Literal["first", "every", "all"] = "first"  # which frames are scored; single images count by their mean
+    frame_stride: int = 8  # with frames = every: every so many frames, the first included
+    scale: float = 1.0  # what is logged and weighted is the score times this
+    weight: float = (
+        1.0  # in the reward, which is the weighted sum; 0 holds the scorer out: it is measured in validation
+    )
+    batch: int = 64  # images scored at a time
+    device: str = ""  # where its network runs, as torch names it; empty is where the run does
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of `precision`."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    def stride(self, frames: int) -> int:
+        """Return the stride of the frames that are scored in a video of `frames` frames; the first is always one."""
+        return {"first": max(frames, 1), "every": self.frame_stride, "all": 1}[self.frames]
+
+
+@dataclass(frozen=True)
+class RewardConfig(ScorerConfig):
+    kind: str = "hpsv3"  # of the first scorer, which these settings describe; it is also its name
+    path: str = "tiny"  # its folder: an HPSv3 folder as import-hpsv3 makes it; "tiny" is the embedded one
+    scorers: dict[str, ScorerConfig] = field(default_factory=dict)  # more, each by its name: scorers.NAME.weight ...
+    retries: int = 0  # how often a scorer is called again after a fault of its device, disk or connection
+
+    @property
+    def first(self) -> str:
+        """The name of the first scorer: its kind, or NAME of a kind package.module:NAME or path/to/file.py:NAME."""
+        return self.kind.rpartition(":")[2]
+
+    def named(self) -> dict[str, ScorerConfig]:
+        """Return every scorer's settings by its name, with the kind filled in."""
+        first = ScorerConfig(**{f.name: getattr(self, f.name) for f in fields(ScorerConfig)})
+        rest = {name: replace(config, kind=config.kind or name) for name, config in self.scorers.items()}
+        return {self.first: first, **rest}
+
+    def key(self, name: str) -> str:
+        """Return the setting under which a scorer is described, for messages."""
+        return "reward" if name == self.first else f"reward.scorers.{name}"
+
+    def check(self) -> None:
+        """Raise UserError, naming the key, for values that cannot be; called before any weight is read."""
+        if self.first in self.scorers:
+            raise UserError(
+                f"reward.scorers.{self.first} has the name of the scorer that reward.path, reward.weight and so on "
+                f"describe: set those, or give this one another name and kind {self.kind}"
+            )
+        for name, config in self.named().items():
+            key = self.key(name)
+            if config.frame_stride < 1 or config.batch < 1:
+                raise UserError(f"{key}.frame_stride and {key}.batch must be at least 1")
+            if not (math.isfinite(config.weight) and math.isfinite(config.scale)):
+                raise UserError(f"{key}.weight and {key}.scale must be finite numbers")
+        weights = {name: config.weight for name, config in self.named().items()}
+        if abs(sum(weights.values())) < 1e-9 * max(1.0, *map(abs, weights.values())):
+            listed = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+            raise UserError(
+                f"the weights of the reward sum to zero ({listed}): what all scorers agree on would not count; change "
+                "reward.weight or a reward.scorers.NAME.weight"
+            )
+        if self.retries < 0:
+            raise UserError(f"reward.retries must not be negative, but is {self.retries}")
+
+
+@dataclass(frozen=True)
+class ScorerKind:
+    """A kind of scorer: how its settings are checked and how it is loaded.
+
+    A module-level object of this class, in a file of this folder or named by a setting as path/to/file.py:NAME, is all
+    that a new kind needs.
+    """
+
+    name: str  # the value of `kind` in the settings
+    load: Callable[[ScorerConfig, torch.device], Scorer]  # reads the weights of `config.path`; the device is given
+    # (config, key, frames of a video): raises UserError, naming the key, for settings that cannot be; reads no weights.
+    check: Callable[[ScorerConfig, str, int], None]
+    min_frames: int = 1  # frames of a video that a score needs
+    features: Callable[[Any], Features] | None = None  # of a loaded scorer: image features for the Frechet distance
+
+
+def check_path(config: ScorerConfig, key: str, frames: int) -> None:
+    """Check a kind whose weights are in a folder: raise UserError unless `path` is given."""
+    if config.path in ("", "tiny"):
+        raise UserError(f"{key}.path must be the folder of a {config.kind} scorer, not {config.path!r}")
+
+
+def check_no_weights(config: ScorerConfig, key: str, frames: int) -> None:
+    """Check a kind without weights: raise UserError for a path or a device, which it would not use."""
+    if config.path or config.device:
+        raise UserError(f"{key}: {config.kind} has no weights; set {key}.path '' and leave {key}.device out")
+
+
+def of_images(score: Callable[[Float[Tensor, "b 3 h w"], list[str]], PerSample], batch: int) -> Scorer:
+    """Return a scorer of videos that averages a scorer of images over the frames, `batch` images at a time."""
+
+    def scorer(video: Video, prompts: Sequence[str]) -> PerSample:
+        frames = video.movedim(2, 1)
+        images, captions = frames.flatten(0, 1), [p for p in prompts for _ in range(frames.shape[1])]
+        parts = [score(images[i : i + batch], captions[i : i + batch]) for i in range(0, len(images), batch)]
+        scored = torch.cat(parts)
+        if len(scored) != len(images):
+            raise ValueError(f"the scorer gave {len(scored)} scores for {len(images)} images")
+        return scored.float().unflatten(0, frames.shape[:2]).mean(1)
+
+    return scorer
