@@ -76,7 +76,7 @@ def export(
 def _write_network(loaded: LoadedRole, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
     """The network or both experts, adapters folded in; RuntimeError unless what was written is what was loaded."""
     before = {}
-    for side in loaded.role.sides:
+    for side in loaded.role.experts:
         with loaded.role.running(side) as model:
             before[side] = _velocity(model)
     loaded.role.merge()

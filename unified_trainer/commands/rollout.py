@@ -14,7 +14,7 @@ from unified_trainer.commands.sample import draw_latents, read_lines
 from unified_trainer.data.video_files import to_uint8, write_mp4
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import check_reward, load_scorers
+from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.roles.reward import Reward
 from unified_trainer.types import Video
 

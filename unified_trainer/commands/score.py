@@ -10,7 +10,8 @@ from unified_trainer import config as settings
 from unified_trainer.commands.rollout_folder import RolloutFolder
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import check_reward, family_of, load_scorers
+from unified_trainer.registry import family_of
+from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.roles.reward import Reward
 
 

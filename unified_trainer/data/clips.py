@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.data.tiny_world import FRAMES, PHRASINGS, SIZE, TRAINING, draw_clip, render
+from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
 
 ENCODE_BATCH = 32
@@ -43,12 +44,19 @@ class Clips:
         return self.encoded[indices]
 
 
+def check_tiny_clips(config: DataConfig, video: VideoConfig) -> None:
+    """Raise UserError for a number or size of clips that the tiny world does not have."""
+    if (video.frames, video.height, video.width) != (FRAMES, SIZE, SIZE):
+        raise UserError(
+            f"the tiny world's clips have {FRAMES} frames of {SIZE} x {SIZE} pixels, but video.frames, height and width "
+            f"are {video.frames}, {video.height} and {video.width}: change them, or set data.path"
+        )
+    if config.num_clips < 1:
+        raise UserError(f"data.num_clips must be at least 1, not {config.num_clips}")
+
+
 def render_clips(config: DataConfig, codec: Codec, video: VideoConfig, seed: int) -> Clips:
     """Training subjects in turn, phrasings at random, encoded by the codec of the run."""
-    if (video.frames, video.height, video.width) != (FRAMES, SIZE, SIZE):
-        raise ValueError(f"the tiny world's clips are {FRAMES} x {SIZE} x {SIZE}: set video.frames, height, width so")
-    if config.num_clips < 1:
-        raise ValueError(f"data.num_clips must be at least 1, not {config.num_clips}")
     generator = torch.Generator().manual_seed(seed)
     subjects = [TRAINING[i % len(TRAINING)] for i in range(config.num_clips)]
     drawn = [draw_clip(subject, generator) for subject in subjects]
