@@ -72,7 +72,7 @@ def test_gdpo_by_hand():
 
 
 def test_gdpo_alone_takes_several_rewards_and_as_many_weights():
-    with pytest.raises(ValueError, match="grpo takes one reward of each sample, not 2"):
+    with pytest.raises(ValueError, match="grpo takes one reward per sample, not 2"):
         group_advantages(double([[1, 2], [3, 4]]), [0, 0])
     with pytest.raises(ValueError, match="2 rewards but 1 weights"):
         group_advantages(double([[1, 2], [3, 4]]), [0, 0], "gdpo", weights=(1.0,))
@@ -257,7 +257,7 @@ def test_dtypes(dtype):
 
 
 def test_a_group_of_one_is_an_error():
-    with pytest.raises(ValueError, match="prompt 'b' has a group of one sample"):
+    with pytest.raises(ValueError, match="prompt 'b' has one sample"):
         group_advantages(double([1, 2, 3]), ["a", "a", "b"])
 
 

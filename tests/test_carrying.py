@@ -1,4 +1,4 @@
-"""Starting from another run: weights go over by role, all of them or none, and the words say what happened."""
+"""Starting from another run: weights are copied by role, all of them or none, and the description says so."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from unified_trainer.checkpoint.init_from import initialise
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 
-CONTRACT = {"num_steps": 4, "solver": "sde", "shift": 5.0, "step_sigmas": [], "negative_prompt": ""}
+SAMPLER = {"num_steps": 4, "solver": "sde", "shift": 5.0, "step_sigmas": [], "negative_prompt": ""}
 
 
 def weights_of(role: Trainable) -> dict[str, torch.Tensor]:
@@ -28,30 +28,30 @@ def adapted(name: str = "student", rank: int = 2) -> Trainable:
     return Trainable(name, Backbone(small_model(), ALONE, adapters={name: config.adapter}), config)
 
 
-def save(run_folder, *roles: Trainable, step: int = 1, **facts):
+def save(run_folder, *roles: Trainable, step: int = 1, **metadata):
     state = {f"{role.name}/{key}": value for role in roles for key, value in role.state_dict().items()}
-    return checkpoint.save(run_folder / "checkpoints", step, state, ALONE, facts)
+    return checkpoint.save(run_folder / "checkpoints", step, state, ALONE, metadata)
 
 
 @pytest.fixture
 def moved(tmp_path):
-    """A run whose student keeps an average that is not its weights, and whose critic keeps none."""
+    """A run whose student has EMA weights that differ from its weights; its critic has none."""
     student = trainable("student", TrainableConfig(ema_decay=0.5), seed=3)
     with torch.no_grad():
         student.network.proj_out.bias.add_(1)
     critic = trainable("critic", seed=4)
-    save(tmp_path / "source", student, critic, sampler=CONTRACT)
+    save(tmp_path / "source", student, critic, sampler=SAMPLER)
     return tmp_path / "source", student, critic
 
 
-def test_roles_are_carried_by_name(moved):
+def test_weights_are_copied_by_role(moved):
     source, student, critic = moved
     mine, weight_copy = trainable("student", seed=7), trainable("critic", seed=8)
     said = initialise({"student": weights_of(mine), "critic": weights_of(weight_copy)}, source, ALONE)
     assert_same(weights_of(mine), weights_of(student))
     assert_same(weights_of(weight_copy), weights_of(critic))
     assert said.startswith(f"student, critic from {source / 'checkpoints' / 'step_1'}")
-    assert "made for the sampler num_steps 4, solver sde, shift 5.0" in said
+    assert "trained for the sampler num_steps 4, solver sde, shift 5.0" in said
 
 
 def test_a_role_that_the_run_lacks_stays_as_it_was_built_and_is_named(moved):
@@ -61,22 +61,22 @@ def test_a_role_that_the_run_lacks_stays_as_it_was_built_and_is_named(moved):
     said = initialise({"student": weights_of(mine), "fresh": weights_of(new)}, source, ALONE)
     assert_same(weights_of(mine), weights_of(student))
     assert_same(weights_of(new), before)
-    assert "fresh starts from its own path, there is none" in said and "its critic is left behind" in said
+    assert "fresh from its own path, the checkpoint has none" in said and "critic of the checkpoint is not used" in said
 
 
-def test_the_averaged_weights_for_the_weights(moved):
-    """A role without an average of its own gives its weights."""
+def test_ema_weights_in_place_of_the_weights(moved):
+    """A role without EMA weights gives its weights."""
     source, student, critic = moved
     mine, weight_copy = trainable("student", seed=7), trainable("critic", seed=8)
     said = initialise({"student": weights_of(mine), "critic": weights_of(weight_copy)}, f"{source}:ema", ALONE)
     assert torch.equal(weights_of(mine)["proj_out.bias"] + 1, weights_of(student)["proj_out.bias"])
     assert_same(weights_of(weight_copy), weights_of(critic))
-    assert said.startswith("student (averaged), critic from ")
+    assert said.startswith("student (EMA), critic from ")
 
 
-def test_an_average_that_nobody_kept_is_an_error(moved):
+def test_ema_weights_that_were_not_kept_are_an_error(moved):
     source, *_ = moved
-    with pytest.raises(CheckpointError, match="keeps no averaged weights of critic; leave :ema out"):
+    with pytest.raises(CheckpointError, match="holds no EMA weights of critic; leave :ema out"):
         initialise({"critic": weights_of(trainable("critic"))}, f"{source}@1:ema", ALONE)
 
 
@@ -95,13 +95,13 @@ def test_another_architecture_overwrites_nothing(moved, change):
     before = copies(mine)
     if change == "shape":
         other["proj_out.bias"] = torch.zeros(3)
-        words = r"critic's proj_out.bias is \(16,\) there, \(3,\) in this run"
+        words = r"proj_out.bias of critic is \(16,\) in the checkpoint, \(3,\) in this run"
     elif change == "more":
         other["a.bias"] = torch.zeros(3)
-        words = r"critic's a.bias is absent there, \(3,\) in this run"
+        words = r"a.bias of critic is absent in the checkpoint, \(3,\) in this run"
     else:
         del other["proj_out.bias"]
-        words = r"critic's proj_out.bias is \(16,\) there, absent in this run"
+        words = r"proj_out.bias of critic is \(16,\) in the checkpoint, absent in this run"
     with pytest.raises(CheckpointError, match=words):
         initialise({"student": own, "critic": other}, source, ALONE)
     assert_same(weights_of(mine), before)
@@ -119,7 +119,7 @@ def test_an_adapter_is_not_all_weights(tmp_path, there):
     assert_same(weights_of(other), before)
 
 
-def test_adapters_are_carried_and_their_ranks_compared(tmp_path):
+def test_adapters_are_copied_and_their_ranks_compared(tmp_path):
     one, same = adapted(), adapted()
     with torch.no_grad():
         for weight in weights_of(one).values():
@@ -127,7 +127,7 @@ def test_adapters_are_carried_and_their_ranks_compared(tmp_path):
     save(tmp_path, one)
     initialise({"student": weights_of(same)}, tmp_path, ALONE)
     assert_same(weights_of(same), weights_of(one))
-    with pytest.raises(CheckpointError, match=r"is \(2, 24\) there, \(3, 24\) in this run"):
+    with pytest.raises(CheckpointError, match=r"is \(2, 24\) in the checkpoint, \(3, 24\) in this run"):
         initialise({"student": weights_of(adapted(rank=3))}, tmp_path, ALONE)
 
 
@@ -139,7 +139,7 @@ def test_damage_is_found_before_anything_is_overwritten(moved):
     file.write_bytes(data)
     mine, weight_copy = trainable("student", seed=7), trainable("critic", seed=8)
     before = copies(mine)
-    with pytest.raises(CheckpointError, match=r"critic/weights/.* is damaged.*take another one with .*source@STEP"):
+    with pytest.raises(CheckpointError, match=r"critic/weights/.* is damaged.*choose another step with .*source@STEP"):
         initialise({"student": weights_of(mine), "critic": weights_of(weight_copy)}, source, ALONE)
     assert_same(weights_of(mine), before)
     initialise({"student": weights_of(mine)}, source, ALONE)  # the critic's file is not read for it
@@ -150,7 +150,7 @@ def test_damage_is_found_before_anything_is_overwritten(moved):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run with checkpoints of steps 1 and 2, with an average."""
+    """A run with checkpoints of steps 1 and 2, with EMA weights."""
     folder = tmp_path_factory.mktemp("saved") / "run"
     moving = ["--student.ema-decay", "0.5", "--student.learning-rate", "1e-3"]
     run("dance_grpo", folder, "--steps", "2", "--checkpoint-every", "1", *moving)
@@ -166,17 +166,17 @@ def saved(tmp_path_factory):
         ("finetune", "@1:ema", "ema", 1),
     ],
 )
-def test_weights_are_carried_and_nothing_else(saved, run_folder, capsys, method, spec, kind, step):
-    """With learning rate 0 the weights after a step are those carried; counter and moments start anew."""
+def test_weights_are_copied_and_nothing_else(saved, run_folder, capsys, method, spec, kind, step):
+    """With learning rate 0 the weights after a step are those copied; counter and moments start anew."""
     frozen = ["--student.learning-rate", "0", "--student.warmup-updates", "0", "--student.ema-decay", "0.5"]
     run(method, run_folder, "--init-from", f"{saved}{spec}", *frozen)
-    carried, source = checkpoint_of(run_folder, 1), checkpoint_of(saved, step)
+    copied, source = checkpoint_of(run_folder, 1), checkpoint_of(saved, step)
     for key in source:
         if f"/{kind}/" in key:
-            assert torch.equal(carried[key.replace(f"/{kind}/", "/weights/")], source[key]), key
-            assert torch.equal(carried[key.replace(f"/{kind}/", "/ema/")], source[key]), key
-    assert int(carried["student/updates"]) == 1
-    assert f"from {saved / 'checkpoints' / f'step_{step}'}; made for the sampler" in capsys.readouterr().out
+            assert torch.equal(copied[key.replace(f"/{kind}/", "/weights/")], source[key]), key
+            assert torch.equal(copied[key.replace(f"/{kind}/", "/ema/")], source[key]), key
+    assert int(copied["student/updates"]) == 1
+    assert f"from {saved / 'checkpoints' / f'step_{step}'}; trained for the sampler" in capsys.readouterr().out
 
 
 def test_starting_from_nothing_is_refused(tmp_path, run_folder, capsys):

@@ -18,9 +18,9 @@ STAGES = {
     "dance_grpo": GROUPS | STILL | {"algorithm.rollout-batch": 4, "algorithm.update-batch": 4},
 }
 CARRIED = {  # what each stage must say of where it starts
-    "dmd2": ("student from ", "critic starts from its own path, there is none", "made for no sampler of its own"),
-    "self_forcing": ("student, critic from ", "made for the sampler num_steps 3"),
-    "dance_grpo": ("student from ", "its critic is left behind", "made for the sampler num_steps 3"),
+    "dmd2": ("student from ", "critic from its own path, the checkpoint has none", "trained for no particular sampler"),
+    "self_forcing": ("student, critic from ", "trained for the sampler num_steps 3"),
+    "dance_grpo": ("student from ", "critic of the checkpoint is not used", "trained for the sampler num_steps 3"),
 }
 
 
@@ -43,14 +43,14 @@ def test_a_stage_starts_where_the_last_one_ended(folder, method, capsys):
     words = flags({"method": method, "output": folder / method} | SHORT | STAGES[method])
     assert main([*words, *(["--init-from", str(folder / before)] if before else [])]) == 0
     out = capsys.readouterr().out
-    known = checkpoint.find(folder / method)[1]
+    metadata = checkpoint.find(folder / method)[1]
     if before is None:
-        assert known["sampler"] is None
+        assert metadata["sampler"] is None
         return
     assert all(words in out for words in CARRIED[method])
     assert_same(weights(folder / method, "student"), weights(folder / "finetune", "student"))
-    assert (known["sampler"]["num_steps"], known["sampler"]["guidance_scale"]) == (3, 1.0)
-    assert known["sampler"]["chunks"]["chunk_frames"] == (0 if method == "dmd2" else 1)
+    assert (metadata["sampler"]["num_steps"], metadata["sampler"]["guidance_scale"]) == (3, 1.0)
+    assert metadata["sampler"]["chunks"]["chunk_frames"] == (0 if method == "dmd2" else 1)
     if method == "self_forcing":
         first, second = (weights(folder / name, "critic") for name in ("dmd2", "self_forcing"))
         assert first.keys() == second.keys()

@@ -23,7 +23,7 @@ from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.dcp import CheckpointError, Spec
 
-# Everything that has a state: optimizer, warm-up and decay, averaged weights; dropout and several epochs in finetune.
+# Everything that has a state: optimizer, learning-rate schedule, EMA weights; dropout and several epochs in finetune.
 STATEFUL = flags(
     {
         "student.ema-decay": 0.9,
@@ -122,8 +122,8 @@ def drop_shard(folder):
     (folder / SHARD).unlink()
 
 
-def stranger(folder):
-    """A shard of somebody else, which the reader would take for one of these."""
+def foreign(folder):
+    """A foreign shard, which the reader would take for one of these."""
     copy_of(folder / "student" / "weights", folder / "student" / "weights" / "more")
 
 
@@ -146,7 +146,7 @@ DAMAGE = {
     flip_a_bit: f"{SHARD} is damaged, its checksum is not the manifest's",
     cut_shard: f"{SHARD} is missing or not",
     drop_shard: f"{SHARD} is missing or not",
-    stranger: "student/weights/more/shard-00001-model-00001-of-00001.safetensors does not belong to it",
+    foreign: "student/weights/more/shard-00001-model-00001-of-00001.safetensors is not in manifest.json",
     older_version: "format version 1, this program reads 2",
 }
 
@@ -162,7 +162,7 @@ def test_a_newest_checkpoint_that_is_not_whole_is_passed_over_by_name(copied, da
 
 @pytest.mark.parametrize("spoil", ["flip", "cut"])
 def test_every_file_of_a_checkpoint_is_watched(copied, spoil):
-    """One bit anywhere, or one byte less, in weights, moments, average, counter or manifest."""
+    """One bit anywhere, or one byte less, in weights, moments, EMA weights, counter or manifest."""
     folder = copied / "checkpoints" / "step_3"
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     assert {file.parent.name for file in files} == {"weights", "optimizer", "ema", "updates", "step_3"}
@@ -186,7 +186,7 @@ def test_every_bit_of_the_manifest_counts(copied):
     for said, other in (('"step": 3', '"step": 7'), ('"num_steps": 4', '"num_steps": 5'), ("\n", "\n ")):
         assert said in whole
         file.write_text(whole.replace(said, other, 1))
-        assert "manifest.json is damaged, its checksum is not its own" in checkpoint.newest_sound(copied, ALONE)[2][0]
+        assert "manifest.json is damaged, its own checksum is wrong" in checkpoint.newest_sound(copied, ALONE)[2][0]
 
 
 def test_a_resumed_run_says_what_it_skipped(copied, capsys):
@@ -210,9 +210,9 @@ def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(copied):
 
 def test_a_newer_format_is_an_error_not_a_step_back(copied, capsys):
     folder = copied / "checkpoints" / "step_3"
-    known, _ = manifest.read(folder)
+    metadata, _ = manifest.read(folder)
     (folder / "manifest.json").write_text(
-        manifest.as_text({key: value for key, value in known.items() if key != "crc32"} | {"version": 3})
+        manifest.as_text({key: value for key, value in metadata.items() if key != "crc32"} | {"version": 3})
     )
     message = refused(capsys, "--resume", str(copied))
     assert f"{folder} has format version 3, this program reads 2: update it" in message
@@ -285,7 +285,9 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 
 def test_a_shape_that_differs_is_named(tmp_path):
     folder = checkpoint.save(tmp_path, 1, {"r/weights/a": torch.zeros(2, 3), "r/weights/b": torch.zeros(1)}, ALONE)
-    with pytest.raises(CheckpointError, match=r"step_1: r/weights/a is \(2, 3\) there, \(3, 2\) in this run"):
+    with pytest.raises(
+        CheckpointError, match=r"step_1: r/weights/a is \(2, 3\) in the checkpoint, \(3, 2\) in this run"
+    ):
         checkpoint.load(folder, {"r/weights/a": torch.zeros(3, 2), "r/weights/b": torch.zeros(1)}, ALONE)
 
 

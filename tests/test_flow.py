@@ -61,19 +61,69 @@ def test_twenty_steps_at_shift_3():
         (8.0, [1, 0.96, 8 / 9, 8 / 11]),
     ],
 )
-def test_a_step_list_is_warped(shift, expected):
-    assert_equal(flow.warp_steps([1000, 750, 500, 250], shift), expected)
+def test_shifted_levels_of_a_few_step_sampler(shift, expected):
+    assert_equal(flow.shift_sigma(torch.tensor([1, 0.75, 0.5, 0.25], dtype=torch.float64), shift), expected)
 
 
-def test_warped_steps_are_points_of_the_table():
-    """list -> T[1000 - list]."""
-    steps = [1000, 757, 522, 3]
-    assert_equal(flow.warp_steps(steps, 5.0), flow.sigma_table(1000, 5.0)[[1000 - step for step in steps]])
+def test_shifted_thousandths_are_points_of_the_thousand_point_table():
+    """Published step lists are indices: step -> T[1000 - step] (CausVid, arXiv:2412.07772)."""
+    steps = torch.tensor([1000, 757, 522, 3])
+    assert_equal(flow.shift_sigma(steps.double() / 1000, 5.0), flow.sigma_table(1000, 5.0)[1000 - steps])
 
 
 def test_a_table_needs_a_step():
     with pytest.raises(ValueError, match="num_steps must be at least 1, not 0"):
         flow.sigma_table(0, 3.0)
+
+
+# Laws of noise levels.
+
+
+@given(u=st.floats(0, 1, exclude_max=True), shift=SHIFTS)
+def test_shifted_uniform_levels_are_the_shifted_u(u, shift):
+    u = torch.tensor([u], dtype=torch.float64)
+    assert torch.equal(flow.ShiftedUniform(shift)(u), flow.shift_sigma(u, shift))
+    both = flow.ShiftedUniform(shift)(torch.stack([u, u], 1))
+    assert both.shape == (1, 2) and torch.equal(both[:, 0], flow.shift_sigma(u, shift))
+
+
+@given(sigma=st.floats(0.05, 0.95), shift=st.floats(0.5, 12))
+def test_the_share_of_shifted_uniform_levels_by_counting(sigma, shift):
+    u = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    law = flow.ShiftedUniform(shift)
+    assert law.share_above(sigma) == pytest.approx(float((law(u) >= sigma).double().mean()), abs=1e-4)
+    assert law.share_above(sigma) == 1 - sigma / (shift - (shift - 1) * sigma)
+
+
+@pytest.mark.parametrize(("shift", "share"), [(1, 0.125), (3, 0.30), (5, 0.4167), (8, 0.533), (12, 0.632)])
+def test_the_share_of_the_high_noise_expert_golden(shift, share):
+    """At the boundary 0.875 of Wan2.2 A14B."""
+    assert flow.ShiftedUniform(shift).share_above(0.875) == pytest.approx(share, abs=5e-4)
+
+
+def test_the_law_of_tau_golden():
+    """Every level of the grid once: 1000 tau at shift 5, clipped to [20, 980]."""
+    law = flow.ShiftedGrid(5.0, (0.02, 0.98))
+    tau = 1000 * law((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)
+    assert float(tau.mean()) == pytest.approx(745.661, abs=5e-4)
+    assert float(tau.quantile(0.5)) == pytest.approx(833.055, abs=5e-4)
+    assert float((tau == 20).double().mean()) == pytest.approx(0.0050)
+    assert float((tau == 980).double().mean()) == pytest.approx(0.0920)
+    assert law.share_above(0.98) == 0.092 and law.share_above(0.02) == 1
+
+
+@given(u=st.floats(0, 1, exclude_max=True), shift=st.floats(0.5, 12), levels=st.sampled_from([10, 1000]))
+def test_grid_levels_are_the_clipped_shift_of_floor_u(u, shift, levels):
+    law, u = flow.ShiftedGrid(shift, (0.02, 0.98), levels), torch.tensor([u], dtype=torch.float64)
+    expected = flow.shift_sigma((u * levels).floor() / levels, shift).clamp(0.02, 0.98)
+    assert torch.equal(law(u), expected) and 0.02 <= float(law(u)) <= 0.98
+
+
+@given(sigma=st.floats(0.01, 1), shift=st.floats(0.5, 12), levels=st.sampled_from([10, 1000]))
+def test_the_share_of_a_grid_counts_its_levels(sigma, shift, levels):
+    law = flow.ShiftedGrid(shift, (0.02, 0.98), levels)
+    count = sum(min(0.98, max(0.02, flow.shift_sigma(k / levels, shift))) >= sigma for k in range(levels))
+    assert law.share_above(sigma) == pytest.approx(count / levels, abs=1.01 / levels)
 
 
 # Identities.

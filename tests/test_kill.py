@@ -323,7 +323,7 @@ def test_a_full_disk_on_two_ranks(lives, base, tmp_path):
         assert lives.end(pids) == [2, 2]
         said = log.read_text()
         assert said.count("warning: step 1 is not saved: no space for a checkpoint") == 1
-        assert said.count("step 2 could not be saved: free space below") == 2
+        assert said.count("step 2 could not be saved: free space in") == 2
         assert [row["step"] for row in metrics_of(disk / "run")] == [0, 1, 2, 2]
     finally:
         subprocess.run(["umount", str(disk)], check=True)

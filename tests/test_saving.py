@@ -1,4 +1,4 @@
-"""When checkpoints are written and kept: beside the training, on a full disk, and into a folder somebody else has."""
+"""When checkpoints are written and kept: asynchronously, on a full disk, and into a folder that another run locked."""
 
 import errno
 import os
@@ -40,8 +40,8 @@ def steps_in(root: Path) -> list[int]:
     return [manifest.step_of(folder) for folder in manifest.folders(root)]
 
 
-def saver(root: Path, keep: Keep | None = None, said: list[str] | None = None, *, beside: bool = False) -> Saver:
-    return Saver(root, ALONE, keep or Keep(2), [].append if said is None else said.append, asynchronous=beside)
+def saver(root: Path, keep: Keep | None = None, said: list[str] | None = None, *, asynchronous: bool = False) -> Saver:
+    return Saver(root, ALONE, keep or Keep(2), [].append if said is None else said.append, asynchronous=asynchronous)
 
 
 # What stays.
@@ -58,17 +58,19 @@ def test_only_the_last_are_kept(tmp_path, keep):
 @pytest.mark.parametrize(("order", "stay"), [("highest", [2, 4, 6]), ("lowest", [1, 3, 6])])
 def test_the_best_are_kept_besides(tmp_path, order, stay):
     """The best of what a validation measured at that very step; 5 and 6 have none."""
-    with saver(tmp_path, Keep(1, 2, "judge", order)) as one:
-        for step, judge in enumerate([0.1, 0.9, 0.2, 0.8, None, None], start=1):
-            one.save(step, state(), {"metrics": {} if judge is None else {"judge": judge, "reward": -judge}})
+    with saver(tmp_path, Keep(1, 2, "accuracy", order)) as one:
+        for step, accuracy in enumerate([0.1, 0.9, 0.2, 0.8, None, None], start=1):
+            one.save(
+                step, state(), {"metrics": {} if accuracy is None else {"accuracy": accuracy, "reward": -accuracy}}
+            )
     assert steps_in(tmp_path) == stay
 
 
 def test_the_best_are_known_after_a_resume(tmp_path):
     """From the manifests: a saver remembers nothing."""
-    for step, judge in ((1, 0.9), (2, 0.1), (3, 0.5)):
-        with saver(tmp_path, Keep(1, 1, "judge")) as one:
-            one.save(step, state(), {"metrics": {"judge": judge}})
+    for step, accuracy in ((1, 0.9), (2, 0.1), (3, 0.5)):
+        with saver(tmp_path, Keep(1, 1, "accuracy")) as one:
+            one.save(step, state(), {"metrics": {"accuracy": accuracy}})
     assert steps_in(tmp_path) == [1, 3]
 
 
@@ -87,11 +89,11 @@ def test_a_run_keeps_its_best(run_folder):
     rewards = {row["step"]: row["validation/reward"] for row in metrics_of(run_folder) if "validation/reward" in row}
     best = min(range(1, 4), key=lambda step: rewards[step])
     assert steps_in(run_folder / "checkpoints") == sorted({best, 3})
-    known = checkpoint.find(f"{run_folder}@{best}")[1]
-    assert known["metrics"]["reward"] == rewards[best] and known["method"] == "Finetune"
+    metadata = checkpoint.find(f"{run_folder}@{best}")[1]
+    assert metadata["metrics"]["reward"] == rewards[best] and metadata["method"] == "Finetune"
 
 
-# Beside the training.
+# Asynchronous writes.
 
 
 @contextmanager
@@ -151,7 +153,7 @@ def test_a_fault_that_is_not_the_disks_is_an_error_too(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_beside_and_in_the_way_are_one_run(tmp_path):
+def test_asynchronous_and_synchronous_saves_are_equal(tmp_path):
     moving = [
         "--steps",
         "3",
@@ -190,13 +192,13 @@ def fill(disk: Path, leave: int) -> Path:
     return filler
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_full_disk_is_said_and_leaves_the_last_checkpoint(small_disk, monkeypatch, beside, announced):
-    """ReplayStats beforehand, or only when a write fails: the run goes on, and saves again once there is space."""
+def test_a_full_disk_is_said_and_leaves_the_last_checkpoint(small_disk, monkeypatch, asynchronous, announced):
+    """Found before the write, or only when a write fails: the run goes on, and saves again once there is space."""
     said: list[str] = []
     root = small_disk / "checkpoints"
-    with saver(root, said=said, asynchronous=beside) as one:
+    with saver(root, said=said, asynchronous=asynchronous) as one:
         one.save(1, state(1.0, 2**18), {})
         one.wait()
         filler = fill(small_disk, leave=2**19)
@@ -219,9 +221,7 @@ def test_the_last_step_must_be_saved(small_disk):
     fill(small_disk, leave=2**19)
     with saver(small_disk / "checkpoints") as one:
         one.save(5, state(1.0, 2**18), {})
-        with pytest.raises(
-            DiskFull, match=rf"step 5 could not be saved: free space below .* then --resume {small_disk}"
-        ):
+        with pytest.raises(DiskFull, match=rf"step 5 could not be saved: free space in .* then --resume {small_disk}"):
             one.finish(5)
 
 

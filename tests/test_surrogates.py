@@ -12,7 +12,6 @@ from unified_trainer.numerics.objectives import (
     LOG_RATIO_LIMIT,
     ObjectiveParameters,
     diagnostics,
-    guard_ratio,
     guarded_log_ratio,
     leaves_trust_region,
     outside_clip,
@@ -173,12 +172,12 @@ def step_of(seed: int = 0, shift: float = 0.05, std: float = 0.3):
     return old, old + shift * move, torch.tensor([[[std]]], dtype=torch.float64), eps
 
 
-def test_the_guard_ratio_by_hand():
-    """exp((dlogp + mean(dmu^2) / (2 std^2)) std); dmu = (.3, -.1), std .5: mean square .05, over .5."""
+def test_the_guarded_log_ratio_by_hand():
+    """(dlogp + mean(dmu^2) / (2 std^2)) std; dmu = (.3, -.1), std .5: mean square .05, over .5."""
     mean, old = torch.tensor([[1.3, 0.9]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
     log_ratio = torch.tensor([-0.02], dtype=torch.float64)
-    got = guard_ratio(log_ratio, mean, old, torch.tensor(0.5, dtype=torch.float64))
-    assert got.tolist() == pytest.approx([math.exp((-0.02 + 0.1) * 0.5)])
+    got = guarded_log_ratio(log_ratio, mean, old, torch.tensor(0.5, dtype=torch.float64))
+    assert got.tolist() == pytest.approx([(-0.02 + 0.1) * 0.5])
 
 
 def test_the_guard_takes_the_bias_away_exactly():
@@ -194,7 +193,7 @@ def test_the_guard_takes_the_bias_away_exactly():
 
 
 def test_the_gradient_of_the_guard_is_the_drawn_noise():
-    """d guarded / d mean = eps / D: the pull of k cancels, and no std is left."""
+    """d guarded / d mean = eps / D: the gradient of k cancels, and no std is left."""
     old, new, std, eps = step_of()
     mean = new.clone().requires_grad_()
     log_ratio = log_prob(old + std * eps, mean, std) - log_prob(old + std * eps, old, std)
@@ -214,12 +213,12 @@ def test_who_leaves_the_trust_region():
 
 
 def test_diagnostics_by_hand():
-    """Ratios .5 1 1.5 1.1 and advantages 1 2 3 0 under clip .2: outside .5; dead .25; U = .5, 1, 0 of three."""
+    """Ratios .5 1 1.5 1.1 and advantages 1 2 3 0 under clip .2: two ratios outside, one stopped; U = .5, 1, 0."""
     log_ratio = torch.tensor([0.5, 1.0, 1.5, 1.1], dtype=torch.float64).log()
     got = diagnostics("clip", log_ratio, torch.tensor([1.0, 2.0, 3.0, 0.0]), clip_low=0.2, clip_high=0.2)
     assert got == {
-        "outside": 0.5,
-        "dead": 0.25,
+        "clip_fraction": 0.5,
+        "zero_gradient_fraction": 0.25,
         "u_mean": pytest.approx(0.5),
         "u_p50": pytest.approx(0.5),
         "u_p90": pytest.approx(0.9),
@@ -229,10 +228,11 @@ def test_diagnostics_by_hand():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_outside_and_dead_are_of_the_ratio_and_not_of_the_mode(mode):
+def test_the_fractions_depend_on_the_ratio_and_not_on_the_mode(mode):
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
     got = diagnostics(mode, LOG_RATIOS, advantage, clip_low=0.2, clip_high=0.2)
-    assert got["outside"] == pytest.approx(3 / 6) and got["dead"] == pytest.approx(1 / 6)  # 1.5 alone: A = +1, r > hi
+    assert got["clip_fraction"] == pytest.approx(3 / 6)
+    assert got["zero_gradient_fraction"] == pytest.approx(1 / 6)  # 1.5 alone: A = +1, r > hi
     _, slope = value_and_slope(LOG_RATIOS, 1.0, 0.2, 0.2, mode)
     up = diagnostics(mode, LOG_RATIOS, torch.full((6,), 7.0), clip_low=0.2, clip_high=0.2)
     assert up["u_mean"] == pytest.approx(float(slope.mean()))
@@ -243,7 +243,7 @@ def test_the_diagnostics_of_gspo_are_of_whole_sequences():
     """Sequence ratios exp(.1) and exp(.5): the second is stopped."""
     log_ratio = torch.tensor([[0.0, 0.2], [0.9, 0.1]], dtype=torch.float64)
     got = diagnostics("gspo", log_ratio, torch.ones(2), clip_low=0.2, clip_high=0.2)
-    assert (got["outside"], got["dead"], got["ess"]) == (0.5, 0.5, pytest.approx(0.5))
+    assert (got["clip_fraction"], got["zero_gradient_fraction"], got["ess"]) == (0.5, 0.5, pytest.approx(0.5))
     assert got["u_mean"] == pytest.approx(math.exp(0.1) / 2)
 
 
@@ -263,12 +263,12 @@ def test_diagnostics_need_no_graph_and_leave_none():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dual_clip": 1.0}, r"algorithm\.shape\.dual_clip must be above 1"),
+        ({"dual_clip": 1.0}, r"algorithm\.objective_parameters\.dual_clip must be above 1"),
         ({"tau_neg": 0.0}, "tau_pos and tau_neg must be above 0"),
         ({"beta_low": -0.1}, "must not be negative"),
         ({"alpha": -1.0}, "must not be negative"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(changes, message):
+def test_objective_parameters_out_of_range_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ObjectiveParameters(**changes).check()

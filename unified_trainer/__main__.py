@@ -1,4 +1,4 @@
-"""python -m unified_trainer: parse, build, run."""
+"""The command line: python -m unified_trainer."""
 
 import hashlib
 import json
@@ -8,11 +8,10 @@ from pathlib import Path
 
 import transformers
 import tyro
-from safetensors import SafetensorError
 
 from unified_trainer import config as settings
 from unified_trainer.build import build
-from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.checkpoint.dcp import trained_sampler
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.checkpoint.run_lock import claimed
 from unified_trainer.commands.export import export
@@ -21,26 +20,25 @@ from unified_trainer.commands.rollout import rollout
 from unified_trainer.commands.sample import sample
 from unified_trainer.commands.score import score
 from unified_trainer.config import ConfigError, RunConfig
+from unified_trainer.errors import UserError
+from unified_trainer.memory import memory_advice
 from unified_trainer.parallel.mesh import Mesh, where
-from unified_trainer.registry import ALGORITHMS
+from unified_trainer.registry import method_named
 from unified_trainer.tracking import Tracker
 
 COMMANDS = {"export": export, "import-hpsv3": import_hpsv3, "rollout": rollout, "sample": sample, "score": score}
-# What a user can mend: one line and exit code 2. Anything else is ours, and shows its traceback.
-MENDABLE = (ValueError, FileNotFoundError, FileExistsError, FloatingPointError, SafetensorError, RuntimeError)
-
-HACKED = 3  # exit code of a run that its hacking_monitor stopped
+HACKED = 3  # exit code of a run that the hacking monitor stopped
 
 
 def main(argv: list[str]) -> int:
-    """Run a command or a training; the exit code."""
+    """Run a command or a training and return the exit code; an exception that is not a UserError is raised."""
     transformers.utils.logging.disable_progress_bar()
     try:
         if argv and argv[0] in COMMANDS:
             tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"python -m unified_trainer {argv[0]}")
         else:
-            return train(settings.parse(argv, ALGORITHMS, checkpoint.trained_sampler))
-    except MENDABLE as error:
+            return train(settings.parse(argv, method_named, trained_sampler))
+    except UserError as error:
         sys.stderr.write(f"error{where()}: {error}\n")
         return 2
     except KeyboardInterrupt:  # the second one, or one before the first step; a save that is under way is given up
@@ -51,25 +49,25 @@ def main(argv: list[str]) -> int:
 
 
 def train(run: RunConfig) -> int:
-    """Build the run, continue or start it, and write everything into its directory; the exit code."""
+    """Build the run, start or continue it, write everything into its directory and return the exit code."""
     mesh = Mesh.join(run.device, run.parallel)
     digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
     mesh.assert_same(f"{run.method} with settings {digest[:16]}")
     output = run.resume or run.output or _free_folder(run.method)
-    with claimed(output, mesh):
+    with claimed(output, mesh), memory_advice(run):
         changed: list[str] = []
         if run.resume:
             changed = settings.check_resumable(run, output / "config.yaml")
         elif (output / "config.yaml").exists():
             raise ConfigError(
-                f"--output {output} already holds a run: continue it with --resume {output}, or name another"
+                f"--output {output} already holds a run: continue it with --resume {output}, or name another folder"
             )
         built = build(run, mesh)
         trainer = built.trainer
         start, skipped = trainer.resume(output) if run.resume else (0, [])
         if start > run.steps:
             raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
-        carried = trainer.init_from(run.init_from) if run.init_from and not start else None
+        initialised = trainer.init_from(run.init_from) if run.init_from and not start else None
         if mesh.is_main:
             settings.save(run, output / "config.yaml")
         with (
@@ -79,7 +77,7 @@ def train(run: RunConfig) -> int:
             tracker.table(f"{run.method}: one training step", built.counts)
             for note in built.notes:
                 tracker.say(note)
-            tracker.say(f"writing to {output}" + (f"; weights of {carried}" if carried else ""))
+            tracker.say(f"writing to {output}" + (f"; weights of {initialised}" if initialised else ""))
             if run.resume:
                 tracker.say(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
             for line in (*(f"skipped {why}" for why in skipped), *(f"changed {what}" for what in changed)):
@@ -99,8 +97,9 @@ def train(run: RunConfig) -> int:
 
 
 def _free_folder(method: str) -> Path:
-    number = 1
-    while (folder := Path("runs") / f"{method}-{number}").exists():
+    """The first unused runs/METHOD-N; a method from outside the package gives the name of its class."""
+    name, number = method.rpartition(":")[2], 1
+    while (folder := Path("runs") / f"{name}-{number}").exists():
         number += 1
     return folder
 

@@ -1,235 +1,152 @@
-"""From settings to a trainer: what a run is made of, cheap checks before expensive ones."""
+"""Building a run from its settings: check everything, then load weights and connect the parts."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, get_args
 
 import torch
 
 from unified_trainer.checkpoint.manager import Keep
-from unified_trainer.config import ConfigError, RunConfig, plain
+from unified_trainer.config import RunConfig, plain
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.parquet import ParquetClips
-from unified_trainer.data.prompts import Prompts, read_prompts, training_prompts
+from unified_trainer.data.prompts import Prompts
+from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import METHODS, check_reward, family_of, load_scorers, open_model
-from unified_trainer.rewards.hacking_monitor import HackingMonitor, HackingMonitorConfig
+from unified_trainer.plan import RolePlan, RunPlan, check
+from unified_trainer.registry import open_model
+from unified_trainer.rewards.hacking_monitor import HackingMonitor
+from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.causal import Causal, causal_form
-from unified_trainer.roles.experts import ExpertLayout, Experts, Side, layout_of
+from unified_trainer.roles.causal import Causal
+from unified_trainer.roles.experts import Expert, ExpertPair
 from unified_trainer.roles.reward import Reward, RewardConfig
-from unified_trainer.roles.role import Role, RoleConfig, Trainable
+from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 
-# Whose weights a role starts from when its path is empty, or it has none.
-STARTS_AS = {"student": "tiny", "teacher": "student", "critic": "teacher", "reference": "student", "old": "student"}
-
 
 @dataclass(frozen=True)
 class Built:
+    """A run that is ready to start."""
+
     trainer: Trainer
     validation: Validation
     counts: dict[str, int | str]  # of one training step's batch
-    notes: tuple[str, ...]  # on what and in which precision it runs
+    notes: tuple[str, ...]  # ranks and precision
     keep: Keep
 
 
 def build(run: RunConfig, mesh: Mesh) -> Built:
-    """Everything that `run` names, with the roles that its method's constructor asks for."""
-    keep = Keep(run.keep_last, run.keep_best, run.best_metric, run.best_is)
-    keep.check()
-    if keep.best and not run.validate_every:
-        raise ConfigError(f"keep_best {keep.best} needs validations to compare: set validate_every")
-    run.sampler.check()
-    check_reward(run.reward, run.video.frames)
-    run.algorithm.check(run.sampler)
-    plan = run.algorithm.plan()
-    counts = plan.table(mesh.data_size)
-    method_type, _ = METHODS[run.method]
-    hacking_monitor = _hacking_monitor(run, method_type)
-    prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
-    configs, paths = role_settings(run, method_type)
-    types = role_types(method_type, run.algorithm)
-    if "reference" in types and (run.init_from or run.student.boundary):
-        types["reference"] = WeightCopy  # of weights, or experts, that are not those of its path
-    if run.sampler.chunks.causal:
-        types |= {name: causal_form(types[name]) for name in ("student", "reference") if name in types}
-    layouts = {name: role_layout(name, kind, configs[name], paths[name]) for name, kind in types.items()}
-    run.algorithm.check_experts(run.sampler, layouts)
-    family, folder = family_of("student", paths["student"])
-    codec = family.codec(folder, mesh.device)
-    latent_shape = codec.latent_shape(run.video.frames, run.video.height, run.video.width)
-    _check_same_latents(paths)
-    _check_sequence(paths, mesh)
-    if run.sampler.chunks.causal:
-        run.sampler.chunks.ranges(latent_shape[1])
+    """Check a run, load its models and connect its parts."""
+    plan = check(run, mesh)
+    codec = plan.family.codec(plan.folder, mesh.device)
+    source = _source(run, plan, codec)
     scorers, features = load_scorers(run.reward, mesh.device)
     reward = Reward(scorers, codec, run.reward)
-    roles = load_roles(types, configs, paths, mesh)
-    weight_copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
-    for weight_copy in weight_copies.values():
-        weight_copy.update_from(roles["student"])
+    roles = load_roles(plan.roles, mesh)
+    copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
+    for name, role in copies.items():
+        role.update_from(roles[plan.method.roles[name].copy_of])
     if run.sampler.chunks.causal:
         way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
-        samples = max(plan.micro_batch, run.validation.batch)
-        counts["cache of the student"] = cache_memory(run, roles["student"], latent_shape, samples, way_out)
-
-    if not run.algorithm.needs_clips:
-        source: Source = Prompts(prompts)
-    elif run.data.path:
-        source = ParquetClips(run.data.path, codec, latent_shape)
-    else:
-        source = render_clips(run.data, codec, run.video, run.seed)
-    loader = Loader(source, codec, plan, latent_shape, run.sampler.negative_prompt, run.seed, mesh)
-    parts = {"config": run.algorithm, "sampler": run.sampler, "reward": reward, "loader": loader, **roles}
-    method = method_type(**{name: parts[name] for name in inspect.signature(method_type).parameters if name in parts})
-    validation = Validation(run.validation, codec, reward, features, run.sampler, latent_shape, mesh)
-    trained = {name: role for name, role in roles.items() if isinstance(role, Trainable)}
-    contract = plain(run)["sampler"] if method_type.trained_for_sampler else None
+        samples = max(plan.batch.micro_batch, run.validation.batch)
+        needed = cache_memory(run, roles["student"], plan.latent_shape, samples, way_out)
+        plan.counts["KV cache of the student"] = needed
+    loader = Loader(source, codec, plan.batch, plan.latent_shape, run.sampler.negative_prompt, run.seed, mesh)
+    parts = {"reward": reward, "loader": loader} if plan.method.uses_reward else {}
     trainer = Trainer(
-        method,
-        trained,
+        plan.method(run.algorithm, run.sampler, **roles, **parts),
+        {name: role for name, role in roles.items() if isinstance(role, Trainable)},
         loader,
         mesh,
-        weight_copies=weight_copies,
+        copies={name: (role, plan.method.roles[name].copy_of) for name, role in copies.items()},
         seed=run.seed,
-        trained_sampler=contract,
-        hacking_monitor=hacking_monitor,
+        trained_sampler=plain(run)["sampler"] if plan.method.trained_for_sampler else None,
+        monitor=_monitor(run, plan),
     )
-    return Built(trainer, validation, counts, _notes(roles, run.reward, mesh), keep)
+    validation = Validation(run.validation, codec, reward, features, run.sampler, plan.latent_shape, mesh)
+    return Built(trainer, validation, plan.counts, _notes(roles, run.reward, mesh), plan.keep)
 
 
-def _hacking_monitor(run: RunConfig, method_type: type) -> HackingMonitor | None:
-    """For a method that trains on a reward; ConfigError for settings of one that has nothing to watch."""
-    if "reward" not in inspect.signature(method_type).parameters:
-        if run.hacking_monitor != HackingMonitorConfig():
-            raise ConfigError(f"--hacking_monitor.*: {run.method} trains on no reward; leave these settings out")
-        return None
-    if run.hacking_monitor.action == "stop" and not run.validate_every:
-        raise ConfigError("hacking_monitor.action stop needs validations to compare: set validate_every")
-    held_out = [f"reward/{name}" for name, scorer in run.reward.named().items() if not scorer.weight]
-    return HackingMonitor(run.hacking_monitor, ("judge", *held_out))
+def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:
+    """Load the roles; those whose base weights stay as they are share one network per folder component.
 
-
-def load_roles(
-    types: Mapping[str, type[Role]],
-    configs: Mapping[str, RoleConfig],
-    paths: Mapping[str, str],
-    mesh: Mesh,
-    *,
-    half: bool = True,
-) -> dict[str, Role]:
-    """The roles, those whose base weights stay as they are over one network in memory for each that a path holds.
-
-    With `half`, such weights are held in the precision of their roles; else in float32, to be changed after all, and
-    shared by none.
+    With `half`, such weights are held in the precision of their roles. Without, they are float32 and not shared, so that
+    they can be changed afterwards.
     """
-    layouts = {name: role_layout(name, kind, configs[name], paths[name]) for name, kind in types.items()}
-    users: dict[tuple[str, str, str], list[tuple[str, Side]]] = {}  # by path, component, and whose own all weights are
-    for name, split in layouts.items():
-        for side, component in layout.components.items():
-            alone = not half or (side in layout.trained and not configs[name].adapter.rank)
-            users.setdefault((paths[name], component, f"{name} {side}" if alone else ""), []).append((name, side))
-    backbones: dict[tuple[str, Side], Backbone] = {}
+    users: dict[tuple[str, str, str], list[tuple[str, Expert]]] = {}  # by path, component, and a sole owner
+    for name, plan in plans.items():
+        for expert, component in plan.layout.components.items():
+            alone = not half or (expert in plan.layout.trained and not plan.config.adapter.rank)
+            users.setdefault((plan.path, component, f"{name} {expert}" if alone else ""), []).append((name, expert))
+    backbones: dict[tuple[str, Expert], Backbone] = {}
     for (path, component, _), seats in users.items():
-        names = [name for name, _ in seats]
-        moving = [(name, side) for name, side in seats if side in layouts[name].trained]
-        adapters = {Role.key(*seat): configs[seat[0]].adapter for seat in moving if configs[seat[0]].adapter.rank}
-        owned = bool(moving) and not adapters
-        causal = any(issubclass(types[name], Causal) for name in names)
-        waiting = [f"{n}.{s}.offload" for n, s in seats if s in layouts[n].offloaded] if half else []
-        if waiting and mesh.size == 1:
-            raise ConfigError(f"{waiting[0]} needs more than one rank: a single process keeps its weights in place")
-        backbone = Backbone(
-            open_model(names[0], path, component, causal=causal),
-            mesh,
-            trained=owned and issubclass(types[names[0]], Trainable),
-            adapters=adapters,
-            activation_checkpointing=any(configs[name].activation_checkpointing for name in names),
-            selective_checkpointing=any(configs[name].selective_checkpointing for name in names),
-            half=half and not owned and all(configs[name].precision == "bf16" for name in names),
-            compile=any(configs[name].compile for name in names),
-            offload=bool(waiting),
-        )
-        backbones |= dict.fromkeys(seats, backbone)
+        backbones |= dict.fromkeys(seats, _load_backbone(path, component, seats, plans, mesh, half=half))
     roles: dict[str, Role] = {}
-    for name, split in layouts.items():
-        own = [backbones[name, side] for side in layout.components]
-        networks = own[0] if layout.boundary is None else Experts(*own, layout.boundary)
-        roles[name] = types[name](name, networks, configs[name])
+    for name, plan in plans.items():
+        own = [backbones[name, expert] for expert in plan.layout.components]
+        networks = own[0] if plan.layout.boundary is None else ExpertPair(*own, plan.layout.boundary)
+        roles[name] = plan.kind(name, networks, plan.config)
     return roles
 
 
-def role_layout(name: str, kind: type[Role], config: RoleConfig, path: str) -> ExpertLayout:
-    """What a role is made of, by its folder and its settings; read from the configs, before any weight."""
-    family, folder = family_of(name, path)
-    experts = config.experts if issubclass(kind, (Trainable, WeightCopy)) else None
-    return layout_of(name, path, config.boundary, experts, *family.networks(folder))
+def _load_backbone(
+    path: str,
+    component: str,
+    seats: list[tuple[str, Expert]],
+    plans: Mapping[str, RolePlan],
+    mesh: Mesh,
+    *,
+    half: bool,
+) -> Backbone:
+    """One network in memory for these roles, or experts of roles."""
+    names = [name for name, _ in seats]
+    training = [(name, expert) for name, expert in seats if expert in plans[name].layout.trained]
+    adapters = {
+        Role.key(*seat): plans[seat[0]].config.adapter for seat in training if plans[seat[0]].config.adapter.rank
+    }
+    owned = bool(training) and not adapters
+    trainable = [plans[name].trainable for name in names if plans[name].trainable]
+    return Backbone(
+        open_model(names[0], path, component, causal=any(issubclass(plans[name].kind, Causal) for name in names)),
+        mesh,
+        trained=owned and issubclass(plans[names[0]].kind, Trainable),
+        adapters=adapters,
+        activation_checkpointing=any(config.activation_checkpointing for config in trainable),
+        selective_checkpointing=any(config.selective_checkpointing for config in trainable),
+        half=half and not owned and all(plans[name].config.precision == "bf16" for name in names),
+        compile=any(plans[name].config.compile for name in names),
+        offload=half and any(expert in plans[name].layout.offloaded for name, expert in seats),
+    )
 
 
 def cache_memory(
     run: RunConfig, student: Role, latent_shape: tuple[int, int, int, int], samples: int, way_out: str
 ) -> str:
-    """What a causal student's cache takes, in words; ValueError when it does not fit."""
-    dtype = torch.bfloat16 if run.student.precision == "bf16" else torch.float32
+    """Return the memory of a causal student's KV cache in words; UserError when it does not fit."""
+    dtype = torch.bfloat16 if student.config.precision == "bf16" else torch.float32
     size = samples * student.cache_bytes(latent_shape, run.sampler.chunks, dtype, run.sampler.sigmas()[:-1])
     size *= 1 if run.sampler.guidance_scale == 1 else 2
-    require_memory(size, student.device, "the student's cache", way_out)
+    require_memory(size, student.device, "the student's KV cache", way_out)
     return f"{size / 2**30:.3f} GiB for {samples} samples"
 
 
-def role_types(method_type: type, algorithm: Any) -> dict[str, type[Role]]:
-    """The networks that a method's constructor asks for, by name; one with a default only if its settings want it."""
-    types = {}
-    for name, parameter in inspect.signature(method_type).parameters.items():
-        asked = parameter.annotation
-        for kind in get_args(asked) if isinstance(asked, UnionType) else (asked,):
-            if isinstance(kind, type) and issubclass(kind, Role):
-                types[name] = kind
-        if name in types and parameter.default is not parameter.empty and name not in algorithm.optional_roles:
-            del types[name]
-    return types
+def _source(run: RunConfig, plan: RunPlan, codec: Codec) -> Source:
+    if not run.algorithm.needs_clips:
+        return Prompts(plan.prompts)
+    if run.data.path:
+        return ParquetClips(run.data.path, codec, plan.latent_shape)
+    return render_clips(run.data, codec, run.video, run.seed)
 
 
-def role_settings(run: RunConfig, method_type: type) -> tuple[dict[str, Any], dict[str, str]]:
-    """Settings and path of each role of the method; ConfigError for settings of a role that it does not have."""
-    configs: dict[str, Any] = {"student": run.student, "teacher": run.teacher, "critic": run.critic}
-    types = role_types(method_type, run.algorithm)
-    for name, config in configs.items():
-        if name not in types and config != type(config)():
-            raise ConfigError(f"--{name}.*: {run.method} has no {name}; leave these settings out")
-    paths: dict[str, str] = {}
-    for name, fallback in STARTS_AS.items():
-        paths[name] = (name in configs and configs[name].path) or paths.get(fallback, fallback)
-    return {name: configs.get(name, run.student) for name in types}, {name: paths[name] for name in types}
-
-
-def _check_same_latents(paths: Mapping[str, str]) -> None:
-    """Roles must agree on the number of latent channels; read from the configs, before any weight."""
-    channels = {}
-    for name, path in paths.items():
-        family, folder = family_of(name, path)
-        channels[name] = family.latent_channels(folder)
-    if len(set(channels.values())) > 1:
-        raise ConfigError(f"roles must share one latent space, but their channels are {channels}: set their paths")
-
-
-def _check_sequence(paths: Mapping[str, str], mesh: Mesh) -> None:
-    """Whether the sequence ranks can share attention, before any weight is read."""
-    ranks = mesh.config.sequence
-    for name, path in paths.items():
-        family, folder = family_of(name, path)
-        heads = family.attention_heads(folder)
-        if heads % ranks:
-            raise ConfigError(
-                f"parallel.sequence must divide the {heads} attention heads of {name}.path, but is {ranks}"
-            )
+def _monitor(run: RunConfig, plan: RunPlan) -> HackingMonitor | None:
+    if not plan.method.uses_reward:
+        return None
+    held_out = [f"reward/{name}" for name, scorer in run.reward.named().items() if not scorer.weight]
+    return HackingMonitor(run.hacking_monitor, ("accuracy", *held_out))
 
 
 def _notes(roles: Mapping[str, Role], reward: RewardConfig, mesh: Mesh) -> tuple[str, ...]:

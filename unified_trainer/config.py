@@ -1,7 +1,8 @@
-"""The frozen typed tree of a run, read from a recipe, a saved file and flags, in that order."""
+"""The settings of a run: a frozen typed tree, read from a recipe, a saved file and flags, in that order."""
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import re
@@ -9,25 +10,29 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tyro
 import yaml
 
+from unified_trainer import renamed
 from unified_trainer.data.clips import DataConfig, VideoConfig
+from unified_trainer.errors import UserError
+from unified_trainer.methods.base import Method, MethodConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
-from unified_trainer.roles.role import RoleConfig, TrainableConfig
+from unified_trainer.roles.role import RoleConfig
 from unified_trainer.sampling import SamplerConfig
 
-Algorithm = TypeVar("Algorithm")
 Run = TypeVar("Run", bound="RunConfig | _RewardFile")
+MethodNamed = Callable[[str], type[Method]]  # from the name of --method
+SamplerOf = Callable[[str], Mapping[str, Any] | None]  # the sampler that the checkpoint of --init-from was trained for
 RECIPES = Path(__file__).parent / "recipes"
 # Flags that say where a run is read from and written to; a saved config leaves them out.
 PATH_KEYS = ("config", "resume", "output", "allow")
-# What may differ when a run is resumed: nothing that changes what a step computes.
+# Settings that may differ when a run is resumed: they do not change what a step computes.
 RESUMABLE_KEYS = (
     "steps",
     "checkpoint_every",
@@ -47,96 +52,136 @@ RESUMABLE_KEYS = (
 )
 
 
-class ConfigError(ValueError):
-    """A setting that cannot be; the message names the key and the way out."""
+class ConfigError(UserError):
+    """A wrong setting; the message names the key and the way out."""
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    num_samples: int = 48  # videos generated and scored each time, from fixed prompts and noise
-    batch: int = 48  # samples at a time
-    seed: int = 1000  # of the noise
-    frechet_stride: int = 4  # every so many frames enter the Frechet distance, in the tiny world
-    prompts: Path | None = None  # file with one prompt a line; by default tiny-world captions not trained on
-    num_videos: int = 4  # of the samples, how many are written as mp4 and on the contact sheet
-    averaged: bool = True  # sample with the averaged weights when the student keeps any
+    num_samples: int = 48
+    """Videos generated and scored at each validation, from fixed prompts and noise."""
+    batch: int = 48
+    """Samples generated at a time."""
+    seed: int = 1000
+    """Seed of the noise."""
+    frechet_stride: int = 4
+    """Frames between two that enter the Frechet distance, which is measured in the tiny world only."""
+    prompts: Path | None = None
+    """File with one prompt per line; by default tiny-world captions that are not trained on."""
+    num_videos: int = 4
+    """Samples written as mp4 and on the contact sheet."""
+    ema: bool = True
+    """Sample with the EMA weights if the student keeps any."""
 
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    tensorboard: bool = False  # also write TensorBoard events into the run directory
-    wandb: Literal["off", "online", "offline"] = "off"  # also log to Weights & Biases
-    wandb_project: str = "unified-trainer"  # its project
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run directory."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Also log to Weights & Biases."""
+    wandb_project: str = "unified-trainer"
+    """Project on Weights & Biases."""
 
 
 @dataclass(frozen=True)
-class RunConfig(Generic[Algorithm]):
-    algorithm: Algorithm  # what the method itself reads
-    method: str = "dance_grpo"  # algorithm: see --help of each
-    recipe: str = "tiny"  # settings for a model: a name in unified_trainer/recipes
-    config: Path | None = None  # a saved config.yaml to start from
-    steps: int = 60  # training steps; one is a rollout with its updates, or one update
-    seed: int = 0  # of everything random
-    output: Path | None = None  # run directory; runs/METHOD-N by default
-    resume: Path | None = None  # run directory to continue
-    allow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()  # setting in which --resume may differ; repeatable
-    init_from: str | None = None  # RUN[@step][:ema]: its newest checkpoint, or that step's, gives the trained roles'
-    # weights, the averaged ones with :ema
-    checkpoint_every: int = 20  # training steps between checkpoints; the last step always saves; 0 saves no other
-    async_save: bool = False  # write checkpoints from a copy in CPU memory while training goes on
-    keep_last: int = 2  # newest checkpoints kept
-    keep_best: int = 0  # checkpoints kept besides, of those saved after a validation: the best so many
-    best_metric: str = "reward"  # the validation metric that they are best in
-    best_is: Literal["highest", "lowest"] = "highest"  # value of it
-    validate_every: int = 10  # training steps between validations, before the first and after the last too; 0 is never
-    prompts: Path | None = None  # file with one training prompt a line, instead of the built-in ones
-    device: Device = "auto"  # where to run
+class RunConfig:
+    """The settings of every run; `run_class` adds those of a method and of its roles."""
+
+    method: str = "dance_grpo"
+    """Method: a name, or path/to/file.py:Class or package.module:Class of your own."""
+    recipe: str = "tiny"
+    """Settings for a model: a name in unified_trainer/recipes."""
+    config: Path | None = None
+    """Saved config.yaml to start from."""
+    steps: int = 60
+    """Training steps; one is a rollout with its updates, or one update."""
+    seed: int = 0
+    """Seed of all random numbers."""
+    output: Path | None = None
+    """Run directory; runs/METHOD-N by default."""
+    resume: Path | None = None
+    """Run directory to continue."""
+    allow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Setting in which --resume may differ from the saved run; repeatable."""
+    init_from: str | None = None
+    """RUN[@step][:ema]: a run whose newest checkpoint, or that step's, gives the weights of the trained roles; with :ema
+    their EMA weights."""
+    checkpoint_every: int = 20
+    """Training steps between checkpoints; the last step is always saved, and 0 saves no other."""
+    async_save: bool = False
+    """Write checkpoints from a copy in CPU memory while training goes on."""
+    keep_last: int = 2
+    """Newest checkpoints kept."""
+    keep_best: int = 0
+    """Best checkpoints kept besides, among those saved after a validation."""
+    best_metric: str = "reward"
+    """Validation metric that ranks them."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Order of that metric."""
+    validate_every: int = 10
+    """Training steps between validations; one runs before the first step and after the last too. 0 is never."""
+    prompts: Path | None = None
+    """File with one training prompt per line, instead of the built-in prompts."""
+    device: Device = "auto"
+    """Device to run on."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
-    student: TrainableConfig = field(default_factory=TrainableConfig)
-    teacher: RoleConfig = field(default_factory=RoleConfig)
-    critic: TrainableConfig = field(default_factory=TrainableConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     hacking_monitor: HackingMonitorConfig = field(default_factory=HackingMonitorConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    algorithm: MethodConfig = field(default_factory=MethodConfig)
+
+    @property
+    def roles(self) -> dict[str, RoleConfig]:
+        """Settings of the method's roles by name, of those that have settings of their own."""
+        own = {f.name for f in dataclasses.fields(self)} - {f.name for f in dataclasses.fields(RunConfig)}
+        return {name: config for name, config in vars(self).items() if name in own}
 
 
-def parse(
-    argv: Sequence[str], algorithms: Mapping[str, type], trained_sampler_of: Callable[[str], Mapping[str, Any] | None]
-) -> RunConfig:
-    """The run that the command line asks for; exits with code 2 and one message on a key or value that cannot be.
+@functools.cache
+def run_class(method: type[Method]) -> type[RunConfig]:
+    """Return the class of a method's settings: those of every run, of the method, and of each of its roles."""
+    sections = {"algorithm": method.config_class}
+    sections |= {name: spec.config_class for name, spec in method.roles.items() if spec.config_class}
+    fields = [(name, kind, field(default_factory=kind)) for name, kind in sections.items()]
+    return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True, module=__name__)
 
-    `algorithms` maps each method's name to the dataclass of its own settings. `trained_sampler_of` gives the sampler that the
-    checkpoint of --init-from was made for, if it was made for one: it stands above the recipe and below the flags.
+
+def parse(argv: Sequence[str], method_named: MethodNamed, trained_sampler_of: SamplerOf) -> RunConfig:
+    """Return the run that the command line asks for; exit with code 2 and one message on a wrong key or value.
+
+    `trained_sampler_of` gives the sampler that the checkpoint of --init-from was trained for, if any: it overrides the
+    recipe, and flags override it.
     """
     sources = _Sources.read(argv)
-    saved = _load(sources.saved) if sources.saved else {}
-    method = sources.method or saved.get("method", "dance_grpo")
+    saved = _flat(load_yaml(sources.saved)) if sources.saved else {}
+    name = sources.method or saved.get("method", "dance_grpo")
+    if saved and saved.get("method", name) != name:
+        raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out")
+    method = method_named(name)
+    kind = run_class(method)
     recipe = sources.recipe or saved.get("recipe", "tiny")
-    known = [path.stem for path in sorted(RECIPES.glob("*.yaml"))]
-    _must_know("method", method, list(algorithms))
-    _must_know("recipe", recipe, known)
-    if saved and saved.get("method", method) != method:
-        raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {method}: leave --method out")
-    contract = trained_sampler_of(sources.init_from) if sources.init_from else None
-    sections = _load(RECIPES / f"{recipe}.yaml")
+    must_know("recipe", recipe, [path.stem for path in sorted(RECIPES.glob("*.yaml"))])
+    sampler = trained_sampler_of(sources.init_from) if sources.init_from else None
+    sections = load_yaml(RECIPES / f"{recipe}.yaml")
     layers = {
-        f"recipe {recipe}": {**sections.get("common", {}), "method": method, "recipe": recipe},
-        f"recipe {recipe}, {method}": sections.get(method, {}),
-        f"--init-from {sources.init_from}": {"sampler": contract} if contract else {},
-        str(sources.saved): saved,
+        f"recipe {recipe}": {**sections.get("common", {}), "method": name, "recipe": recipe},
+        f"recipe {recipe}, {name}": sections.get(name, {}),
+        f"--init-from {sources.init_from}": {"sampler": sampler} if sampler else {},
+        str(sources.saved): renamed.translate_settings(saved, name, tuple(method.roles)),
     }
-    kind = RunConfig[algorithms[method]]
-    run = RunConfig(algorithm=algorithms[method]())
-    for name, layer in layers.items():
-        run = _apply(kind, run, _flags(layer), name)
+    run = kind()
+    for origin, layer in layers.items():
+        run = _apply(kind, run, _flags(layer), origin)
+    _refuse_renamed(argv, name)
     run = _apply(kind, run, list(argv), "")
     for key, value in _flat(plain(run)).items():
         if any(isinstance(one, float) and math.isnan(one) for one in (value if isinstance(value, list) else [value])):
-            raise ConfigError(f"{key} is {value}: nan is no number")
+            raise ConfigError(f"{key} is {value}: give a number")
     return run
 
 
@@ -146,17 +191,17 @@ class _RewardFile:
 
 
 def read_reward(file: Path) -> RewardConfig:
-    """The section `reward` of a YAML file, read as in a recipe; exits with code 2 on a key or value that cannot be."""
+    """Return the section `reward` of a YAML file; exit with code 2 on a wrong key or value."""
     if not file.is_file():
         raise ConfigError(f"--reward {file}: no such file")
-    section = _load(file).get("reward")
+    section = load_yaml(file).get("reward")
     if not isinstance(section, dict):
         raise ConfigError(f"--reward {file} must hold a section reward, as in a recipe")
     return _apply(_RewardFile, _RewardFile(), _flags({"reward": section}), str(file)).reward
 
 
 def save(run: RunConfig, file: Path) -> None:
-    """Write the resolved settings, whole or not at all, so that --config FILE runs them again."""
+    """Write the resolved settings atomically; --config FILE runs them again."""
     building = file.with_suffix(".tmp")
     with building.open("w", encoding="utf-8") as opened:
         yaml.safe_dump(plain(run), opened, sort_keys=False)
@@ -166,7 +211,7 @@ def save(run: RunConfig, file: Path) -> None:
 
 
 def plain(run: RunConfig) -> dict[str, Any]:
-    """The settings as nested dicts of plain values, without the flags that only say where."""
+    """Return the settings as nested dicts of plain values, without the flags that only name places."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, dict):
@@ -179,27 +224,50 @@ def plain(run: RunConfig) -> dict[str, Any]:
 
 
 def check_resumable(run: RunConfig, file: Path) -> list[str]:
-    """Every setting that differs from the saved run's, in words.
+    """Return every setting that differs from the saved run's, in words.
 
     ConfigError if one would change what a step computes, unless --allow names it.
     """
-    old, new = _flat(_load(file)), _flat(plain(run))
-    changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in sorted(old.keys() | new.keys())}
-    changed = {key: words for key, words in changed.items() if old.get(key) != new.get(key)}
+    old = renamed.translate_settings(_flat(load_yaml(file)), run.method, tuple(run.roles))
+    new = _flat(plain(run))
+    keys = sorted(old.keys() | new.keys())
+    changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)}
     allowed = {key.replace("-", "_") for key in run.allow}
     if unknown := sorted(allowed - changed.keys()):
         raise ConfigError(f"--allow {unknown[0]}: this setting does not differ from that of --resume {file.parent}")
     refused = {key: words for key, words in changed.items() if not _is_resumable(key) and key not in allowed}
     if refused:
         raise ConfigError(
-            f"--resume {file.parent} cannot change {'; '.join(refused.values())}. Leave these flags out, say "
+            f"--resume {file.parent} cannot change {'; '.join(refused.values())}. Leave these flags out, add "
             f"{' '.join(f'--allow {key}' for key in refused)}, or start a new run with --init-from {file.parent}"
         )
     return list(changed.values())
 
 
+def must_know(what: str, name: str, known: Sequence[str]) -> None:
+    """Raise ConfigError, with the nearest known name, unless `name` is known."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"--{what} {name!r} is not known{hint} Have: {', '.join(known)}")
+
+
 def _is_resumable(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE_KEYS)
+
+
+def _refuse_renamed(argv: Sequence[str], method: str) -> None:
+    """Raise ConfigError, with the new name, for a flag of an earlier version."""
+    for word in argv:
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+            key = flag.removeprefix("--").replace("-", "_")
+            new = renamed.new_setting(key, method)
+            if new is None:
+                raise ConfigError(f"{flag} was removed: a role that is not trained keeps no activations; leave it out")
+            if new != key:
+                unit = ", in [0, 1] instead of thousandths" if key == "sampler.step_list" else ""
+                raise ConfigError(f"{flag}: renamed to --{new.replace('_', '-')}{unit}")
 
 
 @dataclass(frozen=True)
@@ -235,15 +303,8 @@ class _Sources:
         return cls(found.get("--method"), found.get("--recipe"), saved, init_from)
 
 
-def _must_know(what: str, name: str, known: list[str]) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"--{what} {name!r} is not known{hint} Have: {', '.join(known)}")
-
-
 def _apply(kind: Any, run: Run, flags: list[str], origin: str) -> Run:
-    """The settings after these flags; tyro explains what it refuses and exits with code 2."""
+    """Apply flags to the settings; tyro explains what it refuses and exits with code 2."""
     try:
         return tyro.cli(
             kind,
@@ -259,16 +320,17 @@ def _apply(kind: Any, run: Run, flags: list[str], origin: str) -> Run:
 
 
 def _with_scorers(run: Run, flags: Sequence[str]) -> Run:
-    """The run with every scorer that a flag names, --reward.scorers.NAME.weight, for tyro to know its settings."""
+    """Add every scorer that a flag names, --reward.scorers.NAME.weight, so that tyro knows its settings."""
     named = [re.match(r"--reward\.scorers\.([\w-]+)\.", flag) for flag in flags]
     scorers = {match[1].replace("-", "_"): ScorerConfig() for match in named if match}
     return dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers | run.reward.scorers))
 
 
-def _load(file: Path) -> dict[str, Any]:
+def load_yaml(file: Path) -> dict[str, Any]:
+    """Return the mapping that a YAML file holds; ConfigError names the file otherwise."""
     try:
-        loaded = yaml.safe_load(file.read_text()) or {}
-    except yaml.YAMLError as error:
+        loaded = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"{file} must hold keys and values, not a {type(loaded).__name__}")
@@ -283,7 +345,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _flags(tree: Mapping[str, Any]) -> list[str]:
-    """Settings as the command line would say them, so that files and flags are checked by one parser."""
+    """Write settings as flags, so that files and flags are checked by one parser."""
     flags: list[str] = []
     for key, value in _flat(tree).items():
         flags.append(f"--{key}")

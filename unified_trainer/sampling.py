@@ -1,4 +1,4 @@
-"""From noise to latents: the student followed along its noise levels, all at once or chunk by chunk."""
+"""Sampling latents from noise with a student, all frames at once or chunk by chunk."""
 
 import functools
 import itertools
@@ -11,69 +11,79 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.errors import UserError
 from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.numerics.flow import GuidanceScale, add_noise, guide, sigma_table, warp_steps, x0_from_velocity
+from unified_trainer.numerics.flow import (
+    GuidanceScale,
+    add_noise,
+    guide,
+    shift_sigma,
+    sigma_table,
+    x0_from_velocity,
+)
 from unified_trainer.numerics.kernels import Kernel, Policy, transition
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.types import Batch, Condition, Latents, Rollout
 
 Solver = Literal["ode", "sde"]
-Draw = Callable[[int], Latents]  # the noise of transition s; number num_steps is the context's of a causal student
-Call = Callable[[Latents, Tensor], Latents]  # velocity of x_t at one noise level
+Draw = Callable[[int], Latents]  # noise of transition s; number num_steps is the context noise of a causal student
+Velocity = Callable[[Latents, Tensor], Latents]  # velocity of x_t at one noise level
 
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    num_steps: int = 30  # network calls per sample
-    step_sigmas: tuple[
-        float, ...
-    ] = ()  # falling noise levels in thousandths before the shift; empty spaces them evenly
-    shift: float = 3.0  # of the noise levels towards noise; 1 is none
-    solver: Solver = "ode"  # Euler steps, or renoising the predicted x0 (sde), which few-step students are made for
-    guidance_scale: GuidanceScale = 3.0  # uncond + w (cond - uncond); 1 is no guidance. Two numbers: of the
-    # high- and of the low-noise expert
-    negative_prompt: str = ""  # what guidance steers away from
+    num_steps: int = 30
+    """Network calls per sample."""
+    step_sigmas: tuple[float, ...] = ()
+    """Falling noise levels in (0, 1] before the shift, one per step, e.g. 1 0.75 0.5 0.25; empty spaces them evenly."""
+    shift: float = 3.0
+    """Shift of the noise levels towards noise; 1 is none."""
+    solver: Solver = "ode"
+    """Euler steps of the ODE (ode), or renoising of the predicted x0 (sde), for which few-step students are trained."""
+    guidance_scale: GuidanceScale = 3.0
+    """Guidance scale w of uncond + w (cond - uncond); 1 is no guidance. Two numbers: high- and low-noise expert."""
+    negative_prompt: str = ""
+    """Prompt of the unconditional pass."""
     chunks: ChunkConfig = field(default_factory=ChunkConfig)
 
     def check(self) -> None:
-        """Raise ValueError, naming the key, for what cannot be."""
+        """Raise UserError, naming the key, for settings that contradict each other."""
         self.chunks.check()
         if self.num_steps < 1:
-            raise ValueError(f"sampler.num_steps must be at least 1, not {self.num_steps}")
+            raise UserError(f"sampler.num_steps must be at least 1, not {self.num_steps}")
         if not self.step_sigmas:
             return
         if len(self.step_sigmas) != self.num_steps:
-            raise ValueError(
-                f"sampler.step_sigmas has {len(self.step_sigmas)} levels, but sampler.num_steps is {self.num_steps}"
+            raise UserError(
+                f"sampler.step_sigmas has {len(self.step_sigmas)} noise levels, but sampler.num_steps is {self.num_steps}"
             )
-        if self.step_sigmas[0] > 1000 or any(a <= b for a, b in itertools.pairwise((*self.step_sigmas, 0.0))):
-            raise ValueError(
-                f"sampler.step_sigmas must fall from at most 1000 and stay above 0, not {self.step_sigmas}"
-            )
+        if self.step_sigmas[0] > 1 or any(a <= b for a, b in itertools.pairwise((*self.step_sigmas, 0.0))):
+            raise UserError(f"sampler.step_sigmas must be in (0, 1] and fall from step to step, not {self.step_sigmas}")
 
-    def check_distilled(self) -> None:
-        """ValueError unless it runs without guidance, as a student does whose teacher had it."""
+    def check_unguided(self) -> None:
+        """Raise UserError if the sampler has guidance, which a distilled student does not need."""
         if self.guidance_scale != 1:
-            raise ValueError(
+            raise UserError(
                 f"sampler.guidance_scale must be 1, not {self.guidance_scale}: a distilled student runs without "
                 "guidance; the teacher's is algorithm.guidance_scale"
             )
 
     def sigmas(self) -> Float[Tensor, " steps_and_0"]:
+        """Return the shifted noise levels of all steps, float64, with a trailing 0."""
         if not self.step_sigmas:
             return sigma_table(self.num_steps, self.shift)
-        return warp_steps((*self.step_sigmas, 0.0), self.shift)
+        return shift_sigma(torch.tensor((*self.step_sigmas, 0.0), dtype=torch.float64), self.shift)
 
     @property
     def kernel(self) -> tuple[Kernel, float]:
-        """The transition kernel of the solver, and its level."""
+        """The transition kernel of the solver, and its noise level."""
         return ("cps", 1.0) if self.solver == "sde" else ("ode", 0.0)
 
 
 @torch.no_grad()
 def generate(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw) -> Latents:
-    """Clean latents by the sampler's own solver; the same noise and draws give the same sample."""
+    """Return clean latents by the sampler's own solver; equal noise and draws give equal samples."""
     last = sampler.num_steps - 1
     if not sampler.chunks.causal:
         return predict_at(role, noise, batch, sampler, draw, last)
@@ -82,10 +92,12 @@ def generate(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, d
 
 
 def predict_at(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
-    """x0 as the sampler's call number `step` predicts it; only that call keeps a graph, and none is made after it."""
-    return _sample_to_step(
-        lambda x_t, sigma: policy_velocity(role, x_t, sigma, batch, sampler), noise, sampler, draw, step
-    )
+    """Return the x0 that network call number `step` predicts; only that call keeps a graph, and it is the last."""
+
+    def velocity(x_t: Latents, sigma: Tensor) -> Latents:
+        return policy_velocity(role, x_t, sigma, batch, sampler)
+
+    return _sample_to_step(velocity, noise, sampler, draw, step)
 
 
 def predict_chunks(
@@ -97,7 +109,7 @@ def predict_chunks(
     exits: Sequence[int],
     first_gradient_frame: int = 0,
 ) -> Latents:
-    """All of `stream_chunks`."""
+    """Return the latents of all chunks of `stream_chunks`."""
     return torch.cat(list(stream_chunks(student, noise, batch, sampler, draw, exits, first_gradient_frame)), 2)
 
 
@@ -109,24 +121,24 @@ def stream_chunks(
     draw: Draw,
     exits: Sequence[int],
     first_gradient_frame: int = 0,
-    turns: Mapping[int, Condition] = MappingProxyType({}),
+    prompts: Mapping[int, Condition] = MappingProxyType({}),
 ) -> Iterator[Latents]:
-    """Chunk by chunk (Self-Forcing, arXiv:2506.08009): x0 as call number exits[i] of chunk i predicts it.
+    """Yield the latents chunk by chunk (Self-Forcing, arXiv:2506.08009): x0 of chunk i from its call number exits[i].
 
-    Only that call keeps a graph, and only in chunks from `first_gradient_frame` on. A finished chunk is handed out,
-    and then looked back on, at the context noise and without gradient. From chunk i on the condition is turns[i].
+    Only that call keeps a graph, and only in chunks that start at `first_gradient_frame` or later. A yielded chunk is then
+    appended to the KV cache at the context noise, without gradient. From chunk i on the condition is prompts[i].
     """
     chunks, draw = sampler.chunks, functools.cache(draw)
-    levels = sampler.sigmas()[: max(exits) + 1]
-    past = student.open_cache(batch.cond, batch.uncond, chunks, sampler.guidance_scale, levels)
+    sigmas = sampler.sigmas()[: max(exits) + 1]
+    cache = student.open_cache(batch.cond, batch.uncond, chunks, sampler.guidance_scale, sigmas)
     for i, ((start, stop), step) in enumerate(zip(chunks.ranges(noise.shape[2]), exits, strict=True)):
         own = slice(start, stop)
-        if i in turns:
-            past.set_condition(turns[i])
+        if i in prompts:
+            cache.set_condition(prompts[i])
         with torch.set_grad_enabled(torch.is_grad_enabled() and start >= first_gradient_frame):
-            x0 = _sample_to_step(past.velocity, noise[:, :, own], sampler, lambda s, own=own: draw(s)[:, :, own], step)
+            x0 = _sample_to_step(cache.velocity, noise[:, :, own], sampler, lambda s, own=own: draw(s)[:, :, own], step)
         yield x0
-        past.append(_context(x0.detach(), sampler, lambda s, own=own: draw(s)[:, :, own]))
+        cache.append(_context(x0.detach(), sampler, lambda s, own=own: draw(s)[:, :, own]))
 
 
 @torch.no_grad()
@@ -139,49 +151,51 @@ def rollout(
     window: range,
     draw: Draw,
 ) -> Rollout:
-    """Sample with the policy's noise in the transitions of `window`, none elsewhere, and keep what it did.
+    """Sample with the policy's noise in the transitions of `window` and none elsewhere, and keep those transitions.
 
     `draw(s)` is the noise of transition s. The last transition goes to the clean prediction without noise: it has no
-    density and cannot be in the window. A causal student does so in every chunk; state s then is what all chunks were
-    at their step s.
+    density and cannot be in the window. A causal student samples every chunk so; state s then joins all chunks at their
+    step s.
     """
     if not sampler.chunks.causal:
-        return _policy_walk(
-            lambda x_t, sigma: policy_velocity(role, x_t, sigma, batch, sampler), noise, sampler, policy, window, draw
-        )
+
+        def velocity(x_t: Latents, sigma: Tensor) -> Latents:
+            return policy_velocity(role, x_t, sigma, batch, sampler)
+
+        return _policy_walk(velocity, noise, sampler, policy, window, draw)
     draw = functools.cache(draw)
-    levels = sampler.sigmas()[:-1]
-    past = role.open_cache(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, levels)
+    sigmas = sampler.sigmas()[:-1]
+    cache = role.open_cache(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
     parts = []
     for start, stop in sampler.chunks.ranges(noise.shape[2]):
         own = slice(start, stop)
         part = _policy_walk(
-            past.velocity,
+            cache.velocity,
             noise[:, :, own],
             sampler,
             policy,
             window,
             lambda s, own=own: draw(s)[:, :, own],
         )
-        past.append(part.x0)
+        cache.append(part.x0)
         parts.append(part)
-    shares = [part.states.shape[3] / noise.shape[2] for part in parts]
-    log_probs = sum(share * part.log_probs for share, part in zip(shares, parts, strict=True))
+    fractions = [part.states.shape[3] / noise.shape[2] for part in parts]
+    log_probs = sum(fraction * part.log_probs for fraction, part in zip(fractions, parts, strict=True))
     states, x0 = torch.cat([part.states for part in parts], 3), torch.cat([part.x0 for part in parts], 2)
     return Rollout(states, log_probs, x0)
 
 
 def trainable_steps(student: Trainable, sampler: SamplerConfig) -> list[int]:
-    """The sampler's calls that reach weights which are trained: all, unless one of two experts is not."""
-    return [call for call, sigma in enumerate(sampler.sigmas()[:-1]) if student.learns(sigma)]
+    """Return the sampler's steps whose network call reaches trained weights."""
+    return [step for step, sigma in enumerate(sampler.sigmas()[:-1]) if student.trains(sigma)]
 
 
 def policy_velocity(
     role: Role, x_t: Latents, sigma: Tensor, batch: Batch, sampler: SamplerConfig, x0: Latents | None = None
 ) -> Latents:
-    """The one network call of sampling and of its replay: same batch geometry, same guidance.
+    """Return the velocity of one network call of sampling, or of its replay: same batch geometry, same guidance.
 
-    A causal student's replay looks back on `x0`, the chunks that its rollout finished with.
+    The replay of a causal student attends to `x0`, the finished chunks of its rollout.
     """
     level = sigma.expand(len(batch))
     if x0 is None or not sampler.chunks.causal:
@@ -193,42 +207,42 @@ def policy_velocity(
     return guide(*both.chunk(2), role.scale(level, sampler.guidance_scale))
 
 
-def _sample_to_step(call: Call, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
-    """Follow the solver without gradient up to call number `step`, which predicts x0."""
+def _sample_to_step(velocity: Velocity, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
+    """Follow the solver without gradient up to call number `step`, and return the x0 it predicts."""
     sigmas = sampler.sigmas()
     kernel, level = sampler.kernel
     with torch.no_grad():
         for s in range(step):
-            x_t, std = transition(kernel, x_t, call(x_t, sigmas[s]), sigmas[s], sigmas[s + 1], level)
+            x_t, std = transition(kernel, x_t, velocity(x_t, sigmas[s]), sigmas[s], sigmas[s + 1], level)
             if level:
                 x_t = x_t + std * draw(s).to(x_t)
-    return x0_from_velocity(x_t, call(x_t, sigmas[step]), sigmas[step])
+    return x0_from_velocity(x_t, velocity(x_t, sigmas[step]), sigmas[step])
 
 
 def _policy_walk(
-    call: Call, x_t: Latents, sampler: SamplerConfig, policy: Policy, window: range, draw: Draw
+    velocity: Velocity, x_t: Latents, sampler: SamplerConfig, policy: Policy, window: range, draw: Draw
 ) -> Rollout:
     sigmas, states, log_probs = sampler.sigmas(), [], []
-    x0_before = None  # in a tail of second order
+    x0_before = None  # the prediction before, for second-order steps after the window
     for s in range(sampler.num_steps - 1):
-        velocity = call(x_t, sigmas[s])
+        v = velocity(x_t, sigmas[s])
         if s not in window:
-            x_next = policy.euler_step(s, x_t, velocity, x0_before)
+            x_next = policy.euler_step(s, x_t, v, x0_before)
             in_tail = policy.tail == "second_order" and s >= window.stop
-            x0_before = x0_from_velocity(x_t, velocity, sigmas[s]) if in_tail else None
+            x0_before = x0_from_velocity(x_t, v, sigmas[s]) if in_tail else None
             x_t = x_next
             continue
         if not states:
             states.append(x_t)
-        mean, std = policy.step(s, x_t, velocity)
+        mean, std = policy.step(s, x_t, v)
         x_t = mean + std * draw(s).to(mean)
         states.append(x_t)
         log_probs.append(policy.log_prob(x_t, mean, std))
-    x0 = x0_from_velocity(x_t, call(x_t, sigmas[-2]), sigmas[-2])
+    x0 = x0_from_velocity(x_t, velocity(x_t, sigmas[-2]), sigmas[-2])
     return Rollout(torch.stack(states, 1), torch.stack(log_probs, 1), x0)
 
 
 def _context(x0: Latents, sampler: SamplerConfig, draw: Draw) -> Latents:
-    """A finished chunk at the noise level at which it is looked back on."""
+    """Noise a finished chunk to the context noise level, at which later chunks attend to it."""
     noise_level = sampler.chunks.context_noise
     return add_noise(x0, draw(sampler.num_steps).to(x0), noise_level) if noise_level else x0

@@ -1,8 +1,8 @@
 """What passes between the parts: conditions, batches, rollouts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, cat
@@ -24,6 +24,19 @@ class Condition(Protocol):
 
     def cat(self, other: Self) -> Self:
         """The samples of both, in order."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state is in the checkpoints, with torch's names."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return tensors by name, to be written, or filled in place before `load_state_dict` is called."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore from tensors by name."""
         ...
 
 

@@ -168,7 +168,7 @@ def test_the_folder_says_what_it_is(saved, out, capsys):
     assert (about["step"], about["from"], about["method"]) == (1, f"{saved}@1:ema", "DanceGRPO")
     assert about["sampler"]["num_steps"] == 4
     said = capsys.readouterr().out
-    assert f"student (averaged) from {saved / 'checkpoints' / 'step_1'}" in said
+    assert f"student (EMA) from {saved / 'checkpoints' / 'step_1'}" in said
     assert "num_inference_steps=4, guidance_scale=1.0" in said
 
 
@@ -207,7 +207,7 @@ def test_what_is_not_there_is_named(saved, out, tmp_path, capsys):
 
 def test_an_average_that_was_not_kept_is_named(tmp_path, out, capsys):
     run("dance_grpo", tmp_path / "run", "--student.ema-decay", "0")
-    assert "keeps no averaged weights of student; leave :ema out" in refused(capsys, f"{tmp_path / 'run'}:ema", out)
+    assert "holds no EMA weights of student; leave :ema out" in refused(capsys, f"{tmp_path / 'run'}:ema", out)
 
 
 def test_a_folder_with_something_in_it_is_left_alone(saved, out, capsys):
@@ -224,7 +224,7 @@ def test_damaged_weights_are_never_exported(saved, out, tmp_path, capsys):
     data[-9] ^= 64
     file.write_bytes(data)
     message = refused(capsys, copied, out)
-    assert "is damaged" in message and f"take another one with {copied}@STEP" in message
+    assert "is damaged" in message and f"choose another step with {copied}@STEP" in message
     exported(f"{copied}@1", out)
     shutil.rmtree(out)
 

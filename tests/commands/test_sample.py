@@ -172,7 +172,7 @@ def test_videos_and_what_they_are_of(runs, tmp_path, capsys):
     (tmp_path / "more.txt").write_text("\n".join(PROMPTS[1:]) + "\n")
     words = ["--prompts", PROMPTS[0], str(tmp_path / "more.txt"), "--seed", "7", "--output", str(tmp_path / "out")]
     assert main(["sample", f"{runs / 'ode'}@1:ema", *words, "--batch", "2"]) == 0
-    assert f"student (averaged) from {runs / 'ode' / 'checkpoints' / 'step_1'}" in capsys.readouterr().out
+    assert f"student (EMA) from {runs / 'ode' / 'checkpoints' / 'step_1'}" in capsys.readouterr().out
     rows = json.loads((tmp_path / "out" / "samples.json").read_text())
     assert [(row["prompt"], row["seed"]) for row in rows] == list(zip(PROMPTS, (7, 8, 9), strict=True))
     for row in rows:

@@ -38,7 +38,7 @@ def test_ranks_with_different_settings_do_not_start(places):
     """`{rank}` in a flag is each rank's own."""
     done = torchrun(2, PROGRAM, str(places), *RUN, "--seed", "{rank}", "--output", str(places / "other"))
     assert done.returncode != 0
-    assert done.stderr.count("the ranks diverged: rank 0: dance_grpo with settings") == 2
+    assert done.stderr.count("ranks diverged: rank 0: dance_grpo with settings") == 2
     assert not (places / "other").exists()
 
 

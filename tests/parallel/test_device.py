@@ -22,6 +22,10 @@ class npu(torch.nn.Module):
         return True
 
     @staticmethod
+    def device_count():
+        return 2
+
+    @staticmethod
     def get_amp_supported_dtype():
         return [torch.bfloat16]
 
@@ -66,6 +70,12 @@ assert free_memory(device) == 6 * 2**30
 assert can_pin(device) and not has_flex_attention(device)
 assert BACKENDS[device.type] == "cpu:gloo,npu:hccl"
 assert torch.autocast(device.type, torch.bfloat16, enabled=False)
+try:
+    pick_device("npu", 2)
+except ValueError as error:
+    assert "local rank 2 has no device, torch sees 2" in str(error)
+else:
+    raise AssertionError("a rank without a device was accepted")
 """
 
 

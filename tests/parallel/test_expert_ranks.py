@@ -80,5 +80,5 @@ def test_ranks_that_disagree_on_the_experts_are_told_so(two):
         "rank 0: pass of student, split at 0.6, with gradient; rank 1: pass of student, split at 0.8, with gradient"
     )
     asked = "rank 0: pass of student high with gradient; rank 1: pass of student low with gradient"
-    said = [f"the ranks diverged: {words}" for words in (passed, asked)]
+    said = [f"ranks diverged: {words}" for words in (passed, asked)]
     assert (two[0] / "words.txt").read_text().split("\n") == said

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from unified_trainer.__main__ import main
 from unified_trainer.build import _check_sequence
-from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.errors import UserError
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig, where
 
 SIZES = st.integers(1, 5)
 
@@ -78,10 +79,26 @@ def test_heads_that_do_not_divide_are_refused_from_the_config_alone():
 def test_one_process_agrees_with_itself():
     alone = Mesh(CPU)
     alone.assert_same("anything")
-    assert (alone.any(True), alone.any(False), alone.largest(2.5), alone.data_rank, alone.data_size) == (
+    assert (alone.any(True), alone.any(False), alone.max(2.5), alone.data_rank, alone.data_size) == (
         True,
         False,
         2.5,
         0,
         1,
     )
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
+def test_an_environment_variable_that_is_no_integer_is_named(name, monkeypatch):
+    monkeypatch.setenv(name, "two")
+    with pytest.raises(UserError, match=rf"environment variable {name} must be an integer, not 'two': use torchrun"):
+        Mesh.join("cpu")
+    assert where() == (" on rank 0" if name == "WORLD_SIZE" else "")
+
+
+def test_ranks_that_torchrun_did_not_start_are_told_so(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="WORLD_SIZE is 2, but RANK, MASTER_ADDR, MASTER_PORT is not set: start"):
+        Mesh.join("cpu")

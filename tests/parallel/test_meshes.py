@@ -131,7 +131,7 @@ def test_ranks_read_their_shards_of_a_folder_and_no_more(two):
     assert all(torch.equal(ours[key], stored[key].float()) for key in stored)
 
 
-def test_ranks_that_do_not_follow_one_calendar_are_told_so(two):
+def test_ranks_that_diverge_are_told_so(two):
     """Before they gather weights for different passes, which could end in a hang or in each other's weights."""
     passes = ("pass of student with gradient", "pass of student without gradient")
-    assert two[1] == f"the ranks diverged: rank 0: {passes[0]}; rank 1: {passes[1]}"
+    assert two[1] == f"ranks diverged: rank 0: {passes[0]}; rank 1: {passes[1]}"

@@ -5,11 +5,9 @@ import pytest
 import torch
 from expert_world import BOUNDARY, CAUSAL, CONFIGS, MOVES, STAYS, networks, trainer, trajectory
 from helpers import ALONE, Calls, Recording, assert_near, assert_same, small_batch, weights
-from hypothesis import given
-from hypothesis import strategies as st
 
 from unified_trainer.checkpoint import dcp as checkpoint
-from unified_trainer.numerics.flow import guide, high_share, shift_sigma, x0_from_velocity
+from unified_trainer.numerics.flow import ShiftedUniform, guide, x0_from_velocity
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
@@ -268,19 +266,6 @@ def test_a_dense_roles_keys_and_metrics_are_what_they_were():
 # Which side is drawn.
 
 
-@given(st.floats(0.05, 0.95), st.floats(0.5, 12))
-def test_the_share_of_the_high_expert_is_its_part_of_the_levels(boundary, shift):
-    """By counting shifted-uniform levels on a fine grid."""
-    u = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
-    counted = float((shift_sigma(u, shift) >= boundary).double().mean())
-    assert high_share(boundary, shift) == pytest.approx(counted, abs=1e-4)
-
-
-@pytest.mark.parametrize(("shift", "share"), [(1, 0.125), (3, 0.30), (5, 0.4167), (8, 0.533), (12, 0.632)])
-def test_the_share_golden(shift, share):
-    assert high_share(0.875, shift) == pytest.approx(share, abs=5e-4)
-
-
 @pytest.mark.parametrize("balance", ["mixed", "natural", "equal"])
 def test_the_law_of_the_levels_is_kept(balance):
     """Weighted by p / q, the mean of any function of u over many draws is its integral: here 1, u, u^2 and a step."""
@@ -326,7 +311,7 @@ def test_equal_balance_weighs_the_loss():
         for step in range(12):
             one.step(step)
         found[balance] = one.roles["student"].gradients
-    share = high_share(BOUNDARY, 3.0)
+    share = ShiftedUniform(3.0).share_above(BOUNDARY)
     ratios = set()
     for natural, equal in zip(found["natural"], found["equal"], strict=True):
         if natural.keys() == equal.keys():  # the same side was drawn, so the same levels

@@ -1,7 +1,7 @@
-"""Checkpoints: torch DCP shards in safetensors, complete or not there at all.
+"""The format of a checkpoint: torch DCP shards in safetensors. Writes are atomic.
 
-`RUN/checkpoints/step_N` holds a folder for each kind of state of each role (`student/weights`, `student/ema`), so that
-who wants one kind reads one folder, and the manifest.
+`RUN/checkpoints/step_N` holds the manifest and a folder for each kind of state of each role (`student/weights`,
+`student/ema`), so that a reader of one kind opens one folder.
 """
 
 import errno
@@ -22,24 +22,27 @@ from torch.distributed.checkpoint.api import CheckpointException
 from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec, damage, find, newest_sound
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.reading import fill
 
 __all__ = ["CheckpointError", "DiskFull", "Spec", "damage", "find", "load", "newest_sound", "save", "trained_sampler"]
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-HEADERS = 2**20  # bytes that a checkpoint may take beyond its tensors
+HEADERS = 2**20  # bytes reserved for what a checkpoint holds besides its tensors
 T = TypeVar("T")
 
 
 class DiskFull(CheckpointError):
-    """There is no space for a checkpoint; what was there before is untouched."""
+    """The disk or quota is full; earlier checkpoints are unchanged."""
 
 
 def save(
     root: Path, step: int, tensors: Mapping[str, Tensor], mesh: Mesh, metadata: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write `root/step_N` through a temporary folder whose manifest, with the metadata, comes last.
+    """Write `root/step_N` and return it; `metadata` goes into the manifest.
 
-    When a rank fails, CheckpointError (DiskFull, if that is why) on every rank, and nothing is left behind.
+    All ranks must call it. Files are written into a temporary folder, the manifest last; renaming the folder completes
+    the checkpoint. If a rank fails to write, every rank raises CheckpointError (DiskFull if space ran out) and nothing
+    is left behind.
     """
     folder, building = root / f"step_{step}", root / f".step_{step}.tmp"
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -50,8 +53,8 @@ def save(
         mesh.barrier()
         files = _all_or_none(mesh, root, lambda: _on_disk(building, mesh))
         checksums = manifest.checksums(files, mesh)
-        known = {"version": manifest.VERSION, "step": step, "ranks": mesh.size, "sampler": None, **(metadata or {})}
-        _on_main(mesh, root, lambda: _finish(building, folder, known, dict(zip(files, checksums, strict=True))))
+        contents = {"version": manifest.VERSION, "step": step, "ranks": mesh.size, "sampler": None, **(metadata or {})}
+        _on_main(mesh, root, lambda: _finish(building, folder, contents, dict(zip(files, checksums, strict=True))))
     except Exception:
         if mesh.is_main:
             shutil.rmtree(building, ignore_errors=True)
@@ -60,43 +63,48 @@ def save(
 
 
 def trained_sampler(spec: str | Path) -> dict[str, Any] | None:
-    """The sampler that a checkpoint's student was made for, if for one."""
+    """Return the sampler settings that a checkpoint's student was trained for, or None if it fits any sampler."""
     return find(spec)[1]["sampler"]
 
 
 def load(folder: Path, tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
-    """Fill the given tensors in place, reading only the kinds of state that they are of.
+    """Fill the tensors in place from a checkpoint; only the folders of their kinds of state are read.
 
-    CheckpointError, before any is filled, names keys that the checkpoint lacks or holds in another shape.
+    All ranks must call it. Raises CheckpointError, before any tensor is filled, if the checkpoint lacks a key or holds
+    it in another shape.
     """
     for kind, part in _by_kind(tensors).items():
         held = shapes(folder, kind)
         missing = sorted(part.keys() - held.keys())
         if missing:
             raise CheckpointError(
-                f"{folder} lacks {len(missing)} tensors, first {missing[0]}: another model or setting"
+                f"{folder} lacks {len(missing)} tensors, first {missing[0]}: it is of another model or other settings"
             )
         for key, tensor in part.items():
             if held[key] != tensor.shape:
-                raise CheckpointError(f"{folder}: {key} is {tuple(held[key])} there, {tuple(tensor.shape)} in this run")
+                raise CheckpointError(
+                    f"{folder}: {key} is {tuple(held[key])} in the checkpoint, {tuple(tensor.shape)} in this run"
+                )
     for kind, part in _by_kind(tensors).items():
-        _no_advice()
-        dcp.load(part, storage_reader=HuggingFaceStorageReader(str(folder / kind)), no_dist=mesh.size == 1)
+        fill(part, folder / kind, mesh)
 
 
 def shapes(folder: Path, kind: str) -> dict[str, torch.Size]:
-    """The tensors of one kind of state (`student/weights`) in a checkpoint; none if it has no such kind."""
+    """Return name and shape of the tensors of one kind of state (`student/weights`); empty if there are none.
+
+    Raises CheckpointError if a file is damaged.
+    """
     if not (folder / kind).is_dir():
         return {}
     try:
         held = HuggingFaceStorageReader(str(folder / kind)).read_metadata().state_dict_metadata
-    except SafetensorError as error:
-        raise CheckpointError(f"{folder / kind} is damaged ({error})") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder / kind} cannot be read ({error}): choose another step with RUN@STEP") from error
     return {key: metadata.size for key, metadata in held.items()}
 
 
 def _by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """`student/weights/proj.bias` is of kind `student/weights`."""
+    """Group tensors by kind of state: `student/weights/proj.bias` is of kind `student/weights`."""
     kinds: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         kinds.setdefault("/".join(key.split("/")[:2]), {})[key] = tensor
@@ -105,7 +113,7 @@ def _by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def _make_room(root: Path, building: Path, size: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    for left_over in root.glob(".step_*"):  # of a process that was killed
+    for left_over in root.glob(".step_*"):  # from a process that was killed
         shutil.rmtree(left_over)
     free = shutil.disk_usage(root).free
     if free < size + HEADERS:
@@ -114,7 +122,8 @@ def _make_room(root: Path, building: Path, size: int) -> None:
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
-    _no_advice()
+    # torch warns that a single process is not distributed. catch_warnings is not safe in the Saver's thread.
+    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         dcp.save(tensors, storage_writer=writer, no_dist=mesh.size == 1, process_group=mesh.control_group)
@@ -126,22 +135,22 @@ def _write(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
 
 
 def _on_disk(building: Path, mesh: Mesh) -> list[Path]:
-    """All files of all ranks, this rank's share of them synced."""
+    """Sync a part of the files of all ranks to disk and return all files."""
     files = sorted(file for file in building.rglob("*") if file.is_file())
     for path in (*files[mesh.rank :: mesh.size], *sorted({file.parent for file in files})):
         _sync(path)
     return files
 
 
-def _finish(building: Path, folder: Path, known: Manifest, checksums: Mapping[Path, int]) -> None:
-    """The manifest, and then the folder's name; no other rank looks into it meanwhile."""
+def _finish(building: Path, folder: Path, contents: Manifest, checksums: Mapping[Path, int]) -> None:
+    """Write the manifest, then give the folder its name; other ranks wait."""
     files = {str(f.relative_to(building)): {"bytes": f.stat().st_size, "crc32": crc} for f, crc in checksums.items()}
     file = building / manifest.FILE
-    file.write_text(manifest.as_text({**known, "files": files}), encoding="utf-8")
+    file.write_text(manifest.as_text({**contents, "files": files}), encoding="utf-8")
     _sync(file)
     _sync(building)
     replaced = folder.with_name(f".{folder.name}.old")
-    if folder.exists():  # a damaged one that a resumed run passed over
+    if folder.exists():  # a damaged checkpoint that the resumed run skipped
         folder.rename(replaced)
     building.rename(folder)
     _sync(folder.parent)
@@ -153,14 +162,14 @@ def _on_main(mesh: Mesh, where: Path, work: Callable[[], None]) -> None:
 
 
 def _all_or_none(mesh: Mesh, where: Path, work: Callable[[], T]) -> T:
-    """What `work` gives on this rank; if the disk fails it on any rank, an error on all of them."""
+    """Return the result of `work` on this rank; if it raises OSError on any rank, raise CheckpointError on all."""
     error = None
     try:
         done = work()
     except OSError as caught:
         error = _named(where, caught)
-    mine = 0 if error is None else 2 if isinstance(error, DiskFull) else 1
-    worst = int(mesh.max(mine))
+    severity = 0 if error is None else 2 if isinstance(error, DiskFull) else 1
+    worst = int(mesh.max(severity))
     if error is None and worst:
         error = (CheckpointError, DiskFull)[worst - 1](f"{where}: another rank could not write its part")
     if error is not None:
@@ -172,11 +181,6 @@ def _named(where: Path, error: OSError) -> CheckpointError:
     if error.errno in NO_SPACE:
         return DiskFull(f"no space for a checkpoint in {where} ({error.strerror})")
     return CheckpointError(f"{error.filename or where} cannot be written ({error.strerror or error})")
-
-
-def _no_advice() -> None:
-    """DCP warns that a single process is a single process."""
-    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
 
 
 def _sync(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Weights from a checkpoint into the roles of another run: role by role, all of them or none."""
+"""Starting a run from the weights of another run's checkpoint, role by role."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,75 +9,76 @@ from unified_trainer.checkpoint.dcp import CheckpointError, Spec, damage, find, 
 from unified_trainer.checkpoint.manifest import Manifest
 from unified_trainer.parallel.mesh import Mesh
 
-ADAPTER = ".lora_"  # in the names of adapter weights
+ADAPTER = ".lora_"  # part of the names of adapter weights
 
 
 def initialise(roles: Mapping[str, Mapping[str, Tensor]], spec: str | Path, mesh: Mesh) -> str:
-    """Fill the weights of the roles that RUN[@step][:ema] holds, in place; what was done, in words.
+    """Copy the weights of RUN[@step][:ema] into the roles in place and return a description of what was copied.
 
-    A role that it lacks stays as it is. CheckpointError, before any weight is overwritten, when it holds none of them,
-    was damaged, or has a role with other weights.
+    `roles` maps a role's name to its weights. A role that the checkpoint lacks keeps its weights; with `:ema`, a role
+    without EMA weights gets its weights. All ranks must call it. Raises CheckpointError, before any weight is
+    overwritten, if the checkpoint holds none of the roles, is damaged, or has other tensors for a role.
     """
     folder, metadata = find(spec)
     kinds = _kinds(roles, folder, spec)
     if fault := damage(folder, mesh, kinds.values()):
-        raise CheckpointError(f"{folder}: {fault}; take another one with {Spec.of(spec).run}@STEP")
+        raise CheckpointError(f"{folder}: {fault}; choose another step with {Spec.of(spec).run}@STEP")
     for name, kind in kinds.items():
         held = {key.removeprefix(f"{kind}/"): tuple(shape) for key, shape in shapes(folder, kind).items()}
         _check_same(name, {key: tuple(tensor.shape) for key, tensor in roles[name].items()}, held, folder, spec)
-    taken = {f"{kind}/{key}": tensor.detach() for name, kind in kinds.items() for key, tensor in roles[name].items()}
-    load(folder, taken, mesh)
-    return _words(roles, kinds, folder, metadata)
+    weights = {f"{kind}/{key}": tensor.detach() for name, kind in kinds.items() for key, tensor in roles[name].items()}
+    load(folder, weights, mesh)
+    return _description(roles, kinds, folder, metadata)
 
 
 def roles_in(metadata: Manifest) -> list[str]:
-    """The roles whose weights a checkpoint holds."""
+    """Return the names of the roles whose weights a checkpoint holds."""
     return sorted({name.split("/")[0] for name in metadata["files"] if name.split("/")[1] == "weights"})
 
 
 def _kinds(roles: Mapping[str, object], folder: Path, spec: str | Path) -> dict[str, str]:
-    """What of the checkpoint each role is filled with; roles that it lacks are left out."""
-    have = [name for name in roles if (folder / name / "weights").is_dir()]
-    if not have:
-        there = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
-        raise CheckpointError(f"{folder} holds weights of {there}, not of {', '.join(roles)}")
-    averaged = [name for name in have if Spec.of(spec).averaged and (folder / name / "ema").is_dir()]
-    if Spec.of(spec).averaged and not averaged:
-        raise CheckpointError(f"{spec}: {folder} keeps no averaged weights of {', '.join(have)}; leave :ema out")
-    return {name: f"{name}/ema" if name in averaged else f"{name}/weights" for name in have}
+    """Return the kind of state that each role is filled from; roles that the checkpoint lacks are left out."""
+    common = [name for name in roles if (folder / name / "weights").is_dir()]
+    if not common:
+        held = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+        raise CheckpointError(f"{folder} holds weights of {held}, not of {', '.join(roles)}")
+    with_ema = [name for name in common if Spec.of(spec).ema and (folder / name / "ema").is_dir()]
+    if Spec.of(spec).ema and not with_ema:
+        raise CheckpointError(f"{spec}: {folder} holds no EMA weights of {', '.join(common)}; leave :ema out")
+    return {name: f"{name}/ema" if name in with_ema else f"{name}/weights" for name in common}
 
 
 def _check_same(
     role: str, own: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]], folder: Path, spec: str | Path
 ) -> None:
-    """The same tensors in the same shapes."""
-    sides = [sorted({key.split("/")[0] for key in keys if "/" in key}) for keys in (held, own)]
-    if sides[0] != sides[1]:
-        there, here = (f"the {' and '.join(each)} noise expert" if each else "one network" for each in sides)
-        raise CheckpointError(
-            f"{folder} holds {there} of {role}, this run trains {here}: write its weights out with "
-            f"`python -m unified_trainer export {spec} DIR` and start from --{role}.path DIR"
-        )
+    """Raise CheckpointError unless a role has the same tensors in the same shapes here and in the checkpoint."""
+    experts = [sorted({key.split("/")[0] for key in keys if "/" in key}) for keys in (held, own)]
     adapters = [any(ADAPTER in key for key in keys) for keys in (held, own)]
-    if adapters[0] != adapters[1]:
-        kind = {True: "an adapter", False: "all weights"}
+    if experts[0] != experts[1]:
+        there, here = (f"the {' and '.join(each)} noise expert" if each else "one network" for each in experts)
+    else:
+        there, here = ("an adapter" if adapter else "all weights" for adapter in adapters)
+    if there != here:
         raise CheckpointError(
-            f"{folder} holds {kind[adapters[0]]} of {role}, this run trains {kind[adapters[1]]}: write its weights out "
-            f"with `python -m unified_trainer export {spec} DIR` and start from --{role}.path DIR"
+            f"{folder} holds {there} of {role}, this run trains {here}: export its weights with "
+            f"`python -m unified_trainer export {spec} DIR` and start from --{role}.path DIR"
         )
     for key in sorted(own.keys() | held.keys()):
         if own.get(key) != held.get(key):
-            there, here = ("absent" if key not in keys else str(keys[key]) for keys in (held, own))
-            raise CheckpointError(f"{folder}: {role}'s {key} is {there} there, {here} in this run: another model")
+            there, here = (str(keys.get(key, "absent")) for keys in (held, own))
+            raise CheckpointError(
+                f"{folder}: {key} of {role} is {there} in the checkpoint, {here} in this run: it is another model"
+            )
 
 
-def _words(roles: Mapping[str, object], kinds: Mapping[str, str], folder: Path, metadata: Manifest) -> str:
-    parts = [f"{name}{' (averaged)' if kind.endswith('/ema') else ''}" for name, kind in kinds.items()]
-    said = [f"{', '.join(parts)} from {folder}"]
-    said += [f"{name} starts from its own path, there is none" for name in roles if name not in kinds]
-    said += [f"its {name} is left behind" for name in roles_in(metadata) if name not in roles]
-    if metadata["sampler"]:
-        settings = {key: value for key, value in metadata["sampler"].items() if isinstance(value, int | float | str)}
-        made_for = ", ".join(f"{key} {value}" for key, value in settings.items() if value)
-    said.append(f"made for the sampler {made_for}" if metadata["sampler"] else "made for no sampler of its own")
-    return "; ".join(said)
+def _description(roles: Mapping[str, object], kinds: Mapping[str, str], folder: Path, metadata: Manifest) -> str:
+    copied = [f"{name}{' (EMA)' if kind.endswith('/ema') else ''}" for name, kind in kinds.items()]
+    parts = [f"{', '.join(copied)} from {folder}"]
+    parts += [f"{name} from its own path, the checkpoint has none" for name in roles if name not in kinds]
+    parts += [f"{name} of the checkpoint is not used" for name in roles_in(metadata) if name not in roles]
+    if sampler := metadata["sampler"]:
+        settings = {key: value for key, value in sampler.items() if value and isinstance(value, int | float | str)}
+        parts.append(f"trained for the sampler {', '.join(f'{key} {value}' for key, value in settings.items())}")
+    else:
+        parts.append("trained for no particular sampler")
+    return "; ".join(parts)

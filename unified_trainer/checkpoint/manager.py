@@ -1,4 +1,4 @@
-"""When a checkpoint is written, which ones stay, and what happens when one cannot be written."""
+"""When a checkpoint is written, which ones are kept, and what happens if one cannot be written."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,30 +14,31 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.dcp import CheckpointError, DiskFull
+from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay."""
+    """The rule by which checkpoints are kept."""
 
-    last: int  # the newest so many
-    best: int = 0  # besides, those with the best validation so many
-    metric: str = "reward"  # what is best of them: a validation metric
-    order: Literal["highest", "lowest"] = "highest"
+    last: int  # number of newest checkpoints to keep
+    best: int = 0  # number of best checkpoints to keep as well, of those saved after a validation
+    metric: str = "reward"  # validation metric that ranks them
+    order: Literal["highest", "lowest"] = "highest"  # which value of the metric is best
 
     def check(self) -> None:
-        """Raise ValueError, naming the key, for what cannot be."""
+        """Raise UserError, naming the setting, for values out of range."""
         if self.last < 1 or self.best < 0:
-            raise ValueError(f"keep_last must be at least 1 and keep_best at least 0, not {self.last} and {self.best}")
+            raise UserError(f"keep_last must be at least 1 and keep_best at least 0, not {self.last} and {self.best}")
 
     def check_metric(self, metrics: Mapping[str, float]) -> None:
-        """Raise CheckpointError unless a validation measured what is to be best."""
+        """Raise UserError if the metric that ranks checkpoints is not among those of a validation."""
         if self.best and self.metric not in metrics:
-            raise CheckpointError(f"best_metric {self.metric} is not measured; have {', '.join(sorted(metrics))}")
+            raise UserError(f"best_metric {self.metric} is not measured; have {', '.join(sorted(metrics))}")
 
     def staying(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The steps that stay, of those with their metrics; one without a validation of its own is never best."""
+        """Return the steps to keep of those with their metrics; a step without validation is never among the best."""
         newest = sorted(metrics)[-self.last :]
         sign = -1 if self.order == "highest" else 1
         rated = sorted((sign * row[self.metric], step) for step, row in metrics.items() if self.metric in row)
@@ -45,9 +46,10 @@ class Keep:
 
 
 class Saver:
-    """Writes checkpoints into a folder, in the way of the training or beside it, one at a time."""
+    """Writes checkpoints into a folder, one at a time, and removes those that need not be kept."""
 
     def __init__(self, root: Path, mesh: Mesh, keep: Keep, say: Callable[[str], None], *, asynchronous: bool) -> None:
+        """`say` prints a line. With `asynchronous`, a thread writes a copy while training continues."""
         self._root, self.keep, self._say = root, keep, say
         self._asynchronous = asynchronous
         self._train_mesh, self._mesh = mesh, mesh.for_thread() if asynchronous else mesh
@@ -61,11 +63,15 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A save that is under way is finished, whatever ends the run but a second Ctrl-C."""
+        """Wait for the write in progress, unless KeyboardInterrupt (a second Ctrl-C) ends the run."""
         self._thread.shutdown(wait=kind is not KeyboardInterrupt)
 
     def save(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-        """Save, or begin to. A full disk is said, and the run goes on; another fault is raised here or by `check`."""
+        """Write a checkpoint, or start to write a copy of the tensors.
+
+        A full disk is a printed warning, and training continues. Other failures are raised here, or by `check` and
+        `wait` if the write is asynchronous.
+        """
         self.wait()
         if self._asynchronous:
             copied = self._stager.stage(dict(tensors))
@@ -74,27 +80,27 @@ class Saver:
             self._save(step, tensors, metadata)
 
     def check(self) -> None:
-        """Raise, on all ranks at once, what a save beside the training failed with."""
+        """Raise on all ranks the exception of an asynchronous write that has failed (a collective)."""
         if self._asynchronous and self._train_mesh.any(self._pending is not None and self._failed(self._pending)):
             self.wait()
 
     @property
     def saving(self) -> bool:
-        """Whether a checkpoint is being written beside the training."""
+        """Whether an asynchronous write is in progress."""
         return self._pending is not None and not self._pending.done()
 
     def wait(self) -> None:
-        """Until nothing is being written; raises what the save failed with."""
+        """Wait for the asynchronous write and raise its exception, if any."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def finish(self, step: int) -> None:
-        """Wait, and raise DiskFull unless this step, the run's last, is saved."""
+        """Wait for the write of the run's last step; raise DiskFull if it could not be saved."""
         self.wait()
         if not (self._root / f"step_{step}").is_dir():
             raise DiskFull(
-                f"step {step} could not be saved: free space below {self._root}, then --resume {self._root.parent}"
+                f"step {step} could not be saved: free space in {self._root}, then --resume {self._root.parent}"
             )
 
     def _failed(self, pending: Future[None]) -> bool:
@@ -104,12 +110,15 @@ class Saver:
         try:
             checkpoint.save(self._root, step, tensors, self._mesh, metadata)
         except DiskFull as full:
-            self._say(f"warning: step {step} is not saved: {full}. Training goes on; earlier checkpoints are untouched")
+            self._say(f"warning: step {step} is not saved: {full}. Training continues; earlier checkpoints are kept")
             return
         self.forget(step)
 
     def forget(self, step: int) -> None:
-        """Remove what need not stay, of this step and those before: a later one is damaged, and not ours to count."""
+        """Remove the checkpoints up to this step that need not be kept, and incomplete ones.
+
+        Later steps are ignored: a resumed run skipped them as damaged, and will write them again.
+        """
         if not self._mesh.is_main:
             return
         metrics: dict[int, dict[str, float]] = {}
@@ -117,8 +126,15 @@ class Saver:
             if manifest.step_of(folder) <= step:
                 metadata, fault = manifest.read(folder)
                 if fault:
-                    shutil.rmtree(folder)
+                    _remove(folder)
                 else:
                     metrics[metadata["step"]] = metadata.get("metrics", {})
-        for gone in metrics.keys() - self.keep.staying(metrics):
-            shutil.rmtree(self._root / f"step_{gone}")
+        for step_gone in metrics.keys() - self.keep.staying(metrics):
+            _remove(self._root / f"step_{step_gone}")
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder} cannot be removed ({error.strerror or error})") from error

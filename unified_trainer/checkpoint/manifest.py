@@ -1,4 +1,7 @@
-"""What makes a checkpoint whole: a manifest with the size and the checksum of every file, its own included."""
+"""The manifest of a checkpoint: its metadata, and size and checksum of every file.
+
+A checkpoint is complete if its files are exactly those of the manifest, in name and size.
+"""
 
 import json
 import re
@@ -9,28 +12,29 @@ from typing import Any, NamedTuple
 
 import torch
 
+from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
 
 FILE = "manifest.json"
 VERSION = 2
 CHUNK = 2**24  # bytes read at a time for a checksum
-Manifest = dict[str, Any]
+Manifest = dict[str, Any]  # version, step, ranks, files, crc32, and the metadata that the run gave
 
 
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used or written; the message names the file and the way out."""
+class CheckpointError(UserError):
+    """A checkpoint cannot be read or written; the message names the file and what to do instead."""
 
 
 class Spec(NamedTuple):
-    """RUN[@step][:ema], taken apart."""
+    """The parts of a checkpoint's name, RUN[@step][:ema]."""
 
-    run: Path
-    step: int | None  # None is the newest
-    averaged: bool  # the averaged weights in place of the weights
+    run: Path  # run directory
+    step: int | None  # None: the newest complete checkpoint
+    ema: bool  # read the EMA weights where a role has them
 
     @classmethod
     def of(cls, text: str | Path) -> "Spec":
-        """A folder that is there under the whole name is what is meant, whatever is in the name."""
+        """Parse RUN[@step][:ema]; an existing folder with the whole text as its name is taken as RUN."""
         parts = re.fullmatch(r"(?P<run>.+?)(?:@(?P<step>\d+))?(?P<ema>:ema)?", str(text))
         if parts is None or Path(text).is_dir():
             return cls(Path(text), None, False)
@@ -38,7 +42,10 @@ class Spec(NamedTuple):
 
 
 def find(spec: str | Path) -> tuple[Path, Manifest]:
-    """Folder and manifest of RUN, its newest complete checkpoint, or RUN@step; CheckpointError names what there is."""
+    """Return folder and manifest of RUN's newest complete checkpoint, or of RUN@step; checksums are not verified.
+
+    Raises CheckpointError, with the steps that exist, if there is none.
+    """
     run, step, _ = Spec.of(spec)
     if step is None:
         return _first_of(run, [], lambda folder: None)
@@ -46,72 +53,82 @@ def find(spec: str | Path) -> tuple[Path, Manifest]:
     if not folder.is_dir():
         have = ", ".join(str(step_of(path)) for path in folders(run / "checkpoints"))
         raise CheckpointError(f"{run} has no checkpoint of step {step}" + (f"; it has {have}" if have else ""))
-    manifest, fault = read(folder)
+    metadata, fault = read(folder)
     if fault:
         raise CheckpointError(f"{folder} is not complete: {fault}")
-    return folder, manifest
+    return folder, metadata
 
 
 def newest_sound(run: Path, mesh: Mesh) -> tuple[Path, Manifest, list[str]]:
-    """The newest complete one whose checksums hold, and which were skipped for what; all ranks read their share."""
+    """Return folder and manifest of the newest checkpoint with correct checksums, and why newer ones were skipped.
+
+    All ranks must call it; each verifies a part of the files. Raises CheckpointError if there is none.
+    """
     skipped: list[str] = []
     return *_first_of(run, skipped, lambda folder: damage(folder, mesh)), skipped
 
 
 def folders(root: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
+    """Return the folders step_N below `root`, lowest step first; their content is not verified."""
     found = [path for path in root.glob("step_*") if path.is_dir() and path.name[5:].isdigit()]
     return sorted(found, key=step_of)
 
 
 def step_of(folder: Path) -> int:
+    """Return N of a folder step_N."""
     return int(folder.name[5:])
 
 
 def damage(folder: Path, mesh: Mesh, kinds: Iterable[str] | None = None) -> str | None:
-    """The first file, of these kinds of state, whose bytes are not those that were written; all ranks agree on it."""
-    manifest, fault = read(folder)
+    """Return what is wrong with a checkpoint's files, by their checksums, or None.
+
+    `kinds` limits it to these kinds of state (`student/weights`). All ranks must call it, and get the same answer.
+    """
+    metadata, fault = read(folder)
     if fault:
         return fault
     wanted = None if kinds is None else set(kinds)
-    names = [name for name in manifest["files"] if wanted is None or name.rpartition("/")[0] in wanted]
+    names = [name for name in metadata["files"] if wanted is None or name.rpartition("/")[0] in wanted]
     found = checksums([folder / name for name in names], mesh)
     for name, checksum in zip(names, found, strict=True):
-        if checksum != manifest["files"][name]["crc32"]:
+        if checksum != metadata["files"][name]["crc32"]:
             return f"{name} is damaged, its checksum is not the manifest's"
     return None
 
 
 def read(folder: Path) -> tuple[Manifest, str | None]:
-    """The manifest, and what makes this checkpoint incomplete; CheckpointError when a newer program wrote it."""
+    """Return the manifest, and why the checkpoint is incomplete or None; checksums of other files are not verified.
+
+    Raises CheckpointError if a newer program wrote it.
+    """
     try:
         text = (folder / FILE).read_text(encoding="utf-8")
-        manifest = json.loads(text)
-        version, files = manifest["version"], manifest["files"]
+        metadata = json.loads(text)
+        version, files = metadata["version"], metadata["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {}, f"{FILE} unreadable ({error!r})"
     if version == 1:
         return {}, f"format version 1, this program reads {VERSION}"
-    if text != as_text({key: value for key, value in manifest.items() if key != "crc32"}):
-        return {}, f"{FILE} is damaged, its checksum is not its own"
+    if text != as_text({key: value for key, value in metadata.items() if key != "crc32"}):
+        return {}, f"{FILE} is damaged, its own checksum is wrong"
     if version != VERSION:
         raise CheckpointError(f"{folder} has format version {version}, this program reads {VERSION}: update it")
     found = {str(f.relative_to(folder)): f.stat().st_size for f in folder.rglob("*") if f.is_file()}
     for name, entry in files.items():
         if found.get(name) != entry["bytes"]:
             return {}, f"{name} is missing or not {entry['bytes']} bytes long"
-    strange = sorted(found.keys() - files.keys() - {FILE})
-    return manifest, f"{strange[0]} does not belong to it" if strange else None
+    foreign = sorted(found.keys() - files.keys() - {FILE})
+    return metadata, f"{foreign[0]} is not in {FILE}" if foreign else None
 
 
-def as_text(manifest: Manifest) -> str:
-    """The manifest as it is written, its own checksum at the end."""
-    checksum = zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
-    return json.dumps({**manifest, "crc32": checksum}, indent=1)
+def as_text(metadata: Manifest) -> str:
+    """Return the manifest as JSON text with its own checksum as the last key."""
+    checksum = zlib.crc32(json.dumps(metadata, sort_keys=True).encode())
+    return json.dumps({**metadata, "crc32": checksum}, indent=1)
 
 
 def checksums(files: list[Path], mesh: Mesh) -> list[int]:
-    """CRC-32 of every file, each rank reading its share; -1, which no checksum is, for one that cannot be read."""
+    """Return the CRC-32 of every file, or -1 for a file that cannot be read; each rank reads a part of the files."""
     own = torch.zeros(1, len(files), dtype=torch.int64)
     for i in range(mesh.rank, len(files), mesh.size):
         own[0, i] = _crc32(files[i])
@@ -130,12 +147,12 @@ def _crc32(file: Path) -> int:
 
 
 def _first_of(run: Path, skipped: list[str], fault_of: Callable[[Path], str | None]) -> tuple[Path, Manifest]:
-    """The newest complete checkpoint that has no other fault; what is passed over is added to `skipped`."""
+    """Return the newest complete checkpoint without a fault of `fault_of`; append what was skipped to `skipped`."""
     for folder in reversed(folders(run / "checkpoints")):
-        manifest, fault = read(folder)
+        metadata, fault = read(folder)
         fault = fault or fault_of(folder)
         if fault is None:
-            return folder, manifest
+            return folder, metadata
         skipped.append(f"{folder.name}: {fault}")
     why = "; ".join(skipped) if skipped else f"no step_N folder in {run / 'checkpoints'}"
     raise CheckpointError(f"{run} holds no complete checkpoint ({why})")

@@ -1,4 +1,4 @@
-"""A run directory belongs to one run at a time."""
+"""The lock of a run directory: one run at a time writes into it."""
 
 import errno
 import fcntl
@@ -8,44 +8,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
 
 LOCK = ".lock"
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # file systems that lock nothing
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
 
 
-class RunFolderError(ValueError):
-    """A run directory that cannot be written into; the message says why."""
+class RunFolderError(UserError):
+    """A run directory cannot be written into; the message says why."""
 
 
 @contextmanager
 def claimed(folder: Path, mesh: Mesh) -> Iterator[None]:
-    """The folder is there, can be written into, and is nobody else's, however this process ends.
+    """Create the folder if needed and hold its lock within the context; a process that is killed loses the lock.
 
-    RunFolderError on every rank if not. What was made for it goes again if nothing was put in.
+    All ranks must enter it. Raises RunFolderError on every rank if the folder cannot be written into or another run
+    holds the lock. Folders that were created and are still empty at the end are removed.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    mesh.barrier()  # every rank has looked
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
+    mesh.barrier()  # until every rank has looked; the main rank then creates the folder
     lock, fault = -1, None
     try:
         lock = _lock(folder) if mesh.is_main else -1
     except RunFolderError as error:
         fault = error
     if mesh.any(fault is not None):
-        raise fault or RunFolderError(f"{folder} cannot be used, as another rank says")
+        raise fault or RunFolderError(f"{folder} cannot be used; see the message of rank 0")
     try:
         yield
     finally:
         if mesh.is_main:
-            (folder / LOCK).unlink(missing_ok=True)  # while it is still held
+            (folder / LOCK).unlink(missing_ok=True)  # before the lock is released
             os.close(lock)
-            with suppress(OSError):  # not empty: there is a run
-                for path in made:
+            with suppress(OSError):  # a folder that is not empty stays
+                for path in created:
                     path.rmdir()
 
 
 def _lock(folder: Path) -> int:
-    """A descriptor that holds the lock until it is closed or the process ends."""
+    """Return a file descriptor that holds the lock until it is closed or the process ends."""
     file = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,10 +56,10 @@ def _lock(folder: Path) -> int:
         raise RunFolderError(f"{folder} cannot be written into ({error.strerror}); choose another --output") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        gone = not file.exists() or not os.path.samestat(os.fstat(lock), file.stat())
+        lost = not file.exists() or not os.path.samestat(os.fstat(lock), file.stat())
     except OSError as error:
-        gone = error.errno not in WITHOUT_LOCKS
-    if gone:  # held, or just given up by a run that ended between the two lines
+        lost = error.errno not in WITHOUT_LOCKS
+    if lost:  # another run holds the lock, or ended and removed the file between open and flock
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
         os.close(lock)
         raise RunFolderError(f"another run is writing into {folder} ({holder}): wait, or choose another --output")

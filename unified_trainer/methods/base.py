@@ -1,85 +1,238 @@
-"""What a method is: roles in, a generator of losses out."""
+"""The contract of a method: what it declares, and the losses it yields.
 
-from collections.abc import Iterator, Mapping
+A method is declared, never discovered: it lists its roles, names its settings' class and says whether it reads a reward. The
+declaration is checked when its module is imported.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.experts import ExpertLayout
+from unified_trainer.roles.experts import ExpertLayout, NoiseLaw, check_balance
+from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
+from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch
+
+RESERVED = (
+    "algorithm",
+    "data",
+    "parallel",
+    "reward",
+    "sampler",
+    "tracking",
+    "validation",
+    "video",
+)  # settings sections
+PARTS = ("reward", "loader")  # what a method with `uses_reward` gets beside its roles
+
+
+class DeclarationError(UserError):
+    """A method is declared wrongly; the message names its file and line."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One backward pass, and whether its role moves afterwards.
+    """The value of one backward pass, and whether its role takes an optimizer step after it.
 
-    The values of the losses up to a move must sum to the mean over this generator's samples; the trainer divides by
-    the number of micro_batches. Metrics are averaged over micro_batches, rounds and ranks: a number counts once, a vector as
-    many times as it has elements. Names ending in _max are maxima.
+    The values of the losses up to an optimizer step must sum to the mean over this micro-batch's samples; the trainer
+    divides by the number of micro-batches. Metrics are averaged over micro-batches, rounds and ranks: a number counts once,
+    a vector once per element. A name that ends in _max is a maximum.
     """
 
     role: str
     value: Tensor
-    moves: bool = True
+    step_after: bool = True
     metrics: dict[str, float | Tensor] = field(default_factory=dict)
-    words: tuple[str, ...] = ()  # what a person should be told of this training step; each said once
+    messages: tuple[str, ...] = ()  # lines for the terminal; each is printed once in a training step
 
 
-class Algorithm(Protocol):
-    """A method's own settings."""
+@dataclass(frozen=True)
+class RoleSpec:
+    """A role that a method declares: how its weights are kept, and whose weights it starts from."""
+
+    kind: type[Role]
+    starts_from: str = ""  # role whose folder it takes when its own path is empty; "" is the first role of the method
+    copy_of: str = ""  # trained role whose weights and settings it copies; it then has no settings of its own
+    when: Callable[[Any], bool] = lambda config: True  # from the method's settings: whether the role is needed
+
+    @property
+    def config_class(self) -> type[RoleConfig] | None:
+        """Class of the role's settings; None for a copy, which has none of its own."""
+        return None if self.copy_of else TrainableConfig if issubclass(self.kind, Trainable) else RoleConfig
+
+
+def trained(kind: type[Trainable] = Trainable, *, starts_from: str = "") -> RoleSpec:
+    """Declare a role with an optimizer; `kind` may be Critic or a subclass of Trainable of your own."""
+    return RoleSpec(kind, starts_from)
+
+
+def frozen(*, starts_from: str = "") -> RoleSpec:
+    """Declare a role whose weights never change, such as a teacher."""
+    return RoleSpec(Frozen, starts_from)
+
+
+def initial_copy(of: str, *, when: Callable[[Any], bool] = lambda config: True) -> RoleSpec:
+    """Declare the weights that a trained role starts the run with, such as the reference of a KL."""
+    return RoleSpec(Frozen, of, copy_of=of, when=when)
+
+
+def updated_copy(of: str) -> RoleSpec:
+    """Declare a copy of a trained role that the method updates with `update_from`, such as an old policy."""
+    return RoleSpec(WeightCopy, of, copy_of=of)
+
+
+@dataclass(frozen=True)
+class MethodSetup:
+    """What is known of a run before any weight is read; a method's `check` reads it."""
+
+    sampler: SamplerConfig
+    roles: Mapping[str, RoleConfig]  # settings of each role
+    layouts: Mapping[str, ExpertLayout]  # networks of each role
+
+    def require_trained(self, role: str, levels: Sequence[Sequence[float]], key: str) -> None:
+        """Raise UserError if none of the noise levels of some row is of a network that is trained."""
+        layout = self.layouts[role]
+        for row in levels:
+            if not any(layout.trains(sigma) for sigma in row):
+                shown = ", ".join(f"{sigma:.4g}" for sigma in row)
+                raise UserError(
+                    f"{key} lies wholly in the expert of {role} that is not trained: noise levels {shown}, boundary "
+                    f"{layout.boundary:g}. Train the other expert, or change {key}"
+                )
+
+    def check_guidance(self, role: str, key: str, scale: float | tuple[float, float]) -> None:
+        """Raise UserError if two guidance scales are given for a role of one network."""
+        if isinstance(scale, tuple) and self.layouts[role].boundary is None:
+            raise UserError(f"{key} {scale} is for two experts, but {role} is one network: give one number")
+
+    def check_noise_levels(self, role: str, law: NoiseLaw, partner: str = "") -> None:
+        """Raise UserError unless `expert_balance` of the role fits the law its noise levels are drawn from."""
+        config = self.roles[role]
+        boundary = self.layouts[role].boundary
+        if boundary is None and partner:
+            boundary = self.layouts[partner].boundary
+        share = None if boundary is None else law.share_above(boundary)
+        check_balance(f"{role}.expert_balance", config.expert_balance, share)
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """A method's own settings: a frozen dataclass with a default and a docstring for every field."""
 
     @property
     def needs_clips(self) -> bool:
-        """Whether batches bring clean latents."""
-        ...
+        """Whether batches must hold clean latents of clips."""
+        return False
 
-    def check(self, sampler: SamplerConfig) -> None:
-        """Raise ValueError, naming the key, for what cannot be; called before any weight is loaded."""
-        ...
-
-    def check_experts(self, sampler: SamplerConfig, layouts: Mapping[str, ExpertLayout]) -> None:
-        """The same for what each role is made of, one network or two experts."""
-        ...
+    def check(self, setup: MethodSetup) -> None:
+        """Raise UserError, naming the key, for settings that cannot work; called before any weight is loaded."""
 
     def plan(self) -> BatchPlan:
-        """How a training step's batch divides."""
-        ...
+        """Return how the samples of a training step divide into updates, ranks and micro-batches."""
+        raise NotImplementedError(f"{type(self).__name__} must define plan(), or derive from SingleUpdateConfig")
 
 
-class WithOptionalRoles(Protocol):
-    """What the settings of a method besides say, whose constructor has roles with a default."""
+@dataclass(frozen=True)
+class SingleUpdateConfig(MethodConfig):
+    """Settings of a method whose training step is one optimizer update on one batch."""
 
-    @property
-    def optional_roles(self) -> tuple[str, ...]:
-        """Which of them to build."""
-        ...
+    batch_size: int = 32
+    """Samples per optimizer update, over all ranks."""
+    micro_batch: int = 32
+    """Samples per backward pass."""
 
-
-@runtime_checkable
-class Stateful(Protocol):
-    """What a checkpoint holds the state of; a method may be one."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Tensors by name, for a checkpoint to write, or to fill in place."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what of this state, now filled, is not a tensor of one's own."""
-        ...
+    def plan(self) -> BatchPlan:
+        return BatchPlan.one_update(self.batch_size, self.micro_batch)
 
 
-class Method(Protocol):
-    """An algorithm. Its roles are its constructor's keyword-only arguments."""
+class Method:
+    """An algorithm: roles in, a generator of losses out.
 
-    trained_for_sampler: ClassVar[bool]  # whether the student is trained for the run's sampler, which then goes with it
+    A subclass sets `config_class` and `roles` and defines `step`; everything else has a default. Its constructor takes the
+    settings, the sampler and, by name, its roles (and `reward` and `loader` if it sets `uses_reward`); without a constructor
+    of its own they become attributes.
+    """
+
+    config_class: ClassVar[type[MethodConfig]] = MethodConfig
+    roles: ClassVar[Mapping[str, RoleSpec]] = {}
+    uses_reward: ClassVar[bool] = False  # the reward and the data loader are constructor arguments
+    trained_for_sampler: ClassVar[bool] = (
+        False  # the student is trained for the run's sampler, which its checkpoints keep
+    )
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _check_declaration(cls)
+
+    def __init__(self, config: Any, sampler: SamplerConfig, **parts: Any) -> None:
+        self.config, self.sampler = config, sampler
+        vars(self).update(parts)
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
-        """The parts of this rank's batch that `step` is called on, in lockstep."""
-        ...
+        """Return the parts of this rank's batch; `step` is called on each, and all advance in lockstep."""
+        return batch.split(self.config.micro_batch)
 
-    def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]: ...
+    def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
+        """Yield the losses of one micro-batch in training step `step`, in the order of their backward passes."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the method remembers from step to step, as tensors by name; it goes into the checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+
+
+def _check_declaration(cls: type[Method]) -> None:
+    """Raise DeclarationError for a method class that build cannot construct."""
+
+    def fail(why: str) -> None:
+        raise DeclarationError(f"{_place(cls)}: method {cls.__name__} {why}")
+
+    config_class, roles = cls.config_class, cls.roles
+    derived = (
+        isinstance(config_class, type) and issubclass(config_class, MethodConfig) and config_class is not MethodConfig
+    )
+    if not derived or "__dataclass_fields__" not in vars(config_class):
+        fail("must set config_class to a frozen dataclass derived from MethodConfig or SingleUpdateConfig")
+    if not isinstance(roles, Mapping) or not roles:
+        fail('must declare its roles: roles = {"student": trained(), ...}')
+    first = next(iter(roles))
+    if "student" not in roles or not issubclass(roles["student"].kind, Trainable):
+        fail('must declare a trained role "student": validation, sampling and export use it')
+    if first != "student":
+        fail(f'must declare "student" first, not "{first}": other roles start from it unless they say otherwise')
+    for name, spec in roles.items():
+        if not isinstance(spec, RoleSpec):
+            fail(f"declares role {name} as {spec!r}: use trained(), frozen(), initial_copy() or updated_copy()")
+        if not name.isidentifier() or name in RESERVED or name in PARTS:
+            fail(f"cannot call a role {name!r}: it must be an identifier and no section of the settings")
+        origin = spec.starts_from or first
+        if origin not in roles:
+            fail(f"declares that role {name} starts from {origin}, which is not one of its roles ({', '.join(roles)})")
+        if spec.copy_of and not issubclass(roles[spec.copy_of].kind, Trainable):
+            fail(f"declares role {name} as a copy of {spec.copy_of}, which is not trained")
+    if cls.step is Method.step:
+        fail("must define step(batch, step, rng, mesh), a generator of losses")
+    if cls.__init__ is not Method.__init__:
+        given = [p.name for p in inspect.signature(cls.__init__).parameters.values() if p.kind is not p.VAR_KEYWORD][1:]
+        wanted = ["config", "sampler", *roles, *(PARTS if cls.uses_reward else ())]
+        if sorted(given) != sorted(wanted):
+            fail(f"has a constructor with {', '.join(given)}, but declares {', '.join(wanted)}")
+
+
+def _place(cls: type) -> str:
+    """The file and line of a class."""
+    try:
+        return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
+    except (OSError, TypeError):
+        return cls.__module__

@@ -1,62 +1,54 @@
 """Consistency distillation: one prediction along each step of the teacher's ODE (arXiv:2303.01469)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from unified_trainer.data.batch_plan import BatchPlan
-from unified_trainer.methods.base import Loss
+from unified_trainer.errors import UserError
+from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, frozen, trained
 from unified_trainer.numerics.flow import GuidanceScale, add_noise, per_sample, sigma_table, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.experts import ExpertLayout, check_guidance
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch
 
 
 @dataclass(frozen=True)
-class ConsistencyConfig:
-    batch_size: int = 32  # clips per update, over all ranks
-    micro_batch: int = 32  # clips per backward pass
-    guidance_scale: GuidanceScale = 3.0  # of the teacher: uncond + w (cond - uncond); two numbers: of its two experts
-    teacher_steps: int = 30  # steps of the teacher's ODE; the student agrees with itself across each
-    teacher_shift: float = 5.0  # of those steps' noise levels towards noise
-    huber: float = 0.01  # c of the loss sqrt(d^2 + c^2) - c per element, arXiv:2310.14189; large is squared error
+class ConsistencyConfig(SingleUpdateConfig):
+    guidance_scale: GuidanceScale = 3.0
+    """Guidance scale w of the teacher, uncond + w (cond - uncond); two numbers for two experts."""
+    teacher_steps: int = 30
+    """Steps of the teacher's ODE; the student is consistent across each."""
+    teacher_shift: float = 5.0
+    """Shift of the teacher's noise levels towards noise."""
+    huber: float = 0.01
+    """c of the loss sqrt(d^2 + c^2) - c per element (arXiv:2310.14189); a large c gives squared error."""
+    needs_clips: ClassVar[bool] = True
 
-    @property
-    def needs_clips(self) -> bool:
-        return True
-
-    def check(self, sampler: SamplerConfig) -> None:
+    def check(self, setup: MethodSetup) -> None:
         if self.teacher_steps < 2 or self.huber <= 0:
-            raise ValueError("algorithm.teacher_steps must be at least 2 and algorithm.huber above 0")
-        if sampler.chunks.causal:
-            raise ValueError("sampler.chunks.chunk_frames must be 0: consistency trains a bidirectional student")
-        sampler.check_distilled()
-
-    def check_experts(self, sampler: SamplerConfig, layouts: Mapping[str, ExpertLayout]) -> None:
-        check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", layouts["teacher"])
-
-    def plan(self) -> BatchPlan:
-        return BatchPlan.one_update(self.batch_size, self.micro_batch)
+            raise UserError("algorithm.teacher_steps must be at least 2 and algorithm.huber above 0")
+        if setup.sampler.chunks.causal:
+            raise UserError("sampler.chunks.chunk_frames must be 0: consistency trains a bidirectional student")
+        setup.sampler.check_unguided()
+        setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)
 
 
-class Consistency:
-    """loss = d(x0(x_sigma), sg x0(x_next)), x_next one Euler step of the guided teacher below x_sigma."""
+class Consistency(Method):
+    """loss = d(x0(x_sigma), sg x0(x_next)), where x_next is one Euler step of the guided teacher below x_sigma."""
 
-    trained_for_sampler: ClassVar[bool] = True
+    config_class = ConsistencyConfig
+    roles = {"student": trained(), "teacher": frozen()}
+    trained_for_sampler = True
 
     def __init__(
         self, config: ConsistencyConfig, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen
     ) -> None:
         self.config, self.student, self.teacher = config, student, teacher
         self.table = sigma_table(config.teacher_steps, config.teacher_shift)
-
-    def micro_batches(self, batch: Batch) -> list[Batch]:
-        return batch.split(self.config.micro_batch)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         rows = (rng.uniform("level", batch.sample_ids) * self.config.teacher_steps).long()

@@ -1,65 +1,54 @@
-"""ODE regression: a few-step student starts by predicting where the teacher's ODE ends (CausVid, arXiv:2412.07772)."""
+"""ODE regression: a few-step student learns to predict where the teacher's ODE ends (CausVid, arXiv:2412.07772)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from unified_trainer.data.batch_plan import BatchPlan
-from unified_trainer.methods.base import Loss
+from unified_trainer.errors import UserError
+from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, frozen, trained
 from unified_trainer.numerics.flow import GuidanceScale, sigma_table, x0_from_velocity
 from unified_trainer.numerics.kernels import transition
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.experts import ExpertLayout, check_guidance
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch, Latents, PerFrame
 
 
 @dataclass(frozen=True)
-class ODEInitConfig:
-    batch_size: int = 32  # trajectories per training step, over all ranks
-    micro_batch: int = 32  # samples per backward pass
-    guidance_scale: GuidanceScale = 3.0  # of the teacher: uncond + w (cond - uncond); two numbers: of its two experts
-    teacher_steps: int = 30  # Euler steps of the teacher, to which the student's noise levels are added
-    teacher_shift: float = 3.0  # of the teacher's noise levels towards noise
-    passes: int = 1  # times that each trajectory is learnt from; the student moves once per noise level and pass
+class ODEInitConfig(SingleUpdateConfig):
+    guidance_scale: GuidanceScale = 3.0
+    """Guidance scale w of the teacher, uncond + w (cond - uncond); two numbers for two experts."""
+    teacher_steps: int = 30
+    """Euler steps of the teacher; the student's noise levels are added to them."""
+    teacher_shift: float = 3.0
+    """Shift of the teacher's noise levels towards noise."""
+    passes: int = 1
+    """Times each trajectory is trained on; the student takes one optimizer step per noise level and pass."""
 
-    @property
-    def needs_clips(self) -> bool:
-        return False
-
-    def check(self, sampler: SamplerConfig) -> None:
+    def check(self, setup: MethodSetup) -> None:
         if self.passes < 1 or self.teacher_steps < 1:
-            raise ValueError("algorithm.passes and algorithm.teacher_steps must be at least 1")
-        if sampler.chunks.context_noise:
-            raise ValueError("sampler.chunks.context_noise must be 0 for ode_init, which looks back on clean chunks")
-        sampler.check_distilled()
-
-    def check_experts(self, sampler: SamplerConfig, layouts: Mapping[str, ExpertLayout]) -> None:
-        check_guidance("algorithm.guidance_scale", self.guidance_scale, "teacher", layouts["teacher"])
-        levels = sampler.sigmas()[:-1].tolist()
-        layouts["student"].refuse_idle([levels], "the sampler", "Train the other expert, or change sampler.step_sigmas")
-
-    def plan(self) -> BatchPlan:
-        return BatchPlan.one_update(self.batch_size, self.micro_batch)
+            raise UserError("algorithm.passes and algorithm.teacher_steps must be at least 1")
+        if setup.sampler.chunks.context_noise:
+            raise UserError("sampler.chunks.context_noise must be 0 for ode_init: its chunks attend to clean chunks")
+        setup.sampler.check_unguided()
+        setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)
+        setup.require_trained("student", [setup.sampler.sigmas()[:-1].tolist()], "sampler.step_sigmas")
 
 
-class ODEInit:
+class ODEInit(Method):
     """loss = 1/2 mean |x0(x_sigma) - x_end|^2 over the states of the teacher's ODE at the student's noise levels."""
 
-    trained_for_sampler: ClassVar[bool] = True
+    config_class = ODEInitConfig
+    roles = {"student": trained(), "teacher": frozen()}
+    trained_for_sampler = True
 
     def __init__(self, config: ODEInitConfig, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen) -> None:
         self.config, self.student, self.teacher, self.chunks = config, student, teacher, sampler.chunks
         self.levels = sampler.sigmas()[:-1]
         table = sigma_table(config.teacher_steps, config.teacher_shift)
         self.table = torch.cat([table[table <= self.levels[0]], self.levels]).unique().flip(0)
-
-    def micro_batches(self, batch: Batch) -> list[Batch]:
-        return batch.split(self.config.micro_batch)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         states, end = self._trajectory(batch, rng)
@@ -75,16 +64,16 @@ class ODEInit:
                 loss = 0.5 * (x0 - end).square().mean()
                 yield Loss("student", loss, metrics={"loss": loss.detach()})
 
-    def _by_chunk(self, states: list[Latents], turn: int) -> tuple[Latents, PerFrame]:
-        """Every chunk at another of the levels; over the turns each chunk has been at all of them."""
+    def _by_chunk(self, states: list[Latents], offset: int) -> tuple[Latents, PerFrame]:
+        """Give neighbouring chunks different noise levels; over all offsets each chunk has been at every level."""
         frames = states[0].shape[2]
         ranges = self.chunks.ranges(frames)
-        rows = [(turn + c) % len(states) for c, (start, stop) in enumerate(ranges) for _ in range(start, stop)]
+        rows = [(offset + c) % len(states) for c, (start, stop) in enumerate(ranges) for _ in range(start, stop)]
         x_t = torch.stack([states[row][:, :, frame] for frame, row in enumerate(rows)], 2)
         return x_t, self.levels[rows].expand(len(x_t), -1)
 
     def _trajectory(self, batch: Batch, rng: Streams) -> tuple[list[Latents], Latents]:
-        """The guided teacher's states at the student's levels, and its end; from pure noise at the first level."""
+        """The guided teacher's states at the student's noise levels, and its end, from pure noise at the first level."""
         x_t = rng.noise("noise", batch.sample_ids, batch.latent_shape).to(self.student.device)
         states = []
         for sigma, sigma_next in zip(self.table[:-1], self.table[1:], strict=True):

@@ -1,1 +1,1 @@
-"""Formulas as functions of tensors: torch in, torch out."""
+"""Formulas as functions of tensors; no state, no device, no randomness. They import torch and nothing above them."""

@@ -1,4 +1,4 @@
-"""From rewards to advantages: what a sample is worth against the others of its prompt."""
+"""Advantages from rewards, reward statistics, sample selection, and off-policy correction (V-trace)."""
 
 from collections.abc import Hashable, Sequence
 from typing import Literal, get_args
@@ -8,9 +8,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "global", "global_std", "gdpo"]
-Ids = Sequence[Hashable] | Tensor
+Ids = Sequence[Hashable] | Tensor  # prompt id of each sample; equal ids are one group
 EPS = 1e-8  # added to a standard deviation
-GLOBAL_STD_EPS = 1e-4  # the same for global_std
+GLOBAL_STD_EPS = 1e-4  # added to the standard deviation of `global_std`
 
 
 def group_advantages(
@@ -20,53 +20,58 @@ def group_advantages(
     *,
     weights: Sequence[float] | None = None,
 ) -> Float[Tensor, " b"]:
-    """Advantage of each sample in the group of its prompt id, whatever the order of the samples.
+    """Return the advantage of each sample within the group of its prompt id; the order of samples does not matter.
 
-    A std is Bessel's. `mean` and `std` are the group's, `all` those of the whole batch.
-    `grpo`: (r - mean) / (std + eps) (arXiv:2402.03300). `dr_grpo`: r - mean (arXiv:2503.20783).
-    `rloo`: r minus the mean of the others, n / (n - 1) (r - mean) (arXiv:2402.14740).
-    `global`: (r - mean of all) / (std of all + eps). `global_std`: (r - mean) / (std of all + 1e-4).
-    `gdpo`: several rewards [b, r]: the weighted sum of their grpo advantages, then as `global` (arXiv:2601.05242).
-    A group of equal rewards gets exactly 0, but for `global`. Raises ValueError for a group of one.
+    With the mean and the Bessel-corrected std of the group, its size n, and mean_all and std_all of the batch:
+    `grpo`: (r - mean) / (std + 1e-8) (arXiv:2402.03300). `dr_grpo`: r - mean (arXiv:2503.20783).
+    `rloo`: n / (n - 1) (r - mean), that is r minus the mean of the other samples (arXiv:2402.14740).
+    `global`: (r - mean_all) / (std_all + 1e-8). `global_std`: (r - mean) / (std_all + 1e-4).
+    `gdpo`: for rewards [b, r], the weighted sum of the r grpo advantages, then as `global` (arXiv:2601.05242).
+
+    A group of equal rewards gets exactly 0, except under `global`. `weights` are those of gdpo, 1 each by default.
+    Computed in float64, returned in the dtype of `rewards`. Raises ValueError for a group of one sample.
     """
     if estimator not in get_args(Estimator):
         raise ValueError(f"unknown advantage estimator {estimator!r}; have {', '.join(get_args(Estimator))}")
     if rewards.ndim == 2 and estimator != "gdpo":
-        raise ValueError(f"{estimator} takes one reward of each sample, not {rewards.shape[1]}; gdpo takes several")
+        raise ValueError(f"{estimator} takes one reward per sample, not {rewards.shape[1]}; gdpo takes several")
     positions = groups(rewards, prompt_ids)
     for prompt_id, index in positions.items():
         if len(index) < 2:
-            raise ValueError(f"prompt {prompt_id!r} has a group of one sample: an advantage needs at least two")
+            raise ValueError(f"prompt {prompt_id!r} has one sample: a group needs at least two")
     r = rewards.double()
     if estimator == "gdpo":
-        advantages = _standardised(_weighted(r, prompt_ids, weights))
+        advantages = _standardized(_weighted(r, prompt_ids, weights))
     elif estimator == "global":
-        advantages = _standardised(r)
+        advantages = _standardized(r)
     else:
-        centred = torch.zeros_like(r)
+        centered = torch.zeros_like(r)
         scale = torch.ones_like(r)
         for index in positions.values():
-            mine = r[index]
-            if mine.max() > mine.min():
-                centred[index] = mine - mine.mean()
+            group = r[index]
+            if group.max() > group.min():
+                centered[index] = group - group.mean()
             if estimator == "grpo":
-                scale[index] = mine.std() + EPS
+                scale[index] = group.std() + EPS
             if estimator == "rloo":
                 scale[index] = (len(index) - 1) / len(index)
         if estimator == "global_std":
             scale = global_statistics(*totals(r - r[0]))[1] + GLOBAL_STD_EPS
-        advantages = centred / scale
+        advantages = centered / scale
     return advantages.to(rewards.dtype)
 
 
 def totals(values: Float[Tensor, " b"]) -> Float[Tensor, "3"]:
-    """Sum, sum of squares and count: what ranks add up to agree on statistics of all their samples."""
+    """Return sum, sum of squares and count as float64; their sums over ranks go into `global_statistics`."""
     values = values.double()
     return torch.stack([values.sum(), values.square().sum(), torch.tensor(len(values)).to(values)])
 
 
 def global_statistics(total: Tensor | float, squares: Tensor | float, count: Tensor | float) -> tuple[Tensor, Tensor]:
-    """Mean and Bessel's std from added-up totals: equal to those of all samples in one place."""
+    """Return mean and Bessel-corrected std of all samples from the sums of every rank's `totals`.
+
+    Raises ValueError if `count` is below 2.
+    """
     total, squares, count = (torch.as_tensor(value, dtype=torch.float64) for value in (total, squares, count))
     if float(count) < 2:
         raise ValueError(f"global_statistics: a std needs at least two samples, not {int(count)}")
@@ -75,7 +80,7 @@ def global_statistics(total: Tensor | float, squares: Tensor | float, count: Ten
 
 
 def below_threshold(rewards: Float[Tensor, " b"], prompt_ids: Ids, threshold: float) -> Bool[Tensor, " b"]:
-    """Samples of the groups whose mean reward is strictly below the threshold."""
+    """Return which samples belong to a group whose mean reward is strictly below the threshold."""
     below = torch.zeros_like(rewards, dtype=torch.bool)
     for index in groups(rewards, prompt_ids).values():
         below[index] = rewards[index].double().mean() < threshold
@@ -83,7 +88,7 @@ def below_threshold(rewards: Float[Tensor, " b"], prompt_ids: Ids, threshold: fl
 
 
 def zero_variance(rewards: Float[Tensor, " b"], prompt_ids: Ids) -> Bool[Tensor, " b"]:
-    """Samples of the groups whose rewards are all equal: nothing in them is better than the rest."""
+    """Return which samples belong to a group of equal rewards."""
     equal = torch.zeros_like(rewards, dtype=torch.bool)
     for index in groups(rewards, prompt_ids).values():
         equal[index] = rewards[index].max() == rewards[index].min()
@@ -91,7 +96,10 @@ def zero_variance(rewards: Float[Tensor, " b"], prompt_ids: Ids) -> Bool[Tensor,
 
 
 def best_of_n(advantages: Float[Tensor, " b"], prompt_ids: Ids, keep: int) -> Bool[Tensor, " b"]:
-    """The `keep` / 2 best and the `keep` / 2 worst samples of each group; advantages stay as they are."""
+    """Return which samples are among the `keep` / 2 best or the `keep` / 2 worst of their group.
+
+    Raises ValueError if `keep` is odd, below 2, or above a group's size.
+    """
     kept = torch.zeros_like(advantages, dtype=torch.bool)
     for prompt_id, index in groups(advantages, prompt_ids).items():
         if keep < 2 or keep % 2 or keep > len(index):
@@ -103,7 +111,7 @@ def best_of_n(advantages: Float[Tensor, " b"], prompt_ids: Ids, keep: int) -> Bo
 
 
 def spread(rewards: Float[Tensor, " b"], prompt_ids: Ids) -> tuple[float, float]:
-    """Spread of the rewards in groups (mean of their stds) and between them (std of their means; 0 for one group)."""
+    """Return the mean of the groups' reward stds, and the std of the groups' mean rewards (0 for one group)."""
     parts = [rewards[index].double() for index in groups(rewards, prompt_ids).values()]
     means = torch.stack([part.mean() for part in parts])
     within = torch.stack([part.std() for part in parts]).mean()
@@ -111,7 +119,7 @@ def spread(rewards: Float[Tensor, " b"], prompt_ids: Ids) -> tuple[float, float]
 
 
 def curriculum(failures: Float[Tensor, " p"] | Sequence[int]) -> Float[Tensor, " p"]:
-    """Chance of each prompt to be drawn, in proportion to failures + 1."""
+    """Return the probability of drawing each prompt, proportional to its number of failures + 1."""
     counts = torch.as_tensor(failures, dtype=torch.float64)
     if bool((counts < 0).any()):
         raise ValueError("curriculum: failures are counts and cannot be negative")
@@ -127,35 +135,40 @@ def vtrace(
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
 ) -> tuple[Float[Tensor, "*b s"], Float[Tensor, "*b s"]]:
-    """Off-policy targets vs and advantages td (V-trace, arXiv:1802.01561); steps run along the last axis.
+    """Return value targets vs and advantages td of V-trace (arXiv:1802.01561); the last axis is time.
 
-    rho_b = min(rho, rho_bar), c = min(rho, c_bar), delta = rho_b (r + gamma V' - V), acc = delta + gamma c acc';
-    vs = V + acc and td = r + gamma vs' - V, without rho_b: a ratio objective brings its own. V' after the last step
-    is `bootstrap`. No gradient.
+    With V = values, r = rewards, gamma = discounts, rho = exp(log_rho), and ' for the next step:
+    rho_b = min(rho, rho_bar), c = min(rho, c_bar), delta = rho_b (r + gamma V' - V), acc = delta + gamma c acc',
+    vs = V + acc, td = r + gamma vs' - V. td omits the factor rho_b because a ratio objective multiplies by its own
+    ratio. V' and vs' after the last step are `bootstrap`. All inputs are detached.
     """
     log_rho, rewards, values, discounts = (x.detach() for x in (log_rho, rewards, values, discounts))
     rho = log_rho.exp()
     last = torch.as_tensor(bootstrap, dtype=values.dtype, device=values.device).detach().expand(values.shape[:-1])
     following = torch.cat([values[..., 1:], last[..., None]], -1)
     deltas = rho.clamp(max=rho_bar) * (rewards + discounts * following - values)
-    carried, acc = discounts * rho.clamp(max=c_bar), torch.zeros_like(values)
+    trace, acc = discounts * rho.clamp(max=c_bar), torch.zeros_like(values)
     after = torch.zeros_like(last)
     for s in reversed(range(values.shape[-1])):
-        after = deltas[..., s] + carried[..., s] * after
+        after = deltas[..., s] + trace[..., s] * after
         acc[..., s] = after
     vs = values + acc
     return vs, rewards + discounts * torch.cat([vs[..., 1:], last[..., None]], -1) - values
 
 
 def terminal_advantages(log_rho: Float[Tensor, "b s"], advantages: Float[Tensor, " b"]) -> Float[Tensor, "b s"]:
-    """V-trace's td without a critic, for a reward at the end: A times the product of min(1, rho) of later steps."""
-    trust = log_rho.detach().exp().clamp(max=1)
-    later = torch.cat([trust[:, 1:], torch.ones_like(trust[:, :1])], 1)
+    """Return the advantage of each step for a terminal reward without a value function.
+
+    td[s] = A times the product over later steps i > s of min(1, rho[i]), rho = exp(log_rho) (V-trace with V = 0 and
+    bar 1, arXiv:1802.01561). `log_rho` is detached.
+    """
+    ratios = log_rho.detach().exp().clamp(max=1)
+    later = torch.cat([ratios[:, 1:], torch.ones_like(ratios[:, :1])], 1)
     return advantages[:, None] * later.flip(1).cumprod(1).flip(1)
 
 
 def groups(rewards: Tensor, prompt_ids: Ids) -> dict[Hashable, Tensor]:
-    """Positions of each prompt id's samples."""
+    """Return the positions of each prompt id's samples, in order of first appearance."""
     ids = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else list(prompt_ids)
     if len(ids) != len(rewards):
         raise ValueError(f"{len(rewards)} rewards but {len(ids)} prompt ids")
@@ -166,19 +179,19 @@ def groups(rewards: Tensor, prompt_ids: Ids) -> dict[Hashable, Tensor]:
 
 
 def _weighted(rewards: Tensor, prompt_ids: Ids, weights: Sequence[float] | None) -> Float[Tensor, " b"]:
-    """The weighted sum of each reward's grpo advantages."""
+    """Return the weighted sum of each reward's grpo advantages."""
     parts = rewards[:, None] if rewards.ndim == 1 else rewards
     weights = [1.0] * parts.shape[1] if weights is None else weights
     if len(weights) != parts.shape[1]:
         raise ValueError(f"gdpo: {parts.shape[1]} rewards but {len(weights)} weights")
-    normalised = [group_advantages(part, prompt_ids) for part in parts.unbind(1)]
-    return sum(weight * part for weight, part in zip(weights, normalised, strict=True))
+    advantages = [group_advantages(part, prompt_ids) for part in parts.unbind(1)]
+    return sum(weight * part for weight, part in zip(weights, advantages, strict=True))
 
 
-def _standardised(values: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """(x - mean) / (std + eps) over all; equal values give exactly 0."""
+def _standardized(values: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Return (x - mean) / (std + eps) over all values; equal values give exactly 0."""
     if values.max() == values.min():
         return torch.zeros_like(values)
-    values = values - values[0]  # sums of squares lose the spread of values far from 0
+    values = values - values[0]  # sums of squares would cancel for values far from 0
     mean, std = global_statistics(*totals(values))
     return (values - mean) / (std + EPS)

@@ -1,4 +1,7 @@
-"""Chunks of latent frames, and who sees whom: what a causal student is made of (Self-Forcing, arXiv:2506.08009)."""
+"""Chunks of latent frames and attention masks of a causal student (Self-Forcing, arXiv:2506.08009).
+
+A causal student generates a video chunk by chunk. Each chunk attends to itself and to earlier frames in the KV cache.
+"""
 
 from dataclasses import dataclass
 
@@ -6,50 +9,57 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from unified_trainer.errors import UserError
+
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    chunk_frames: int = 0  # latent frames that a causal student makes at a time; 0 makes all at once, bidirectionally
-    independent_first_frame: bool = False  # the first latent frame is a chunk of its own
-    window_frames: int = 0  # finished latent frames that a chunk looks back on; 0 is all of them
-    sink_frames: int = 0  # how many of those are always the very first ones
-    context_noise: float = 0.0  # noise level at which finished chunks are looked back on
+    chunk_frames: int = 0  # latent frames that a causal student generates at a time; 0: all at once, bidirectional
+    independent_first_frame: bool = False  # make the first latent frame a chunk of its own
+    window_frames: int = 0  # latent frames in the KV cache, the sink included; 0 keeps all
+    sink_frames: int = 0  # first latent frames of the video that always stay in the cache
+    context_noise: float = 0.0  # noise level in [0, 1) at which finished chunks are written into the cache
 
     @property
     def causal(self) -> bool:
+        """Whether the video is generated in chunks."""
         return self.chunk_frames > 0
 
     def check(self) -> None:
-        """Raise ValueError, naming the key, for what cannot be."""
+        """Raise UserError, naming the setting, for values that contradict each other."""
         if self.chunk_frames < 0 or self.sink_frames < 0 or not 0 <= self.context_noise < 1:
-            raise ValueError(
-                "sampler.chunks: chunk_frames and sink_frames must not be negative, context_noise in [0, 1)"
+            raise UserError(
+                "sampler.chunks: chunk_frames and sink_frames must be at least 0 and context_noise in [0, 1), not "
+                f"{self.chunk_frames}, {self.sink_frames} and {self.context_noise}"
             )
         if self.window_frames and self.window_frames < self.chunk_frames + self.sink_frames:
-            raise ValueError(
+            raise UserError(
                 f"sampler.chunks.window_frames must hold the sink and a chunk ({self.sink_frames} + "
-                f"{self.chunk_frames}), not {self.window_frames}"
+                f"{self.chunk_frames} frames) or be 0, not {self.window_frames}"
             )
 
     def ranges(self, frames: int) -> list[tuple[int, int]]:
-        """First and one past the last latent frame of every chunk; ValueError when they do not divide."""
+        """Return (start, stop) of every chunk in latent frames, stop exclusive.
+
+        Raises UserError if chunk_frames does not divide the number of frames.
+        """
         first = 1 if self.independent_first_frame else 0
         if frames < 1 or (frames - first) % self.chunk_frames:
-            alone = " after the first" if first else ""
-            raise ValueError(
-                f"sampler.chunks.chunk_frames must divide the {frames - first} latent frames{alone}, "
-                f"not {self.chunk_frames}: change it, or video.frames"
+            after_first = " after the first" if first else ""
+            raise UserError(
+                f"sampler.chunks.chunk_frames must divide the {frames - first} latent frames{after_first}, "
+                f"but is {self.chunk_frames}: change it or video.frames"
             )
         starts = range(first, frames, self.chunk_frames)
         return [(0, 1)] * first + [(start, start + self.chunk_frames) for start in starts]
 
     def kept(self, resident: list[int]) -> list[int]:
-        """What of these latent frames stays to be looked back on: the sink, and the newest that fit."""
+        """Return which of the cached latent frames stay: the sink, and the newest that fit into the window."""
         over = len(resident) - self.window_frames if self.window_frames else 0
         return resident if over <= 0 else resident[: self.sink_frames] + resident[self.sink_frames + over :]
 
     def visible_frames(self, frames: int) -> list[list[int]]:
-        """For every chunk, the earlier latent frames that it sees."""
+        """Return, for every chunk, the earlier latent frames that it attends to."""
         seen: list[list[int]] = []
         resident: list[int] = []
         for start, stop in self.ranges(frames):
@@ -59,12 +69,19 @@ class ChunkConfig:
 
 
 def block_causal_mask(chunks: ChunkConfig, frames: int) -> Bool[Tensor, "t t"]:
-    """Whether the frame of a row sees the frame of a column: its own chunk, and what that looks back on."""
+    """Return the attention mask over latent frames; row q, column k: whether frame q attends to frame k.
+
+    A frame attends to its own chunk and to the earlier frames in that chunk's window.
+    """
     return _own_mask(chunks, frames) | _past_mask(chunks, frames)
 
 
 def teacher_forcing_mask(chunks: ChunkConfig, frames: int) -> Bool[Tensor, "two_t two_t"]:
-    """The same over [clean | noisy]: a noisy frame sees its own noisy chunk and the clean frames before it."""
+    """Return the block-causal mask over the concatenation [clean frames | noisy frames].
+
+    A clean frame attends to clean frames as in `block_causal_mask`. A noisy frame attends to its own noisy chunk and to
+    the clean frames in the window before it.
+    """
     own, past = _own_mask(chunks, frames), _past_mask(chunks, frames)
     return torch.cat([torch.cat([own | past, torch.zeros_like(own)], 1), torch.cat([past, own], 1)])
 

@@ -1,73 +1,124 @@
-"""Every sign and scale of the flow process: x_t = (1 - sigma) x0 + sigma noise, velocity = noise - x0 = dx/dsigma.
+"""The flow process: x_t = (1 - sigma) x0 + sigma noise, velocity = noise - x0 = dx_t / dsigma.
 
-Noise levels are float64; tensors of half precision are promoted to float32 before they are combined.
+sigma is the noise level: 1 is pure noise, 0 is data. Noise levels are float64. Tensors of half precision are converted
+to float32 before they are combined. Functions of x_t accept any shape whose first axis is the sample; `sigma` is one
+number, one per sample [b], or one per sample and latent frame [b, t] (then x_t is [b, c, t, ...]).
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 Sigma = Tensor | float  # one noise level, one per sample, or one per sample and latent frame
-GuidanceScale = float | tuple[float, float]  # one, or one of the high- and one of the low-noise expert
+GuidanceScale = float | tuple[float, float]  # one, or one each for the high- and the low-noise expert
 
 
 def shift_sigma(u: Sigma, shift: float) -> Sigma:
-    """sigma = s u / (1 + (s - 1) u): the schedule moved towards noise for s > 1 (SD3, arXiv:2403.03206)."""
+    """Return sigma = s u / (1 + (s - 1) u) with s = shift (SD3, arXiv:2403.03206).
+
+    u and sigma lie in [0, 1]; 0 and 1 are fixed points, and s > 1 moves levels towards noise.
+    """
     u = promote(u) if isinstance(u, Tensor) else u
     return shift * u / (1 + (shift - 1) * u)
 
 
 def unshift_sigma(sigma: Sigma, shift: float) -> Sigma:
-    """The inverse of `shift_sigma`: u = sigma / (s - (s - 1) sigma)."""
+    """Return u = sigma / (s - (s - 1) sigma), the inverse of `shift_sigma`."""
     sigma = promote(sigma) if isinstance(sigma, Tensor) else sigma
     return sigma / (shift - (shift - 1) * sigma)
 
 
-def high_share(boundary: float, shift: float) -> float:
-    """P(sigma >= boundary) of shifted-uniform noise levels: 1 - unshift(boundary)."""
-    return 1 - unshift_sigma(boundary, shift)
+class NoiseLevelLaw(Protocol):
+    """A distribution of noise levels, given by its inverse cumulative distribution function."""
+
+    def __call__(self, u: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """Return the noise level of each u, uniform float64 in [0, 1); non-decreasing in u."""
+        ...
+
+    def share_above(self, sigma: float) -> float:
+        """Return the probability that a drawn noise level is at least `sigma`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ShiftedUniform:
+    """Shifted uniform noise levels: sigma = shift_sigma(u, shift)."""
+
+    shift: float  # s of `shift_sigma`
+
+    def __call__(self, u: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """Return sigma = shift_sigma(u, shift) in [0, 1)."""
+        return shift_sigma(u, self.shift)
+
+    def share_above(self, sigma: float) -> float:
+        """Return P(drawn level >= sigma) = 1 - unshift_sigma(sigma, shift)."""
+        return 1 - unshift_sigma(sigma, self.shift)
+
+
+@dataclass(frozen=True)
+class ShiftedGrid:
+    """Equally likely noise levels sigma = clip(shift_sigma(k / levels, shift)), k = 0 ... levels - 1.
+
+    DMD and its successors draw the level at which teacher and critic are compared from this law (arXiv:2311.18828).
+    """
+
+    shift: float  # s of `shift_sigma`
+    clip: tuple[float, float]  # lowest and highest noise level
+    levels: int = 1000  # size of the grid
+
+    def __call__(self, u: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """Return the level of k = floor(levels u)."""
+        return shift_sigma((u * self.levels).floor() / self.levels, self.shift).clamp(*self.clip)
+
+    def share_above(self, sigma: float) -> float:
+        """Return P(drawn level >= sigma), the share of the grid's levels that are at least `sigma`."""
+        # The middle of a cell: k / levels * levels may round down to k - 1.
+        middles = (torch.arange(self.levels, dtype=torch.float64) + 0.5) / self.levels
+        return float((self(middles) >= sigma).double().mean())
 
 
 def sigma_table(num_steps: int, shift: float) -> Float[Tensor, " steps_and_0"]:
-    """num_steps + 1 noise levels from 1 down to 0, float64: shifted linspace(1, 0)."""
+    """Return num_steps + 1 float64 noise levels from 1 down to 0: linspace(1, 0) shifted.
+
+    Raises ValueError if num_steps is below 1.
+    """
     if num_steps < 1:
         raise ValueError(f"sigma_table: num_steps must be at least 1, not {num_steps}")
     return shift_sigma(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift)
 
 
-def warp_steps(steps: Sequence[float], shift: float) -> Float[Tensor, " steps"]:
-    """The noise levels of a step list in thousandths, e.g. [1000, 750, 500, 250] (CausVid, arXiv:2412.07772)."""
-    return shift_sigma(torch.as_tensor(steps, dtype=torch.float64) / 1000, shift)
-
-
 def add_noise(x0: Tensor, noise: Tensor, sigma: Sigma) -> Tensor:
-    """x_t = (1 - sigma) x0 + sigma noise."""
+    """Return x_t = (1 - sigma) x0 + sigma noise."""
     x0, noise = promote(x0), promote(noise)
     return per_sample(1 - as_level(sigma), x0) * x0 + per_sample(sigma, x0) * noise
 
 
 def x0_from_velocity(x_t: Tensor, velocity: Tensor, sigma: Sigma) -> Tensor:
-    """x0 = x_t - sigma velocity."""
+    """Return x0 = x_t - sigma velocity."""
     x_t = promote(x_t)
     return x_t - per_sample(sigma, x_t) * promote(velocity)
 
 
 def noise_from_velocity(x_t: Tensor, velocity: Tensor, sigma: Sigma) -> Tensor:
-    """noise = x_t + (1 - sigma) velocity."""
+    """Return noise = x_t + (1 - sigma) velocity."""
     x_t = promote(x_t)
     return x_t + per_sample(1 - as_level(sigma), x_t) * promote(velocity)
 
 
 def velocity_from_x0(x_t: Tensor, x0: Tensor, sigma: Sigma) -> Tensor:
-    """velocity = (x_t - x0) / sigma; sigma must be above 0."""
+    """Return velocity = (x_t - x0) / sigma; sigma must be above 0."""
     x_t = promote(x_t)
     return (x_t - promote(x0)) / per_sample(sigma, x_t)
 
 
 def guide(cond: Tensor, uncond: Tensor, guidance_scale: Sigma) -> Tensor:
-    """uncond + w (cond - uncond): w = 1 is no guidance (arXiv:2207.12598, standard form)."""
+    """Return uncond + w (cond - uncond) with w = guidance_scale (arXiv:2207.12598).
+
+    w = 1 is no guidance. The form cond + s (cond - uncond), which some papers use, is w = s + 1.
+    """
     cond, uncond = promote(cond), promote(uncond)
     return uncond + per_sample(guidance_scale, cond) * (cond - uncond)
 
@@ -75,11 +126,11 @@ def guide(cond: Tensor, uncond: Tensor, guidance_scale: Sigma) -> Tensor:
 def second_order_step(
     x_t: Tensor, x0: Tensor, x0_before: Tensor, sigma_before: Sigma, sigma: Sigma, sigma_next: Sigma
 ) -> Tensor:
-    """A deterministic step from the last two predictions of x0: DPM-Solver++(2M) (arXiv:2211.01095).
+    """Return x_next of a DPM-Solver++(2M) step from sigma to sigma' = sigma_next (arXiv:2211.01095).
 
-    With a = 1 - sigma and h the growth of log(a / sigma) over a step:
+    With a = 1 - sigma and h the growth of log(a / sigma) over this step, h_before over the previous one:
     x_next = sigma' / sigma x_t + (a' - a sigma' / sigma) D, D = x0 + h / (2 h_before) (x0 - x0_before).
-    All levels lie within (0, 1). With x0 for D it is an Euler step.
+    `x0_before` is the prediction at `sigma_before`. All levels must lie within (0, 1). D = x0 gives an Euler step.
     """
     x_t, x0, x0_before = promote(x_t), promote(x0), promote(x0_before)
     before, now, after = (torch.logit(1 - as_level(level)) for level in (sigma_before, sigma, sigma_next))
@@ -91,17 +142,20 @@ def second_order_step(
 
 
 def promote(x: Tensor) -> Tensor:
-    """float32 for half precision, else unchanged."""
+    """Convert float16 and bfloat16 to float32; return other tensors unchanged."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def as_level(sigma: Sigma) -> Tensor:
-    """A noise level (or any per-sample number) as float64."""
+    """Convert a noise level, or any number per sample, to a float64 tensor."""
     return torch.as_tensor(sigma, dtype=torch.float64)
 
 
 def per_sample(value: Sigma, like: Tensor) -> Tensor:
-    """`value` in the dtype of `like` [b c t ...] and shaped to broadcast: one number, one per sample, or [b, t]."""
+    """Reshape `value` to broadcast over `like` [b, c, t, ...] and convert it to the dtype and device of `like`.
+
+    `value` is one number, one per sample [b], or one per sample and latent frame [b, t].
+    """
     value = as_level(value)
     if value.ndim == 2:
         value = value.reshape(len(value), 1, -1, *[1] * (like.ndim - 3))

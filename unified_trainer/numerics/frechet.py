@@ -1,4 +1,4 @@
-"""The Frechet distance between two sets of features (FID, arXiv:1706.08500)."""
+"""The Frechet distance between two sets of feature vectors."""
 
 import torch
 from jaxtyping import Float
@@ -6,9 +6,10 @@ from torch import Tensor
 
 
 def frechet_distance(left: Float[Tensor, "n d"], right: Float[Tensor, "m d"]) -> float:
-    """|mu_l - mu_r|^2 + tr(C_l + C_r - 2 (C_l C_r)^(1/2)) of two sets as Gaussians, in float64.
+    """Return |mu_l - mu_r|^2 + tr(C_l + C_r - 2 (C_l C_r)^(1/2)), computed in float64 (FID, arXiv:1706.08500).
 
-    Biased upwards for few rows: compare only distances over equally many. Raises ValueError below two rows.
+    mu and C are mean and covariance of the rows of `left` and `right`. The estimate is biased upwards for few rows:
+    compare distances only at equal row counts. Raises ValueError if a set has fewer than two rows.
     """
     if min(len(left), len(right)) < 2:
         raise ValueError(f"frechet_distance: {len(left)} and {len(right)} rows, at least 2 are needed")

@@ -1,4 +1,4 @@
-"""The student as a stochastic sampler: transition kernels and their log-densities."""
+"""The student as a stochastic sampler: transition kernels and their log-densities (see `transition`)."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from unified_trainer.numerics.flow import (
 
 Kernel = Literal["ode", "dance", "flow", "flow_wan", "cps"]
 Tail = Literal["euler", "second_order"]
-PURE_NOISE = 1 - 1e-3  # from this noise level on, `sigma_max` stands in where a kernel is singular
+PURE_NOISE = 1 - 1e-3  # at or above this noise level, `sigma_max` replaces sigma where a kernel is singular
 
 
 def transition(
@@ -33,13 +33,20 @@ def transition(
     *,
     sigma_max: Sigma | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of x_next given x_t, one reverse step from sigma to sigma_next < sigma.
+    """Return mean and standard deviation of x_next given x_t, for a reverse step from sigma to sigma_next < sigma.
 
-    With dt = sigma_next - sigma and the kernel's diffusion s (see `_diffusion`):
+    With v = velocity, dt = sigma_next - sigma and the diffusion s of the kernel:
     mean = x + dt (v + s^2 / (2 sigma) (x + (1 - sigma) v)), std = s sqrt(-dt).
-    `cps` (arXiv:2509.05952) instead keeps the noise level exact: std = sigma_next sin(level pi / 2),
-    mean = (1 - sigma_next) x0 + sqrt(sigma_next^2 - std^2) noise; at level 1 it renoises x0, as few-step students do.
-    `sigma_max` is the second noise level of the table. The std broadcasts over x_t; half precision becomes float32.
+    `ode`: s = 0.
+    `dance`: s = level, the eta of DanceGRPO (arXiv:2505.07818).
+    `flow`: s = level sqrt(sigma / (1 - sigma)), with 1 - sigma_max in place of 1 - sigma where sigma is 1 (Flow-GRPO,
+    arXiv:2505.05470).
+    `flow_wan`: s = sigma_max sigma; `level` is unused.
+    `cps` (Flow-CPS, arXiv:2509.05952) keeps the noise level of x_next exact: std = sigma_next sin(level pi / 2),
+    mean = (1 - sigma_next) x0 + sqrt(sigma_next^2 - std^2) noise. Level 1 renoises x0, as few-step students do.
+
+    `sigma_max` is the second noise level of the table. The std has a shape that broadcasts over x_t [b, ...].
+    Raises ValueError if sigma_next is not below sigma, or if the kernel needs a `sigma_max` below 1 and has none.
     """
     x_t, velocity = promote(x_t), promote(velocity)
     sigma, sigma_next = as_level(sigma), as_level(sigma_next)
@@ -57,12 +64,7 @@ def transition(
 
 
 def _diffusion(kernel: Kernel, sigma: Sigma, level: float, sigma_max: Sigma | None = None) -> Tensor:
-    """The diffusion s of a kernel at a noise level, float64.
-
-    `ode`: 0. `dance`: level, the eta of DanceGRPO (arXiv:2505.07818). `flow`: level sqrt(sigma / (1 - sigma))
-    (Flow-GRPO, arXiv:2505.05470), with 1 - sigma_max below the bar where sigma is 1. `flow_wan`: sigma_max sigma,
-    which has no level.
-    """
+    """Return the diffusion s of `transition`, float64."""
     if kernel not in get_args(Kernel):
         raise ValueError(f"unknown kernel {kernel!r}; have {', '.join(get_args(Kernel))}")
     sigma = as_level(sigma)
@@ -76,9 +78,11 @@ def _diffusion(kernel: Kernel, sigma: Sigma, level: float, sigma_max: Sigma | No
 
 
 def log_prob(x_next: Tensor, mean: Tensor, std: Tensor, *, normalised: bool = True) -> Float[Tensor, " b"]:
-    """Gaussian log-density of x_next, averaged over the elements of each sample; x_next takes no gradient.
+    """Return the Gaussian log-density of x_next, averaged over the elements of each sample.
 
-    Not `normalised`: -(x_next - mean)^2 alone, as published for cps.
+    It is the mean over elements of -(x_next - mean)^2 / (2 std^2) - ln std - ln(2 pi) / 2; `normalised` False gives the
+    mean of -(x_next - mean)^2, as published for `cps`. `mean` keeps its graph, x_next is detached. Raises ValueError
+    where std is 0.
     """
     if bool((torch.as_tensor(std) <= 0).any()):
         raise ValueError("log_prob: a step with std 0 is deterministic and has no density")
@@ -93,21 +97,24 @@ def log_prob(x_next: Tensor, mean: Tensor, std: Tensor, *, normalised: bool = Tr
 
 @dataclass(frozen=True)
 class Policy:
-    """A kernel along a table of noise levels; transition s goes from level s to level s + 1."""
+    """A transition kernel along a table of noise levels; transition s goes from sigmas[s] to sigmas[s + 1]."""
 
     kernel: Kernel
-    level: float  # of the kernel's noise
-    sigmas: Float[Tensor, " steps_and_0"]
-    normalised: bool = True  # density; False is -(x_next - mean)^2 alone
-    tail: Tail = "euler"  # of the deterministic steps after the last stochastic one
+    level: float  # noise strength of the kernel, `level` in `transition`
+    sigmas: Float[Tensor, " steps_and_0"]  # falling, float64, 0 at the end
+    normalised: bool = True  # whether log_prob is the Gaussian density or -(x_next - mean)^2 alone
+    tail: Tail = "euler"  # solver of the deterministic steps after the last stochastic one
 
     def step(self, s: int, x_t: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of x_next."""
+        """Return mean and standard deviation of x_next for transition s, see `transition`."""
         sigma, sigma_next, second = self.sigmas[s], self.sigmas[s + 1], self.sigmas[1]
         return transition(self.kernel, x_t, velocity, sigma, sigma_next, self.level, sigma_max=second)
 
     def euler_step(self, s: int, x_t: Tensor, velocity: Tensor, x0_before: Tensor | None) -> Tensor:
-        """x_next without noise: Euler, or of second order if it follows on a prediction of x0 at the level before."""
+        """Return x_next of a deterministic step; the velocity was predicted at x_t and sigmas[s].
+
+        The step is Euler, or DPM-Solver++(2M) if `x0_before`, the prediction of x0 at sigmas[s - 1], is given.
+        """
         sigma, sigma_next = self.sigmas[s], self.sigmas[s + 1]
         if x0_before is None:
             return transition("ode", x_t, velocity, sigma, sigma_next, 0.0)[0]
@@ -115,18 +122,20 @@ class Policy:
         return second_order_step(x_t, x0, x0_before, self.sigmas[s - 1], sigma, sigma_next)
 
     def log_prob(self, x_next: Tensor, mean: Tensor, std: Tensor) -> Float[Tensor, " b"]:
+        """Return the log-density of x_next averaged over elements, see `log_prob`."""
         return log_prob(x_next, mean, std, normalised=self.normalised)
 
     def std(self, s: int) -> float:
-        """How much noise transition s draws, in float32 as it is drawn; 0 is a step without density."""
+        """Return the standard deviation of transition s, rounded to float32; 0 if it has no density."""
         return float(self.step(s, *torch.zeros(2, 1, 1))[1])
 
     def mean_gain(self, s: int) -> float:
-        """How far a unit of velocity moves the mean of transition s: |d mean / d velocity|."""
+        """Return |d mean / d velocity| of transition s."""
         return abs(float(self.step(s, *torch.tensor([[[0.0]], [[1.0]]], dtype=torch.float64))[0]))
 
 
 def _needed(kernel: Kernel, sigma_max: Sigma | None) -> Tensor:
+    """Return `sigma_max` as a level; ValueError if it is missing or not below 1."""
     if sigma_max is None or bool((as_level(sigma_max) >= 1).any()):
         raise ValueError(f"transition: {kernel} needs sigma_max, the table's second noise level, below 1")
     return as_level(sigma_max)

@@ -1,4 +1,4 @@
-"""How far the policy is from a reference: estimates from log-densities, exact forms, and a coefficient that follows."""
+"""KL divergence between policy and reference: estimators, closed forms, and an adaptive coefficient."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,14 +11,15 @@ from unified_trainer.numerics.flow import promote
 
 Estimate = Literal["k1", "k2", "k3"]
 KL = Literal["exact", "k1", "k2", "k3", "velocity"]
-STEP_BOUND = 0.2  # of the relative error that an adaptive coefficient answers to
+STEP_BOUND = 0.2  # limit of the relative KL error in one update of the adaptive coefficient
 
 
 def kl_estimate(kind: Estimate, log_prob: Tensor, log_prob_ref: Tensor) -> Tensor:
-    """KL(policy | reference) of each sample from its log-densities l and lr (Schulman, 2020).
+    """Estimate KL(policy | reference) element by element from log-densities l and lr (Schulman, 2020).
 
     `k1`: l - lr, unbiased, may be negative. `k2`: (l - lr)^2 / 2. `k3`: e^(lr - l) - (lr - l) - 1, also called
-    low_var_kl. As a loss, k1 has the gradient of l alone, which is zero on average under the policy itself.
+    low_var_kl. As a loss, k1 has the gradient of l alone, whose expectation under the policy is zero.
+    The result has the shape of `log_prob`. Raises ValueError for an unknown `kind`.
     """
     if kind not in get_args(Estimate):
         raise ValueError(f"unknown KL estimate {kind!r}; have {', '.join(get_args(Estimate))}")
@@ -29,7 +30,10 @@ def kl_estimate(kind: Estimate, log_prob: Tensor, log_prob_ref: Tensor) -> Tenso
 
 
 def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Float[Tensor, " b"]:
-    """KL per element between two Gaussians of one std: mean over elements of (mean - mean_ref)^2 / (2 std^2)."""
+    """Return the KL per element between Gaussians of equal std: the mean of (mean - mean_ref)^2 / (2 std^2).
+
+    The mean is over the elements of each sample; `std` broadcasts over `mean`. Raises ValueError where std is 0.
+    """
     if bool((torch.as_tensor(std) <= 0).any()):
         raise ValueError("gaussian_kl: a step with std 0 is deterministic and has no density")
     std = torch.as_tensor(std, dtype=promote(mean).dtype, device=mean.device)
@@ -37,24 +41,30 @@ def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Float[Tensor, " 
 
 
 def velocity_kl(velocity: Tensor, velocity_ref: Tensor) -> Float[Tensor, " b"]:
-    """Mean over elements of (v - v_ref)^2: the KL without its weight of the noise level."""
+    """Return the mean of (velocity - velocity_ref)^2 over the elements of each sample.
+
+    It is proportional to `gaussian_kl` at a fixed noise level, without the weight of that level.
+    """
     return (promote(velocity) - promote(velocity_ref)).square().flatten(1).mean(1)
 
 
 @dataclass
 class AdaptiveKL:
-    """A KL coefficient that rises when the KL is above its target and falls below it (arXiv:1909.08593)."""
+    """A KL coefficient that rises while the KL is above its target and falls while it is below (arXiv:1909.08593)."""
 
-    coefficient: float  # now
-    target: float  # KL to settle at
-    horizon: float  # samples over which the coefficient may change by its own size
+    coefficient: float  # current value
+    target: float  # KL to keep, per element
+    horizon: float  # samples over which the coefficient changes by at most about 20 %
 
     def __post_init__(self) -> None:
         if self.target <= 0 or self.horizon <= 0:
             raise ValueError(f"AdaptiveKL: target and horizon must be above 0, not {self.target} and {self.horizon}")
 
     def update(self, kl: float, count: int) -> float:
-        """After `count` samples of mean KL `kl`: coefficient (1 + clip(kl / target - 1, +-0.2) count / horizon)."""
+        """Multiply the coefficient by 1 + clip(kl / target - 1, -0.2, 0.2) count / horizon and return it.
+
+        `kl` is the mean KL of the last `count` samples.
+        """
         error = min(STEP_BOUND, max(-STEP_BOUND, kl / self.target - 1))
         self.coefficient *= 1 + error * count / self.horizon
         return self.coefficient

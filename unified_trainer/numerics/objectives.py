@@ -1,4 +1,4 @@
-"""Policy objectives, to be maximised, and what there is to see of them: tensors in, tensors out."""
+"""Policy-gradient objectives, to be maximized, and their diagnostics."""
 
 import math
 from dataclasses import dataclass
@@ -8,31 +8,38 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from unified_trainer.errors import UserError
 from unified_trainer.numerics.kl import gaussian_kl
 
 Mode = Literal["none", "clip", "dual_clip", "soft_clip", "sapo", "ce_gppo", "cispo", "gspo"]
-LOG_RATIO_LIMIT = 20.0
+LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped to this size before exp
 
 
 @dataclass(frozen=True)
 class ObjectiveParameters:
-    """What only one objective reads."""
+    """Parameters that a single objective reads; see `surrogate` for the formulas."""
 
-    dual_clip: float = 3.0  # dual_clip: a worse sample pulls no more once its ratio is above this
-    alpha: float = 1.0  # soft_clip: power with which a ratio away from 1 loses weight
-    tau_pos: float = 1.0  # sapo: steepness of the gate where the advantage is positive
-    tau_neg: float = 1.05  # sapo: and where it is not
-    beta_low: float = 0.75  # ce_gppo: share of the gradient left below the range where the advantage is negative
-    beta_high: float = 1.0  # ce_gppo: and above the range where it is positive
+    dual_clip: float = 3.0  # dual_clip: ratio above which a sample of negative advantage has no gradient
+    alpha: float = 1.0  # soft_clip: exponent of the weight min(r, 1 / r)
+    tau_pos: float = 1.0  # sapo: steepness of the gate for positive advantages
+    tau_neg: float = 1.05  # sapo: steepness of the gate for advantages of 0 and below
+    beta_low: float = 0.75  # ce_gppo: gradient scale below the clip range for negative advantages
+    beta_high: float = 1.0  # ce_gppo: gradient scale above the clip range for positive advantages
 
     def check(self) -> None:
-        """Raise ValueError, naming the key, for what cannot be."""
+        """Raise UserError, naming the setting, for values out of range."""
         if self.dual_clip <= 1:
-            raise ValueError(f"algorithm.objective_parameters.dual_clip must be above 1, not {self.dual_clip}")
+            raise UserError(f"algorithm.objective_parameters.dual_clip must be above 1, not {self.dual_clip}")
         if self.alpha < 0 or self.beta_low < 0 or self.beta_high < 0:
-            raise ValueError("algorithm.objective_parameters: alpha, beta_low and beta_high must not be negative")
+            raise UserError(
+                "algorithm.objective_parameters: alpha, beta_low and beta_high must not be negative, not "
+                f"{self.alpha}, {self.beta_low} and {self.beta_high}"
+            )
         if self.tau_pos <= 0 or self.tau_neg <= 0:
-            raise ValueError("algorithm.objective_parameters: tau_pos and tau_neg must be above 0")
+            raise UserError(
+                "algorithm.objective_parameters: tau_pos and tau_neg must be above 0, not "
+                f"{self.tau_pos} and {self.tau_neg}"
+            )
 
 
 def surrogate(
@@ -49,17 +56,21 @@ def surrogate(
     beta_low: float = ObjectiveParameters.beta_low,
     beta_high: float = ObjectiveParameters.beta_high,
 ) -> Tensor:
-    """The objective J of each element; r = exp(log_ratio), lo = 1 - clip_low, hi = 1 + clip_high, sg = no gradient.
+    """Return the objective J of each element, to be maximized.
 
-    The clip range is one, or a tensor of each element's.
+    r = exp(clip(log_ratio, -20, 20)), A = advantage, lo = 1 - clip_low, hi = 1 + clip_high, sg = stop-gradient.
     `none`: r A.
     `clip`: min(r A, clip(r, lo, hi) A) (PPO, arXiv:1707.06347).
-    `dual_clip`: the same, but not below dual_clip A where A < 0 (arXiv:1912.09729).
+    `dual_clip`: as `clip`, and at least dual_clip A where A < 0 (arXiv:1912.09729).
     `soft_clip`: sg(min(r, 1 / r)^alpha) r A.
-    `sapo`: 4 / tau sigmoid(tau (r - 1)) A, tau by the sign of A (arXiv:2511.20347).
-    `ce_gppo`: r A inside; where clip would stop, the bound's value and beta of its slope (arXiv:2509.20712).
-    `cispo`: sg(clip(r, lo, hi)) A with the slope of log_ratio; canonically lo = 0 (arXiv:2506.13585).
-    `gspo`: clip with one ratio per sample, exp(mean over steps); log_ratio is [b, s] (arXiv:2507.18071).
+    `sapo`: 4 / tau sigmoid(tau (r - 1)) A; tau is tau_pos where A > 0, else tau_neg (arXiv:2511.20347).
+    `ce_gppo`: beta_low lo r / sg(r) A where A < 0 and r < lo; beta_high hi r / sg(r) A where A > 0 and r > hi;
+    else r A (arXiv:2509.20712).
+    `cispo`: sg(clip(r, lo, hi)) r / sg(r) A; canonically lo = 0 (arXiv:2506.13585).
+    `gspo`: `clip` with one ratio per sample, exp of the mean of log_ratio [b, s] over s (arXiv:2507.18071).
+
+    `clip_low` and `clip_high` are numbers or one number per element. The result has the shape of `log_ratio`; [b] for
+    `gspo`. Raises ValueError for an unknown mode.
     """
     ratio = _ratio(mode, log_ratio)
     low, high = 1 - clip_low, 1 + clip_high
@@ -86,31 +97,30 @@ def surrogate(
 def guarded_log_ratio(
     log_ratio: Float[Tensor, " b"], mean: Tensor, mean_old: Tensor, std: Tensor
 ) -> Float[Tensor, " b"]:
-    """(log_ratio + mean(dmu^2) / (2 std^2)) std: centred on 0 and of one spread at every step (arXiv:2510.22319).
+    """Return (log_ratio + mean(dmu^2) / (2 std^2)) std, dmu = mean - mean_old (GRPO-Guard, arXiv:2510.22319).
 
-    A log-ratio that is a mean over elements has mean -KL and spread sqrt(2 KL / D); the clip then hits one side alone.
+    The mean is over the D elements of a sample. A log-ratio averaged over elements has expectation -k and standard
+    deviation sqrt(2 k / D), k the KL per element, so a symmetric clip range acts on one side only. The guarded
+    log-ratio has expectation 0 and the same scale at every step. `mean_old` takes no gradient.
     """
     spread = torch.as_tensor(std, dtype=log_ratio.dtype, device=log_ratio.device).expand_as(mean).flatten(1).mean(1)
     return (log_ratio + gaussian_kl(mean, mean_old.detach(), std)) * spread
 
 
-def guard_ratio(log_ratio: Float[Tensor, " b"], mean: Tensor, mean_old: Tensor, std: Tensor) -> Float[Tensor, " b"]:
-    """exp of the guarded log-ratio: the ratio of GRPO-Guard."""
-    return _ratio("none", guarded_log_ratio(log_ratio, mean, mean_old, std))
-
-
 def leaves_trust_region(
     log_ratio: Float[Tensor, " b"], advantage: Float[Tensor, " b"], kl: Float[Tensor, " b"], bound: float
 ) -> Bool[Tensor, " b"]:
-    """Samples to drop: `bound` of KL per element is reached, and the ratio already moved the advantage's way."""
+    """Return which samples to drop: KL per element >= `bound` and the ratio has moved in the advantage's direction."""
     return (kl >= bound) & (log_ratio * advantage.sign() > 0)
 
 
 def calibrated_clip(shift: float, elements: int, guard_std: float | None = None) -> tuple[float, float]:
-    """clip_low and clip_high that a policy just reaches whose mean moved by `shift` standard deviations per element.
+    """Return (clip_low, clip_high) that a policy reaches once its mean has moved by `shift` std per element.
 
-    With k = shift^2 / 2 the log-ratio of D elements then has mean -k and deviation d = sqrt(2 k / D): the range is
-    exp(-d - k) to exp(d). A guarded one has mean 0 and deviation d guard_std, and so has its range.
+    With D = elements and k = shift^2 / 2, the log-ratio has mean -k and standard deviation d = sqrt(2 k / D): the range
+    of ratios is [exp(-d - k), exp(d)]. A guarded log-ratio (see `guarded_log_ratio`) at a transition of standard
+    deviation `guard_std` has mean 0 and standard deviation d guard_std: the range is [exp(-d guard_std),
+    exp(d guard_std)].
     """
     deviation = shift / math.sqrt(elements)
     if guard_std is not None:
@@ -119,7 +129,7 @@ def calibrated_clip(shift: float, elements: int, guard_std: float | None = None)
 
 
 def outside_clip(log_ratio: Tensor, *, clip_low: float | Tensor, clip_high: float | Tensor) -> Tensor:
-    """Where the ratio has left (1 - clip_low, 1 + clip_high)."""
+    """Return where the ratio is not inside the open interval (1 - clip_low, 1 + clip_high)."""
     ratio = log_ratio.exp()
     return (ratio <= 1 - clip_low) | (ratio >= 1 + clip_high)
 
@@ -133,12 +143,12 @@ def diagnostics(
     clip_high: float | Tensor = 0.2,
     **parameters: float,
 ) -> dict[str, float]:
-    """What an objective does with its samples, one definition for all modes; g = dJ / dlog_ratio, U = |g| / |A|.
+    """Return statistics of an objective, with one definition for all modes; g = dJ / dlog_ratio, U = |g| / |A|.
 
-    `clip_fraction`: share of ratios not in (lo, hi). `zero_gradient_fraction`: share with (A > 0, r > hi) or (A < 0, r < lo), where clip has
-    no gradient. `u_mean`, `u_p50`, `u_p90`, `u_p99`: of U. `ess`: (sum U)^2 / (N sum U^2), the share of samples that
-    carry the gradient; 0 when none does. Samples without advantage count in the shares only. A sample of gspo is its
-    whole sequence.
+    `clip_fraction`: share of ratios not in (lo, hi). `zero_gradient_fraction`: share with (A > 0, r > hi) or
+    (A < 0, r < lo), where `clip` has no gradient. `u_mean`, `u_p50`, `u_p90`, `u_p99`: mean and quantiles of U.
+    `ess`: (sum U)^2 / (N sum U^2), the share of samples that carry the gradient; 0 when none does. Samples with A = 0
+    count in the two fractions only. For `gspo` a sample is the whole sequence.
     """
     log_ratio, advantage = log_ratio.detach().double(), advantage.detach().double()
     with torch.enable_grad():
@@ -148,25 +158,25 @@ def diagnostics(
     if mode == "gspo":
         slope, log_ratio = slope.sum(1), log_ratio.mean(1)
     ratio = log_ratio.detach().exp()
-    dead = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
-    some = advantage != 0
-    use = slope[some].abs() / advantage[some].abs() if bool(some.any()) else torch.zeros(1, dtype=torch.float64)
-    squares = use.square().sum()
-    p50, p90, p99 = torch.quantile(use, use.new_tensor([0.5, 0.9, 0.99])).tolist()
+    stopped = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
+    used = advantage != 0
+    u = slope[used].abs() / advantage[used].abs() if bool(used.any()) else torch.zeros(1, dtype=torch.float64)
+    squares = u.square().sum()
+    p50, p90, p99 = torch.quantile(u, u.new_tensor([0.5, 0.9, 0.99])).tolist()
+    outside = outside_clip(log_ratio.detach(), clip_low=clip_low, clip_high=clip_high)
     return {
-        "clip_fraction": float(
-            outside_clip(log_ratio.detach(), clip_low=clip_low, clip_high=clip_high).double().mean()
-        ),
-        "zero_gradient_fraction": float(dead.double().mean()),
-        "u_mean": float(use.mean()),
+        "clip_fraction": float(outside.double().mean()),
+        "zero_gradient_fraction": float(stopped.double().mean()),
+        "u_mean": float(u.mean()),
         "u_p50": p50,
         "u_p90": p90,
         "u_p99": p99,
-        "ess": float(use.sum().square() / (len(use) * squares)) if squares > 0 else 0.0,
+        "ess": float(u.sum().square() / (len(u) * squares)) if squares > 0 else 0.0,
     }
 
 
 def _ratio(mode: Mode, log_ratio: Tensor) -> Tensor:
+    """Return exp of the clipped log-ratio; one per sample for gspo."""
     if mode not in get_args(Mode):
         raise ValueError(f"unknown surrogate {mode!r}; have {', '.join(get_args(Mode))}")
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -1,1 +1,1 @@
-"""Devices, ranks, sharding and randomness."""
+"""Devices, ranks, sharding, sequence parallelism and randomness."""

@@ -1,17 +1,23 @@
-"""The only file that names a device: cuda with nccl, npu with hccl, cpu with gloo."""
+"""Devices and their backends: cuda with nccl, npu with hccl, cpu with gloo. No other file names a device."""
 
 from typing import Literal
 
 import psutil
 import torch
 
+from unified_trainer.errors import UserError
+
 Device = Literal["auto", "cuda", "npu", "cpu"]
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gloo"}
-CONTROL_BACKEND = "gloo"  # between the ranks' CPUs, beside what their devices exchange
+CONTROL_BACKEND = "gloo"  # of the control group, whose collectives run on the CPUs
 
 
 def pick_device(name: Device, local_rank: int) -> torch.device:
-    """The device of this process; `auto` takes an accelerator that torch sees by itself, and imports none."""
+    """Return the device of this process and select it in torch.
+
+    `auto` takes an accelerator that torch already knows, else the CPU; only `npu` imports torch_npu.
+    Raises UserError if the device, or one for this local rank, is not available.
+    """
     if name == "npu":
         _import_npu()
     if name == "auto":
@@ -21,14 +27,19 @@ def pick_device(name: Device, local_rank: int) -> torch.device:
         return torch.device(name)
     torch_device = torch.get_device_module(name)
     if not torch_device.is_available():
-        raise ValueError(f"--device {name}: torch sees no {name.upper()} device; use --device cpu")
+        raise UserError(f"--device {name}: torch sees no {name.upper()} device; use --device cpu")
+    if local_rank >= torch_device.device_count():
+        raise UserError(
+            f"--device {name}: local rank {local_rank} has no device, torch sees {torch_device.device_count()}; "
+            "start at most one rank per device"
+        )
     device = torch.device(name, local_rank)
     torch_device.set_device(device)
     return device
 
 
 def peak_memory(device: torch.device) -> float:
-    """Peak memory in GiB: allocated on an accelerator, resident on a CPU."""
+    """Return this process's peak memory in GiB: allocated by torch on an accelerator, resident on a CPU."""
     if device.type != "cpu":
         return torch.get_device_module(device).max_memory_allocated(device) / 2**30
     import resource
@@ -37,29 +48,29 @@ def peak_memory(device: torch.device) -> float:
 
 
 def has_flex_attention(device: torch.device) -> bool:
-    """Whether FlexAttention pays on this device; elsewhere attention takes a dense mask."""
+    """Return whether masked attention should use FlexAttention; other devices use a dense mask."""
     return device.type == "cuda"
 
 
 def can_pin(device: torch.device) -> bool:
-    """Whether CPU memory can be pinned for copies to this device."""
+    """Return whether CPU memory can be pinned for copies to this device."""
     return device.type != "cpu"
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated, those that torch holds without using them among them."""
+    """Return the bytes that can still be allocated, including those in torch's cache."""
     if device.type == "cpu":
         return psutil.virtual_memory().available
     torch_memory = torch.get_device_module(device)
-    held = torch_memory.memory_reserved(device) - torch_memory.memory_allocated(device)
-    return torch_memory.mem_get_info(device)[0] + held
+    cached = torch_memory.memory_reserved(device) - torch_memory.memory_allocated(device)
+    return torch_memory.mem_get_info(device)[0] + cached
 
 
 def require_memory(needed: int, device: torch.device, what: str, way_out: str) -> None:
-    """ValueError if `needed` bytes cannot be allocated, before anybody tries."""
+    """Raise UserError if fewer than `needed` bytes are free; the message is about `what` and ends with `way_out`."""
     free = free_memory(device)
     if needed > free:
-        raise ValueError(f"{what} needs {needed / 2**30:.2f} GiB, but {device} has {free / 2**30:.2f} free: {way_out}")
+        raise UserError(f"{what} needs {needed / 2**30:.2f} GiB, but {device} has {free / 2**30:.2f} free: {way_out}")
 
 
 def _import_npu() -> None:
@@ -67,6 +78,6 @@ def _import_npu() -> None:
         import torch_npu  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
         why = str(error).splitlines()[0]
-        raise ValueError(
+        raise UserError(
             f"--device npu needs torch_npu and CANN ({why}); install the extra: pip install '.[npu]'"
         ) from error

@@ -1,4 +1,4 @@
-"""Sharding a network over the ranks, and when its ranks exchange weights and gradients."""
+"""Sharding a network over the ranks with FSDP2, and when its weights are gathered and its gradients reduced."""
 
 import itertools
 import warnings
@@ -14,37 +14,41 @@ from unified_trainer.parallel.mesh import Mesh
 
 
 def shard(network: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh) -> None:
-    """FSDP2 in place, block by block and the rest as the root; a single rank keeps the network as it is.
+    """Apply FSDP2 to the network in place: each block is a unit, the rest is the root. A single rank changes nothing.
 
-    The gradient of a weight becomes the mean of all ranks' gradients, those of a sequence group included.
+    The gradient of a weight becomes the mean of the gradients of all ranks, including those of a sequence group.
     """
     if mesh.weights is None:
         return
-    # diffusers' networks return a view; FSDP2 warns of in-place operations on it, and there are none.
+    # The networks of diffusers return a view. FSDP2 warns about in-place operations on it; there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     offload = CPUOffloadPolicy(pin_memory=can_pin(mesh.device)) if mesh.config.offload else OffloadPolicy()
     for module in (*blocks, network):
         fully_shard(module, mesh=mesh.weights, reshard_after_forward=True, offload_policy=offload)
-        module.set_force_sum_reduction_for_comms(True)  # and divides after: not every backend has a mean
+        module.set_force_sum_reduction_for_comms(True)  # FSDP2 then divides itself: not every backend has a mean
     for first, second in itertools.pairwise(blocks):
         first.set_modules_to_forward_prefetch([second])
         second.set_modules_to_backward_prefetch([first])
 
 
 def exchange_gradients(network: nn.Module, *, last: bool, mesh: Mesh) -> None:
-    """Say before a backward pass whether it is the last before the weights move."""
+    """Set, before a backward pass, whether FSDP2 reduces gradients after it.
+
+    `last` says that it is the last backward pass before an optimizer step; earlier passes reduce only under
+    parallel.reduce_gradients "every".
+    """
     if isinstance(network, FSDPModule):
         network.set_requires_gradient_sync(last or mesh.config.reduce_gradients == "every")
         network.set_is_last_backward(last)
 
 
 def set_reshard_policy(network: nn.Module, mesh: Mesh) -> None:
-    """Say before a pass whether weights stay gathered after it: for its backward pass, or not at all.
+    """Set, before a forward pass, which weights stay gathered after it.
 
-    What a pass without gradient kept would be stale once the role has moved. For a backward pass the root's few
-    weights are always kept: one that starts from the features, not from the output, would not gather them again. They
-    are kept after it too, for the backward of another pass through the same network, until the next pass begins or
-    the weights move.
+    Without gradient, none stay: they would be stale after the next optimizer step. With gradient, the root's weights
+    stay, because a backward pass that starts from the features and not from the output would not gather them again;
+    they also stay after the backward pass, for the backward of another pass through the same network. The blocks'
+    weights stay only if parallel.reshard_after_forward is False.
     """
     reshard(network)
     if isinstance(network, FSDPModule):
@@ -53,21 +57,21 @@ def set_reshard_policy(network: nn.Module, mesh: Mesh) -> None:
 
 
 def reshard(network: nn.Module) -> None:
-    """Back to this rank's shards alone: what is still gathered would be stale once they change."""
+    """Free gathered weights, so that only this rank's shards remain; call it before the shards change."""
     if isinstance(network, FSDPModule):
         network.reshard()
 
 
 def storage_device(mesh: Mesh) -> torch.device:
-    """Where weights are kept between passes."""
+    """Return the device that holds the weights between passes."""
     return torch.device("cpu") if mesh.config.offload else mesh.device
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor."""
+    """Return this rank's shard of a sharded tensor; return other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, on every rank."""
+    """Return the whole of a sharded tensor on every rank (a collective); return other tensors unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

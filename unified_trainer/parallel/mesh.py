@@ -1,4 +1,4 @@
-"""The ranks of a run, what each of them holds, and what they tell each other."""
+"""The ranks of a run: parallel degrees, device meshes, and collectives."""
 
 import os
 from dataclasses import dataclass, replace
@@ -10,30 +10,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from unified_trainer.errors import UserError
 from unified_trainer.parallel.device import BACKENDS, CONTROL_BACKEND, Device, pick_device
 
-LONGEST_WORD = 128  # bytes that a rank tells the others at a time
+TORCHRUN = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # environment variables by which ranks find each other
+POINT_BYTES = 128  # longest description that `Mesh.assert_same` compares
+
+
+class RanksDivergedError(UserError, RuntimeError):
+    """Ranks are at different points of the program, because of different settings, data or code."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    replicate: int = 1  # copies of the weights; each is spread over shard x sequence ranks
-    shard: int = 0  # ranks with samples of their own that share one copy of the weights; 0 takes the ranks left
+    replicate: int = 1  # copies of the weights; each copy is sharded over shard x sequence ranks
+    shard: int = 0  # ranks with samples of their own that share one copy of the weights; 0 takes all remaining ranks
     sequence: int = 1  # ranks that share the tokens of the same samples (Ulysses, arXiv:2309.14509)
-    reshard_after_forward: bool = (
-        True  # free gathered weights between forward and backward pass; False is faster and larger
-    )
-    reduce_gradients: Literal["last", "every"] = (
-        "last"  # backward passes after which the ranks sum their gradients: the last
-    )
-    # before a move sends least, every one keeps only a rank's share of them in memory
-    offload: bool = False  # keep weights and optimizer in CPU memory, copied to the device block by block
-    timeout_minutes: float = 30.0  # how long a rank waits for the others before the run fails
+    reshard_after_forward: bool = True  # free gathered weights after forward; False is faster and uses more memory
+    reduce_gradients: Literal["last", "every"] = "last"  # reduce after the last backward (fast) or all (less memory)
+    offload: bool = False  # keep weights and optimizer state in CPU memory, copied to the device block by block
+    timeout_minutes: float = 30.0  # minutes that a rank waits for the others before the run fails
 
     def degrees(self, ranks: int) -> "ParallelConfig":
-        """With `shard` filled in; ValueError with the arithmetic when the ranks do not divide so."""
+        """Return the config with `shard` filled in; raise UserError if replicate x shard x sequence is not `ranks`."""
         if min(self.replicate, self.sequence) < 1 or self.shard < 0 or self.timeout_minutes <= 0:
-            raise ValueError(
+            raise UserError(
                 "parallel.replicate and parallel.sequence must be at least 1, parallel.shard at least 0 and "
                 f"parallel.timeout_minutes above 0, not {self.replicate}, {self.sequence}, {self.shard} and "
                 f"{self.timeout_minutes:g}"
@@ -41,30 +42,30 @@ class ParallelConfig:
         rest = self.replicate * self.sequence
         shard = self.shard or ranks // rest
         if rest * shard != ranks or not shard:
-            told = self.shard or f"({ranks} // {rest})"
-            raise ValueError(
+            factor = self.shard or f"({ranks} // {rest})"
+            raise UserError(
                 f"parallel.replicate x shard x sequence must be the {ranks} ranks, but "
-                f"{self.replicate} x {told} x {self.sequence} = {rest * shard}"
+                f"{self.replicate} x {factor} x {self.sequence} = {rest * shard}"
             )
         if self.offload and ranks == 1:
-            raise ValueError("parallel.offload needs more than one rank: a single process keeps its weights in place")
+            raise UserError("parallel.offload needs more than one rank: a single process keeps its weights in place")
         return replace(self, shard=shard)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process among its peers; of a single process, only the device counts.
+    """The rank of this process, its device, and its groups; a single process needs only the device.
 
-    Ranks run sequence first, then shard, then replicate: neighbours share tokens.
+    The sequence axis varies fastest over ranks, then shard, then replicate: neighboring ranks share tokens.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
     config: ParallelConfig = ParallelConfig(shard=1)  # with all degrees filled in
-    weights: DeviceMesh | None = None  # replicate x (shard x sequence), or the latter alone
-    samples: DeviceMesh | None = None  # data x sequence
-    control_group: dist.ProcessGroup | None = None  # of all ranks' CPUs
+    weights: DeviceMesh | None = None  # for FSDP2: replicate x (shard x sequence), or only the latter
+    samples: DeviceMesh | None = None  # data (replicate x shard) x sequence
+    control_group: dist.ProcessGroup | None = None  # all ranks, on their CPUs
 
     def __str__(self) -> str:
         config = self.config
@@ -73,37 +74,47 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files and messages."""
         return self.rank == 0
 
     @property
     def data_size(self) -> int:
-        """Among how many the samples of a step divide."""
+        """Number of parts into which the samples of a step are divided: replicate x shard."""
         return self.size // self.config.sequence
 
     @property
     def data_rank(self) -> int:
-        """Which of them this one holds; the ranks of a sequence group hold the same."""
+        """Index of the part that this rank holds; the ranks of a sequence group hold the same part."""
         return self.rank // self.config.sequence
 
     @property
     def sequence_rank(self) -> int:
-        """Which part of their tokens this rank works on."""
+        """Index of the part of the tokens that this rank computes."""
         return self.rank % self.config.sequence
 
     @property
     def sequence_group(self) -> dist.ProcessGroup:
+        """The ranks that share the tokens of this rank's samples."""
         return self.samples.get_group("sequence")
 
     @classmethod
     def join(cls, device: Device, config: ParallelConfig = ParallelConfig()) -> "Mesh":
-        """The mesh of the ranks that torchrun started, or of this process alone."""
-        size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        """Return the mesh of the ranks that torchrun started, or of this process alone.
+
+        Raises UserError if the degrees do not fit the ranks, the device is missing, or an environment variable of
+        torchrun is not an integer.
+        """
+        size, rank = _environment_number("WORLD_SIZE", 1), _environment_number("RANK", 0)
         config = config.degrees(size)
-        picked = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        picked = pick_device(device, _environment_number("LOCAL_RANK", 0))
         if size == 1:
             return cls(picked)
         timeout = timedelta(minutes=config.timeout_minutes)
         if not dist.is_initialized():
+            if absent := [name for name in TORCHRUN if name not in os.environ]:
+                raise UserError(
+                    f"WORLD_SIZE is {size}, but {', '.join(absent)} is not set: start the ranks with torchrun"
+                )
             dist.init_process_group(BACKENDS[picked.type], timeout=timeout)
         inner, data = config.shard * config.sequence, config.replicate * config.shard
         sharded = (("replicate", config.replicate), ("shard", inner))[config.replicate == 1 :]
@@ -118,17 +129,20 @@ class Mesh:
         )
 
     def leave(self) -> None:
-        """The last word of a run that went well."""
+        """Destroy the process groups; call it at the end of a run without errors."""
         if self.size > 1:
             dist.destroy_process_group()
 
     def for_thread(self) -> "Mesh":
-        """The same ranks on their CPUs, talking through a group of their own: for a thread beside the training."""
+        """Return a mesh of the same ranks on their CPUs with its own control group, for use in another thread."""
         group = dist.new_group(backend=CONTROL_BACKEND) if self.size > 1 else None
         return Mesh(torch.device("cpu"), self.rank, self.size, control_group=group)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of every holder of samples, in order of `data_rank`; every one brings as many."""
+        """Concatenate the rows of all data ranks in order of `data_rank`, on the device.
+
+        A collective; every rank must bring the same number of rows.
+        """
         if self.data_size == 1:
             return rows
         parts = [torch.empty_like(rows) for _ in range(self.data_size)]
@@ -136,7 +150,10 @@ class Mesh:
         return torch.cat(parts)
 
     def all_gather_cpu(self, rows: Tensor) -> Tensor:
-        """The rows of every rank, in rank order, on the CPU; every one brings as many."""
+        """Concatenate the rows of all ranks in rank order, on the CPU.
+
+        A collective of the control group; every rank must bring the same number of rows.
+        """
         rows = rows.cpu().contiguous()
         if self.size == 1:
             return rows
@@ -145,35 +162,44 @@ class Mesh:
         return torch.cat(parts)
 
     def max(self, value: float) -> float:
-        """Over all ranks."""
+        """Return the maximum of a float over all ranks (a CPU collective)."""
         return float(self.all_gather_cpu(torch.tensor([value], dtype=torch.float64)).max())
 
     def any(self, flag: bool) -> bool:
-        """Whether any rank says so."""
+        """Return whether the flag is set on any rank (a CPU collective)."""
         return bool(self.max(float(flag)))
 
     def assert_same(self, point: str) -> None:
-        """RuntimeError on all ranks, with what each said, unless all are at the same point.
+        """Raise RanksDivergedError on all ranks, with the point of each, unless `point` is equal on all.
 
-        To be asked before the ranks exchange anything that only ranks at the same point can: else they would hang, or
-        mistake one thing for another.
+        Call it before a collective that only ranks at the same point of the program may enter: other ranks would hang,
+        or exchange the wrong tensors. Only the first POINT_BYTES bytes are compared.
         """
         if self.size == 1:
             return
-        mine = torch.tensor([[*point.encode()[:LONGEST_WORD].ljust(LONGEST_WORD)]], dtype=torch.uint8)
-        points = [bytes(row).decode(errors="replace").strip() for row in self.all_gather_cpu(mine).tolist()]
+        own = torch.tensor([[*point.encode()[:POINT_BYTES].ljust(POINT_BYTES)]], dtype=torch.uint8)
+        points = [bytes(row).decode(errors="replace").strip() for row in self.all_gather_cpu(own).tolist()]
         if len(set(points)) > 1:
-            told = "; ".join(f"rank {rank}: {point}" for rank, point in enumerate(points))
-            raise RuntimeError(f"ranks diverged: {told}")
+            by_rank = "; ".join(f"rank {rank}: {point}" for rank, point in enumerate(points))
+            raise RanksDivergedError(f"ranks diverged: {by_rank}")
 
     def barrier(self) -> None:
+        """Wait for all ranks."""
         if self.size > 1:
             dist.barrier(group=self.control_group)
 
 
 def where() -> str:
-    """Which rank speaks, for messages; nothing when there is one."""
-    return f" on rank {os.environ['RANK']}" if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    """Return " on rank R" for messages, or "" if there is one rank."""
+    return "" if os.environ.get("WORLD_SIZE", "1") == "1" else f" on rank {os.environ.get('RANK', '0')}"
+
+
+def _environment_number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError as error:
+        raise UserError(f"the environment variable {name} must be an integer, not {text!r}: use torchrun") from error
 
 
 def _device_mesh(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:

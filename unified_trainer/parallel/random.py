@@ -1,4 +1,7 @@
-"""Randomness that depends on (seed, step, sample) and on nothing else, so that no state needs saving."""
+"""Randomness as a function of (seed, step, name, sample).
+
+No result depends on ranks, micro-batches or restarts, and a resumed run needs no generator state.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,23 +13,23 @@ from torch import Tensor
 
 
 def generator(*key: int | str) -> np.random.Generator:
-    """An independent stream for this key (Philox, 128-bit key)."""
+    """Return a generator that depends on the key alone; different keys give independent streams (Philox)."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 
 class Streams:
-    """The random numbers of one training step."""
+    """The random numbers of one training step, by name and sample."""
 
     def __init__(self, seed: int, step: int) -> None:
         self._key = (seed, step)
-        self.shared = generator(seed, step, "shared")  # for control flow: equal on all ranks and micro-batches
+        self.shared = generator(seed, step, "shared")  # for decisions that must be equal on all ranks and micro-batches
 
     def noise(self, name: str, keys: Sequence[int], shape: Sequence[int]) -> Float[Tensor, "b ..."]:
-        """Standard normal float32, one stream per key: equal keys get equal noise, on any rank and device."""
+        """Return standard normal noise [len(keys), *shape], float32 on the CPU; equal keys give equal noise."""
         drawn = [generator(*self._key, name, key).standard_normal(shape, dtype=np.float32) for key in keys]
         return torch.from_numpy(np.stack(drawn))
 
     def uniform(self, name: str, keys: Sequence[int]) -> Float[Tensor, " b"]:
-        """Uniform float64 in [0, 1), one stream per key."""
+        """Return one uniform float64 number in [0, 1) per key, on the CPU; equal keys give equal numbers."""
         return torch.tensor([generator(*self._key, name, key).random() for key in keys], dtype=torch.float64)

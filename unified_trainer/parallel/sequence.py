@@ -1,9 +1,9 @@
-"""Ulysses: the ranks of a sequence group share the tokens of a sample, and in attention its heads (arXiv:2309.14509).
+"""Ulysses sequence parallelism (arXiv:2309.14509).
 
-What a group's ranks share is the work, not the result: outside the network each holds the whole of everything. A loss
-is computed on each, so its gradient arrives k times, and a rank's weights get the gradient of its own tokens alone.
-`gather_tokens` therefore hands back k times a rank's share: then the mean over the ranks, which FSDP2 takes over
-samples anyhow, is the gradient of the sample, and weights beyond the gathering need nothing special.
+The k ranks of a sequence group split the tokens of a sample; inside attention they split its heads instead. Outside the
+network every rank holds the whole sample and computes the whole loss. The weights of a rank therefore get the gradient
+of its own tokens only. The backward of `gather_tokens` multiplies a rank's part by k, so that FSDP2's mean over ranks
+is the gradient of the sample; weights applied after `gather_tokens` need no correction.
 """
 
 from typing import Any
@@ -20,32 +20,38 @@ Heads = Float[Tensor, "b n heads d"]
 
 
 def split_tokens(x: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's part of dimension 1, which zeros make divisible."""
+    """Return this rank's part of x [b, tokens, ...] along dimension 1, padded with zeros to one length on all ranks."""
     ranks = mesh.config.sequence
-    share = -(-x.shape[1] // ranks)
-    part = x[:, mesh.sequence_rank * share :][:, :share]
-    return pad(part, (0, 0) * (x.ndim - 2) + (0, share - part.shape[1]))
+    length = -(-x.shape[1] // ranks)
+    part = x[:, mesh.sequence_rank * length :][:, :length]
+    return pad(part, (0, 0) * (x.ndim - 2) + (0, length - part.shape[1]))
 
 
 def gather_tokens(x: Tensor, tokens: int, mesh: Mesh) -> Tensor:
-    """The first `tokens` of what the ranks hold of dimension 1, on every rank."""
+    """Concatenate the parts of all ranks along dimension 1 and return the first `tokens`, on every rank.
+
+    The gradient of a part is k times what the loss of this rank gives, k the number of ranks (see the module).
+    """
     return _Gather.apply(x, mesh)[:, :tokens]
 
 
 def whole_gradient(x: Tensor, mesh: Mesh) -> Tensor:
-    """`x` itself; its gradient becomes the sample's, where each rank has that of its own tokens."""
+    """Return `x`; its gradient becomes the mean over the sequence group, which is the gradient of the sample."""
     return _Mean.apply(x, mesh) if x.requires_grad else x
 
 
 def tokens_to_heads(x: Heads, tokens: int, mesh: Mesh) -> Heads:
-    """From a rank's tokens with all heads to the sample's `tokens` with a rank's heads."""
+    """Exchange [b, tokens of this rank, all heads, d] for [b, all `tokens`, heads of this rank, d]."""
     ranks = mesh.config.sequence
     by_rank = x.unflatten(2, (ranks, -1)).movedim(2, 0)
     return _Exchange.apply(by_rank, mesh).movedim(0, 1).flatten(1, 2)[:, :tokens]
 
 
 def heads_to_tokens(x: Heads, mesh: Mesh) -> Heads:
-    """Back again; the zeros that were added to divide the tokens are added anew."""
+    """Exchange [b, all tokens, heads of this rank, d] for [b, tokens of this rank, all heads, d].
+
+    Tokens are padded with zeros to one length on all ranks, as in `split_tokens`.
+    """
     ranks = mesh.config.sequence
     padded = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % ranks))
     by_rank = padded.unflatten(1, (ranks, -1)).movedim(1, 0)
@@ -53,7 +59,7 @@ def heads_to_tokens(x: Heads, mesh: Mesh) -> Heads:
 
 
 class _Exchange(torch.autograd.Function):
-    """Row i goes to rank i, and row j comes from rank j."""
+    """All-to-all over dimension 0: row i goes to rank i, row j comes from rank j."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, mesh: Mesh) -> Tensor:

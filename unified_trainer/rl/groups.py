@@ -1,4 +1,4 @@
-"""Groups of samples: what they have in common, how they are compared, and who is learnt from."""
+"""Groups of samples of one prompt: their settings, their advantages, and the samples that updates train on."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
+from unified_trainer.errors import UserError
+from unified_trainer.methods.base import MethodConfig, MethodSetup
 from unified_trainer.numerics.advantages import (
     Estimator,
     below_threshold,
@@ -23,41 +25,48 @@ from unified_trainer.types import Batch, PerSample
 
 
 @dataclass(frozen=True)
-class GroupConfig:
-    num_prompts: int = 8  # prompts per training step, over all ranks
-    num_samples: int = 8  # samples of each prompt: the group an advantage is relative to
-    prompts_per_update: int = 8  # prompts of one optimizer update; num_prompts / this updates per rollout
-    rollout_batch: int = 32  # samples generated, decoded and scored at a time
-    update_batch: int = 32  # samples per backward pass
-    init_same_noise: bool = False  # one initial noise per prompt and step instead of one per sample
-    advantage: Estimator = "grpo"  # estimator of a group
-    advantage_clip: float = 5.0  # largest absolute advantage
-    reward_threshold: float = float("-inf")  # a group whose mean reward is below it teaches nothing
-    best_of_n: int = 0  # samples of each group learnt from, half the best and half the worst; 0 is all
-    dynamic_sampling_rounds: int = 0  # times at most that further prompts are drawn in place of groups of equal rewards
-    failure_below: float | None = None  # a group with a lower mean reward is a failure of its prompt; prompts are then
-    # drawn in proportion to failures + 1. None draws every prompt once an epoch
+class GroupConfig(MethodConfig):
+    """Settings of the methods that compare the samples of a prompt by reward."""
 
-    @property
-    def needs_clips(self) -> bool:
-        return False
+    num_prompts: int = 8
+    """Prompts per training step, over all ranks."""
+    num_samples: int = 8
+    """Samples of each prompt: the group within which advantages are computed."""
+    prompts_per_update: int = 8
+    """Prompts of one optimizer update; a rollout has num_prompts / prompts_per_update updates."""
+    rollout_batch: int = 32
+    """Samples generated, decoded and scored at a time."""
+    update_batch: int = 32
+    """Samples per backward pass."""
+    init_same_noise: bool = False
+    """Start all samples of a prompt from one initial noise instead of one each."""
+    advantage: Estimator = "grpo"
+    """Advantage estimator; grpo is measured in docs/methods/dance_grpo.md, the others are experimental."""
+    advantage_clip: float = 5.0
+    """Largest absolute advantage."""
+    reward_threshold: float = float("-inf")
+    """Groups whose mean reward is below this get advantage 0 (experimental)."""
+    best_of_n: int = 0
+    """Train on this many samples of each group, half the best and half the worst; 0 trains on all (experimental)."""
+    dynamic_sampling_rounds: int = 0
+    """Rounds at most in which groups of equal rewards are replaced by further prompts (experimental)."""
+    failure_below: float | None = None
+    """A group with a lower mean reward is a failure of its prompt, and prompts are drawn in proportion to failures + 1;
+    None draws every prompt once an epoch (experimental)."""
 
-    def check_groups(self) -> None:
-        """Raise ValueError, naming the key, for what cannot be."""
+    def check(self, setup: MethodSetup) -> None:
         if self.num_samples < 2:
-            raise ValueError("algorithm.num_samples must be at least 2: a group of one has no advantage")
+            raise UserError("algorithm.num_samples must be at least 2: a group of one has no advantage")
         if self.rollout_batch < 1:
-            raise ValueError(f"algorithm.rollout_batch must be at least 1, not {self.rollout_batch}")
+            raise UserError(f"algorithm.rollout_batch must be at least 1, not {self.rollout_batch}")
         if self.dynamic_sampling_rounds < 0:
-            raise ValueError(
+            raise UserError(
                 f"algorithm.dynamic_sampling_rounds must not be negative, but is {self.dynamic_sampling_rounds}"
             )
         if self.advantage_clip <= 0:
-            raise ValueError(f"algorithm.advantage_clip must be above 0, not {self.advantage_clip}")
+            raise UserError(f"algorithm.advantage_clip must be above 0, not {self.advantage_clip}")
         if self.best_of_n and not (2 <= self.best_of_n <= self.num_samples and self.best_of_n % 2 == 0):
-            raise ValueError(
-                f"algorithm.best_of_n must be even and at most algorithm.num_samples, not {self.best_of_n}"
-            )
+            raise UserError(f"algorithm.best_of_n must be even and at most algorithm.num_samples, not {self.best_of_n}")
 
     def plan(self) -> BatchPlan:
         names = ("num_prompts", "num_samples", "prompts_per_update", "update_batch")
@@ -68,12 +77,12 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class Advantages:
-    """What the rewards of a training step lead to."""
+    """The advantages of a training step's samples, and the minibatches of its updates."""
 
-    advantages: PerSample  # of this rank's samples
-    minibatches: list[list[Minibatch]]  # of each update; none for one that nothing is left of
+    values: PerSample  # of this rank's samples
+    minibatches: list[list[Minibatch]]  # of each update; empty for an update without any advantage
     metrics: dict[str, float]
-    words: tuple[str, ...]  # of updates that are skipped, if any is
+    messages: tuple[str, ...]  # names skipped updates, if any
 
 
 def compute_advantages(
@@ -85,66 +94,66 @@ def compute_advantages(
     loader: Loader,
     mesh: Mesh,
 ) -> Advantages:
-    """Advantages within the groups of all ranks, who is learnt from in each update, and what the rewards were.
+    """Compute advantages within the groups of all ranks, and plan each update's minibatches.
 
-    Compared are the rewards less the penalty; thresholds, failures and metrics are of the rewards themselves.
+    Advantages compare the rewards minus the penalty; thresholds, failures and metrics use the rewards themselves.
     """
-    everyone = scores.gathered(mesh)
-    ids, all_rewards = gather_ids(batch, everyone.parts, mesh), reward.total(everyone.parts)
-    below = below_threshold(all_rewards, ids, config.reward_threshold)
+    gathered = scores.gathered(mesh)
+    ids, rewards = gather_ids(batch, gathered.parts, mesh), reward.total(gathered.parts)
+    below = below_threshold(rewards, ids, config.reward_threshold)
     if penalty is not None:
-        penalised = all_rewards - mesh.gather(penalty.double())
+        penalised = rewards - mesh.gather(penalty.double())
         advantages, equal = group_advantages(penalised, ids, config.advantage), zero_variance(penalised, ids)
     else:
-        equal = equal_groups(config, reward, everyone.parts, ids)
-        if config.advantage == "gdpo":  # each part against its group, before they are weighted
+        equal = equal_groups(config, reward, gathered.parts, ids)
+        if config.advantage == "gdpo":  # compares each part in its group, before the parts are weighted
             weights = list(reward.weights.values())
-            advantages = group_advantages(everyone.parts, ids, "gdpo", weights=weights)
+            advantages = group_advantages(gathered.parts, ids, "gdpo", weights=weights)
         else:
-            advantages = group_advantages(all_rewards, ids, config.advantage)
+            advantages = group_advantages(rewards, ids, config.advantage)
     advantages[below | equal] = 0.0
     useful = ~equal
     if config.best_of_n:
         useful &= best_of_n(advantages, ids, config.best_of_n)
     updates = config.num_prompts // config.prompts_per_update
     minibatches = plan_minibatches(useful, advantages, mesh.data_rank, mesh.data_size, updates, config.update_batch)
-    in_groups, between_groups = spread(all_rewards, ids)
-    failed: list[int] = []
-    if config.failure_below is not None:
-        failed = ids[below_threshold(all_rewards, ids, config.failure_below)].unique().tolist()
-        loader.note_failures(failed)
+    groups, equals, lows = (len(ids[rows].unique()) for rows in (slice(None), equal, below & ~equal))
+    skipped = sum(not parts for parts in minibatches)
+    in_groups, between_groups = spread(rewards, ids)
     metrics = {
-        "reward": all_rewards.mean().item(),
-        "reward_std": all_rewards.std().item(),
+        "reward": rewards.mean().item(),
+        "reward_std": rewards.std().item(),
         "reward_std_in_groups": in_groups,
         "reward_std_between_groups": between_groups,
         "frac_zero_advantage": (advantages == 0).double().mean().item(),
-        "frac_zero_std_groups": len(ids[below | equal].unique()) / len(ids.unique()),
-        "skipped_updates": float(sum(not parts for parts in minibatches)),
+        "frac_zero_std_groups": equals / groups,
+        "skipped_updates": float(skipped),
     }
+    if config.reward_threshold > float("-inf"):
+        metrics["frac_below_threshold_groups"] = lows / groups
     if config.failure_below is not None:
-        metrics["failed_groups"] = len(failed) / len(ids.unique())
-    skipped, count = int(metrics["skipped_updates"]), len(ids.unique())
-    equals, lows = len(ids[equal].unique()), len(ids[below & ~equal].unique())
-    words = (
-        f"{skipped} of {updates} updates skipped, nothing to learn is left in them: of {count} groups "
+        failed = ids[below_threshold(rewards, ids, config.failure_below)].unique().tolist()
+        loader.note_failures(failed)
+        metrics["failed_groups"] = len(failed) / groups
+    message = (
+        f"{skipped} of {updates} updates skipped because no sample has an advantage: of {groups} groups "
         f"{equals} have equal rewards, {lows} are below algorithm.reward_threshold"
     )
-    metrics |= reward.metrics(everyone, ids)
+    metrics |= reward.metrics(gathered, ids)
     start = mesh.data_rank * len(batch)
     mine = advantages[start : start + len(batch)].clamp(-config.advantage_clip, config.advantage_clip)
-    return Advantages(mine.float(), minibatches, metrics, (words,) if skipped else ())
+    return Advantages(mine.float(), minibatches, metrics, (message,) if skipped else ())
 
 
 def equal_groups(
     config: GroupConfig, reward: Reward, parts: Float[Tensor, "all r"], ids: Int[Tensor, " all"]
 ) -> Bool[Tensor, " all"]:
-    """Samples of groups with nothing to say: of equal rewards, or where each part is compared, of equal parts."""
+    """Return the samples of groups of equal rewards; for gdpo, of groups whose parts are all equal."""
     if config.advantage == "gdpo":
         return torch.stack([zero_variance(part, ids) for part in parts.unbind(1)]).all(0)
     return zero_variance(reward.total(parts), ids)
 
 
 def gather_ids(batch: Batch, like: Tensor, mesh: Mesh) -> Int[Tensor, " all"]:
-    """The prompt ids of all ranks' samples, rank by rank."""
+    """Return the prompt ids of all ranks' samples, rank by rank."""
     return mesh.gather(torch.tensor(batch.prompt_ids, device=like.device))

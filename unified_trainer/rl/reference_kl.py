@@ -1,11 +1,13 @@
-"""How far the policy is from a reference, where that counts, and by how much."""
+"""The KL of the policy to a reference, in the loss or in the reward, and its coefficient."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from unified_trainer.methods.dance_grpo_config import DanceGRPOConfig
+from unified_trainer.errors import UserError
 from unified_trainer.numerics.kernels import Policy
 from unified_trainer.numerics.kl import KL, AdaptiveKL, gaussian_kl, kl_estimate, velocity_kl
 from unified_trainer.parallel.mesh import Mesh
@@ -13,6 +15,18 @@ from unified_trainer.rl.replay import Trajectories
 from unified_trainer.roles.role import Frozen
 from unified_trainer.sampling import SamplerConfig, policy_velocity
 from unified_trainer.types import Batch, Latents, PerSample
+
+
+@dataclass(frozen=True)
+class KLSettings:
+    """The settings that a method with a reference KL hands over."""
+
+    kind: KL
+    where: Literal["loss", "reward"]
+    coefficient: float
+    target: float  # KL that an adaptive coefficient settles at; 0 keeps the coefficient
+    horizon: float  # samples over which an adaptive coefficient may change by its own size
+    batch: int  # samples per pass of the KL of whole rollouts
 
 
 def divergence(
@@ -25,9 +39,9 @@ def divergence(
     log_prob: PerSample,
     velocity_ref: Latents,
 ) -> PerSample:
-    """KL of transition s, made with this mean and density, to one of another velocity.
+    """Return the KL of transition s, made with this mean and density, to one with the reference's velocity.
 
-    A mean is linear in its velocity, so that the difference of means holds that of velocities.
+    A mean is linear in its velocity, so the difference of means gives that of velocities.
     """
     mean_ref, std = policy.step(s, x_t, velocity_ref)
     if kind == "velocity":
@@ -38,44 +52,42 @@ def divergence(
 
 
 class ReferenceKL:
-    """The KL of the settings to the reference, in the loss or in the reward, and its coefficient."""
+    """The KL to a reference role, with a fixed or adaptive coefficient."""
 
-    def __init__(
-        self, config: DanceGRPOConfig, sampler: SamplerConfig, policy: Policy, reference: Frozen | None
-    ) -> None:
-        if config.kl_coefficient and reference is None:
-            raise ValueError("algorithm.kl_coefficient needs the role reference: a KL is to something. Set it to 0")
-        self._config, self._sampler, self._policy, self._reference = config, sampler, policy, reference
+    def __init__(self, settings: KLSettings, sampler: SamplerConfig, policy: Policy, reference: Frozen | None) -> None:
+        if settings.coefficient and reference is None:
+            raise UserError("algorithm.kl_coefficient above 0 needs a reference role: set it to 0")
+        self._settings, self._sampler, self._policy, self._reference = settings, sampler, policy, reference
         self._adaptive = (
-            AdaptiveKL(config.kl_coefficient, config.kl_target, config.kl_horizon) if config.kl_target else None
+            AdaptiveKL(settings.coefficient, settings.target, settings.horizon) if settings.target else None
         )
 
     @property
     def coefficient(self) -> float:
-        """As it is now."""
-        return self._adaptive.coefficient if self._adaptive else self._config.kl_coefficient
+        """The present coefficient."""
+        return self._adaptive.coefficient if self._adaptive else self._settings.coefficient
 
     @property
     def in_loss(self) -> bool:
-        return self._config.kl_coefficient > 0 and self._config.kl_in == "loss"
+        return self._settings.coefficient > 0 and self._settings.where == "loss"
 
     @property
     def in_reward(self) -> bool:
-        return self._config.kl_coefficient > 0 and self._config.kl_in == "reward"
+        return self._settings.coefficient > 0 and self._settings.where == "reward"
 
     def of_transition(
         self, s: int, x_t: Latents, x_next: Latents, mean: Latents, log_prob: PerSample, batch: Batch, x0: Latents
     ) -> PerSample:
-        """Of transition s, made with this mean and density, to how the reference makes it."""
+        """Return the KL of transition s, made with this mean and density, to the reference's transition."""
         with torch.no_grad():
             velocity = policy_velocity(self._reference, x_t, self._policy.sigmas[s], batch, self._sampler, x0)
-        return divergence(self._config.kl, self._policy, s, x_t, x_next, mean, log_prob, velocity)
+        return divergence(self._settings.kind, self._policy, s, x_t, x_next, mean, log_prob, velocity)
 
     @torch.no_grad()
     def of_samples(self, trajectories: Trajectories) -> PerSample:
-        """Of the rollout itself, averaged over each sample's stochastic transitions."""
+        """Return the KL of the rollout itself, averaged over each sample's stochastic transitions."""
         parts = []
-        for rows in torch.arange(len(trajectories.batch)).split(self._config.update_batch):
+        for rows in torch.arange(len(trajectories.batch)).split(self._settings.batch):
             steps = []
             for s in trajectories.window:
                 batch, x_t, x_next, log_prob, x0 = trajectories.transition(s, rows)
@@ -86,14 +98,14 @@ class ReferenceKL:
         return torch.cat(parts)
 
     def penalty(self, trajectories: Trajectories, mesh: Mesh) -> tuple[PerSample | None, dict[str, float]]:
-        """What is taken off each sample's reward, if anything is, and its metrics."""
+        """Return what is subtracted from each sample's reward, None without a KL in the reward, and metrics."""
         if not self.in_reward:
             return None, {}
         kl, coefficient = self.of_samples(trajectories), self.coefficient
-        return coefficient * kl, self.note(mesh.gather(kl))
+        return coefficient * kl, self.adapt(mesh.gather(kl))
 
-    def note(self, kl: Tensor) -> dict[str, float]:
-        """What the KL of all samples was, and the coefficient it counted with; an adaptive one moves after that."""
+    def adapt(self, kl: Tensor) -> dict[str, float]:
+        """Return metrics of the KL of all samples and the coefficient used, then adapt the coefficient."""
         metrics = {"kl": float(kl.mean()), "kl_coefficient": self.coefficient}
         if self._adaptive:
             self._adaptive.update(metrics["kl"], len(kl))

@@ -1,4 +1,4 @@
-"""A rollout's transitions as the student would make them now, and what one update saw of them."""
+"""Replaying a rollout's transitions with the student's present weights, and the statistics of one update."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from unified_trainer.types import Batch, Latents, PerSample, Rollout
 
 @dataclass(frozen=True)
 class Trajectories:
-    """What this rank's samples went through in one training step."""
+    """This rank's rollout: batch, states and log-probs of the window's transitions, and the RNG that redraws their noise."""
 
     batch: Batch
     rollout: Rollout
@@ -23,49 +23,50 @@ class Trajectories:
     rng: Streams
 
     def transition(self, s: int, rows: Tensor) -> tuple[Batch, Latents, Latents, PerSample, Latents]:
-        """Some samples, their x_t and x_next of transition s with its log-density, and what they became."""
+        """Return the batch, x_t, x_next and log-density of transition s, and the final x0, of some samples."""
         states, at = self.rollout.states, s - self.window.start
         log_prob, x0 = self.rollout.log_probs[rows, at], self.rollout.x0[rows]
         return self.batch.take(rows.tolist()), states[rows, at], states[rows, at + 1], log_prob, x0
 
     def noise(self, batch: Batch, s: int) -> Latents:
-        """What transition s drew for these samples, drawn again instead of stored."""
+        """Redraw the noise of transition s for these samples; it is not stored."""
         return transition_noise(self.rng, batch, s)
 
 
 def transition_noise(rng: Streams, batch: Batch, s: int) -> Latents:
-    """What transition s draws for these samples."""
+    """Draw the noise of transition s for these samples."""
     return rng.noise(f"transition {s}", batch.sample_ids, batch.latent_shape)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """One transition of the samples of a minibatch."""
+    """One transition of a minibatch's samples, with the present weights against those of the rollout."""
 
-    log_ratio: PerSample  # log pi(x_next | x_t) now, minus what it was when it was sampled
-    ratio: PerSample  # the log-ratio that the objective reads: the same, or guarded
-    k: PerSample  # KL per element between then and now
-    kl: PerSample | None  # to the reference, where the loss has one
+    log_ratio: PerSample  # log pi(x_next | x_t) now minus at the rollout, averaged over elements
+    ratio: PerSample  # the log-ratio that the objective reads: log_ratio, or its guarded form
+    kl_old: PerSample  # KL per element between the policies of the rollout and of now
+    kl_reference: PerSample | None  # KL to the reference, where the loss has one
     clip: tuple[float, float]  # how far below and above 1 the ratio may go
 
 
 @dataclass(frozen=True)
 class ReplayStats:
-    """All transitions of all useful samples of an update, over all ranks."""
+    """All transitions of all trained samples of one update, over all ranks."""
 
     log_ratio: Float[Tensor, "n s"]
     ratio: Float[Tensor, "n s"]
-    k: Float[Tensor, "n s"]
-    kl: Float[Tensor, "n s"]
+    kl_old: Float[Tensor, "n s"]
+    kl_reference: Float[Tensor, "n s"]
     advantage: Float[Tensor, "n s"]
 
     def metrics(self, transitions: list[int], elements: int) -> dict[str, float]:
-        """The log-ratio, and k with its noise floor sqrt(2 k / D): the spread of a log-ratio of D elements."""
+        """Return the log-ratio, and the KL since the rollout with sqrt(2 KL / D), the spread of a log-ratio of D elements."""
         result = {"log_ratio": float(self.log_ratio.mean()), "log_ratio_abs_max": float(self.log_ratio.abs().max())}
-        by_transition = {f"/{s}": self.k[:, i] for i, s in enumerate(transitions)}
-        for name, k in {"": self.k, **by_transition}.items():
-            result[f"approx_kl{name}"] = float(k.mean())
-            result[f"log_ratio_noise_floor{name}"] = math.sqrt(2 * result[f"approx_kl{name}"] / elements)
+        by_transition = {f"/{s}": self.kl_old[:, i] for i, s in enumerate(transitions)}
+        for name, kl in {"": self.kl_old, **by_transition}.items():
+            mean = float(kl.mean())
+            result[f"approx_kl{name}"] = mean
+            result[f"log_ratio_noise_floor{name}"] = math.sqrt(2 * mean / elements)
         return result
 
 
@@ -76,13 +77,14 @@ class ReplayCollector:
     _rows: list[Tensor] = field(default_factory=list)  # one [m, 6] for each minibatch of each transition
 
     def add(self, replay: Replay, advantage: PerSample, minibatch: Minibatch) -> None:
-        kl = torch.zeros_like(replay.k) if replay.kl is None else replay.kl
-        real = minibatch.real.to(replay.k)
-        columns = (replay.log_ratio, replay.ratio, replay.k, kl, advantage.to(replay.k), real)
+        """Add one transition of a minibatch."""
+        kl = torch.zeros_like(replay.kl_old) if replay.kl_reference is None else replay.kl_reference
+        real = minibatch.real.to(replay.kl_old)
+        columns = (replay.log_ratio, replay.ratio, replay.kl_old, kl, advantage.to(replay.kl_old), real)
         self._rows.append(torch.stack([column.detach() for column in columns], 1))
 
     def gathered(self, mesh: Mesh, transitions: int) -> ReplayStats:
-        """What all ranks collected, without the samples that only filled up."""
+        """Return the replays of all ranks, without padding."""
         mine = torch.cat(self._rows).unflatten(0, (transitions, -1)).transpose(0, 1)
         rows = mesh.gather(mine)
         *columns, real = rows.unbind(2)

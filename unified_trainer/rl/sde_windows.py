@@ -1,7 +1,7 @@
-"""Windows of MixGRPO: which transitions of a training step are stochastic (arXiv:2507.21802).
+"""Windows of stochastic transitions in a training step (MixGRPO, arXiv:2507.21802).
 
-`progressive` moves from the noisiest transitions on and starts over at the end; `random` is anew anywhere in each
-training step; `decay` moves as `progressive`, but stays at later places for shorter.
+`progressive` moves from the noisiest transitions to the data and then starts over; `random` draws a place in each training
+step; `decay` moves as `progressive` does, with ever fewer training steps at a place.
 """
 
 import bisect
@@ -12,35 +12,44 @@ from typing import Literal
 
 import numpy as np
 
+from unified_trainer.errors import UserError
 from unified_trainer.numerics.kernels import Tail
 
 
 @dataclass(frozen=True)
 class WindowConfig:
-    size: int = 0  # transitions with noise, which alone are stored and trained; the others are Euler steps. 0: all
-    schedule: Literal["progressive", "random", "decay"] = "progressive"  # from noise to data, anywhere, or ever faster
-    every: int = 25  # training steps at one place
-    stride: int = 1  # transitions from one place to the next
-    decay: float = 0.1  # a place p after decay_from is held exp(-decay (p - decay_from)) as long; at least one step
-    decay_from: int = 0  # number of the last transition whose place is held in full
-    tail: Tail = "euler"  # of the steps after the window: Euler, or second order (DPM-Solver++) from the second one on
+    size: int = 0
+    """Stochastic transitions of a training step; they alone are stored and trained, the others are Euler steps. 0: all."""
+    schedule: Literal["progressive", "random", "decay"] = "progressive"
+    """Where the window is: from noise to data (progressive), anywhere (random), or ever faster to data (decay). random
+    and decay are experimental."""
+    every: int = 25
+    """Training steps at one place."""
+    stride: int = 1
+    """Transitions from one place to the next."""
+    decay: float = 0.1
+    """With schedule decay, place p after decay_from is kept exp(-decay (p - decay_from)) times as long, at least one step."""
+    decay_from: int = 0
+    """With schedule decay, the last transition whose place is kept for `every` steps."""
+    tail: Tail = "euler"
+    """Steps after the window: Euler, or second order (DPM-Solver++) from the second one on."""
 
     def check(self, transitions: int) -> None:
-        """Raise ValueError, naming the key, for what cannot be among this many stochastic transitions."""
+        """Raise UserError, naming the key, for settings that do not fit this number of stochastic transitions."""
         if not 0 <= self.size <= transitions:
-            raise ValueError(
-                f"algorithm.window.size is {self.size}, outside the table: sampler.num_steps leaves "
-                f"{transitions} transitions that can have noise"
+            raise UserError(
+                f"algorithm.window.size must be from 0 to {transitions}, the transitions of sampler.num_steps that can be "
+                f"stochastic, not {self.size}"
             )
         if self.tail == "second_order" and not self.size:
-            raise ValueError("algorithm.window.size must be above 0 for algorithm.window.tail second_order")
+            raise UserError("algorithm.window.tail second_order needs algorithm.window.size above 0")
         if self.every < 1 or self.stride < 1:
-            raise ValueError("algorithm.window.every and algorithm.window.stride must be at least 1")
+            raise UserError("algorithm.window.every and algorithm.window.stride must be at least 1")
         if self.decay < 0 or self.decay_from < 0:
-            raise ValueError("algorithm.window.decay and algorithm.window.decay_from must not be negative")
+            raise UserError("algorithm.window.decay and algorithm.window.decay_from must not be negative")
 
     def at(self, step: int, transitions: int, shared: np.random.Generator) -> range:
-        """The stochastic transitions of a training step, the same on all ranks; a function of the step alone."""
+        """Return the stochastic transitions of a training step, equal on all ranks."""
         size = self.size or transitions
         last = transitions - size
         if self.schedule == "random":
@@ -51,8 +60,8 @@ class WindowConfig:
         place = places[bisect.bisect_right(ends, step % ends[-1])]
         return range(place, place + size)
 
-    def everywhere(self, transitions: int) -> list[range]:
-        """Every window that `at` can give."""
+    def all(self, transitions: int) -> list[range]:
+        """Return every window that `at` can return."""
         size = self.size or transitions
         last = transitions - size
         places = range(last + 1) if self.schedule == "random" else self._places(last)

@@ -1,4 +1,4 @@
-"""A network in memory: one role's own, or shared by several roles that each train an adapter on it."""
+"""A network in memory: one role's own, or the shared base of several roles that each train an adapter on it."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -13,12 +13,13 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from unified_trainer.errors import UserError
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.fsdp import exchange_gradients, reshard, set_reshard_policy, shard
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
 
-# What takes long to compute again.
+# Results that selective checkpointing keeps: they take longest to recompute.
 PRODUCTS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -28,20 +29,23 @@ PRODUCTS = (
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
-NO_ADAPTER = "none"  # a name that no adapter has: peft then runs the base weights alone
+NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights alone
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    rank: int = 0  # of the low-rank adapter that is trained in place of the weights; 0 trains the weights themselves
-    alpha: float = 0.0  # the adapter's output is scaled by alpha / rank; 0 takes the rank
-    layers: tuple[str, ...] = ()  # names of the linear layers that get one; empty takes the family's usual ones
+    rank: int = 0
+    """Rank of the LoRA adapter that is trained in place of the weights; 0 trains the weights themselves."""
+    alpha: float = 0.0
+    """The adapter's output is scaled by alpha / rank; 0 takes the rank."""
+    layers: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter; empty takes the family's usual ones."""
 
 
 class Backbone:
-    """A model with the adapters of its roles, checkpointed and sharded once all of them are in place.
+    """A model with the adapters of its roles; activations are checkpointed and weights sharded once all are in place.
 
-    With adapters, or with `trained` false, the model's own weights are frozen, and can be held in half precision.
+    With adapters, or with `trained` False, the model's own weights are frozen and can be held in half precision.
     """
 
     def __init__(
@@ -57,12 +61,10 @@ class Backbone:
         compile: bool = False,
         offload: bool = False,
     ) -> None:
-        if offload:  # this one, as parallel.offload does with all
+        if offload:  # for this network, as parallel.offload does for all
             mesh = replace(mesh, config=replace(mesh.config, offload=True))
         if selective_checkpointing and not activation_checkpointing:
-            raise ValueError(
-                "selective_checkpointing keeps part of what activation_checkpointing recomputes: set both, or none"
-            )
+            raise UserError("selective_checkpointing needs activation_checkpointing: set both, or neither")
         self.model, self.mesh, self.half = model, mesh, half
         self.adapters = dict(adapters or {})
         model.network.eval().requires_grad_(trained and not self.adapters)
@@ -71,7 +73,7 @@ class Backbone:
         if half:
             _hold_in_bf16(model.network)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
-        self._running, self._keep_products = "", selective_checkpointing
+        self._running, self._selective = "", selective_checkpointing
         self._switch(NO_ADAPTER)
         if activation_checkpointing:
             model.checkpoint_activations(self._recompute_contexts)
@@ -84,12 +86,12 @@ class Backbone:
         model.read(mesh)
 
     def weights(self, role: str) -> dict[str, nn.Parameter]:
-        """What this role trains: its adapter by peft's names, or every trained weight of the model."""
+        """Return what this role trains: its adapter by peft's names, or every trained weight of the model."""
         own = self.own_weights(role)
         return own if role in self.adapters else {key: p for key, p in own.items() if p.requires_grad}
 
     def own_weights(self, role: str) -> dict[str, nn.Parameter]:
-        """The role's adapter by peft's names, or without one every weight of the model, frozen ones too."""
+        """Return the role's adapter by peft's names, or without one every weight of the model, frozen ones too."""
         if role not in self.adapters:
             return dict(self.model.network.named_parameters())
         mine = f".{role}."
@@ -97,17 +99,17 @@ class Backbone:
 
     @contextmanager
     def running(self, role: str) -> Iterator[VideoModel]:
-        """The model with this role's adapter, or without any; what ran before runs again after."""
+        """Yield the model with this role's adapter, or with none; the adapter active before is active again after."""
         set_reshard_policy(self.model.network, self.mesh)
         with self._adapter(role if role in self.adapters else NO_ADAPTER):
             yield self.model
 
     def exchange_gradients(self, *, last: bool) -> None:
-        """Say before a backward pass whether weights move after it: only then need the ranks' gradients meet."""
+        """Set before a backward pass whether an update follows it: only then are the gradients reduced over ranks."""
         exchange_gradients(self.model.network, last=last, mesh=self.mesh)
 
     def reshard(self) -> None:
-        """Keep nothing gathered: the weights are about to change."""
+        """Free gathered weights: they are about to change."""
         reshard(self.model.network)
 
     def merge(self, role: str) -> None:
@@ -119,7 +121,7 @@ class Backbone:
         self.adapters, self._layers = {}, []
 
     def save_adapter(self, role: str, folder: Path) -> None:
-        """The role's adapter as peft reads it: adapter_config.json and adapter_model.safetensors."""
+        """Write the role's adapter in peft's layout: adapter_config.json and adapter_model.safetensors."""
         weights = {f"base_model.model.{key}": p.detach().contiguous() for key, p in self.weights(role).items()}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -135,7 +137,7 @@ class Backbone:
             self._switch(before)
 
     def _switch(self, adapter: str) -> None:
-        """By hand: peft's set_adapter also freezes and thaws weights, which FSDP2 has gathered or not at that time."""
+        """Set the active adapter without peft's set_adapter, which also changes requires_grad of weights under FSDP2."""
         if adapter == self._running:
             return
         for layer in self._layers:
@@ -143,9 +145,9 @@ class Backbone:
         self._running = adapter
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        """Activations are recomputed with the adapter that made them, whichever runs by then."""
+        """Recompute activations with the adapter that produced them, whichever is active by then."""
         adapter = self._adapter(self._running)
-        if not self._keep_products:
+        if not self._selective:
             return nullcontext(), adapter
         keep, take = create_selective_checkpoint_contexts([*PRODUCTS])
         return keep, _both(adapter, take)
@@ -158,15 +160,15 @@ def _both(first: AbstractContextManager[object], second: AbstractContextManager[
 
 
 def _inject(model: VideoModel, name: str, config: AdapterConfig, device: torch.device) -> None:
-    """Fresh adapter layers: A from a stream of its own, the same on every rank, and B zero."""
+    """Add adapter layers: A from a random stream of its own, equal on every rank, and B zero."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         torch.manual_seed(int(generator("adapter", name).integers(2**62)))
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are the point
         try:
             inject_adapter_in_model(_lora(model, config), model.network, name)
         except ValueError as error:
-            raise ValueError(f"{name}.adapter cannot be put on this model: {error}") from error
-        for module in model.network.modules():  # made anew, because a model that is still an outline makes outlines
+            raise UserError(f"{name}.adapter cannot be put on this model: {error}") from error
+        for module in model.network.modules():  # a model on the meta device creates adapters on the meta device
             if isinstance(module, LoraLayer) and name in module.lora_A:
                 for layers in (module.lora_A, module.lora_B):
                     layers[name].to_empty(device=device)
@@ -182,7 +184,7 @@ def _lora(model: VideoModel, config: AdapterConfig) -> LoraConfig:
 
 
 def _hold_in_bf16(network: nn.Module) -> None:
-    """Hold the frozen weights that autocast rounds in every pass as it rounds them: the results are the same bits."""
+    """Hold in bf16 the frozen weights that autocast would round in every pass; results are equal bit for bit."""
     for module in network.modules():
         if isinstance(module, (nn.Linear, nn.Conv3d)) and not any(p.requires_grad for p in module.parameters()):
             module.to(torch.bfloat16)

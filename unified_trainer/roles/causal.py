@@ -1,4 +1,4 @@
-"""Roles that generate chunk by chunk, each looking back on the finished ones."""
+"""Roles that generate chunk by chunk: each chunk attends to the finished chunks before it."""
 
 import torch
 from jaxtyping import Float
@@ -7,7 +7,7 @@ from torch import Tensor
 from unified_trainer.models.base import Cache
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import GuidanceScale, guide
-from unified_trainer.roles.experts import Rows, Side, ask, side_of
+from unified_trainer.roles.experts import Expert, Rows, expert_at, route
 from unified_trainer.roles.role import Frozen, Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.types import Condition, Latents, PerFrame, PerSample
@@ -24,107 +24,107 @@ class Causal(Role):
         chunks: ChunkConfig,
         clean: Latents | None = None,
     ) -> Latents:
-        """All chunks in one pass, looking back on each other as they are or on clean ones.
+        """Return the velocity of all chunks from one masked pass.
 
-        Where chunks of a sample are on both sides of a boundary, each expert makes all of them for its own to look
-        back on, as each has a cache of its own.
+        Chunks attend to earlier chunks of `x_t`, or to those of `clean` (teacher forcing). Where the chunks of a sample
+        need both experts, each expert runs on all of them, since each has a KV cache of its own.
         """
 
-        def of(side: Side, rows: Rows) -> tuple[Latents]:
+        def call(expert: Expert, rows: Rows) -> tuple[Latents]:
             past = None if clean is None else clean[rows]
-            with self.running(side) as model:
+            with self.running(expert) as model:
                 return (model.velocity_masked(x_t[rows], sigma[rows], cond.map(lambda x: x[rows]), chunks, past),)
 
-        return ask(self._shares(sigma), of)[0]
+        return route(self._row_masks(sigma), call)[0]
 
     def open_cache(
         self,
-        batch_cond: Condition,
+        cond: Condition,
         uncond: Condition,
         chunks: ChunkConfig,
         guidance_scale: GuidanceScale,
-        levels: Float[Tensor, " calls"],
+        sigmas: Float[Tensor, " calls"],
     ) -> "KVCache":
-        """An empty past: no chunk is finished yet. `levels` are the noise levels at which it will be looked at."""
+        """Return an empty KV cache of one rollout; `sigmas` are the noise levels at which it will be read."""
         caches = {}
-        for side in self.running_at(levels):
-            with self.running(side) as model:
-                caches[side] = model.open_cache(chunks)
-        return KVCache(self, caches, batch_cond, uncond, guidance_scale)
+        for expert in self.running_at(sigmas):
+            with self.running(expert) as model:
+                caches[expert] = model.open_cache(chunks)
+        return KVCache(self, caches, cond, uncond, guidance_scale)
 
-    def running_at(self, levels: Float[Tensor, " calls"]) -> list[Side]:
-        """The networks that run at these noise levels."""
-        wanted = {side_of(level, self.boundary) for level in levels.tolist()}
-        return [side for side in self.sides if side in wanted]
+    def running_at(self, sigmas: Float[Tensor, " calls"]) -> list[Expert]:
+        """Return the networks that run at these noise levels."""
+        wanted = {expert_at(sigma, self.boundary) for sigma in sigmas.tolist()}
+        return [expert for expert in self.experts if expert in wanted]
 
     def cache_bytes(
         self,
         latent_shape: tuple[int, int, int, int],
         chunks: ChunkConfig,
         dtype: torch.dtype,
-        levels: Float[Tensor, " calls"],
+        sigmas: Float[Tensor, " calls"],
     ) -> int:
-        """Memory of one sample's past, with a cache for each network that looks at it."""
+        """Return the bytes of one sample's full KV cache, one for each network that reads it."""
         size = 0
-        for side in self.running_at(levels):
-            with self.running(side) as model:
+        for expert in self.running_at(sigmas):
+            with self.running(expert) as model:
                 size += model.cache_bytes(latent_shape, chunks, dtype)
         return size
 
 
 class CausalStudent(Causal, Trainable):
-    """A trainable one."""
+    """A trainable causal role."""
 
 
 class CausalFrozen(Causal, Frozen):
-    """One that nobody moves."""
+    """A frozen causal role."""
 
 
 class CausalWeightCopy(Causal, WeightCopy):
-    """One that only follows."""
+    """A causal role that keeps a copy of a trained role's weights."""
 
 
 def causal_form(kind: type[Role]) -> type[Causal]:
-    """The same kind of role over a causal model."""
+    """Return the kind of role over a causal model that matches a kind over a bidirectional one."""
     if issubclass(kind, Causal):
         return kind
     return {Trainable: CausalStudent, Frozen: CausalFrozen, WeightCopy: CausalWeightCopy}[kind]
 
 
 class KVCache:
-    """The finished chunks of one rollout, as the next chunk sees them: each expert those that it made itself."""
+    """Keys and values of the finished chunks of one rollout; each expert has those that it computed itself."""
 
     def __init__(
         self,
         role: Causal,
-        caches: dict[Side, Cache],
+        caches: dict[Expert, Cache],
         cond: Condition,
         uncond: Condition,
         guidance_scale: GuidanceScale,
     ) -> None:
         self._role, self._caches, self._scale, self._uncond = role, caches, guidance_scale, uncond
-        self._cond = cond if guidance_scale == 1 else cond.cat(uncond)
-
-    def velocity(self, x_t: Latents, sigma: Float[Tensor, ""]) -> Latents:
-        """Of the next chunk, at one noise level, guided; with gradient to the weights, not to the past."""
-        level: PerSample = sigma.expand(len(x_t))
-        side = side_of(float(sigma), self._role.boundary)
-        with self._role.running(side) as model:
-            velocity = model.velocity_cached(self._wide(x_t), self._wide(level), self._cond, self._caches[side])
-        return velocity if self._scale == 1 else guide(*velocity.chunk(2), self._role.scale(level, self._scale))
-
-    def append(self, x: Latents) -> None:
-        """The next chunk is finished: it is `x`, at the context's noise level."""
-        for side, cache in self._caches.items():
-            with self._role.running(side) as model:
-                model.append(self._wide(x.detach()), self._cond, cache)
+        self.set_condition(cond)
 
     def set_condition(self, cond: Condition) -> None:
-        """The chunks to come have another condition; what was seen stays as it was seen."""
+        """Switch the prompt for later chunks; cached keys and values of finished chunks are unchanged."""
         self._cond = cond if self._scale == 1 else cond.cat(self._uncond)
         for cache in self._caches.values():
             cache.start_prompt()
 
-    def _wide(self, x: torch.Tensor) -> torch.Tensor:
-        """With guidance both conditions run in one pass, each with a past of its own."""
+    def velocity(self, x_t: Latents, sigma: Float[Tensor, ""]) -> Latents:
+        """Return the guided velocity of the next chunk at one noise level; its gradient does not reach the cache."""
+        level: PerSample = sigma.expand(len(x_t))
+        expert = expert_at(float(sigma), self._role.boundary)
+        with self._role.running(expert) as model:
+            velocity = model.velocity_cached(self._both(x_t), self._both(level), self._cond, self._caches[expert])
+        return velocity if self._scale == 1 else guide(*velocity.chunk(2), self._role.scale(level, self._scale))
+
+    def append(self, x: Latents) -> None:
+        """Append a finished chunk `x`, which is at the context's noise level."""
+        for expert, cache in self._caches.items():
+            with self._role.running(expert) as model:
+                model.append(self._both(x.detach()), self._cond, cache)
+
+    def _both(self, x: torch.Tensor) -> torch.Tensor:
+        """With guidance, cond and uncond run in one pass, each with a cache of its own."""
         return x if self._scale == 1 else torch.cat([x, x])

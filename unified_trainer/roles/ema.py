@@ -1,4 +1,4 @@
-"""An exponential moving average of a role's weights, sharded as they are."""
+"""Exponential moving average (EMA) of a role's weights, sharded as the weights are."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,13 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from unified_trainer.errors import UserError
+
 
 class EMA:
-    """shadow <- decay shadow + (1 - decay) weight, once per update of the role."""
+    """An average that follows shadow <- decay shadow + (1 - decay) weight, once per update of the role."""
 
     def __init__(self, weights: dict[str, Tensor], decay: float) -> None:
         if not 0 <= decay < 1:
-            raise ValueError(f"ema_decay must be in [0, 1), not {decay}")
+            raise UserError(f"ema_decay must be in [0, 1), not {decay}")
         self.decay = decay
         self._weights = weights
         self.shadow = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -24,7 +26,7 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The role runs on the averaged weights inside, and on its own again after."""
+        """Run the role on the EMA weights inside the context, and on its own again after it."""
         self._swap()
         try:
             yield

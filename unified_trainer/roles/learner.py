@@ -1,4 +1,4 @@
-"""Weights that move together: a whole role's, or those of one of its experts."""
+"""The optimizer of a role, or of one of its experts: AdamW, learning-rate schedule, gradient clipping, EMA."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,29 +9,40 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from unified_trainer.errors import NotFiniteError
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.roles.ema import EMA
 
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    learning_rate: float = 1e-5  # after the warm-up
-    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW
-    eps: float = 1e-8  # of AdamW
-    weight_decay: float = 0.01  # of AdamW
-    max_grad_norm: float = 1.0  # largest gradient norm, over all weights of the role or the expert; 0 does not clip
-    warmup_updates: int = 0  # updates over which the learning rate rises from 0
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after the warm-up
-    lr_decay_updates: int = 0  # updates from the end of the warm-up to the lowest learning rate
-    min_lr_ratio: float = 0.0  # lowest learning rate, as a share of learning_rate
-    ema_decay: float = 0.0  # of the averaged weights, per update; 0 keeps none
+    learning_rate: float = 1e-5
+    """Learning rate of AdamW after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    eps: float = 1e-8
+    """Epsilon of AdamW."""
+    weight_decay: float = 0.01
+    """Weight decay of AdamW."""
+    max_grad_norm: float = 1.0
+    """Largest gradient norm over all weights of the role or the expert; 0 does not clip."""
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises linearly from 0."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning-rate schedule after the warm-up."""
+    lr_decay_updates: int = 0
+    """Updates from the end of the warm-up to the lowest learning rate."""
+    min_lr_ratio: float = 0.0
+    """Lowest learning rate as a fraction of learning_rate."""
+    ema_decay: float = 0.0
+    """Decay of the exponential moving average (EMA) of the weights, per update; 0 keeps none."""
 
 
 class Learner:
-    """An optimizer, a learning-rate clock of its own updates, and optionally averaged weights."""
+    """An optimizer with its own update counter and learning-rate schedule, and optionally an EMA of its weights."""
 
     def __init__(self, name: str, weights: Mapping[str, nn.Parameter], config: LearnerConfig) -> None:
-        self.name, self.config = name, config  # the name is for metrics and messages: student, or student/high
+        self.name, self.config = name, config  # name in metrics and messages: student, or student/high
         self.weights = dict(weights)
         self.updates = 0
         self._optimizer = torch.optim.AdamW(
@@ -45,23 +56,23 @@ class Learner:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a backward pass reached any of the weights since the last move."""
+        """Whether a backward pass reached any of the weights since the last update."""
         return any(p.grad is not None for p in self.weights.values())
 
     def gradient_norm(self) -> Tensor:
-        """Over all weights; FloatingPointError, naming a weight, if it is not finite."""
+        """Return the gradient norm over all weights; NotFiniteError, naming a weight, if it is not finite."""
         norm = full(torch.nn.utils.get_total_norm([p.grad for p in self.weights.values() if p.grad is not None]))
         if not math.isfinite(float(norm)):
             bad = next(key for key, p in self.weights.items() if p.grad is not None and not _finite(p.grad))
             role = self.name.split("/")[0]
-            raise FloatingPointError(
-                f"{self.name}: the gradient of {bad} is not finite at update {self.updates}; weights not moved. "
+            raise NotFiniteError(
+                f"{self.name}: the gradient of {bad} is not finite at update {self.updates}; weights unchanged. "
                 f"Lower {role}.learning_rate, or look at the batch; the last checkpoint is sound"
             )
         return norm
 
-    def move(self, norm: Tensor) -> dict[str, float]:
-        """Clip a gradient of this norm, move the weights once, and forget it."""
+    def step(self, norm: Tensor) -> dict[str, float]:
+        """Clip a gradient of this norm, update the weights once, and clear the gradient."""
         if self.config.max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(self.weights.values(), self.config.max_grad_norm, norm)
         learning_rate = self.config.learning_rate * learning_rate_factor(self.config, self.updates)
@@ -75,22 +86,22 @@ class Learner:
         return {f"{self.name}/grad_norm": float(norm), f"{self.name}/learning_rate": learning_rate}
 
     def restart_ema(self) -> None:
-        """Average anew from the weights as they are, after they were loaded."""
+        """Start the EMA anew from the weights as they are, after they were loaded."""
         if self._ema:
             self._ema = EMA(self.weights, self.config.ema_decay)
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """The averaged weights in place of the weights, if there are any."""
+        """Swap in the EMA weights, if the role keeps any."""
         with self._ema.swapped() if self._ema else nullcontext():
             yield
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, optimizer moments, averaged weights and the update counter, as one flat dict of tensors."""
+        """Return weights, optimizer moments, EMA weights and the update counter as one flat dict of tensors."""
         state = {f"weights/{key}": p.detach() for key, p in self.weights.items()}
         for key, p in self.weights.items():
             moments = self._optimizer.state[p]
-            if not moments:  # what AdamW starts from
+            if not moments:  # AdamW creates its state in its first step
                 moments["step"] = torch.tensor(0.0)
                 moments["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 moments["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -102,7 +113,7 @@ class Learner:
 
 
 def learning_rate_factor(config: LearnerConfig, updates: int) -> float:
-    """Share of the learning rate at this update: linear warm-up, then constant, linear or cosine decay."""
+    """Return the factor of the learning rate at this update: linear warm-up, then constant, linear or cosine decay."""
     if updates < config.warmup_updates:
         return (updates + 1) / config.warmup_updates
     if config.lr_schedule == "constant":

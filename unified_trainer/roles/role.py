@@ -1,7 +1,7 @@
-"""A role: a model plus what may be done to its weights."""
+"""Roles: a network with the ways it is trained or kept."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,65 +11,80 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from unified_trainer.errors import working_on
 from unified_trainer.models.base import VideoModel
 from unified_trainer.numerics.flow import GuidanceScale, guide
+from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.experts import (
+    Balance,
+    Expert,
     ExpertConfig,
-    Experts,
+    ExpertPair,
+    NoiseLaw,
+    RowMask,
     Rows,
-    Share,
-    Side,
-    ask,
+    balanced_uniform,
+    expert_at,
+    route,
+    row_masks,
     scale_at,
-    shares,
-    side_of,
 )
-from unified_trainer.roles.learner import Learner, LearnerConfig, learning_rate_factor
+from unified_trainer.roles.learner import Learner, LearnerConfig
 from unified_trainer.types import Condition, Latents, PerFrame, PerSample
 
-__all__ = ["Frozen", "Precision", "Role", "RoleConfig", "Trainable", "TrainableConfig", "learning_rate_factor"]
+__all__ = ["Frozen", "Precision", "Role", "RoleConfig", "Trainable", "TrainableConfig"]
 
 Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
 class RoleConfig:
-    path: str = ""  # diffusers folder of the weights; "tiny" is the embedded one; empty takes the student's
-    precision: Precision = "fp32"  # of the network's pass; with bf16, weights that nobody trains are held in it too
-    boundary: float = 0.0  # noise level from which the high-noise expert runs; 0 takes the folder's. A role that
-    # learns from a folder of one network then has two experts, which both start from it
-    activation_checkpointing: bool = False  # recompute activations in the backward pass: slower, smaller
-    selective_checkpointing: bool = False  # but keep what matrix products and attention gave: between the two in both
-    compile: bool = False  # the network's blocks, with torch.compile: a slow first step, faster ones after
+    path: str = ""
+    """Diffusers folder of the weights; "tiny" is the embedded one. Empty takes the path of the role it starts from."""
+    precision: Precision = "fp32"
+    """Precision of the forward pass. With bf16, weights that are not trained are also held in bf16."""
+    boundary: float = 0.0
+    """Noise level from which the high-noise expert runs; 0 takes the folder's. A trained role whose folder holds one
+    network gets two experts, which both start from that network."""
+    compile: bool = False
+    """Compile the network's blocks with torch.compile: a slow first step, faster ones after it."""
 
 
 @dataclass(frozen=True)
 class TrainableConfig(LearnerConfig, RoleConfig):
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: slower, with less memory."""
+    selective_checkpointing: bool = False
+    """Keep the results of matrix products and attention and recompute the rest; needs activation_checkpointing."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     high: ExpertConfig = field(default_factory=ExpertConfig)
     low: ExpertConfig = field(default_factory=ExpertConfig)
+    expert_balance: Balance = "mixed"
+    """Noise levels drawn for a role with two experts: for both in every batch (mixed), or for one of them, drawn with
+    its own probability (natural) or with probability 1/2 and the loss weighted back (equal). One expert a batch is
+    faster on several ranks."""
 
     @property
-    def experts(self) -> dict[Side, ExpertConfig]:
+    def experts(self) -> dict[Expert, ExpertConfig]:
         return {"high": self.high, "low": self.low}
 
-    def of(self, side: Side) -> "TrainableConfig":
-        """The settings of one expert, or of a role's only network."""
-        own = dataclasses.asdict(self.experts[side]) if side else {}
-        given = {key: own[key] for key in ("learning_rate", "max_grad_norm") if side and own[key] is not None}
+    def of(self, expert: Expert) -> "TrainableConfig":
+        """Return the settings of one expert, or of a role's only network."""
+        own = dataclasses.asdict(self.experts[expert]) if expert else {}
+        given = {key: own[key] for key in ("learning_rate", "max_grad_norm") if expert and own[key] is not None}
         return dataclasses.replace(self, **given)
 
 
 class Role:
-    """A network that predicts velocities, or two of them that meet at a noise level; with or without guidance."""
+    """A velocity field: one network, or two experts that meet at a noise level."""
 
-    def __init__(self, name: str, networks: Backbone | Experts, config: RoleConfig) -> None:
+    def __init__(self, name: str, networks: Backbone | ExpertPair, config: RoleConfig) -> None:
         self.name = name
         self.config = config
         self.boundary: float | None = None
-        self._backbones: dict[Side, Backbone]
-        if isinstance(networks, Experts):
+        self._backbones: dict[Expert, Backbone]
+        if isinstance(networks, ExpertPair):
             self._backbones, self.boundary = {"high": networks.high, "low": networks.low}, networks.boundary
         else:
             self._backbones = {"": networks}
@@ -77,18 +92,21 @@ class Role:
         self.device = self._mesh.device
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
-        """velocity = noise - x0 of each sample at its own noise level, float32."""
+        """Return velocity = noise - x0 of each sample at its own noise level, in float32."""
+        if self.boundary is None:
+            with self.running() as model:
+                return model.velocity(x_t, sigma, cond)
 
-        def of(side: Side, rows: Rows) -> tuple[Latents]:
-            with self.running(side) as model:
+        def call(expert: Expert, rows: Rows) -> tuple[Latents]:
+            with self.running(expert) as model:
                 return (model.velocity(x_t[rows], sigma[rows], cond.map(lambda x: x[rows])),)
 
-        return ask(self._shares(sigma), of)[0]
+        return route(self._row_masks(sigma), call)[0]
 
     def guided_velocity(
         self, x_t: Latents, sigma: PerSample, cond: Condition, uncond: Condition, guidance_scale: GuidanceScale
     ) -> Latents:
-        """uncond + w (cond - uncond), both in one batched pass; w = 1 asks for cond alone."""
+        """Return uncond + w (cond - uncond), both from one batched pass; w = 1 runs cond alone."""
         scale = self.scale(sigma, guidance_scale)
         if isinstance(scale, float | int) and scale == 1:
             return self.velocity(x_t, sigma, cond)
@@ -96,54 +114,57 @@ class Role:
         return guide(*both.chunk(2), scale)
 
     def scale(self, sigma: PerSample, guidance_scale: GuidanceScale) -> float | PerSample:
-        """The guidance scale at these noise levels, of which each expert may have its own."""
+        """Return the guidance scale at these noise levels; each expert may have its own."""
         return scale_at(guidance_scale, sigma, self.boundary, self.name)
 
     @contextmanager
-    def running(self, side: Side = "") -> Iterator[VideoModel]:
-        """The model as this role runs it: its adapter, its precision; on all ranks or RuntimeError on all.
+    def running(self, expert: Expert = "") -> Iterator[VideoModel]:
+        """Yield one network with this role's adapter and precision; RuntimeError on all ranks unless all run it.
 
-        A role with two experts is asked for one of them.
+        A role with two experts names the one to run.
         """
-        self._mesh.assert_same(f"pass of {self.key(self.name, side, ' ')} {_with_gradient()}")
+        key = self.key(self.name, expert, " ")
+        self._mesh.assert_same(f"pass of {key} {_with_gradient()}")
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
-        with self._backbones[side].running(self.key(self.name, side)) as model, autocast:
+        backbone = self._backbones[expert]
+        with working_on(f"role {key}"), backbone.running(self.key(self.name, expert)) as model, autocast:
             yield model
 
     @property
-    def sides(self) -> tuple[Side, ...]:
-        """Its networks: "high" and "low", or "" for its only one."""
+    def experts(self) -> tuple[Expert, ...]:
+        """Names of the role's networks: "high" and "low", or "" for its only one."""
         return tuple(self._backbones)
 
     @property
     def precision(self) -> str:
+        """Precision of weights and passes, for the table printed at start."""
         held = sorted({"bf16" if backbone.half else "fp32" for backbone in self._backbones.values()})
         experts = "" if self.boundary is None else f", two experts that meet at {self.boundary:g}"
         return f"weights {' and '.join(held)}, passes {self.config.precision}{experts}"
 
     @property
     def network(self) -> nn.Module:
-        """The only one, or that of the high-noise expert."""
-        return self._backbones[self.sides[0]].model.network
+        """The only network, or that of the high-noise expert."""
+        return self._backbones[self.experts[0]].model.network
 
     @staticmethod
-    def key(name: str, side: Side, between: str = "_") -> str:
-        """What a backbone calls a role, or its expert."""
-        return f"{name}{between}{side}" if side else name
+    def key(name: str, expert: Expert, between: str = "_") -> str:
+        """Return the name under which a backbone knows a role, or one of its experts."""
+        return f"{name}{between}{expert}" if expert else name
 
-    def _shares(self, sigma: PerSample | PerFrame) -> dict[Side, Share]:
-        """Which rows each network runs on; the same networks on all ranks, some of them without a row here."""
+    def _row_masks(self, sigma: PerSample | PerFrame) -> dict[Expert, RowMask]:
+        """Rows of each expert that runs on any rank; some may have no row on this one."""
         if self.boundary is None:
             return {"": torch.ones(len(sigma), dtype=torch.bool)}
         self._mesh.assert_same(f"pass of {self.name}, split at {self.boundary:g}, {_with_gradient()}")
-        mine = shares(sigma, self.boundary)
-        here = torch.tensor([[bool(share.any()) for share in mine.values()]])
+        mine = row_masks(sigma, self.boundary)
+        here = torch.tensor([[bool(mask.any()) for mask in mine.values()]])
         anywhere = self._mesh.all_gather_cpu(here).any(0).tolist()
-        return {side: share for (side, share), runs in zip(mine.items(), anywhere, strict=True) if runs}
+        return {expert: mask for (expert, mask), runs in zip(mine.items(), anywhere, strict=True) if runs}
 
 
 class Frozen(Role):
-    """A role nobody moves: a teacher, or a reference for KL."""
+    """A role whose weights never change: a teacher, or the reference of a KL."""
 
     @torch.no_grad()
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
@@ -151,119 +172,131 @@ class Frozen(Role):
 
 
 class Trainable(Role):
-    """A role that learns, all of it or one of its two experts; each has an optimizer and a clock of its own."""
+    """A role that is trained, whole or one of its two experts; each expert has an optimizer and an update counter."""
 
     config: TrainableConfig
 
-    def __init__(self, name: str, networks: Backbone | Experts, config: TrainableConfig) -> None:
+    def __init__(self, name: str, networks: Backbone | ExpertPair, config: TrainableConfig) -> None:
         super().__init__(name, networks, config)
-        self._learners: dict[Side, Learner] = {
-            side: Learner(self.key(self.name, side, "/"), self._own_weights(side), config.of(side))
-            for side in self.sides
-            if not side or config.experts[side].trained
+        self._learners: dict[Expert, Learner] = {
+            expert: Learner(self.key(self.name, expert, "/"), self._own_weights(expert), config.of(expert))
+            for expert in self.experts
+            if not expert or config.experts[expert].trained
         }
 
-    def _own_weights(self, side: Side) -> dict[str, nn.Parameter]:
-        return self._backbones[side].weights(self.key(self.name, side))
+    def _own_weights(self, expert: Expert) -> dict[str, nn.Parameter]:
+        return self._backbones[expert].weights(self.key(self.name, expert))
 
     @property
     def weights(self) -> Mapping[str, nn.Parameter]:
-        """What it trains, by name; of two experts as high/NAME and low/NAME."""
+        """The trained weights by name; those of two experts as high/NAME and low/NAME."""
         return {
-            f"{side}/{key}" if side else key: p
-            for side, learner in self._learners.items()
+            f"{expert}/{key}" if expert else key: p
+            for expert, learner in self._learners.items()
             for key, p in learner.weights.items()
         }
 
     @property
     def updates(self) -> int:
-        """How often its weights have moved, those of two experts together."""
+        """Number of optimizer steps, those of two experts added."""
         return sum(learner.updates for learner in self._learners.values())
 
-    def learns(self, sigma: Float[Tensor, ""]) -> bool:
-        """Whether the network that runs at this noise level is trained."""
-        return side_of(float(sigma), self.boundary) in self._learners
+    def trains(self, sigma: Float[Tensor, ""]) -> bool:
+        """Return whether the network that runs at this noise level is trained."""
+        return expert_at(float(sigma), self.boundary) in self._learners
 
-    def count(self, sigmas: Float[Tensor, " s"]) -> dict[str, float]:
-        """How many of these noise levels each expert runs at; nothing of a role with one network."""
-        sides = [side_of(sigma, self.boundary) for sigma in sigmas.tolist()]
-        return {side: float(sides.count(side)) for side in self.sides if side}
+    def transition_counts(self, sigmas: Float[Tensor, " s"]) -> dict[str, float]:
+        """Return metrics: how many of these transitions each expert makes; none for a role with one network."""
+        experts = [expert_at(sigma, self.boundary) for sigma in sigmas.tolist()]
+        return {f"transitions_{expert}": float(experts.count(expert)) for expert in self.experts if expert}
+
+    def draw_noise_levels(
+        self, name: str, sample_ids: Sequence[int], rng: Streams, law: NoiseLaw, partner: Role | None = None
+    ) -> tuple[PerSample, float]:
+        """Draw one noise level for each sample, and return them with the weight of the loss there.
+
+        The levels follow `law` and `expert_balance`. `partner` is a role evaluated at the same levels: where this role
+        is one network and the partner has two experts, one of the partner's is drawn.
+        """
+        u, weight = rng.uniform(name, sample_ids), 1.0
+        if self.config.expert_balance != "mixed":
+            boundary = self.boundary if self.boundary is not None or partner is None else partner.boundary
+            u, weight = balanced_uniform(u, law.share_above(boundary), self.config.expert_balance, rng.shared)
+        return law(u), weight
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add to the gradient; `last` says that `step` comes next.
+        """Add the gradient of a loss; `last` says that `step` comes next.
 
-        A loss that only an expert which does not learn had a part in teaches nothing. The ranks exchange the gradients
-        of two experts after every pass: which pass is an expert's last before it moves, none of them knows.
+        A loss in which only an expert that is not trained took part has no gradient and is skipped. The ranks exchange the
+        gradients of two experts after every pass: none of them knows which pass is an expert's last before its step.
         """
-        for side in self.sides:
-            self._exchange_gradients(side, last=last or bool(side))
-        if loss.requires_grad or len(self._learners) == len(self.sides):
-            loss.backward()
+        for expert in self.experts:
+            self._exchange_gradients(expert, last=last or bool(expert))
+        if loss.requires_grad or len(self._learners) == len(self.experts):
+            with working_on(f"the backward pass of role {self.name}"):
+                loss.backward()
 
-    def _exchange_gradients(self, side: Side, *, last: bool) -> None:
-        self._backbones[side].exchange_gradients(last=last)
+    def _exchange_gradients(self, expert: Expert, *, last: bool) -> None:
+        self._backbones[expert].exchange_gradients(last=last)
 
     def step(self) -> dict[str, float]:
-        """Clip and move what got a gradient, once, and forget that; what got none stays as it is, its average too.
+        """Clip the gradients and update the weights that have one; the others, and their EMA, stay as they are.
 
-        FloatingPointError, with nothing moved, if a gradient is not finite.
+        NotFiniteError, with no weight changed, if a gradient is not finite.
         """
-        norms = {side: learner.gradient_norm() for side, learner in self._learners.items() if learner.has_gradient}
+        norms = {name: learner.gradient_norm() for name, learner in self._learners.items() if learner.has_gradient}
         metrics: dict[str, float] = {}
-        for side, norm in norms.items():
-            self._backbones[side].reshard()
-            metrics |= self._learners[side].move(norm)
+        for expert, norm in norms.items():
+            self._backbones[expert].reshard()
+            metrics |= self._learners[expert].step(norm)
         return metrics
 
     def merge(self) -> None:
         """Fold adapters into the weights, for good; nothing is left to train."""
-        for side in self._learners:
-            self._backbones[side].merge(self.key(self.name, side))
+        for expert in self._learners:
+            self._backbones[expert].merge(self.key(self.name, expert))
         self._learners = {}
 
-    def adapter(self, side: Side) -> tuple[dict[str, nn.Parameter], float]:
-        """The weights of one network's adapter by peft's names, and its alpha."""
+    def adapter(self, expert: Expert) -> tuple[dict[str, nn.Parameter], float]:
+        """Return the weights of one network's adapter by peft's names, and its alpha."""
         config = self.config.adapter
-        return self._backbones[side].weights(self.key(self.name, side)), config.alpha or config.rank
+        return self._backbones[expert].weights(self.key(self.name, expert)), config.alpha or config.rank
 
-    def save_adapter(self, side: Side, folder: Path) -> None:
-        """The adapter of one network in peft's layout."""
-        self._backbones[side].save_adapter(self.key(self.name, side), folder)
+    def save_adapter(self, expert: Expert, folder: Path) -> None:
+        """Write the adapter of one network in peft's layout."""
+        self._backbones[expert].save_adapter(self.key(self.name, expert), folder)
 
     def restart_ema(self) -> None:
-        """Average anew from the weights as they are, after they were loaded."""
+        """Start the EMA anew from the weights as they are, after they were loaded."""
         for learner in self._learners.values():
             learner.restart_ema()
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
-        """The role with its averaged weights, if it keeps any."""
+        """Run the role with its EMA weights, if it keeps any."""
         with ExitStack() as stack:
             for learner in self._learners.values():
                 stack.enter_context(learner.ema_weights())
             yield
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Weights, optimizer moments, averaged weights and update counters, as one flat dict of tensors.
-
-        Two experts are apart by name: weights/high/NAME.
-        """
+        """Return weights, optimizer moments, EMA and update counters as one flat dict; experts as weights/high/NAME."""
         return {
-            _named(side, key): value
-            for side, learner in self._learners.items()
+            _named(expert, key): value
+            for expert, learner in self._learners.items()
             for key, value in learner.state_dict().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the counters of a state whose tensors, handed out by `state_dict`, were filled in place."""
-        for side, learner in self._learners.items():
-            learner.updates = int(state[_named(side, "updates")])
+        """Restore the update counters; the tensors of `state_dict` were already filled in place."""
+        for expert, learner in self._learners.items():
+            learner.updates = int(state[_named(expert, "updates")])
 
 
-def _named(side: Side, key: str) -> str:
+def _named(expert: Expert, key: str) -> str:
     """`weights/NAME` of an expert is `weights/high/NAME`."""
     kind, *name = key.split("/", 1)
-    return "/".join([kind, *([side] if side else []), *name])
+    return "/".join([kind, *([expert] if expert else []), *name])
 
 
 def _with_gradient() -> str:

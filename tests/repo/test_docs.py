@@ -1,0 +1,66 @@
+"""The documents name the metrics that runs write."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+METRICS = REPO / "docs" / "metrics.md"
+GOLDEN_RUNS = REPO / "tests" / "golden" / "runs.json"  # {run: {"metrics": [{metric: value}, ...]}}
+
+# Placeholders of docs/metrics.md: a scorer or statistic, the number of a transition, a trained role or its expert.
+PLACEHOLDERS = {"NAME": r"[\w-]+", "S": r"\d+", "ROLE": r"[a-z_]+(?:/(?:high|low))?"}
+COLUMNS = 5  # metric; definition; unit, range; healthy; what to do otherwise
+
+
+def metric_rows() -> list[list[str]]:
+    """Return the cells of every row of the tables in docs/metrics.md."""
+    lines = METRICS.read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+    assert rows, f"{METRICS} has no table of metrics"
+    return rows
+
+
+def documented_metrics() -> list[str]:
+    """Return the names in the first column of docs/metrics.md, with their placeholders."""
+    return [name for row in metric_rows() for name in re.findall(r"`([^`]+)`", row[0])]
+
+
+def documented_pattern() -> re.Pattern[str]:
+    """Return the expression that a documented metric matches as a whole.
+
+    NAME, S and ROLE stand for whole parts of a name or parts before `_`, as in `reward/NAME_std` and `approx_kl/S`.
+    """
+
+    def expression(name: str) -> str:
+        words = re.split(r"(\bNAME|\bS\b|\bROLE\b)", name)
+        return "".join(PLACEHOLDERS.get(word) or re.escape(word) for word in words)
+
+    return re.compile("|".join(expression(name) for name in documented_metrics()))
+
+
+def undocumented(names: set[str]) -> list[str]:
+    """Return the metrics, with or without the prefix `train/`, that docs/metrics.md does not define."""
+    pattern = documented_pattern()
+    return sorted(name for name in names - {"step"} if not pattern.fullmatch(name.removeprefix("train/")))
+
+
+def test_every_row_of_metrics_is_complete():
+    assert [row for row in metric_rows() if len(row) != COLUMNS or not all(row)] == []
+
+
+def test_placeholders_stand_for_names():
+    known = {"reward/hpsv3", "train/approx_kl/3", "student/grad_norm", "student/high/grad_norm", "validation/reward"}
+    known |= {"validation/reward/hpsv3_std", "train/reward/hpsv3_std_in_groups", "validation/pixels/saturation"}
+    assert undocumented(known) == []
+    assert undocumented({"approx_kl/x", "nonsense", "train/nonsense"}) == ["approx_kl/x", "nonsense", "train/nonsense"]
+
+
+def test_every_metric_of_the_golden_runs_is_documented():
+    if not GOLDEN_RUNS.is_file():
+        pytest.skip(f"{GOLDEN_RUNS.relative_to(REPO)} is absent")
+    runs = json.loads(GOLDEN_RUNS.read_text(encoding="utf-8"))
+    found = {name for run in runs.values() for row in run["metrics"] for name in row}
+    assert undocumented(found) == []

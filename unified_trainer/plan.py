@@ -1,0 +1,148 @@
+"""The plan of a run: everything that can be known, and refused, before any weight is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unified_trainer.checkpoint.manager import Keep
+from unified_trainer.config import ConfigError, RunConfig
+from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.clips import check_tiny_clips
+from unified_trainer.data.prompts import read_prompts, training_prompts
+from unified_trainer.methods.base import Method, MethodSetup
+from unified_trainer.models.base import Family
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.registry import family_of, method_named
+from unified_trainer.renamed import METRICS
+from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
+from unified_trainer.rewards.scorers import check_reward
+from unified_trainer.roles.causal import Causal, causal_form
+from unified_trainer.roles.experts import ExpertLayout, layout_of
+from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
+from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.validation import check_validation
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One role: its class, settings, folder and networks."""
+
+    kind: type[Role]
+    config: RoleConfig
+    path: str
+    layout: ExpertLayout
+
+    @property
+    def trainable(self) -> TrainableConfig | None:
+        """The settings of a trained role or of a copy of one; None for a frozen role with settings of its own."""
+        return self.config if isinstance(self.config, TrainableConfig) else None
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run that passed every check."""
+
+    method: type[Method]
+    roles: Mapping[str, RolePlan]
+    batch: BatchPlan
+    counts: dict[str, int | str]  # of one training step's batch
+    prompts: tuple[str, ...]
+    keep: Keep
+    family: Family  # of the student
+    folder: Path  # of the student
+    latent_shape: tuple[int, int, int, int]  # channels, latent frames, height, width
+
+
+def check(run: RunConfig, mesh: Mesh) -> RunPlan:
+    """Return the plan of a run; UserError, naming the key and the way out, if the run cannot work.
+
+    This is the only place where settings are checked against each other, and it reads no weights.
+    """
+    method = method_named(run.method)
+    keep = Keep(run.keep_last, run.keep_best, run.best_metric, run.best_is)
+    keep.check()
+    if run.best_metric in METRICS:
+        raise ConfigError(f"best_metric {run.best_metric}: renamed to {METRICS[run.best_metric]}")
+    if keep.best and not run.validate_every:
+        raise ConfigError(f"keep_best {keep.best} needs validations to compare: set validate_every")
+    _check_monitor(run, method)
+    run.sampler.check()
+    check_reward(run.reward, run.video.frames)
+    check_validation(run.validation, mesh)
+    batch = run.algorithm.plan()
+    roles = plan_roles(run, method)
+    setup = MethodSetup(
+        run.sampler, {n: role.config for n, role in roles.items()}, {n: role.layout for n, role in roles.items()}
+    )
+    run.algorithm.check(setup)
+    counts = batch.table(mesh.data_size)
+    prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
+    family, folder = family_of("student", roles["student"].path)
+    latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
+    if run.algorithm.needs_clips and run.data.path is None:
+        check_tiny_clips(run.data, run.video)
+    if run.sampler.chunks.causal:
+        run.sampler.chunks.ranges(latent_shape[1])
+    _check_networks(roles, mesh)
+    return RunPlan(method, roles, batch, counts, prompts, keep, family, folder, latent_shape)
+
+
+def plan_roles(run: RunConfig, method: type[Method]) -> dict[str, RolePlan]:
+    """Return the roles that the method declares and its settings need, in order of declaration."""
+    plans: dict[str, RolePlan] = {}
+    first = next(iter(method.roles))
+    paths: dict[str, str] = {}
+    for name, spec in method.roles.items():
+        config = run.roles[spec.copy_of or name]
+        origin = "" if name == first else spec.starts_from or first
+        paths[name] = ("" if spec.copy_of else config.path) or paths.get(origin, "tiny")
+        if not spec.when(run.algorithm):
+            continue
+        kind = spec.kind
+        if spec.copy_of and kind is Frozen and (run.init_from or config.boundary):
+            kind = WeightCopy  # the trained role starts with other weights, or networks, than those of its folder
+        if run.sampler.chunks.causal and (name == "student" or spec.copy_of == "student"):
+            kind = causal_form(kind)
+        plans[name] = RolePlan(kind, config, paths[name], layout_for(name, kind, config, paths[name]))
+    return plans
+
+
+def layout_for(name: str, kind: type[Role], config: RoleConfig, path: str) -> ExpertLayout:
+    """Return the networks of a role by its folder and its settings, read from configs alone."""
+    family, folder = family_of(name, path)
+    experts = config.experts if issubclass(kind, (Trainable, WeightCopy)) else None
+    return layout_of(name, path, config.boundary, experts, *family.networks(folder))
+
+
+def _check_monitor(run: RunConfig, method: type[Method]) -> None:
+    if not method.uses_reward:
+        if run.hacking_monitor != HackingMonitorConfig():
+            raise ConfigError(f"--hacking-monitor.*: {run.method} trains on no reward; leave these settings out")
+        return
+    run.hacking_monitor.check()
+    if run.hacking_monitor.action == "stop" and not run.validate_every:
+        raise ConfigError("hacking_monitor.action stop needs validations to compare: set validate_every")
+
+
+def _check_networks(roles: Mapping[str, RolePlan], mesh: Mesh) -> None:
+    """Latent channels must agree between roles, and sequence ranks must divide attention heads."""
+    channels = {}
+    for name, role in roles.items():
+        family, folder = family_of(name, role.path)
+        channels[name] = family.latent_channels(folder)
+        heads = family.attention_heads(folder)
+        if heads % mesh.config.sequence:
+            raise ConfigError(
+                f"parallel.sequence ({mesh.config.sequence}) must divide the {heads} attention heads of {name}.path"
+            )
+        if issubclass(role.kind, Causal) and family.causal is None:
+            raise ConfigError(
+                f"{name}.path {role.path}: this family has no causal form; set sampler.chunks.chunk_frames 0"
+            )
+        waiting = [expert for expert in role.layout.offloaded if mesh.size == 1]
+        if waiting:
+            raise ConfigError(
+                f"{name}.{waiting[0]}.offload needs more than one rank: a single process keeps its weights in place"
+            )
+    if len(set(channels.values())) > 1:
+        raise ConfigError(f"roles must share one latent space, but their channels are {channels}: set their paths")

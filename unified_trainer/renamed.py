@@ -1,0 +1,99 @@
+"""Names of version 0.1.0 and what they are called now; delete this file with the version after next.
+
+A renamed setting or metric on the command line is refused with its new name. Saved config files and checkpoints of 0.1.0 are
+translated as they are read.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Old key as a regular expression, and its new name. None: the setting was removed.
+SETTINGS: tuple[tuple[str, str | None], ...] = (
+    (r"teacher\.(activation_checkpointing|keep_products)", None),
+    (r"(\w+|\w+\.(?:high|low))\.clip_norm", r"\1.max_grad_norm"),
+    (r"(student|critic)\.decay", r"\1.lr_schedule"),
+    (r"(student|critic)\.decay_updates", r"\1.lr_decay_updates"),
+    (r"(student|critic)\.keep_products", r"\1.selective_checkpointing"),
+    (r"algorithm\.keep_samples", "algorithm.best_of_n"),
+    (r"algorithm\.refill_rounds", "algorithm.dynamic_sampling_rounds"),
+    (r"algorithm\.shape\.(\w+)", r"algorithm.objective_parameters.\1"),
+    (r"algorithm\.calendar", "algorithm.update_schedule"),
+    (r"algorithm\.critic_first", "algorithm.critic_warmup_steps"),
+    (r"sampler\.step_list", "sampler.step_sigmas"),
+    (r"parallel\.reshard", "parallel.reshard_after_forward"),
+    (r"parallel\.gradients", "parallel.reduce_gradients"),
+    (r"validation\.averaged", "validation.ema"),
+    (r"sentinel\.(\w+)", r"hacking_monitor.\1"),
+)
+BALANCE = "algorithm.expert_balance"  # now a setting of the role whose noise levels it balances
+METRICS = {
+    "k": "approx_kl",
+    "k_noise": "log_ratio_noise_floor",
+    "outside": "clip_fraction",
+    "dead": "zero_gradient_fraction",
+    "advantage_zero": "frac_zero_advantage",
+    "filtered_groups": "frac_zero_std_groups",
+    "refilled_groups": "resampled_groups",
+    "critic_alarm": "critic_to_teacher_error",
+    "judge": "accuracy",
+    "judge_std": "accuracy_std",
+    "judge_colour": "accuracy/color",
+    "judge_shape": "accuracy/shape",
+    "judge_direction": "accuracy/direction",
+    "sentinel": "reward_hacking",
+}
+# Kinds of checkpoint state: new name and old.
+STATE = {"loader/failures": "feed/failures", "reference/copied": "reference/followed", "old/copied": "old/followed"}
+
+
+def new_setting(key: str, method: str) -> str | None:
+    """Return the present name of a setting of 0.1.0: itself if it was not renamed, None if it was removed."""
+    if key == BALANCE:
+        return "student.expert_balance" if method == "finetune" else "critic.expert_balance"
+    for old, new in SETTINGS:
+        if re.fullmatch(old, key):
+            return None if new is None else re.sub(old, new, key)
+    return key
+
+
+def translate_settings(flat: Mapping[str, Any], method: str, roles: tuple[str, ...]) -> dict[str, Any]:
+    """Return the settings of a saved config file under their present names; `roles` are those of its method.
+
+    Files of 0.1.0 hold the settings of all roles of all methods: those of other roles are left out.
+    """
+    if all(new_setting(key, method) == key for key in flat):
+        return dict(flat)
+    kept = {}
+    for key, value in flat.items():
+        section = key.split(".")[0]
+        name = new_setting(key, method)
+        if name is None or (section in ("teacher", "critic") and section not in roles):
+            continue
+        if key == "sampler.step_list":
+            value = [step / 1000 for step in value]
+        if key == "best_metric":
+            value = METRICS.get(value, value)
+        kept[name] = value
+    if "critic.expert_balance" in kept and "critic" not in roles:
+        del kept["critic.expert_balance"]
+    return kept
+
+
+def translate_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's metadata under present names."""
+    found = dict(metadata)
+    if "sentinel" in found:
+        found["hacking_monitor"] = _metrics(found.pop("sentinel"))
+        found["metrics"] = _metrics(found.get("metrics", {}))
+    sampler = found.get("sampler")
+    if sampler and "step_list" in sampler:
+        levels = [step / 1000 for step in sampler["step_list"]]
+        found["sampler"] = {key: value for key, value in sampler.items() if key != "step_list"} | {
+            "step_sigmas": levels
+        }
+    return found
+
+
+def _metrics(values: Mapping[str, float]) -> dict[str, float]:
+    return {METRICS.get(name, name): value for name, value in values.items()}
