@@ -38,8 +38,8 @@ def rollout(
     Args:
         run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the EMA weights with :ema
         prompts: each a prompt, or a file with one a line
-        output: folder to write: rollout.json, latents/N.safetensors, scores/NAME.jsonl; must be empty, absent or of this
-            command
+        output: folder to write: rollout.json, latents/N.safetensors, scores/NAME.jsonl; must be empty, absent or
+            written by this command
         num_samples: samples of each prompt
         seed: of the first sample's noise; sample i has seed + i
         batch: samples at a time, and in one file

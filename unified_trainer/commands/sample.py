@@ -165,7 +165,7 @@ def _stream(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], numbers: r
     now = [[scene[i * len(scene) // count] for scene in scenes] for i in range(count)]
     switches = {i: batch_of(now[i]).cond for i in range(1, count) if now[i] != now[i - 1]}
     exits = [sampler.num_steps - 1] * count
-    yield from stream_chunks(loaded.role, noise, batch_of(now[0]), sampler, draw, exits, turns=switches)
+    yield from stream_chunks(loaded.role, noise, batch_of(now[0]), sampler, draw, exits, prompts=switches)
 
 
 def _write(

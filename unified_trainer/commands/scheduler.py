@@ -14,8 +14,8 @@ def euler_scheduler(sampler: SamplerConfig) -> FlowMatchEulerDiscreteScheduler |
     """Return the scheduler whose `sampler.num_steps` steps visit the sampler's noise levels, or None if none does.
 
     FlowMatchEulerDiscreteScheduler spaces n levels evenly from 1 to the shifted 1/1000, then shifts them, then
-    stretches 1 - sigma so that the last is shift_terminal. The sampler's are u = 1 - i d, shifted by s. Both are Moebius
-    maps of i that fix 1, so they are equal when the last level is, and the shift z solves
+    stretches 1 - sigma so that the last is shift_terminal. The sampler's are u = 1 - i d, shifted by s. Both are
+    Moebius maps of i that fix 1, so they are equal when the last level is, and the shift z solves
     (1 - s) z^2 + (s r + 999 (1 - s)) z = s r, r = 999 / (d (n - 1)).
     """
     if sampler.chunks.causal:
