@@ -24,6 +24,10 @@ class BatchPlan:
 
     def table(self, ranks: int) -> dict[str, int]:
         """Return every count of the step; raise UserError, with the numbers, when one does not divide another."""
+        counts = (self.prompts, self.num_samples, self.prompts_per_update, self.micro_batch)
+        for key, count in zip(self.keys, counts, strict=True):
+            if count < 1:
+                raise UserError(f"{key} must be at least 1, not {count}")
         prompts, num_samples, prompts_per_update, micro_batch = self.keys
         self._divide(self.prompts, prompts, self.prompts_per_update, prompts_per_update)
         samples = prompts_per_update if num_samples == "1" else f"{prompts_per_update} x {num_samples}"
@@ -52,9 +56,6 @@ class BatchPlan:
 
     @staticmethod
     def _divide(total: int, total_key: str, by: int, key: str) -> int:
-        for count, name in ((total, total_key), (by, key)):
-            if count < 1:
-                raise UserError(f"{name} must be at least 1, not {count}")
         if total % by:
             raise UserError(f"{total_key} ({total}) must be divisible by {key} ({by})")
         return total // by

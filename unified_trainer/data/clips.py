@@ -59,8 +59,8 @@ def check_tiny_clips(config: DataConfig, video: VideoConfig) -> None:
     """Raise UserError for a number or size of clips that the tiny world does not have."""
     if (video.frames, video.height, video.width) != (FRAMES, SIZE, SIZE):
         raise UserError(
-            f"the tiny world's clips have {FRAMES} frames of {SIZE} x {SIZE} pixels, but video.frames, height and width "
-            f"are {video.frames}, {video.height} and {video.width}: change them, or set data.path"
+            f"the tiny world's clips have {FRAMES} frames of {SIZE} x {SIZE} pixels, but video.frames, height and "
+            f"width are {video.frames}, {video.height} and {video.width}: change them, or set data.path"
         )
     if config.num_clips < 1:
         raise UserError(f"data.num_clips must be at least 1, not {config.num_clips}")

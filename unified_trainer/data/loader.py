@@ -50,8 +50,8 @@ class Loader:
         self.samples_per_prompt = plan.num_samples
         if plan.by_failures and plan.prompts > len(source):
             raise UserError(
-                f"{plan.keys[0]} ({plan.prompts}) must be at most the number of prompts ({len(source)}) that are drawn by "
-                "failures"
+                f"{plan.keys[0]} must be at most the {len(source)} prompts that are drawn by failures, not "
+                f"{plan.prompts}"
             )
         self._failures = torch.zeros(len(source), dtype=torch.int64) if plan.by_failures else None
 

@@ -56,7 +56,7 @@ class RewardConfig(ScorerConfig):
     """The settings of a reward: those of its first scorer, and of more scorers by name."""
 
     kind: str = "hpsv3"
-    """Kind of the first scorer, which the settings at this level describe; its name is the kind, or NAME of ...:NAME."""
+    """Kind of the first scorer, which the settings at this level describe; its name is the kind, or the NAME of it."""
     path: str = "tiny"
     """Folder of the first scorer's weights; "tiny" is the embedded HPSv3, others are written by import-hpsv3."""
     scorers: dict[str, ScorerConfig] = field(default_factory=dict)
