@@ -148,7 +148,7 @@ def run_class(method: type[Method]) -> type[RunConfig]:
     sections = {"algorithm": method.config_class}
     sections |= {name: spec.config_class for name, spec in method.roles.items() if spec.config_class}
     fields = [(name, kind, field(default_factory=kind)) for name, kind in sections.items()]
-    return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True, module=__name__)
+    return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True)
 
 
 def parse(argv: Sequence[str], method_named: MethodNamed, trained_sampler_of: SamplerOf) -> RunConfig:

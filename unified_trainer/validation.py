@@ -23,6 +23,15 @@ from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig, generate
 
 
+def check_validation(config: ValidationConfig, mesh: Mesh) -> None:
+    """Raise ConfigError for counts of samples that cannot be divided over the ranks."""
+    if config.num_samples < 2 or config.num_samples % mesh.data_size or config.batch < 1:
+        raise ConfigError(
+            f"validation.num_samples must be at least 2 and divide by the {mesh.data_size} ranks with samples, "
+            f"not {config.num_samples}; validation.batch at least 1, not {config.batch}"
+        )
+
+
 class Validation:
     """Samples the student deterministically and measures what it made; every rank holds an equal share."""
 
@@ -36,11 +45,6 @@ class Validation:
         latent_shape: tuple[int, int, int, int],
         mesh: Mesh,
     ) -> None:
-        if config.num_samples < 2 or config.num_samples % mesh.data_size or config.batch < 1:
-            raise ConfigError(
-                f"validation.num_samples must be at least 2 and divide by the {mesh.data_size} ranks with samples, "
-                f"not {config.num_samples}; validation.batch at least 1, not {config.batch}"
-            )
         if config.prompts is None:
             self._prompts = validation_prompts(config.num_samples)
         else:

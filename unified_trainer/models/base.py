@@ -161,6 +161,8 @@ class Family:
     codec: Callable[[Path, torch.device], Codec]  # (folder, device) -> text encoder and VAE with their weights
     causal: Callable[[Path, str], CausalVideoModel] | None  # as `model`, but chunk by chunk; None: no causal form
     latent_channels: Callable[[Path], int]  # folder -> channels of the latents; reads configs only
+    # (folder, frames, height, width of a video in pixels) -> latent channels, frames, height, width; reads configs only
+    latent_shape: Callable[[Path, int, int, int], tuple[int, int, int, int]]
     attention_heads: Callable[[Path], int]  # folder -> heads of self-attention, which sequence ranks divide
     # folder -> its networks, of high noise first, and the noise level in (0, 1) at which two experts meet; None where
     # the folder has one network or names no level.

@@ -69,14 +69,7 @@ class WanCodec:
         )
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        config = self._vae.config
-        time, space = config.scale_factor_temporal, config.scale_factor_spatial
-        if frames < 1 or frames % time != 1:
-            raise UserError(f"video.frames must be {time}k + 1 for this VAE, not {frames}")
-        for name, size in (("height", height), ("width", width)):
-            if size < space or size % space:
-                raise UserError(f"video.{name} must be a multiple of {space} for this VAE, not {size}")
-        return config.z_dim, frames // time + 1, height // space, width // space
+        return latent_shape(self._vae, frames, height, width)
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> WanCondition:
@@ -120,3 +113,15 @@ class WanCodec:
             return (video / 2 + 0.5).clamp(0, 1)
 
         return decode_next
+
+
+def latent_shape(vae: AutoencoderKLWan, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+    """Return channels, latent frames, height and width of a video's latents; UserError for a size that does not fit."""
+    config = vae.config
+    time, space = config.scale_factor_temporal, config.scale_factor_spatial
+    if frames < 1 or frames % time != 1:
+        raise UserError(f"video.frames must be {time}k + 1 for this VAE, not {frames}")
+    for name, size in (("height", height), ("width", width)):
+        if size < space or size % space:
+            raise UserError(f"video.{name} must be a multiple of {space} for this VAE, not {size}")
+    return config.z_dim, frames // time + 1, height // space, width // space

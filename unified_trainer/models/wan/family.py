@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from diffusers import AutoencoderKLWan
+
 from unified_trainer.errors import MissingFileError, UserError
 from unified_trainer.models.base import Family
-from unified_trainer.models.folder import read_json
+from unified_trainer.models.folder import outline, read_json
 from unified_trainer.models.wan.causal import CausalWanModel
-from unified_trainer.models.wan.codec import WanCodec
+from unified_trainer.models.wan.codec import WanCodec, latent_shape
 from unified_trainer.models.wan.lora import published_adapter
 from unified_trainer.models.wan.model import WanModel
 
@@ -18,6 +20,11 @@ EXPERTS = ("transformer", "transformer_2")  # of high and of low noise; a folder
 def latent_channels(folder: Path) -> int:
     """Return the number of latent channels, read from the transformer's config."""
     return _setting(folder, "in_channels")
+
+
+def latent_shape_of(folder: Path, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+    """Return the shape of a video's latents, from the VAE's config; its weights are not read."""
+    return latent_shape(outline(AutoencoderKLWan, folder / "vae"), frames, height, width)
 
 
 def attention_heads(folder: Path) -> int:
@@ -67,6 +74,7 @@ WAN = Family(
     codec=WanCodec.load,
     causal=CausalWanModel.open,
     latent_channels=latent_channels,
+    latent_shape=latent_shape_of,
     attention_heads=attention_heads,
     networks=networks,
     experts=EXPERTS,
