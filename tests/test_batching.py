@@ -33,14 +33,14 @@ def test_golden_counts():
 @pytest.mark.parametrize(
     ("change", "ranks", "message"),
     [
-        ({"prompts": 250}, 8, r"P % G must be 0: 250 % 64 does not divide"),
-        ({"prompts": 32}, 8, r"P % G must be 0: 32 % 64 does not divide"),
-        ({"prompts_per_update": 0}, 8, r"P % G must be 0: 256 % 0 does not divide"),
-        ({"num_samples": 5}, 7, r"G x n % ranks must be 0: 320 % 7 does not divide"),
-        ({"num_samples": 0}, 1, r"G x n % ranks must be 0: 0 % 1 does not divide"),
-        ({"micro_batch": 5}, 8, r"\(G x n / ranks\) % micro must be 0: 48 % 5 does not divide"),
-        ({"micro_batch": 96}, 8, r"\(G x n / ranks\) % micro must be 0: 48 % 96 does not divide"),
-        ({"micro_batch": 0}, 8, r"\(G x n / ranks\) % micro must be 0: 48 % 0 does not divide"),
+        ({"prompts": 250}, 8, r"P \(250\) must be divisible by G \(64\)"),
+        ({"prompts": 32}, 8, r"P \(32\) must be divisible by G \(64\)"),
+        ({"prompts_per_update": 0}, 8, r"G must be at least 1, not 0"),
+        ({"num_samples": 5}, 7, r"G x n \(320\) must be divisible by the number of ranks \(7\)"),
+        ({"num_samples": 0}, 1, r"n must be at least 1, not 0"),
+        ({"micro_batch": 5}, 8, r"G x n / ranks \(48\) must be divisible by micro \(5\)"),
+        ({"micro_batch": 96}, 8, r"G x n / ranks \(48\) must be divisible by micro \(96\)"),
+        ({"micro_batch": 0}, 8, r"micro must be at least 1, not 0"),
     ],
 )
 def test_what_does_not_divide_is_named(change, ranks, message):

@@ -265,10 +265,10 @@ def test_a_nan_in_the_reward_stops_the_run(run_folder, hpsv3, capsys, validate_e
     ("flags", "message"),
     [
         (["--algorithm.num-samples", "1"], "algorithm.num_samples must be at least 2: a group of one"),
-        (["--algorithm.num-prompts", "3"], "algorithm.num_prompts % algorithm.prompts_per_update must be 0: 3 % 2"),
-        (["--algorithm.prompts-per-update", "0"], "algorithm.num_prompts % algorithm.prompts_per_update"),
-        (["--algorithm.update-batch", "3"], "% algorithm.update_batch must be 0: 4 % 3"),
-        (["--algorithm.update-batch", "0"], "% algorithm.update_batch must be 0: 4 % 0"),
+        (["--algorithm.num-prompts", "3"], "algorithm.num_prompts (3) must be divisible by algorithm.prompts_per_update (2)"),
+        (["--algorithm.prompts-per-update", "0"], "algorithm.prompts_per_update must be at least 1, not 0"),
+        (["--algorithm.update-batch", "3"], "(4) must be divisible by algorithm.update_batch (3)"),
+        (["--algorithm.update-batch", "0"], "algorithm.update_batch must be at least 1, not 0"),
         (["--algorithm.rollout-batch", "0"], "algorithm.rollout_batch must be at least 1"),
         (["--video.frames", "6"], "video.frames must be 4k + 1 for this VAE, not 6"),
         (["--video.frames", "0"], "video.frames must be 4k + 1 for this VAE, not 0"),
@@ -287,7 +287,7 @@ def test_numbers_that_do_not_fit_name_their_key(refused, flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--algorithm.micro-batch", "3"], "% algorithm.micro_batch must be 0: 2 % 3"),
+        (["--algorithm.micro-batch", "3"], "algorithm.batch_size (2) must be divisible by algorithm.micro_batch (3)"),
         (["--video.frames", "5"], "video.frames"),
         (["--data.num-clips", "0"], "data.num_clips"),
     ],

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import LATENT_SHAPE
 
-from unified_trainer.data.clips import DataConfig, VideoConfig, render_clips
+from unified_trainer.data.clips import DataConfig, VideoConfig, check_tiny_clips, render_clips
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, TRAINING
 
@@ -24,9 +24,9 @@ def test_rendered_clips_are_named_rightly_and_repeat(codec):
     assert one.encoded.shape == (24, 16, 5, 4, 4)
 
 
-def test_rendered_clips_have_one_size(codec):
-    with pytest.raises(ValueError, match=r"17 x 64 x 64: set video\.frames, height, width so"):
-        render_clips(DataConfig(), codec, VideoConfig(frames=5), seed=0)
+def test_rendered_clips_have_one_size():
+    with pytest.raises(ValueError, match=r"17 frames of 64 x 64 pixels, but video\.frames"):
+        check_tiny_clips(DataConfig(), VideoConfig(frames=5))
 
 
 def write(file, latents=RAW, **columns) -> None:

@@ -151,7 +151,7 @@ def test_scores_of_another_set_keep_their_name(rollouts, other, tmp_path, capsys
     folder = copy_of(rollouts, tmp_path / "out")
     before = files_of(folder)
     said = refused(capsys, "score", folder, "--reward", other, "--name", "run")
-    assert "run.json: the scores run are of another reward set" in said and files_of(folder) == before
+    assert "run.json: the scores run are of another reward;" in said and files_of(folder) == before
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""Commands of `python -m unified_trainer`."""
+"""The commands of `python -m unified_trainer` other than training."""

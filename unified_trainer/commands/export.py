@@ -1,4 +1,4 @@
-"""python -m unified_trainer export: a role's weights as a diffusers folder."""
+"""The command export: it writes a role's weights as a diffusers pipeline folder."""
 
 import json
 import shutil
@@ -17,14 +17,20 @@ from unified_trainer import config as settings
 from unified_trainer.commands.import_hpsv3 import link_or_copy
 from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.commands.scheduler import euler_scheduler
-from unified_trainer.models.base import VideoModel
+from unified_trainer.errors import OutputExistsError, UserError
+from unified_trainer.models.base import Family, VideoModel
+from unified_trainer.models.folder import read_json
 from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import DTYPES, Family
+from unified_trainer.registry import DTYPES
 
 ABOUT = "unified_trainer.json"
-MERGED, WRITTEN = 1e-3, 1e-5  # how far the example's velocity may move, as a share of its largest value
+MERGED, WRITTEN = 1e-3, 1e-5  # largest change of the example's velocity, relative to its largest value
 INDEX = "model_index.json"
+
+
+class ExportError(UserError, RuntimeError):
+    """The exported weights differ from the run's; the message says by how much."""
 
 
 def export(
@@ -37,24 +43,24 @@ def export(
     max_shard_size: str = "10GB",
     base: Path | None = None,
 ) -> None:
-    """Write a role's weights as a folder that diffusers.WanPipeline loads, and check them by loading them again.
+    """Write a role's weights as a folder that diffusers loads, and check them by loading them again.
 
     Args:
-        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the averaged weights with :ema
+        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the EMA weights with :ema
         out: folder to write; must be empty or absent
         role: whose weights
         dtype: of the weights
-        adapter: fold an adapter into the weights, or write it alone: in peft's layout, or under the family's published
-            names, where two experts are high_noise_model and low_noise_model.safetensors as in Wan2.2-Lightning
+        adapter: merge an adapter into the weights, or write it alone: in peft's layout (peft), or by the names of the
+            family's published adapters (published), of two experts one file each
         components: the base's text encoder, VAE and the rest: hard links (copies across file systems), copies, or none
         max_shard_size: of one file of weights
         base: pipeline folder that the role started from, if it is no longer where the run found it
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is not an empty folder; choose another one or remove it")
+        raise OutputExistsError(f"{out} exists and is not an empty folder; choose another one or remove it")
     loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False)
     if adapter != "merge" and not loaded.role.config.adapter.rank:
-        raise ValueError(f"--adapter {adapter}: {run} loaded all weights of {role}; leave it out")
+        raise UserError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         folder = Path(scratch) / out.name
@@ -70,46 +76,46 @@ def export(
         (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         folder.chmod(0o755)
         folder.replace(out)
-    Console().print(f"{out}: {loaded.said}. {about['how']}", highlight=False, soft_wrap=True)
+    Console().print(f"{out}: {loaded.said}. {about['how']}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _write_network(loaded: LoadedRole, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
-    """The network or both experts, adapters folded in; RuntimeError unless what was written is what was loaded."""
+    """Write the network or both experts with adapters merged; raise ExportError unless they read back unchanged."""
     before = {}
-    for side in loaded.role.experts:
-        with loaded.role.running(side) as model:
-            before[side] = _velocity(model)
+    for expert in loaded.role.experts:
+        with loaded.role.running(expert) as model:
+            before[expert] = _velocity(model)
     loaded.role.merge()
-    for side, component in loaded.components.items():
-        with loaded.role.running(side) as model:
-            _must_agree(_velocity(model), before[side], MERGED, f"{loaded.said}: with its adapter folded in")
+    for expert, component in loaded.components.items():
+        with loaded.role.running(expert) as model:
+            _must_agree(_velocity(model), before[expert], MERGED, f"{loaded.said}: with its adapter merged")
             model.save(folder, component, dtype, max_shard_size)
             again = _read(loaded.family, folder, component)
             read = again.network.state_dict()
             for key, weight in model.network.state_dict().items():
                 if not torch.equal(read[key], weight):
-                    raise RuntimeError(f"{loaded.said}: {key} is not written as it is in memory; is the disk sound?")
+                    raise ExportError(f"{loaded.said}: {key} is not written as it is in memory; check the disk")
             _must_agree(_velocity(again), _velocity(model), WRITTEN, f"{loaded.said}: {component} read again")
 
 
 def _write_adapters(loaded: LoadedRole, folder: Path) -> None:
-    """The adapter, or those of the experts in a folder for each."""
-    for side in loaded.layout.trained:
-        own = folder / loaded.components[side] if side else folder
-        with loaded.role.running(side) as model:
+    """Write the adapter in peft's layout, those of two experts in a folder each."""
+    for expert in loaded.layout.trained:
+        own = folder / loaded.components[expert] if expert else folder
+        with loaded.role.running(expert) as model:
             before = _velocity(model)
-        loaded.role.save_adapter(side, own)
-        again = _read(loaded.family, loaded.base, loaded.layout.components[side])
+        loaded.role.save_adapter(expert, own)
+        again = _read(loaded.family, loaded.base, loaded.layout.components[expert])
         PeftModel.from_pretrained(again.network, own)
         _must_agree(_velocity(again), before, WRITTEN, f"{loaded.said}: the adapter read again")
 
 
 def _write_published(loaded: LoadedRole, folder: Path) -> None:
-    """The adapter in one file, or those of the experts in a file for each, as Wan2.2-Lightning has them."""
-    for side in loaded.layout.trained:
-        named = loaded.family.published_adapter(*loaded.role.adapter(side))
-        name = f"{side}_noise_model" if side else "model"
-        save_file(named, folder / f"{name}.safetensors", metadata={"format": "pt"})
+    """Write the adapter by the names of the family's published ones, those of two experts in a file each."""
+    names = dict(zip(("high", "low"), loaded.family.adapter_files, strict=True)) | {"": "model"}
+    for expert in loaded.layout.trained:
+        named = loaded.family.published_adapter(*loaded.role.adapter(expert))
+        save_file(named, folder / f"{names[expert]}.safetensors", metadata={"format": "pt"})
 
 
 def _read(family: Family, folder: Path, component: str) -> VideoModel:
@@ -126,12 +132,12 @@ def _velocity(model: VideoModel) -> Tensor:
 def _must_agree(velocity: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
     off = float((velocity - expected).abs().max() / expected.abs().max())
     if not off <= tolerance:
-        raise RuntimeError(f"{what}, the network's output is off by {off:.1e} of its largest value")
+        raise ExportError(f"{what}, the network's output is off by {off:.1e} of its largest value")
 
 
 def _write_components(loaded: LoadedRole, folder: Path, how: Literal["link", "copy", "none"]) -> None:
-    """The rest of the pipeline, with the run's own scheduler where diffusers has one."""
-    index = json.loads((loaded.base / INDEX).read_text())
+    """Write the rest of the pipeline, with the run's own scheduler where diffusers has one."""
+    index = read_json(loaded.base / INDEX)
     scheduler = euler_scheduler(loaded.run.sampler)
     if scheduler is not None:
         scheduler.save_pretrained(folder / "scheduler")
@@ -150,7 +156,7 @@ def _write_components(loaded: LoadedRole, folder: Path, how: Literal["link", "co
 
 
 def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
-    """Where the folder comes from, and how its sampler is asked for."""
+    """Say where the folder comes from, and how diffusers samples as the run does."""
     sampler = loaded.run.sampler
     if euler_scheduler(sampler) is None:
         how = f"diffusers has no scheduler for its sampler: `python -m unified_trainer sample {spec}` has"
@@ -168,6 +174,6 @@ def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
 
 
 def _guidance(scale: GuidanceScale) -> str:
-    """As diffusers' pipeline is told."""
+    """Write a guidance scale as arguments of a diffusers pipeline."""
     high, low = scale if isinstance(scale, tuple) else (scale, None)
     return f"guidance_scale={high}" + ("" if low is None else f", guidance_scale_2={low}")

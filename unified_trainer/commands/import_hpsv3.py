@@ -1,4 +1,4 @@
-"""Writes the folder that `HPSv3.load` reads from a Qwen2-VL folder and an official HPSv3 checkpoint."""
+"""The command import-hpsv3: it writes the folder that the scorer hpsv3 reads, from its base model and checkpoint."""
 
 import ast
 import importlib.util
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
+from unified_trainer.errors import MissingFileError, OutputExistsError, UserError
 from unified_trainer.rewards.hpsv3 import CHECKPOINT, REWARD_TOKEN, SETTINGS, checkpoint_shapes, skeleton
 
 PACKAGE = "hpsv3"
@@ -17,6 +18,10 @@ PROMPT_SOURCE = "dataset/data_collator_qwen.py"
 PIXELS = 256 * 28 * 28  # the package's budget, both its minimum and its maximum
 COPIED = ("preprocessor_config.json", "chat_template.json")
 EMBEDDING = "model.embed_tokens.weight"
+
+
+class MissingPackageError(UserError, ModuleNotFoundError):
+    """A package that the command needs is not installed."""
 
 
 def import_hpsv3(base: Path, checkpoint: Path, out: Path) -> None:
@@ -28,11 +33,11 @@ def import_hpsv3(base: Path, checkpoint: Path, out: Path) -> None:
         out: folder to write; must be empty or absent
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is not an empty folder; choose another --out or remove it")
+        raise OutputExistsError(f"{out} exists and is not an empty folder; choose another --out or remove it")
     needed = [base / name for name in ("config.json", "tokenizer_config.json", *COPIED)] + [checkpoint]
     missing = [str(path) for path in needed if not path.is_file()]
     if missing:
-        raise FileNotFoundError(f"import-hpsv3 needs {', '.join(missing)}; check --base and --checkpoint")
+        raise MissingFileError(f"import-hpsv3 needs {', '.join(missing)}; check --base and --checkpoint")
     strings = package_strings()
     tokenizer = Qwen2Tokenizer.from_pretrained(base, local_files_only=True)
     tokenizer.add_special_tokens({"extra_special_tokens": [REWARD_TOKEN]}, replace_extra_special_tokens=False)
@@ -57,10 +62,10 @@ def import_hpsv3(base: Path, checkpoint: Path, out: Path) -> None:
 
 
 def package_strings() -> dict[str, str]:
-    """The package's prompt constants, from its source without importing it: it cannot live beside transformers 5."""
+    """Read the package's prompt constants from its source: importing it fails with transformers 5."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(
+        raise MissingPackageError(
             f"the package {PACKAGE} holds the prompt of the HPSv3 reward; run `pip install --no-deps hpsv3==1.0.0`"
         )
     source = Path(spec.submodule_search_locations[0]) / PROMPT_SOURCE
@@ -74,19 +79,19 @@ def package_strings() -> dict[str, str]:
     }
     missing = [name for name in wanted if name not in found]
     if missing:
-        raise ValueError(f"{source}: no {', '.join(missing)}; run `pip install --no-deps hpsv3==1.0.0`")
+        raise UserError(f"{source}: no {', '.join(missing)}; run `pip install --no-deps hpsv3==1.0.0`")
     return found
 
 
 def checked_config(base: Path, checkpoint: Path, tokens: int) -> Qwen2VLConfig:
-    """The base's config with the checkpoint's number of embedding rows, once the whole checkpoint fits it."""
+    """Return the base's config with the checkpoint's number of embeddings; raise UserError unless the two fit."""
     config = Qwen2VLConfig.from_pretrained(base, local_files_only=True)
     shapes = checkpoint_shapes(checkpoint)
     if EMBEDDING not in shapes:
-        raise ValueError(f"{checkpoint}: missing {EMBEDDING}; this is not an HPSv3 checkpoint")
+        raise UserError(f"{checkpoint}: missing {EMBEDDING}; this is not an HPSv3 checkpoint")
     config.text_config.vocab_size = shapes[EMBEDDING][0]
     if tokens > config.text_config.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} embeds {config.text_config.vocab_size} tokens but the tokenizer of {base} with "
             f"{REWARD_TOKEN} has {tokens}; use the base model that HPSv3 was trained from"
         )
@@ -95,7 +100,7 @@ def checked_config(base: Path, checkpoint: Path, tokens: int) -> Qwen2VLConfig:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """A hard link where the file system allows one, else a copy; a symbolic link (a hub cache) is followed first."""
+    """Make a hard link where the file system allows one, else a copy; symbolic links (a hub cache) are followed."""
     try:
         os.link(source.resolve(), target)
     except OSError:

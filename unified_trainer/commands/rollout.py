@@ -1,4 +1,4 @@
-"""python -m unified_trainer rollout: generate, score, write, and train nothing."""
+"""The command rollout: it generates and scores samples of a run without training."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +12,7 @@ from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.rollout_folder import RolloutFolder
 from unified_trainer.commands.sample import draw_latents, read_lines
 from unified_trainer.data.video_files import to_uint8, write_mp4
+from unified_trainer.errors import UserError
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.scorers import check_reward, load_scorers
@@ -32,23 +33,24 @@ def rollout(
     device: Device = "auto",
     base: Path | None = None,
 ) -> None:
-    """Write samples of the student with their rewards, made as its run samples; the same command again continues.
+    """Write samples of the student, generated with the run's sampler, and their rewards; called again, it continues.
 
     Args:
-        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the averaged weights with :ema
+        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the EMA weights with :ema
         prompts: each a prompt, or a file with one a line
-        output: folder to write: rollout.json, latents/N.safetensors, scores/NAME.jsonl; must be empty, absent or begun
+        output: folder to write: rollout.json, latents/N.safetensors, scores/NAME.jsonl; must be empty, absent or
+            written by this command
         num_samples: samples of each prompt
-        seed: of the first sample's noise; the next ones count on
+        seed: of the first sample's noise; sample i has seed + i
         batch: samples at a time, and in one file
         num_videos: how many samples are written as videos/N.mp4 too
-        name: of these scores; more are added with `score`
-        reward: YAML file with a section reward, as in a recipe; by default the reward set of the run
+        name: of these scores; `score` adds more under other names
+        reward: YAML file with a section reward, as in a recipe; by default the reward of the run
         device: where to run
         base: pipeline folder that the student started from, if it is no longer where the run found it
     """
     if min(batch, num_samples) < 1 or num_videos < 0:
-        raise ValueError("--batch and --num-samples must be at least 1, --num-videos not negative")
+        raise UserError("--batch and --num-samples must be at least 1, --num-videos not negative")
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
     rewards = settings.read_reward(reward) if reward else loaded.run.reward
@@ -58,20 +60,20 @@ def rollout(
     about |= {"sampler": plain["sampler"], "video": plain["video"], "seed": seed, "num_samples": num_samples}
     folder = RolloutFolder.begin(output, about | {"batch": batch, "prompts": lines})
     codec = loaded.family.codec(loaded.base, loaded.role.device)
-    asked = [prompt for _, prompt in folder.samples]
+    prompt_of_sample = [prompt for _, prompt in folder.samples]
     drawn = 0
     for part, numbers in enumerate(folder.parts):
         if not folder.file(part).is_file():
-            folder.write(part, draw_latents(loaded, codec, asked, numbers, seed))
+            folder.write(part, draw_latents(loaded, codec, prompt_of_sample, numbers, seed))
             drawn += len(numbers)
     scorers, _ = load_scorers(rewards, loaded.role.device)
     mean = folder.score(name, Reward(scorers, codec, rewards), codec, loaded.role.device, _videos(output, num_videos))
-    said = f"{len(asked)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {loaded.said}"
-    Console().print(said, highlight=False, soft_wrap=True)
+    message = f"{len(prompt_of_sample)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {loaded.said}"
+    Console().print(message, highlight=False, markup=False, soft_wrap=True)
 
 
 def _videos(output: Path, count: int) -> Callable[[range, Video], None]:
-    """Writes the first videos of those it is shown."""
+    """Return a function that writes the first `count` of the videos it is given."""
 
     def write(numbers: range, video: Video) -> None:
         for number, frames in zip(numbers, to_uint8(video), strict=True):

@@ -1,9 +1,9 @@
-"""A folder of rollouts: what made them, their latents in parts, and a file of scores for each reward set.
+"""A folder of rollouts: how they were generated, their latents in parts, and a file of scores for each reward.
 
 rollout.json            how the samples were made, their prompts
 latents/N.safetensors   x0 of part N: clean latents [b, c, t, h, w], normalised
 scores/NAME.jsonl       one line a sample: prompt, seed, where its latents are, reward, parts
-scores/NAME.json        the reward set that NAME is
+scores/NAME.json        the settings of the reward that NAME is
 """
 
 import json
@@ -14,39 +14,45 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from unified_trainer.errors import MissingFileError, OutputExistsError, UserError
 from unified_trainer.models.base import Codec
+from unified_trainer.models.folder import read_json
 from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.types import Latents, Video
 
-Seen = Callable[[range, Video], None]
+OnVideo = Callable[[range, Video], None]  # sample numbers and their decoded videos
 ABOUT = "rollout.json"
 VERSION = 1
+KEYS = ("prompts", "num_samples", "batch", "seed", "video", "base")  # what scoring needs of rollout.json
 
 
 @dataclass(frozen=True)
 class RolloutFolder:
-    """Samples prompt-major, `num_samples` of each prompt, in parts of `batch`."""
+    """The samples of `rollout`, prompt-major, `num_samples` of each prompt, in parts of `batch`."""
 
     folder: Path
     about: dict[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> "RolloutFolder":
-        """One that `rollout` has begun; FileNotFoundError or ValueError if there is none."""
+        """Open a folder that `rollout` wrote or began; raise UserError if it is none."""
         if not (folder / ABOUT).is_file():
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"{folder / ABOUT} is missing: `python -m unified_trainer rollout` writes such folders"
             )
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        if about["version"] != VERSION:
-            raise ValueError(f"{folder / ABOUT} has version {about['version']}, this program reads {VERSION}")
+        about = read_json(folder / ABOUT)
+        if about.get("version") != VERSION:
+            raise UserError(f"{folder / ABOUT} has version {about.get('version')}, this program reads {VERSION}")
+        if missing := [key for key in KEYS if key not in about]:
+            raise UserError(f"{folder / ABOUT}: {missing[0]} is missing; `rollout` did not write this file")
         return cls(folder, about)
 
     @classmethod
     def begin(cls, folder: Path, about: Mapping[str, Any]) -> "RolloutFolder":
-        """A new one, or the same one again to continue; FileExistsError names what is another."""
+        """Begin a new folder, or continue one of the same `about`; raise OutputExistsError if it differs."""
         about = json.loads(json.dumps({"version": VERSION, **about}))
         if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
             (folder / "latents").mkdir(parents=True)
@@ -54,11 +60,11 @@ class RolloutFolder:
             _write(folder / ABOUT, json.dumps(about, indent=1) + "\n")
             return cls(folder, about)
         if not (folder / ABOUT).is_file():
-            raise FileExistsError(f"{folder} exists and is no folder of rollouts; choose another one or remove it")
+            raise OutputExistsError(f"{folder} exists and is no folder of rollouts; choose another one or remove it")
         held = cls.read(folder).about
         if differing := [key for key in about if held.get(key) != about[key]]:
             key = differing[0]
-            raise FileExistsError(
+            raise OutputExistsError(
                 f"{folder} holds other rollouts: their {key} is {_short(held.get(key))}, now {_short(about[key])}; "
                 "choose another folder"
             )
@@ -66,46 +72,53 @@ class RolloutFolder:
 
     @property
     def samples(self) -> list[tuple[int, str]]:
-        """Prompt id and prompt of every sample."""
+        """The prompt id and the prompt of every sample."""
         prompts, count = self.about["prompts"], self.about["num_samples"]
         return [(i, prompt) for i, prompt in enumerate(prompts) for _ in range(count)]
 
     @property
     def parts(self) -> list[range]:
-        """The samples of each part."""
+        """The numbers of the samples of each part."""
         total, size = len(self.samples), self.about["batch"]
         return [range(start, min(start + size, total)) for start in range(0, total, size)]
 
     def file(self, part: int) -> Path:
+        """Return the file of a part's latents."""
         return self.folder / "latents" / f"{part}.safetensors"
 
     def write(self, part: int, x0: Latents) -> None:
-        """A part's latents, whole or not at all."""
+        """Write a part's latents atomically."""
         building = self.file(part).with_suffix(".tmp")
         save_file({"x0": x0.float().cpu().contiguous()}, building)
         building.replace(self.file(part))
 
     def latents(self, part: int) -> Latents:
+        """Read a part's latents; raise UserError if its file is missing or damaged."""
         if not self.file(part).is_file():
-            raise FileNotFoundError(f"{self.file(part)} is missing: the same `rollout` again goes on where it ended")
-        return load_file(self.file(part))["x0"]
+            raise MissingFileError(f"{self.file(part)} is missing: call the same `rollout` again to write it")
+        try:
+            return load_file(self.file(part))["x0"]
+        except (SafetensorError, OSError, KeyError) as error:
+            raise UserError(f"{self.file(part)} is damaged ({error}): remove it and call `rollout` again") from error
 
     @torch.no_grad()
-    def score(self, name: str, reward: Reward, codec: Codec, device: torch.device, seen: Seen | None = None) -> float:
-        """Score all parts that have no scores of this name yet; the mean reward of all samples.
+    def score(
+        self, name: str, reward: Reward, codec: Codec, device: torch.device, on_video: OnVideo | None = None
+    ) -> float:
+        """Score all parts that have no scores of this name yet; return the mean reward of all samples.
 
-        `seen` is shown every video that is decoded for it. FileExistsError if the name has another reward set.
+        `on_video` is called with every video that is decoded. Raise OutputExistsError if the name has another reward.
         """
         settings, table = self.folder / "scores" / f"{name}.json", self.folder / "scores" / f"{name}.jsonl"
-        _same_set(settings, reward.config, name)
+        _check_reward_is(settings, reward.config, name)
         rows = _whole_rows(table, self.parts)
         with table.open("a", encoding="utf-8") as opened:
             for part, numbers in enumerate(self.parts):
                 if numbers.stop <= len(rows):
                     continue
                 video = codec.decode(self.latents(part).to(device))
-                if seen is not None:
-                    seen(numbers, video)
+                if on_video is not None:
+                    on_video(numbers, video)
                 new = self._rows(part, numbers, reward, video)
                 opened.write("".join(json.dumps(row) + "\n" for row in new))
                 opened.flush()
@@ -126,16 +139,16 @@ class RolloutFolder:
         ]
 
 
-def _same_set(file: Path, config: RewardConfig, name: str) -> None:
+def _check_reward_is(file: Path, config: RewardConfig, name: str) -> None:
     settings = json.loads(json.dumps(asdict(config)))
     if not file.is_file():
         _write(file, json.dumps(settings, indent=1) + "\n")
-    elif json.loads(file.read_text(encoding="utf-8")) != settings:
-        raise FileExistsError(f"{file}: the scores {name} are of another reward set; give these another --name")
+    elif read_json(file) != settings:
+        raise OutputExistsError(f"{file}: the scores {name} are of another reward; give these another --name")
 
 
 def _whole_rows(table: Path, parts: list[range]) -> list[dict[str, Any]]:
-    """The rows of the parts that are whole; what a process that was killed had begun is dropped from the file."""
+    """Read the rows of complete parts; rows of a part that was interrupted are removed from the file."""
     if not table.is_file():
         return []
     lines = table.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -143,11 +156,14 @@ def _whole_rows(table: Path, parts: list[range]) -> list[dict[str, Any]]:
     kept = max((part.stop for part in parts if part.stop <= whole), default=0)
     if kept < len(lines):
         _write(table, "".join(lines[:kept]))
-    return [json.loads(line) for line in lines[:kept]]
+    try:
+        return [json.loads(line) for line in lines[:kept]]
+    except json.JSONDecodeError as error:
+        raise UserError(f"{table} is damaged ({error}): remove it to score again") from error
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a text file atomically."""
     building = file.with_suffix(file.suffix + ".tmp")
     building.write_text(text, encoding="utf-8")
     building.replace(file)

@@ -1,4 +1,4 @@
-"""python -m unified_trainer sample: videos by a run's own sampler, of any length, whole or as they are made."""
+"""The command sample: it generates videos with a run's own sampler, of any length, whole or chunk by chunk."""
 
 import contextlib
 import dataclasses
@@ -19,6 +19,7 @@ from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import read_prompts
 from unified_trainer.data.video_files import Mp4, contact_sheet, to_uint8
+from unified_trainer.errors import OutputExistsError, UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
@@ -39,43 +40,45 @@ def sample(
     device: Device = "auto",
     base: Path | None = None,
 ) -> None:
-    """Write videos of the student, made as its run samples: same steps, solver, guidance, size.
+    """Write videos of the student, generated with the steps, solver, guidance and size of its run.
 
     Args:
-        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the averaged weights with :ema
-        prompts: each a prompt, or a file with one a line; "a | b" in a stream are two that take turns in one video
+        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the EMA weights with :ema
+        prompts: each a prompt, or a file with one a line; "a | b" with --stream switches from a to b in one video
         output: folder to write: N.mp4 of prompt N, contact_sheet.png, samples.json; must be empty or absent
-        seed: of the first video's noise; the next ones count on
+        seed: of the first video's noise; video i has seed + i
         batch: videos at a time
         frames: pixel frames of a video; 0 takes the run's
-        stream: write the frames chunk by chunk as they are made, and say how fast; a causal student only
-        window_frames: finished latent frames that a causal student looks back on; by default the run's, and beyond
-            the length of the run as many as it was loaded to look back on
-        sink_frames: how many of those are always the very first ones; by default the run's
+        stream: write the frames chunk by chunk as they are generated, and report the speed; causal students only
+        window_frames: finished latent frames that a causal student attends to; by default the run's. A video longer
+            than the run's, of a run without a window, has the longest past of the run
+        sink_frames: how many of those are always the first ones of the video; by default the run's
         device: where to run
         base: pipeline folder that the student started from, if it is no longer where the run found it
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"{output} exists and is not an empty folder; choose another one or remove it")
+        raise OutputExistsError(f"{output} exists and is not an empty folder; choose another one or remove it")
     if batch < 1:
-        raise ValueError(f"--batch must be at least 1, not {batch}")
+        raise UserError(f"--batch must be at least 1, not {batch}")
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
     loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)))
     if stream and not loaded.run.sampler.chunks.causal:
-        raise ValueError(f"--stream needs a causal student, but {run} makes all frames at once: leave it out")
+        raise UserError(f"--stream needs a causal student, but {run} generates all frames at once: leave it out")
     output.mkdir(parents=True, exist_ok=True)
-    clips, said = _write(loaded, lines, seed, batch, output, stream)
+    clips, speed = _write(loaded, lines, seed, batch, output, stream)
     contact_sheet(clips, lines, output / "contact_sheet.png")
     rows = [{"video": f"{i}.mp4", "prompt": prompt, "seed": seed + i} for i, prompt in enumerate(lines)]
     (output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    Console().print(f"{len(lines)} videos in {output}: {loaded.said}{said}", highlight=False, soft_wrap=True)
+    message = f"{len(lines)} videos in {output}: {loaded.said}{speed}"
+    Console().print(message, highlight=False, markup=False, soft_wrap=True)
 
 
 def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | None, batch: int) -> LoadedRole:
-    """The same student for videos of so many frames; ValueError for what cannot be, or does not fit in memory.
+    """Set the number of frames and the attention window of a loaded student; None and 0 keep the run's.
 
-    Beyond the length of its run a causal student looks back no farther than it did there, unless told to.
+    For videos longer than the run's, a causal student without a window gets the longest past of its run as window.
+    Raise UserError for settings that cannot be, or for a cache that does not fit in memory.
     """
     run, chunks = loaded.run, loaded.run.sampler.chunks
     video = dataclasses.replace(run.video, frames=frames or run.video.frames)
@@ -83,11 +86,11 @@ def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | N
     shape = codec.latent_shape(video.frames, video.height, video.width)
     if not chunks.causal:
         if window is not None or sink is not None:
-            raise ValueError("--window-frames and --sink-frames are for causal students: leave them out")
+            raise UserError("--window-frames and --sink-frames are for causal students: leave them out")
         return dataclasses.replace(loaded, run=dataclasses.replace(run, video=video))
-    known = codec.latent_shape(run.video.frames, video.height, video.width)[1]
+    frames_of_run = codec.latent_shape(run.video.frames, video.height, video.width)[1]
     if window is None:
-        window = chunks.window_frames or (known - chunks.chunk_frames if shape[1] > known else 0)
+        window = chunks.window_frames or (frames_of_run - chunks.chunk_frames if shape[1] > frames_of_run else 0)
     sink = chunks.sink_frames if sink is None else sink
     sampler = dataclasses.replace(
         run.sampler, chunks=dataclasses.replace(chunks, window_frames=window, sink_frames=sink)
@@ -100,15 +103,15 @@ def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | N
 
 
 def read_lines(prompts: Sequence[str]) -> list[str]:
-    """The prompts, those of files among them; ValueError if there are none."""
+    """Return the prompts, with a prompt file replaced by its lines; raise UserError if there are none."""
     lines = [line for text in prompts for line in (read_prompts(Path(text)) if Path(text).is_file() else [text])]
     if not lines:
-        raise ValueError("--prompts needs at least one prompt or file of prompts")
+        raise UserError("--prompts needs at least one prompt or file of prompts")
     return lines
 
 
 def videos(loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int) -> Iterator[Video]:
-    """The videos of the prompts, so many at a time."""
+    """Generate the videos of the prompts, `batch` at a time."""
     for parts in pieces(loaded, prompts, seed, batch, by_chunk=False):
         yield torch.cat(list(parts), 2)
 
@@ -116,7 +119,7 @@ def videos(loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int) ->
 def pieces(
     loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int, *, by_chunk: bool
 ) -> Iterator[Iterator[Video]]:
-    """The same videos, each batch as an iterator over its frames: all at once, or by chunks made as it goes."""
+    """Generate the videos of the prompts, each batch as an iterator over its frames: all at once, or by chunks."""
     codec = loaded.family.codec(loaded.base, loaded.role.device)
     for start in range(0, len(prompts), batch):
         numbers = range(start, min(start + batch, len(prompts)))
@@ -128,7 +131,7 @@ def pieces(
 
 
 def draw_latents(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> Latents:
-    """Clean latents of the samples of these numbers; number i depends on prompts[i], seed + i and not on the others.
+    """Generate clean latents of the samples `numbers`; sample i depends on prompts[i] and seed + i alone.
 
     Its noise is what diffusers draws with `torch.Generator().manual_seed(seed + i)`.
     """
@@ -137,7 +140,7 @@ def draw_latents(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], numbe
 
 
 def _start(loaded: LoadedRole, codec: Codec, numbers: range, seed: int) -> tuple[Callable[[list[str]], Batch], Draw]:
-    """What makes a batch of as many prompts, and the noise of these samples."""
+    """Return a function from prompts to a batch, and the noise of the samples `numbers`."""
     video, ids = loaded.run.video, list(numbers)
     shape = codec.latent_shape(video.frames, video.height, video.width)
     uncond = codec.encode_text([loaded.run.sampler.negative_prompt])
@@ -154,21 +157,21 @@ def _start(loaded: LoadedRole, codec: Codec, numbers: range, seed: int) -> tuple
 
 @torch.no_grad()
 def _stream(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> Iterator[Latents]:
-    """Chunk by chunk; the prompts of a text take turns, each for an equal share of the chunks."""
+    """Generate chunk by chunk; each prompt of "a | b" has an equal number of chunks, up to rounding."""
     batch_of, draw = _start(loaded, codec, numbers, seed)
     noise, sampler = draw(0), loaded.run.sampler
     scenes = [prompts[i].split(" | ") for i in numbers]
     count = len(sampler.chunks.ranges(noise.shape[2]))
     now = [[scene[i * len(scene) // count] for scene in scenes] for i in range(count)]
-    turns = {i: batch_of(now[i]).cond for i in range(1, count) if now[i] != now[i - 1]}
+    switches = {i: batch_of(now[i]).cond for i in range(1, count) if now[i] != now[i - 1]}
     exits = [sampler.num_steps - 1] * count
-    yield from stream_chunks(loaded.role, noise, batch_of(now[0]), sampler, draw, exits, turns=turns)
+    yield from stream_chunks(loaded.role, noise, batch_of(now[0]), sampler, draw, exits, prompts=switches)
 
 
 def _write(
     loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int, output: Path, by_chunk: bool
 ) -> tuple[list[np.ndarray], str]:
-    """Every video's frames, written as they come, and how fast that was if it was chunk by chunk."""
+    """Write the videos as their frames come; return all frames, and the speed in words if it was chunk by chunk."""
     clips: list[np.ndarray] = []
     began, first = time.perf_counter(), 0.0
     for parts in pieces(loaded, prompts, seed, batch, by_chunk=by_chunk):

@@ -1,4 +1,4 @@
-"""A run's sampler as a scheduler of diffusers, where it has one."""
+"""The diffusers scheduler that samples as a run's sampler does, where there is one."""
 
 import math
 
@@ -6,16 +6,16 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from unified_trainer.sampling import SamplerConfig
 
-TRAIN_STEPS = 1000  # what diffusers counts network time in
+TRAIN_STEPS = 1000  # diffusers' network time of noise level 1
 TOLERANCE = 1e-6  # of a noise level
 
 
 def euler_scheduler(sampler: SamplerConfig) -> FlowMatchEulerDiscreteScheduler | None:
-    """The scheduler that, asked for `sampler.num_steps` steps, visits the sampler's noise levels; None if none does.
+    """Return the scheduler whose `sampler.num_steps` steps visit the sampler's noise levels, or None if none does.
 
     FlowMatchEulerDiscreteScheduler spaces n levels evenly from 1 to the shifted 1/1000, then shifts them, then
-    stretches 1 - sigma so that the last is shift_terminal. Ours are u = 1 - i d, shifted by s. Both are Moebius maps of
-    i that fix 1, so they are equal when the last level is, and the shift z solves
+    stretches 1 - sigma so that the last is shift_terminal. The sampler's are u = 1 - i d, shifted by s. Both are
+    Moebius maps of i that fix 1, so they are equal when the last level is, and the shift z solves
     (1 - s) z^2 + (s r + 999 (1 - s)) z = s r, r = 999 / (d (n - 1)).
     """
     if sampler.chunks.causal:
@@ -24,7 +24,7 @@ def euler_scheduler(sampler: SamplerConfig) -> FlowMatchEulerDiscreteScheduler |
     levels = sampler.sigmas().tolist()
     settings: dict[str, float | bool] = {"shift": s, "stochastic_sampling": sampler.solver == "sde"}
     if steps > 1:
-        d = 1 - sampler.step_sigmas[1] / TRAIN_STEPS if sampler.step_sigmas else 1 / steps
+        d = 1 - sampler.step_sigmas[1] if sampler.step_sigmas else 1 / steps
         r = (TRAIN_STEPS - 1) / (d * (steps - 1))
         b = s * r + (TRAIN_STEPS - 1) * (1 - s)
         root = b * b + 4 * (1 - s) * s * r

@@ -1,4 +1,4 @@
-"""python -m unified_trainer score: another reward set for saved rollouts, without generating them again."""
+"""The command score: it scores saved rollouts with another reward, without generating them again."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,12 +22,12 @@ def score(
     device: Device = "auto",
     base: Path | None = None,
 ) -> None:
-    """Add scores of a reward set to what `rollout` wrote; the same command again continues.
+    """Add the scores of another reward to a folder that `rollout` wrote; called again, it continues.
 
     Args:
-        folder: what `rollout` wrote
+        folder: folder that `rollout` wrote
         reward: YAML file with a section reward, as in a recipe
-        name: of the scores: scores/NAME.jsonl, which must be absent or of this reward set
+        name: of the scores: scores/NAME.jsonl, which must be absent or of this reward
         device: where to run
         base: pipeline folder whose VAE decodes the latents, if it is no longer where the rollouts found it
     """
@@ -38,5 +38,5 @@ def score(
     codec = family.codec(path, mesh.device)
     scorers, _ = load_scorers(rewards, mesh.device)
     mean = rollouts.score(name, Reward(scorers, codec, rewards), codec, mesh.device)
-    said = f"{len(rollouts.samples)} samples in {folder / 'scores' / name}.jsonl, mean reward {mean:.4g}"
-    Console().print(said, highlight=False, soft_wrap=True)
+    message = f"{len(rollouts.samples)} samples in {folder / 'scores' / name}.jsonl, mean reward {mean:.4g}"
+    Console().print(message, highlight=False, markup=False, soft_wrap=True)

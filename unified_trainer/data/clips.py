@@ -1,4 +1,4 @@
-"""Clips to learn from: the tiny world's, rendered and encoded when the run starts."""
+"""Clips of the tiny world to train on, rendered and encoded when the run starts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +16,29 @@ ENCODE_BATCH = 32
 
 @dataclass(frozen=True)
 class VideoConfig:
-    frames: int = 17  # pixel frames, 4k + 1 for Wan
-    height: int = 64  # pixels
-    width: int = 64  # pixels
+    """The size of the videos that are trained on and generated."""
+
+    frames: int = 17
+    """Pixel frames; a VAE that compresses time by 4 takes 4k + 1."""
+    height: int = 64
+    """Height in pixels."""
+    width: int = 64
+    """Width in pixels."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    path: Path | None = None  # folder of FastVideo t2v parquet files to learn from; clips of the tiny world by default
-    num_clips: int = 512  # rendered clips of the tiny world, if no path is given
+    """The clips to train on, for methods that need some."""
+
+    path: Path | None = None
+    """Folder of FastVideo t2v parquet files to train on; by default clips of the tiny world."""
+    num_clips: int = 512
+    """Number of rendered clips of the tiny world, if no path is given."""
 
 
 @dataclass(frozen=True)
 class Clips:
-    """A source of captions with clean latents."""
+    """A source of captions with clean latents in memory."""
 
     prompts: tuple[str, ...]
     encoded: Float[Tensor, "n c t h w"]
@@ -38,9 +47,11 @@ class Clips:
         return len(self.prompts)
 
     def prompt(self, index: int) -> str:
+        """Return the caption of a row."""
         return self.prompts[index]
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
+        """Return the normalised latents of these rows."""
         return self.encoded[indices]
 
 
@@ -48,15 +59,15 @@ def check_tiny_clips(config: DataConfig, video: VideoConfig) -> None:
     """Raise UserError for a number or size of clips that the tiny world does not have."""
     if (video.frames, video.height, video.width) != (FRAMES, SIZE, SIZE):
         raise UserError(
-            f"the tiny world's clips have {FRAMES} frames of {SIZE} x {SIZE} pixels, but video.frames, height and width "
-            f"are {video.frames}, {video.height} and {video.width}: change them, or set data.path"
+            f"the tiny world's clips have {FRAMES} frames of {SIZE} x {SIZE} pixels, but video.frames, height and "
+            f"width are {video.frames}, {video.height} and {video.width}: change them, or set data.path"
         )
     if config.num_clips < 1:
         raise UserError(f"data.num_clips must be at least 1, not {config.num_clips}")
 
 
 def render_clips(config: DataConfig, codec: Codec, video: VideoConfig, seed: int) -> Clips:
-    """Training subjects in turn, phrasings at random, encoded by the codec of the run."""
+    """Render clips of the training subjects in turn, with random phrasings, and encode them."""
     generator = torch.Generator().manual_seed(seed)
     subjects = [TRAINING[i % len(TRAINING)] for i in range(config.num_clips)]
     drawn = [draw_clip(subject, generator) for subject in subjects]

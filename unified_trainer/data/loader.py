@@ -1,4 +1,4 @@
-"""Which samples a rank works on in a step: a function of the step, and of failures where those decide."""
+"""The batches of a run: the samples of a rank are a function of the step, and of failures where they are counted."""
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.advantages import curriculum
 from unified_trainer.parallel.mesh import Mesh
@@ -16,15 +17,21 @@ from unified_trainer.types import Batch, Condition
 
 
 class Source(Protocol):
+    """Rows of prompts, with or without clips."""
+
     def __len__(self) -> int: ...
 
-    def prompt(self, index: int) -> str: ...
+    def prompt(self, index: int) -> str:
+        """Return the prompt of a row."""
+        ...
 
-    def latents(self, indices: list[int]) -> Tensor | None: ...
+    def latents(self, indices: list[int]) -> Tensor | None:
+        """Return the clean, normalised latents of these rows, or None for a source without clips."""
+        ...
 
 
 class Loader:
-    """Batches by step: every epoch a new order, every sample once before any comes again; or by failures."""
+    """The batches of each step: every row once per epoch, in a new order each epoch; or drawn by failures."""
 
     def __init__(
         self,
@@ -38,39 +45,41 @@ class Loader:
     ) -> None:
         self._source, self._codec, self._plan, self._mesh, self._seed = source, codec, plan, mesh, seed
         self._latent_shape = latent_shape
-        self._uncond = codec.encode_text([negative_prompt])  # once: nothing else makes it
+        self._uncond = codec.encode_text([negative_prompt])
         self.samples = plan.prompts * plan.num_samples  # of one training step, over all ranks
         self.samples_per_prompt = plan.num_samples
         if plan.by_failures and plan.prompts > len(source):
-            raise ValueError(
-                f"{plan.keys[0]} must be at most the {len(source)} prompts to draw from by failures, not {plan.prompts}"
+            raise UserError(
+                f"{plan.keys[0]} must be at most the {len(source)} prompts that are drawn by failures, not "
+                f"{plan.prompts}"
             )
         self._failures = torch.zeros(len(source), dtype=torch.int64) if plan.by_failures else None
 
     def batch(self, step: int) -> Batch:
-        """This rank's share of the step's samples."""
+        """Return this rank's samples of the step."""
         positions = self._plan.rank_samples(self._mesh.data_rank, self._mesh.data_size)
         rows = self._rows(step)
         return self.batch_of([rows[position // self.samples_per_prompt] for position in positions], positions)
 
     def further(self, step: int, skip: int, count: int) -> list[int]:
-        """Up to `count` rows that are not in the step's batch, after the first `skip` of them; none comes twice."""
+        """Return up to `count` rows outside the step's batch, after the first `skip` of them; none is repeated."""
         taken = set(self._rows(step))
         order = [row for row in self._drawn(step, "further", len(self._source)) if row not in taken]
         return order[skip : skip + count]
 
     def note_failures(self, rows: Iterable[int]) -> None:
-        """Count a failure of each of these prompts; all ranks must count the same."""
+        """Count a failure of each of these rows; all ranks must give the same rows."""
         self._failures[list(rows)] += 1
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Return the failure counts, if failures are counted."""
         return {} if self._failures is None else {"failures": self._failures}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing is left to do: the counts were filled in place."""
+        """Do nothing: the tensors of `state_dict` are filled in place."""
 
     def batch_of(self, indices: list[int], sample_ids: list[int]) -> Batch:
-        """Samples of these rows of the source."""
+        """Make a batch of these rows of the source."""
         latents = self._source.latents(indices)
         return make_batch(
             self._codec,
@@ -83,7 +92,7 @@ class Loader:
         )
 
     def _rows(self, step: int) -> list[int]:
-        """The source's rows of the whole step: epoch after epoch, each in its own order, or drawn by failures."""
+        """Return the source's rows of the whole step, of all ranks."""
         if self._failures is not None:
             return self._drawn(step, "batch", self._plan.prompts)
         size, count = len(self._source), self._plan.prompts
@@ -94,7 +103,7 @@ class Loader:
         return order[start : start + count]
 
     def _drawn(self, step: int, name: str, count: int) -> list[int]:
-        """So many different rows in random order, those that failed more often likelier and earlier."""
+        """Draw `count` different rows in random order; more failures make a row likelier and earlier."""
         failures = self._failures if self._failures is not None else torch.zeros(len(self._source))
         chance = curriculum(failures.double()).numpy().astype(np.float64)
         return generator(self._seed, name, step).choice(len(chance), count, replace=False, p=chance).tolist()
@@ -110,7 +119,7 @@ def make_batch(
     sample_ids: list[int],
     latents: Tensor | None = None,
 ) -> Batch:
-    """A batch with its text encoded, each distinct prompt once; `uncond` is the one row of the negative prompt."""
+    """Make a batch: encode each distinct prompt once; `uncond` is the single row of the negative prompt."""
     distinct = sorted(set(prompts))
     encoded = codec.encode_text(distinct)
     rows = torch.tensor([distinct.index(prompt) for prompt in prompts])

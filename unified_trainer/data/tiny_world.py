@@ -1,4 +1,4 @@
-"""The tiny world: one colored shape on a dark ground, moving in one direction, with its caption and an exact attribute checker."""
+"""The tiny world: clips of one colored shape moving on a dark ground, their captions, and an attribute checker."""
 
 import itertools
 import math
@@ -32,13 +32,14 @@ TRAVEL_RANGE = (18.0, 26.0)  # pixels, from the first frame of a clip to its las
 
 @dataclass(frozen=True)
 class Subject:
-    """What a caption promises and the attribute checker verifies."""
+    """The attributes that a caption names and the attribute checker verifies."""
 
     color: str
     shape: str
     direction: str
 
     def caption(self, phrasing: int = 0) -> str:
+        """Write the caption in one of PHRASINGS."""
         return PHRASINGS[phrasing].format(color=self.color, shape=self.shape, direction=self.direction)
 
 
@@ -55,7 +56,7 @@ SUBJECT_OF_CAPTION = {subject.caption(phrasing): subject for subject in SUBJECTS
 
 @dataclass(frozen=True)
 class Clip:
-    """One drawing of a subject: the centre of its path, its size, and how far it travels (pixels)."""
+    """A drawing of a subject: the centre of its path, its radius, and the length of its path, in pixels."""
 
     subject: Subject
     centre: tuple[float, float]
@@ -64,7 +65,7 @@ class Clip:
 
 
 def draw_clip(subject: Subject, generator: torch.Generator) -> Clip:
-    """A clip whose shape stays inside the frame; uniform over size, travel and position."""
+    """Draw a clip whose shape stays inside the frame, uniformly over size, travel and position."""
     u = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
     radius = RADIUS_RANGE[0] + u[0] * (RADIUS_RANGE[1] - RADIUS_RANGE[0])
     travel = TRAVEL_RANGE[0] + u[1] * (TRAVEL_RANGE[1] - TRAVEL_RANGE[0])
@@ -77,7 +78,7 @@ def draw_clip(subject: Subject, generator: torch.Generator) -> Clip:
 
 
 def render(clips: Sequence[Clip], frames: int = FRAMES) -> Float[Tensor, "b 3 t h w"]:
-    """Antialiased video in [0, 1]."""
+    """Render clips as antialiased video in [0, 1]."""
     video = torch.empty(len(clips), 3, frames, SIZE, SIZE)
     ground = torch.tensor(BACKGROUND).view(3, 1, 1, 1)
     for i, clip in enumerate(clips):
@@ -93,7 +94,10 @@ def render(clips: Sequence[Clip], frames: int = FRAMES) -> Float[Tensor, "b 3 t 
 def coverage(
     shape: str, x: Float[Tensor, " n"], y: Float[Tensor, " n"], radius: Float[Tensor, " n"]
 ) -> Float[Tensor, "n h w"]:
-    """Share of each pixel covered by the shape centred (by area) at x, y with the area of a circle of this radius."""
+    """Compute the share of each pixel that a shape covers; it is centred (by area) at x, y.
+
+    Its area is that of a circle of this radius.
+    """
     grid = torch.arange(SIZE, dtype=x.dtype) + 0.5
     dx = grid.view(1, 1, -1) - x.view(-1, 1, 1)
     dy = grid.view(1, -1, 1) - y.view(-1, 1, 1)
@@ -110,7 +114,7 @@ def coverage(
 
 
 def check_attributes(video: Float[Tensor, "b 3 t h w"], subjects: Sequence[Subject]) -> dict[str, Bool[Tensor, " b"]]:
-    """Which samples show what was asked: `color`, `shape`, `direction` and `all`; video in [0, 1].
+    """Check which videos in [0, 1] show their subject: by `color`, `shape`, `direction`, and `all` of them.
 
     Color: the palette color nearest in angle to the mean difference from the ground, in all thirds of the clip.
     Shape: the template of equal area and centre with the largest overlap, which must exceed 0.8.
@@ -127,7 +131,7 @@ def check_attributes(video: Float[Tensor, "b 3 t h w"], subjects: Sequence[Subje
 
 
 def read(clip: Float[Tensor, "3 t h w"]) -> dict[str, str | None]:
-    """What one clip shows, each attribute None when it shows nothing clear."""
+    """Read the attributes that one clip shows; one that is not clear is None."""
     ground = torch.tensor(BACKGROUND, dtype=clip.dtype)
     difference = clip.movedim(0, -1) - ground
     names = tuple(COLORS)

@@ -1,4 +1,4 @@
-"""Video for people: mp4 files and a contact sheet that can be looked at."""
+"""Writing videos: mp4 files, and a contact sheet of several videos."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +15,13 @@ TEXT_HEIGHT = 14  # pixels
 
 
 def write_mp4(frames: np.ndarray, file: Path, frames_per_second: int = 8) -> None:
-    """Frames [t, h, w, 3] uint8 as H.264."""
+    """Write frames [t, h, w, 3] uint8 as an H.264 file."""
     with Mp4(file, frames_per_second) as video:
         video.add(frames)
 
 
 class Mp4:
-    """An H.264 file that grows by frames [t, h, w, 3] uint8."""
+    """An H.264 file to which frames [t, h, w, 3] uint8 are added; a context manager that closes it."""
 
     def __init__(self, file: Path, frames_per_second: int = 8) -> None:
         self._container = av.open(str(file), "w")
@@ -32,6 +32,7 @@ class Mp4:
         return self
 
     def add(self, frames: np.ndarray) -> None:
+        """Append frames [t, h, w, 3] uint8."""
         if not self._stream.codec_context.is_open:
             self._stream.height, self._stream.width = frames.shape[1:3]
         for frame in frames:
@@ -44,7 +45,7 @@ class Mp4:
 
 
 def contact_sheet(videos: Sequence[np.ndarray], captions: Sequence[str], file: Path) -> None:
-    """One row a video, frames from the first to the last, its caption above."""
+    """Write a picture with a row of frames for each video, first to last, below its caption."""
     frames, height, width = videos[0].shape[:3]
     picks = np.linspace(0, frames - 1, min(COLUMNS, frames)).round().astype(int)
     scale = max(1, -(-MIN_SIDE // min(height, width)))
@@ -61,5 +62,5 @@ def contact_sheet(videos: Sequence[np.ndarray], captions: Sequence[str], file: P
 
 
 def to_uint8(video: Video) -> list[np.ndarray]:
-    """Each video in [0, 1] as frames [t, h, w, 3]."""
+    """Convert videos in [0, 1] to frames [t, h, w, 3] uint8, one array for each video."""
     return list((video * 255).round().clamp(0, 255).byte().movedim(1, -1).cpu().numpy())

@@ -19,17 +19,27 @@ Features = Callable[[Float[Tensor, "b 3 h w"]], Float[Tensor, "b d"]]  # rows th
 
 @dataclass(frozen=True)
 class ScorerConfig:
-    kind: str = ""  # of scorer: see docs/rewards.md; by default the name that it has in reward.scorers
-    path: str = ""  # folder of its weights, if it has any; "tiny" is the embedded HPSv3
-    precision: Literal["fp32", "bf16"] = "fp32"  # of its backbone
-    frames: Literal["first", "every", "all"] = "first"  # which frames are scored; single images count by their mean
-    frame_stride: int = 8  # with frames = every: every so many frames, the first included
-    scale: float = 1.0  # what is logged and weighted is the score times this
-    weight: float = (
-        1.0  # in the reward, which is the weighted sum; 0 holds the scorer out: it is measured in validation
-    )
-    batch: int = 64  # images scored at a time
-    device: str = ""  # where its network runs, as torch names it; empty is where the run does
+    """The settings of one scorer of a reward."""
+
+    kind: str = ""
+    """Kind of scorer: a name in docs/rewards.md, or path/to/file.py:NAME or package.module:NAME of your own; by default
+    the name that the scorer has in reward.scorers."""
+    path: str = ""
+    """Folder of the weights, for kinds that have some; "tiny" is the embedded HPSv3."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the backbone."""
+    frames: Literal["first", "every", "all"] = "first"
+    """Frames that are scored: the first, every frame_stride-th, or all. Scorers of images give the mean over them."""
+    frame_stride: int = 8
+    """Distance of the scored frames with frames = every; the first frame is always scored."""
+    scale: float = 1.0
+    """Factor of the score; scale x score is logged and weighted."""
+    weight: float = 1.0
+    """Weight in the reward, which is a weighted sum; 0 holds the scorer out: it is measured at validations only."""
+    batch: int = 64
+    """Images scored at a time."""
+    device: str = ""
+    """Device of the scorer's network, as torch names it; empty is the device of the run."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,10 +53,16 @@ class ScorerConfig:
 
 @dataclass(frozen=True)
 class RewardConfig(ScorerConfig):
-    kind: str = "hpsv3"  # of the first scorer, which these settings describe; it is also its name
-    path: str = "tiny"  # its folder: an HPSv3 folder as import-hpsv3 makes it; "tiny" is the embedded one
-    scorers: dict[str, ScorerConfig] = field(default_factory=dict)  # more, each by its name: scorers.NAME.weight ...
-    retries: int = 0  # how often a scorer is called again after a fault of its device, disk or connection
+    """The settings of a reward: those of its first scorer, and of more scorers by name."""
+
+    kind: str = "hpsv3"
+    """Kind of the first scorer, which the settings at this level describe; its name is the kind, or the NAME of it."""
+    path: str = "tiny"
+    """Folder of the first scorer's weights; "tiny" is the embedded HPSv3, others are written by import-hpsv3."""
+    scorers: dict[str, ScorerConfig] = field(default_factory=dict)
+    """Further scorers by name: scorers.NAME.weight and so on."""
+    retries: int = 0
+    """Calls of a scorer that are repeated after a fault of its device, disk or connection."""
 
     @property
     def first(self) -> str:
