@@ -8,7 +8,7 @@ from unified_trainer.config import TrackingConfig
 from unified_trainer.errors import UserError
 from unified_trainer.tracking import Tracker
 
-TEXT = "runs/[bold]a[/bold] [/] :smile: [red]circle"
+TEXT = "runs/[bold]a[/] :smile: [red]"
 
 
 def tracker(folder, start: int = 0) -> Tracker:

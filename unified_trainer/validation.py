@@ -145,12 +145,15 @@ class Validation:
         return video.shape[2:] == (FRAMES, SIZE, SIZE) and all(p in SUBJECT_OF_CAPTION for p in self._prompts)
 
     def _write(self, folder: Path, video: Tensor, prompts: list[str]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         clips = to_uint8(video)
-        for i, frames in enumerate(clips):
-            write_mp4(frames, folder / f"{i}.mp4")
-        if clips:
-            contact_sheet(clips, prompts, folder / "contact_sheet.png")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for i, frames in enumerate(clips):
+                write_mp4(frames, folder / f"{i}.mp4")
+            if clips:
+                contact_sheet(clips, prompts, folder / "contact_sheet.png")
+        except OSError as error:
+            raise UserError(f"{error.filename or folder} cannot be written ({error.strerror or error})") from error
 
 
 def mean_and_std(columns: dict[str, Tensor]) -> dict[str, float]:

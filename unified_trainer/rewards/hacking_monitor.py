@@ -13,7 +13,7 @@ IN_TRAINING = f"train/{DIVERSITY}"
 
 @dataclass(frozen=True)
 class HackingMonitorConfig:
-    action: Literal["off", "warn", "stop"] = "warn"  # at reward hacking; stop saves and exits with code 3
+    action: Literal["off", "warn", "stop"] = "warn"  # response to reward hacking; stop saves and exits with code 3
     rise: float = (
         0.3  # rise of the reward since the first validation, in std of samples, from which metrics are compared
     )
@@ -59,10 +59,10 @@ class HackingMonitor:
     def watch(self, metrics: Mapping[str, float]) -> str | None:
         """Add the metrics of a validation and return a description of the hacking they show, or None.
 
-        Changes are in Cohen's d: the change of the mean since the first validation over the pooled standard deviation
-        of samples. With a rise of the reward of at least `rise`, these count: a held-out metric falls by `fall`; a pixel
-        statistic changes by `drift`; the diversity within groups, in validation or in the training steps since the last
-        one, drops below `collapse` times its first value.
+        A change is Cohen's d: the difference of the means, now and in the first validation, over the pooled standard
+        deviation of samples. If the reward rose by `rise` or more, these count: a held-out metric fell by `fall`; a
+        pixel statistic changed by `drift`; the diversity within groups, in validation or in the training steps since
+        the last one, is below `collapse` times its first value.
         """
         seen = dict(metrics)
         if self._diversity:
