@@ -265,19 +265,23 @@ def test_a_nan_in_the_reward_stops_the_run(run_folder, hpsv3, capsys, validate_e
     ("flags", "message"),
     [
         (["--algorithm.num-samples", "1"], "algorithm.num_samples must be at least 2: a group of one"),
-        (["--algorithm.num-prompts", "3"], "algorithm.num_prompts (3) must be divisible by
-        algorithm.prompts_per_update (2)"), (["--algorithm.prompts-per-update", "0"], "algorithm.prompts_per_update
-        must be at least 1, not 0"), (["--algorithm.update-batch", "3"], "(4) must be divisible by
-        algorithm.update_batch (3)"), (["--algorithm.update-batch", "0"], "algorithm.update_batch must be at least 1,
-        not 0"), (["--algorithm.rollout-batch", "0"], "algorithm.rollout_batch must be at least 1"),
-        (["--video.frames", "6"], "video.frames must be 4k + 1 for this VAE, not 6"), (["--video.frames", "0"],
-        "video.frames must be 4k + 1 for this VAE, not 0"), (["--video.frames", "-3"], "video.frames must be 4k + 1
-        for this VAE, not -3"), (["--video.width", "33"], "video.width must be a multiple of 16 for this VAE, not
-        33"), (["--video.height", "0"], "video.height must be a multiple of 16 for this VAE, not 0"),
-        (["--validation.num-samples", "1"], "validation.num_samples must be at least 2"), (["--reward.batch", "0"],
-        "reward.batch must be at least 1"), (["--student.ema-decay", "1.5"], "ema_decay must be in [0, 1), not 1.5"),
-        ], ) def test_numbers_that_do_not_fit_name_their_key(refused, flags, message): assert message in
-        refused(*flags)
+        (["--algorithm.num-prompts", "3"], "algorithm.num_prompts (3) must be divisible by algorithm.prompts_per_update (2)"),
+        (["--algorithm.prompts-per-update", "0"], "algorithm.prompts_per_update must be at least 1, not 0"),
+        (["--algorithm.update-batch", "3"], "(4) must be divisible by algorithm.update_batch (3)"),
+        (["--algorithm.update-batch", "0"], "algorithm.update_batch must be at least 1, not 0"),
+        (["--algorithm.rollout-batch", "0"], "algorithm.rollout_batch must be at least 1"),
+        (["--video.frames", "6"], "video.frames must be 4k + 1 for this VAE, not 6"),
+        (["--video.frames", "0"], "video.frames must be 4k + 1 for this VAE, not 0"),
+        (["--video.frames", "-3"], "video.frames must be 4k + 1 for this VAE, not -3"),
+        (["--video.width", "33"], "video.width must be a multiple of 16 for this VAE, not 33"),
+        (["--video.height", "0"], "video.height must be a multiple of 16 for this VAE, not 0"),
+        (["--validation.num-samples", "1"], "validation.num_samples must be at least 2"),
+        (["--reward.batch", "0"], "reward.batch must be at least 1"),
+        (["--student.ema-decay", "1.5"], "ema_decay must be in [0, 1), not 1.5"),
+    ],
+)
+def test_numbers_that_do_not_fit_name_their_key(refused, flags, message):
+    assert message in refused(*flags)
 
 
 @pytest.mark.parametrize(
