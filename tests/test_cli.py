@@ -1,4 +1,4 @@
-"""The command line: every bad input is one clear message before anything is written, and a run can be followed."""
+"""The command line: every wrong input gives one clear message before anything is written, and a run can be watched."""
 
 import json
 import os
@@ -321,37 +321,37 @@ def test_a_missing_prompt_file_is_named(refused, tmp_path):
     assert "absent.txt: no such file" in refused("--prompts", str(tmp_path / "absent.txt"))
 
 
-# A run a person can follow.
+# A run that a person watches.
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory):
+def watched_run(tmp_path_factory):
     """A run of the tiny world's own size with everything that a person looks at."""
-    folder = tmp_path_factory.mktemp("followed") / "run"
+    folder = tmp_path_factory.mktemp("watched") / "run"
     flags = "--steps 2 --validate-every 2 --validation.num-samples 4 --validation.batch 3 --validation.num-videos 3"
     size = "--video.frames 17 --video.height 64 --video.width 64 --student.ema-decay 0.5"
     run("dance_grpo", folder, *flags.split(), *size.split())
     return folder
 
 
-def test_metrics_have_their_names(followed):
-    validation, first, second, last = metrics_of(followed)
+def test_metrics_have_their_names(watched_run):
+    validation, first, second, last = metrics_of(watched_run)
     assert [line["step"] for line in (validation, first, second, last)] == [0, 1, 2, 2]
-    judged = {"judge", "judge_colour", "judge_shape", "judge_direction"}
+    accuracies = {"accuracy", "accuracy/color", "accuracy/shape", "accuracy/direction"}
     pixels = {f"pixels/{name}" for name in ("saturation", "dark_share", "edge_density", "motion_energy")}
-    watched = {"reward", "reward/hpsv3", "judge"} | pixels
-    names = judged | watched | {f"{name}_std" for name in watched} | {"frechet", "hacking_monitor"}
+    watched = {"reward", "reward/hpsv3", "accuracy"} | pixels
+    names = accuracies | watched | {f"{name}_std" for name in watched} | {"frechet", "reward_hacking"}
     assert validation.keys() == last.keys() == {"step"} | {f"validation/{name}" for name in names}
     assert {"train/reward", "train/log_ratio", "train/student/grad_norm", "train/student/learning_rate"} <= first.keys()
     assert first.keys() == second.keys()
-    raw = json.loads((followed / "metrics.jsonl").read_text().splitlines()[1])
+    raw = json.loads((watched_run / "metrics.jsonl").read_text().splitlines()[1])
     assert raw["train/samples_per_second"] > 0
     assert first["train/log_ratio_abs_max"] == 0
 
 
-def test_validation_can_be_looked_at(followed):
+def test_validation_can_be_looked_at(watched_run):
     for step in (0, 2):
-        folder = followed / "validation" / f"step_{step}"
+        folder = watched_run / "validation" / f"step_{step}"
         assert sorted(path.name for path in folder.iterdir()) == ["0.mp4", "1.mp4", "2.mp4", "contact_sheet.png"]
         for file in folder.glob("*.mp4"):
             with av.open(str(file)) as video:
@@ -361,17 +361,17 @@ def test_validation_can_be_looked_at(followed):
             assert sheet.width == 6 * 128 and sheet.height == 3 * (128 + 14)
 
 
-def test_the_judge_watches_only_its_own_world(run_folder):
-    """Other sizes and prompts have no judge; a run of them still validates."""
+def test_accuracy_is_measured_only_in_the_tiny_world(run_folder):
+    """Other sizes and prompts have no attribute checker; a run of them still validates."""
     run("dance_grpo", run_folder, "--validate-every", "1")
-    assert not any("judge" in key for line in metrics_of(run_folder) for key in line)
+    assert not any("accuracy" in key for line in metrics_of(run_folder) for key in line)
 
 
 @pytest.mark.parametrize("size", [("32", "64"), ("64", "32")])
-def test_a_size_that_shares_one_side_with_the_judge(run_folder, size):
+def test_a_size_that_shares_one_side_with_the_tiny_world(run_folder, size):
     flags = ["--validate-every", "1", "--video.height", size[0], "--video.width", size[1]]
     run("dance_grpo", run_folder, *flags)
-    assert not any("judge" in key for line in metrics_of(run_folder) for key in line)
+    assert not any("accuracy" in key for line in metrics_of(run_folder) for key in line)
 
 
 def test_validation_is_the_same_before_any_learning(run_folder):
@@ -414,7 +414,7 @@ def test_own_prompts(run_folder, tmp_path):
     (tmp_path / "held.txt").write_text("another of my own\n")
     flags = ["--prompts", str(tmp_path / "mine.txt"), "--validation.prompts", str(tmp_path / "held.txt")]
     run("dance_grpo", run_folder, "--validate-every", "1", *flags)
-    assert all("validation/judge" not in line for line in metrics_of(run_folder))
+    assert all("validation/accuracy" not in line for line in metrics_of(run_folder))
     saved = yaml.safe_load((run_folder / "config.yaml").read_text())
     assert saved["prompts"] == str(tmp_path / "mine.txt")
 
