@@ -38,8 +38,8 @@ def test_the_table(tmp_path, capsys, monkeypatch):
     for seed, reward in ((0, 3.0), (1, 4.0)):
         folder = tmp_path / f"window_of_2-{seed}"
         folder.mkdir()
-        lines = [{"step": 0, "validation/reward": 2.0, "validation/judge": 0.5}, {"step": 1, "train/reward": 9.0}]
-        lines += [{"step": 7, "validation/reward": reward, "validation/judge": 0.75}]
+        lines = [{"step": 0, "validation/reward": 2.0, "validation/accuracy": 0.5}, {"step": 1, "train/reward": 9.0}]
+        lines += [{"step": 7, "validation/reward": reward, "validation/accuracy": 0.75}]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     compare_rl.main(output=tmp_path, steps=6, seeds=(0, 1), kinds=("window of 2",))
     *_, last = capsys.readouterr().out.splitlines()
