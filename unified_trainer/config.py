@@ -229,7 +229,8 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     ConfigError if one would change what a step computes, unless --allow names it.
     """
     old = renamed.translate_settings(_flat(load_yaml(file)), run.method, tuple(run.roles))
-    new = _flat(plain(run))
+    new, defaults = _flat(plain(run)), _flat(plain(type(run)()))
+    old = {key: value for key, value in defaults.items() if key in new} | old  # a setting newer than the saved file
     keys = sorted(old.keys() | new.keys())
     changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)}
     allowed = {key.replace("-", "_") for key in run.allow}

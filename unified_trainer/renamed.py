@@ -6,6 +6,7 @@ translated as they are read.
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # Old key as a regular expression, and its new name. None: the setting was removed.
@@ -43,7 +44,7 @@ METRICS = {
     "judge_direction": "accuracy/direction",
     "sentinel": "reward_hacking",
 }
-# Kinds of checkpoint state: new name and old.
+# Kinds of checkpoint state: present name, and name in 0.1.0.
 STATE = {"loader/failures": "feed/failures", "reference/copied": "reference/followed", "old/copied": "old/followed"}
 
 
@@ -93,6 +94,14 @@ def translate_metadata(metadata: dict[str, Any]) -> dict[str, Any]:
             "step_sigmas": levels
         }
     return found
+
+
+def stored_key(folder: Path, key: str) -> str:
+    """Return the name of a tensor in a checkpoint folder, which may be of 0.1.0."""
+    for new, old in STATE.items():
+        if f"{key}/".startswith(f"{new}/") and not (folder / new).is_dir() and (folder / old).is_dir():
+            return old + key.removeprefix(new)
+    return key
 
 
 def _metrics(values: Mapping[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What passes between the parts: conditions, batches, rollouts."""
+"""The types that modules exchange: conditions, batches and rollouts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -10,20 +10,22 @@ from torch import Tensor, cat
 Latents = Float[Tensor, "b c t h w"]
 Video = Float[Tensor, "b 3 frames height width"]  # in [0, 1]
 PerSample = Float[Tensor, " b"]
-PerFrame = Float[Tensor, "b t"]
+PerFrame = Float[Tensor, "b t"]  # t latent frames
 
 
 class Condition(Protocol):
-    """What a family conditions on; opaque to everything but the family."""
+    """The condition of a batch of samples, such as encoded text; only the model family looks inside."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
-        """`fn` applied to every tensor; the first axis is the sample."""
+        """Apply `fn` to every tensor; their first axis is the sample."""
         ...
 
     def cat(self, other: Self) -> Self:
-        """The samples of both, in order."""
+        """Return the samples of both, in order."""
         ...
 
 
@@ -42,28 +44,28 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples to train on or to generate; all fields run over the same samples."""
+    """b samples to train on or to generate; all fields list the same samples in the same order."""
 
     prompts: tuple[str, ...]
-    prompt_ids: tuple[int, ...]
-    sample_ids: tuple[int, ...]  # position in the whole step's batch: keys the noise, whatever rank holds the sample
+    prompt_ids: tuple[int, ...]  # samples with equal ids are one group
+    sample_ids: tuple[int, ...]  # position in the batch of the whole step, over all ranks; it keys the noise
     latent_shape: tuple[int, int, int, int]  # channels, latent frames, height, width
     cond: Condition
-    uncond: Condition
-    latents: Latents | None = None  # clean, for methods that learn from data
+    uncond: Condition  # the condition of the unconditional branch of guidance
+    latents: Latents | None = None  # clean latents, for methods that learn from data
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def split(self, size: int) -> list["Batch"]:
-        """Consecutive parts of `size` samples."""
+        """Return consecutive parts of `size` samples; the last may be smaller."""
         return [self[slice(i, i + size)] for i in range(0, len(self), size)]
 
     def __getitem__(self, part: slice) -> "Batch":
         return self.take(range(len(self))[part])
 
     def take(self, rows: Sequence[int]) -> "Batch":
-        """These samples, in this order; one may come more than once."""
+        """Return the samples of these rows, in this order; a row may occur more than once."""
         index = list(rows)
         return replace(
             self,
@@ -76,7 +78,7 @@ class Batch:
         )
 
     def cat(self, other: "Batch") -> "Batch":
-        """The samples of both, in order."""
+        """Return the samples of both, in order."""
         return replace(
             self,
             prompts=self.prompts + other.prompts,
@@ -90,21 +92,22 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What the policy did: the s stochastic transitions of b samples, stored in float32."""
+    """The s stochastic transitions of b samples and their final latents, in float32."""
 
-    states: Float[Tensor, "b s_plus_1 c t h w"]  # before the first of them, and after each
-    log_probs: Float[Tensor, "b s"]
-    x0: Latents  # the final clean prediction
+    states: Float[Tensor, "b s_plus_1 c t h w"]  # before the first transition and after each
+    log_probs: Float[Tensor, "b s"]  # log-density of each transition, averaged over its elements
+    x0: Latents  # final prediction of the clean latents
 
     @classmethod
     def from_x0(cls, x0: Latents) -> "Rollout":
-        """One without stochastic transitions."""
+        """Return a rollout of deterministic samples: x0 and zero transitions."""
         return cls(x0[:, None][:, :0], x0.new_zeros(len(x0), 0), x0)
 
     def take(self, rows: Sequence[int]) -> "Rollout":
-        """These samples, in this order."""
+        """Return the samples of these rows, in this order."""
         return Rollout(**{f.name: getattr(self, f.name)[list(rows)] for f in fields(self)})
 
     @classmethod
     def cat(cls, parts: Sequence["Rollout"]) -> "Rollout":
+        """Return the samples of all parts, in order; they must have the same number of transitions."""
         return cls(**{f.name: cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})

@@ -1,4 +1,4 @@
-"""The same prompts and noise at every validation: reward, accuracy, and videos to look at."""
+"""Validation: reward, accuracy and sample videos of the student, with the same prompts and noise every time."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -8,11 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.config import ConfigError, ValidationConfig
+from unified_trainer.config import ValidationConfig
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import read_prompts, validation_prompts
 from unified_trainer.data.tiny_world import FRAMES, SIZE, SUBJECT_OF_CAPTION, Clip, check_attributes, draw_clip, render
 from unified_trainer.data.video_files import contact_sheet, to_uint8, write_mp4
+from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.mesh import Mesh
@@ -24,16 +25,16 @@ from unified_trainer.sampling import SamplerConfig, generate
 
 
 def check_validation(config: ValidationConfig, mesh: Mesh) -> None:
-    """Raise ConfigError for counts of samples that cannot be divided over the ranks."""
+    """Raise UserError for counts of samples that cannot be divided over the ranks."""
     if config.num_samples < 2 or config.num_samples % mesh.data_size or config.batch < 1:
-        raise ConfigError(
-            f"validation.num_samples must be at least 2 and divide by the {mesh.data_size} ranks with samples, "
-            f"not {config.num_samples}; validation.batch at least 1, not {config.batch}"
+        raise UserError(
+            f"validation.num_samples must be at least 2 and divisible by the {mesh.data_size} data ranks, "
+            f"not {config.num_samples}; validation.batch must be at least 1, not {config.batch}"
         )
 
 
 class Validation:
-    """Samples the student deterministically and measures what it made; every rank holds an equal share."""
+    """Generates fixed samples with the student and measures them; every data rank generates an equal number."""
 
     def __init__(
         self,
@@ -45,49 +46,49 @@ class Validation:
         latent_shape: tuple[int, int, int, int],
         mesh: Mesh,
     ) -> None:
+        """`features` maps frames to the vectors of the Frechet distance; None measures none.
+
+        Raises UserError for sizes that do not fit the ranks, or prompts that cannot be read.
+        """
         if config.prompts is None:
             self._prompts = validation_prompts(config.num_samples)
         else:
             lines = read_prompts(config.prompts, "--validation.prompts")
             self._prompts = tuple(lines[i % len(lines)] for i in range(config.num_samples))
-        self._config, self._codec, self._reward, self._features, self._sampler = (
-            config,
-            codec,
-            reward,
-            features,
-            sampler,
-        )
+        self._config, self._codec, self._reward = config, codec, reward
+        self._features, self._sampler = features, sampler
         self._scorers = (*reward.weights, *reward.held_out)
         self._uncond = codec.encode_text([sampler.negative_prompt])
         self._latent_shape, self._mesh = latent_shape, mesh
-        self._real: Tensor | None = None  # features of real clips, once they were needed
+        self._real: Tensor | None = None  # features of real clips, computed on first use
 
     def run(self, student: Trainable, folder: Path) -> dict[str, float]:
-        """Metrics over all samples; the main rank writes its first videos into `folder`."""
+        """Return the metrics over all samples of all ranks; the main rank writes its first videos into `folder`."""
         with student.ema_weights() if self._config.ema else nullcontext():
             return self._measure(student, folder)
 
     @torch.no_grad()
     def _measure(self, student: Trainable, folder: Path) -> dict[str, float]:
-        share = self._config.num_samples // self._mesh.data_size
-        mine = range(self._mesh.data_rank * share, (self._mesh.data_rank + 1) * share)
+        count = self._config.num_samples // self._mesh.data_size
+        samples = range(self._mesh.data_rank * count, (self._mesh.data_rank + 1) * count)
         parts, videos = [], []
-        for start in range(mine.start, mine.stop, self._config.batch):
-            video, part = self._part(student, list(range(start, min(start + self._config.batch, mine.stop))))
+        for start in range(samples.start, samples.stop, self._config.batch):
+            video, part = self._generate(student, list(range(start, min(start + self._config.batch, samples.stop))))
             parts.append(part)
             videos.append(video)
         video = torch.cat(videos)
-        prompts = [self._prompts[i] for i in mine]
+        prompts = [self._prompts[i] for i in samples]
         if self._mesh.is_main:
             self._write(folder, video[: self._config.num_videos], prompts[: self._config.num_videos])
         metrics = self._rewards(torch.cat(parts)) | self._pixels(video)
         if self._is_tiny_world(video):
             metrics |= self._attributes(video, prompts)
             if self._features is not None:
-                metrics["frechet"] = self._frechet(video, mine)
+                metrics["frechet"] = self._frechet(video, samples)
         return {f"validation/{name}": value for name, value in metrics.items()}
 
-    def _part(self, student: Trainable, samples: list[int]) -> tuple[Tensor, Tensor]:
+    def _generate(self, student: Trainable, samples: list[int]) -> tuple[Tensor, Tensor]:
+        """Return the videos of these samples, and a column of scores for each scorer."""
         prompts = [self._prompts[i] for i in samples]
         batch = make_batch(
             self._codec,
@@ -107,36 +108,36 @@ class Validation:
         return video, self._reward.parts(video, tuple(prompts), self._scorers)
 
     def _rewards(self, parts: Tensor) -> dict[str, float]:
-        """Mean and spread of the reward and of every scorer, held-out ones too."""
+        """Return mean and std of the reward and of every scorer, including held-out ones."""
         parts = self._mesh.gather(parts.double())
         columns = {"reward": self._reward.total(parts[:, : len(self._reward.weights)])}
         columns |= {f"reward/{name}": part for name, part in zip(self._scorers, parts.unbind(1), strict=True)}
         return mean_and_std(columns)
 
     def _pixels(self, video: Tensor) -> dict[str, float]:
-        """Of the videos' statistics, and how unlike the samples of one prompt are where there are several."""
+        """Return mean and std of pixel statistics, and the diversity of samples of one prompt if there are several."""
         columns = {f"pixels/{name}": self._mesh.gather(row.double()) for name, row in statistics(video).items()}
-        apart = diversity(self._mesh.gather(thumbnail(video)), self._prompts)
-        return mean_and_std(columns) | ({} if apart is None else {"pixels/diversity": apart})
+        spread = diversity(self._mesh.gather(thumbnail(video)), self._prompts)
+        return mean_and_std(columns) | ({} if spread is None else {"pixels/diversity": spread})
 
     def _attributes(self, video: Tensor, prompts: list[str]) -> dict[str, float]:
-        """Share of samples that show the color, shape and direction of their caption; never part of a reward."""
+        """Return the share of samples with the color, shape and direction of their caption; no reward contains it."""
         parts = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
         hits = {name: self._mesh.gather(right.double().to(self._mesh.device)) for name, right in parts.items()}
         rates = {name: right.mean().item() for name, right in hits.items()}
         found = {"accuracy": rates.pop("all"), "accuracy_std": hits["all"].std().item()}
         return found | {f"accuracy/{name}": rate for name, rate in rates.items()}
 
-    def _frechet(self, video: Tensor, mine: range) -> float:
-        """The Frechet distance of frame features to as many real clips of the same captions, both decoded."""
+    def _frechet(self, video: Tensor, samples: range) -> float:
+        """Return the Frechet distance of frame features to as many real clips of the same captions, both decoded."""
         if self._real is None:
-            clips = render([self._real_clip(sample) for sample in mine])
+            clips = render([self._real_clip(sample) for sample in samples])
             parts = clips.to(self._mesh.device).split(self._config.batch)
             self._real = torch.cat([self._frame_features(self._codec.decode(self._codec.encode(p))) for p in parts])
         return frechet_distance(self._mesh.gather(self._frame_features(video)), self._mesh.gather(self._real))
 
     def _real_clip(self, sample: int) -> Clip:
-        """The clip that sample is held against: the same one on whatever rank."""
+        """Return the real clip that this sample is compared with; it depends on the seed and the sample alone."""
         seed = int(generator(self._config.seed, "real clip", sample).integers(2**63))
         return draw_clip(SUBJECT_OF_CAPTION[self._prompts[sample]], torch.Generator().manual_seed(seed))
 
@@ -148,15 +149,18 @@ class Validation:
         return video.shape[2:] == (FRAMES, SIZE, SIZE) and all(p in SUBJECT_OF_CAPTION for p in self._prompts)
 
     def _write(self, folder: Path, video: Tensor, prompts: list[str]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         clips = to_uint8(video)
-        for i, frames in enumerate(clips):
-            write_mp4(frames, folder / f"{i}.mp4")
-        if clips:
-            contact_sheet(clips, prompts, folder / "contact_sheet.png")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for i, frames in enumerate(clips):
+                write_mp4(frames, folder / f"{i}.mp4")
+            if clips:
+                contact_sheet(clips, prompts, folder / "contact_sheet.png")
+        except OSError as error:
+            raise UserError(f"{error.filename or folder} cannot be written ({error.strerror or error})") from error
 
 
 def mean_and_std(columns: dict[str, Tensor]) -> dict[str, float]:
-    """Of each column, the second under NAME_std."""
+    """Return the mean of each column under its name, and its Bessel-corrected std under NAME_std."""
     means = {name: values.mean().item() for name, values in columns.items()}
     return means | {f"{name}_std": values.std().item() for name, values in columns.items()}

@@ -14,15 +14,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec, damage, find, newest_sound
+from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.parallel.reading import fill
+from unified_trainer.parallel.reading import fill, shapes_in
+from unified_trainer.renamed import stored_key
 
 __all__ = ["CheckpointError", "DiskFull", "Spec", "damage", "find", "load", "newest_sound", "save", "trained_sampler"]
 
@@ -73,6 +74,7 @@ def load(folder: Path, tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
     All ranks must call it. Raises CheckpointError, before any tensor is filled, if the checkpoint lacks a key or holds
     it in another shape.
     """
+    tensors = {stored_key(folder, key): tensor for key, tensor in tensors.items()}
     for kind, part in _by_kind(tensors).items():
         held = shapes(folder, kind)
         missing = sorted(part.keys() - held.keys())
@@ -97,10 +99,9 @@ def shapes(folder: Path, kind: str) -> dict[str, torch.Size]:
     if not (folder / kind).is_dir():
         return {}
     try:
-        held = HuggingFaceStorageReader(str(folder / kind)).read_metadata().state_dict_metadata
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{folder / kind} cannot be read ({error}): choose another step with RUN@STEP") from error
-    return {key: metadata.size for key, metadata in held.items()}
+        return shapes_in(folder / kind)
+    except UserError as error:
+        raise CheckpointError(f"{error}, or choose another step with RUN@STEP") from error
 
 
 def _by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from unified_trainer.checkpoint.dcp import CheckpointError, Spec, damage, find, load, shapes
-from unified_trainer.checkpoint.manifest import Manifest
+from unified_trainer.checkpoint.dcp import load, shapes
+from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec, damage, find
 from unified_trainer.parallel.mesh import Mesh
 
 ADAPTER = ".lora_"  # part of the names of adapter weights

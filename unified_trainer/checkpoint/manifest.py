@@ -14,6 +14,7 @@ import torch
 
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.renamed import translate_metadata
 
 FILE = "manifest.json"
 VERSION = 2
@@ -118,7 +119,7 @@ def read(folder: Path) -> tuple[Manifest, str | None]:
         if found.get(name) != entry["bytes"]:
             return {}, f"{name} is missing or not {entry['bytes']} bytes long"
     foreign = sorted(found.keys() - files.keys() - {FILE})
-    return metadata, f"{foreign[0]} is not in {FILE}" if foreign else None
+    return translate_metadata(metadata), f"{foreign[0]} is not in {FILE}" if foreign else None
 
 
 def as_text(metadata: Manifest) -> str:

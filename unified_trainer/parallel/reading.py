@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
@@ -14,19 +15,35 @@ from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
 
 
+def shapes_in(folder: Path) -> dict[str, torch.Size]:
+    """Return name and shape of the tensors in a folder's safetensors files, from their headers.
+
+    Raises UserError if a file cannot be read.
+    """
+    try:
+        held = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(folder, error) from error
+    return {key: metadata.size for key, metadata in held.items()}
+
+
 def fill(tensors: Mapping[str, Tensor], folder: Path, mesh: Mesh) -> None:
     """Fill the tensors in place, by name, from a folder's safetensors files; each rank reads only its own shards.
 
     All ranks must call it. Raises UserError on all of them if a file cannot be read.
     """
-    reader = HuggingFaceStorageReader(str(folder))
+    shapes_in(folder)  # because dcp.load hides why a header cannot be read
     try:
         with warnings.catch_warnings():
             # torch warns that a single process is not distributed.
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
-            dcp.load(dict(tensors), storage_reader=reader, no_dist=mesh.size == 1)
+            dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=mesh.size == 1)
     except CheckpointException as failed:
         error = next(iter(failed.failures.values()))[0]
         if isinstance(error, SafetensorError | OSError):
-            raise UserError(f"{folder} cannot be read ({error}): fetch or write it again") from failed
+            raise _unreadable(folder, error) from failed
         raise error from failed
+
+
+def _unreadable(folder: Path, error: Exception) -> UserError:
+    return UserError(f"{folder} cannot be read ({error}): a file is missing or damaged, fetch or write it again")

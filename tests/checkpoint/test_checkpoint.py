@@ -22,6 +22,8 @@ from unified_trainer.__main__ import main
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.dcp import CheckpointError, Spec
+from unified_trainer.errors import UserError
+from unified_trainer.parallel.reading import fill
 
 # Everything that has a state: optimizer, learning-rate schedule, EMA weights; dropout and several epochs in finetune.
 STATEFUL = flags(
@@ -307,6 +309,18 @@ def test_one_kind_of_state_is_read_without_the_others(tmp_path):
     loaded = {"student/weights/w": torch.zeros(2)}
     checkpoint.load(folder, loaded, ALONE)
     assert loaded["student/weights/w"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("keep", [4, 40, -4])
+def test_a_damaged_file_is_named_when_it_is_read(tmp_path, keep):
+    """Cut inside the header's length, inside the header, and inside the data."""
+    folder = checkpoint.save(tmp_path, 1, {"r/weights/a": torch.ones(8)}, ALONE)
+    (file,) = (folder / "r" / "weights").iterdir()
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"step_1/r/weights cannot be read"):
+        checkpoint.load(folder, {"r/weights/a": torch.zeros(8)}, ALONE)
+    with pytest.raises(UserError, match=r"step_1/r/weights cannot be read"):
+        fill({"r/weights/a": torch.zeros(8)}, folder / "r" / "weights", ALONE)
 
 
 # Resuming with other settings.

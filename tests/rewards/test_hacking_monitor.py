@@ -1,4 +1,4 @@
-"""The hacking_monitor: what counts as hacked, by hand; and a run made to hack is caught where a healthy one is not."""
+"""The hacking monitor: the rule by hand; and a run with a planted shortcut is stopped where a healthy run is not."""
 
 import json
 
@@ -11,8 +11,8 @@ from unified_trainer.rewards.hacking_monitor import HackingMonitor, HackingMonit
 FIRST = {
     "reward": 2.0,
     "reward_std": 1.0,
-    "judge": 0.5,
-    "judge_std": 0.5,
+    "accuracy": 0.5,
+    "accuracy_std": 0.5,
     "reward/clip": 20.0,
     "reward/clip_std": 3.0,
     "pixels/saturation": 0.2,
@@ -24,10 +24,10 @@ CONFIG = HackingMonitorConfig(action="warn", rise=0.5, fall=0.4, drift=2.0, coll
 
 
 def watching(
-    config: HackingMonitorConfig = CONFIG, witnesses: tuple[str, ...] = ("judge", "reward/clip")
+    config: HackingMonitorConfig = CONFIG, held_out: tuple[str, ...] = ("accuracy", "reward/clip")
 ) -> HackingMonitor:
-    """One that has seen the first validation."""
-    one = HackingMonitor(config, witnesses)
+    """A monitor after the first validation."""
+    one = HackingMonitor(config, held_out)
     assert one.watch(FIRST) is None
     return one
 
@@ -38,15 +38,18 @@ def watching(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"judge": 0.25}, "judge fell 0.5 -> 0.25 (-0.5 std)"),
+        ({"accuracy": 0.25}, "accuracy fell 0.5 -> 0.25 (-0.5 std)"),
         ({"reward/clip": 18.5}, "reward/clip fell 20 -> 18.5 (-0.5 std)"),
-        ({"pixels/saturation": 0.225}, "pixels/saturation went 0.2 -> 0.225 (+2.5 std)"),
-        ({"pixels/saturation": 0.175}, "pixels/saturation went 0.2 -> 0.175 (-2.5 std)"),
+        ({"pixels/saturation": 0.225}, "pixels/saturation changed 0.2 -> 0.225 (+2.5 std)"),
+        ({"pixels/saturation": 0.175}, "pixels/saturation changed 0.2 -> 0.175 (-2.5 std)"),
         ({"pixels/diversity": 0.19}, "pixels/diversity fell 0.4 -> 0.19"),
-        ({"judge": 0.25, "pixels/saturation": 0.3}, "judge fell 0.5 -> 0.25 (-0.5 std), pixels/saturation went"),
+        (
+            {"accuracy": 0.25, "pixels/saturation": 0.3},
+            "accuracy fell 0.5 -> 0.25 (-0.5 std), pixels/saturation changed",
+        ),
     ],
 )
-def test_a_rising_reward_beside_what_speaks_against_it(changes, said):
+def test_a_rising_reward_with_evidence_against_it(changes, said):
     alarm = watching().watch(FIRST | UP | changes)
     assert alarm.startswith(f"reward rose 2 -> 3 (+1.0 std) while {said}")
 
@@ -55,12 +58,12 @@ def test_a_rising_reward_beside_what_speaks_against_it(changes, said):
     "changes",
     [
         UP,
-        UP | {"judge": 0.31},  # -0.38
-        UP | {"judge": 0.9, "reward/clip": 40.0},  # witnesses rise too
+        UP | {"accuracy": 0.31},  # -0.38
+        UP | {"accuracy": 0.9, "reward/clip": 40.0},  # held-out metrics rise too
         UP | {"pixels/saturation": 0.219},  # +1.9
         UP | {"pixels/diversity": 0.21},
-        {"reward": 2.4, "judge": 0.0},  # +0.4: not a reward that rises
-        {"reward": 1.0, "judge": 0.0},
+        {"reward": 2.4, "accuracy": 0.0},  # +0.4: not a reward that rises
+        {"reward": 1.0, "accuracy": 0.0},
     ],
 )
 def test_what_is_no_hack(changes):
@@ -69,29 +72,29 @@ def test_what_is_no_hack(changes):
 
 def test_the_measure_is_cohens_d():
     """Over the root of the mean variance then and now: std 1 and 7 pool to 5, and a rise of 3 is 0.6."""
-    alarm = watching().watch(FIRST | {"reward": 5.0, "reward_std": 7.0, "judge": 0.0})
+    alarm = watching().watch(FIRST | {"reward": 5.0, "reward_std": 7.0, "accuracy": 0.0})
     assert "reward rose 2 -> 5 (+0.6 std)" in alarm
-    assert watching().watch(FIRST | {"reward": 4.0, "reward_std": 7.0, "judge": 0.0}) is None
+    assert watching().watch(FIRST | {"reward": 4.0, "reward_std": 7.0, "accuracy": 0.0}) is None
 
 
-def test_a_judge_that_was_always_right_can_fall():
+def test_an_accuracy_of_one_can_fall():
     """No spread then, some now; and none at all is infinitely much."""
-    sure = {"judge": 1.0, "judge_std": 0.0}
+    sure = {"accuracy": 1.0, "accuracy_std": 0.0}
     for now, said in (
-        ({"judge": 0.8, "judge_std": 0.4}, "(-0.7 std)"),
-        ({"judge": 0.0, "judge_std": 0.0}, "(-inf std)"),
+        ({"accuracy": 0.8, "accuracy_std": 0.4}, "(-0.7 std)"),
+        ({"accuracy": 0.0, "accuracy_std": 0.0}, "(-inf std)"),
     ):
-        one = HackingMonitor(CONFIG, ("judge",))
+        one = HackingMonitor(CONFIG, ("accuracy",))
         one.watch(FIRST | sure)
         assert one.watch(FIRST | UP | sure) is None
-        assert f"judge fell 1 -> {now['judge']:g} {said}" in one.watch(FIRST | UP | now)
+        assert f"accuracy fell 1 -> {now['accuracy']:g} {said}" in one.watch(FIRST | UP | now)
 
 
 def test_it_compares_with_the_first_validation_and_not_with_the_last():
     one = watching()
-    for judge in (0.45, 0.4, 0.35, 0.31):
-        assert one.watch(FIRST | UP | {"judge": judge}) is None
-    assert one.watch(FIRST | UP | {"judge": 0.29}) is not None
+    for accuracy in (0.45, 0.4, 0.35, 0.31):
+        assert one.watch(FIRST | UP | {"accuracy": accuracy}) is None
+    assert one.watch(FIRST | UP | {"accuracy": 0.29}) is not None
 
 
 def test_samples_of_a_prompt_that_become_alike_in_training():
@@ -107,19 +110,17 @@ def test_samples_of_a_prompt_that_become_alike_in_training():
 
 def test_off_says_nothing_and_still_keeps_its_reference():
     one = watching(HackingMonitorConfig(action="off"))
-    assert one.watch(FIRST | UP | {"judge": 0.0}) is None
+    assert one.watch(FIRST | UP | {"accuracy": 0.0}) is None
     assert one.reference == FIRST
 
 
-def test_a_witness_that_is_not_measured_is_no_witness():
+def test_a_held_out_metric_that_is_not_measured_is_ignored():
     assert "reward/pick" not in watching(held_out=("reward/pick",)).reference
 
 
 @pytest.mark.parametrize("changes", [{"rise": 0.0}, {"fall": -0.1}, {"drift": 0.0}, {"collapse": 1.0}])
 def test_thresholds_that_cannot_be(changes):
-    with pytest.raises(
-        ValueError, match=r"hacking_monitor\.rise, hacking_monitor\.fall and hacking_monitor\.drift must be above 0"
-    ):
+    with pytest.raises(ValueError, match="hacking_monitor: rise, fall and drift must be above 0 and collapse in"):
         HackingMonitor(HackingMonitorConfig(**changes), ())
 
 
@@ -132,7 +133,7 @@ SHORT = flags(
     | {"algorithm.rollout-batch": 24, "algorithm.update-batch": 24}
     | {"student.learning-rate": 1e-3, "student.lr-schedule": "constant", "student.lr-decay-updates": 0}
 )
-# The planted shortcut: vivid colours pay more than what the prompt asks for.
+# The planted shortcut: vivid colors pay more than what the prompt asks for.
 PLANTED = flags({"reward.scorers.saturation.weight": 100, "reward.scorers.saturation.frames": "all"})
 
 
@@ -147,7 +148,7 @@ def test_a_run_that_hacks_is_stopped_and_saved(hacked):
     folder, code = hacked
     assert code == 3
     last = metrics_of(folder)[-1]
-    assert last["step"] == 8 and last["validation/hacking_monitor"] == 1
+    assert last["step"] == 8 and last["validation/reward_hacking"] == 1
     manifest = json.loads((folder / "checkpoints" / "step_8" / "manifest.json").read_text())
     first = {key.removeprefix("validation/"): value for key, value in metrics_of(folder)[0].items()}
     assert manifest["hacking_monitor"]["pixels/saturation"] == first["pixels/saturation"]
@@ -160,7 +161,7 @@ def test_it_is_stopped_again_when_it_is_resumed(hacked, capsys):
     before = metrics_of(folder)[0]["validation/pixels/saturation"]
     assert main(["--resume", str(folder), "--validate-every", "1"]) == 3
     said = capsys.readouterr().out
-    assert f"pixels/saturation went {before:.3g} ->" in said and "stopped by the hacking_monitor after step 9" in said
+    assert f"pixels/saturation changed {before:.3g} ->" in said and "after step 9" in said
     assert (
         main(["--resume", str(folder), "--validate-every", "1", "--hacking_monitor.action", "warn", "--steps", "10"])
         == 0
@@ -172,16 +173,16 @@ def test_it_is_stopped_again_when_it_is_resumed(hacked, capsys):
 def test_a_healthy_run_is_left_alone(run_folder):
     """The same student, steps and learning rate without the planted scorer."""
     run("dance_grpo", run_folder, *SHORT)
-    assert metrics_of(run_folder)[-1]["validation/hacking_monitor"] == 0
+    assert metrics_of(run_folder)[-1]["validation/reward_hacking"] == 0
 
 
-def test_a_method_without_a_reward_has_no_sentinel(run_folder, capsys):
+def test_a_method_without_a_reward_has_no_monitor(run_folder, capsys):
     run("finetune", run_folder, "--validate-every", "1")
-    assert all("validation/hacking_monitor" not in line for line in metrics_of(run_folder))
+    assert all("validation/reward_hacking" not in line for line in metrics_of(run_folder))
     assert main(["--method", "finetune", "--output", str(run_folder / "x"), "--hacking_monitor.action", "stop"]) == 2
     assert "--hacking_monitor.*: finetune trains on no reward" in capsys.readouterr().err
 
 
-def test_a_sentinel_that_is_to_stop_needs_validations(run_folder, capsys):
+def test_action_stop_needs_validations(run_folder, capsys):
     assert main([*SHORT, "--validate-every", "0", "--output", str(run_folder)]) == 2
     assert "hacking_monitor.action stop needs validations to compare: set validate_every" in capsys.readouterr().err
