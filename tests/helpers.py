@@ -21,6 +21,7 @@ from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
@@ -32,6 +33,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.critic import Critic
+from unified_trainer.roles.experts import ExpertLayout
 from unified_trainer.roles.reward import Reward, RewardConfig, of_images
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
@@ -387,3 +389,11 @@ def free_port() -> int:
 
 def shell(*words: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def setup_of(sampler: SamplerConfig, layouts: dict[str, ExpertLayout] | None = None, **roles: RoleConfig) -> MethodSetup:
+    """What a method's check reads: by default one network for every role, all of them trained."""
+    one = ExpertLayout(None, {"": "transformer"}, ("",))
+    names = ("student", "teacher", "critic", "reference", "old")
+    configs = {name: roles.get(name, TrainableConfig()) for name in names}
+    return MethodSetup(sampler, configs, {name: one for name in names} | (layouts or {}))
