@@ -21,17 +21,7 @@ from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch
 
-RESERVED = (
-    "algorithm",
-    "data",
-    "parallel",
-    "reward",
-    "sampler",
-    "tracking",
-    "validation",
-    "video",
-)  # settings sections
-PARTS = ("reward", "loader")  # what a method with `uses_reward` gets beside its roles
+PARTS = ("reward", "loader")  # constructor arguments of a method with `uses_reward`, beside its roles
 
 
 class DeclarationError(UserError):
@@ -196,7 +186,7 @@ def _check_declaration(cls: type[Method]) -> None:
     """Raise DeclarationError for a method class that build cannot construct."""
 
     def fail(why: str) -> None:
-        raise DeclarationError(f"{_place(cls)}: method {cls.__name__} {why}")
+        raise DeclarationError(f"{place_of(cls)}: method {cls.__name__} {why}")
 
     config_class, roles = cls.config_class, cls.roles
     derived = (
@@ -214,8 +204,8 @@ def _check_declaration(cls: type[Method]) -> None:
     for name, spec in roles.items():
         if not isinstance(spec, RoleSpec):
             fail(f"declares role {name} as {spec!r}: use trained(), frozen(), initial_copy() or updated_copy()")
-        if not name.isidentifier() or name in RESERVED or name in PARTS:
-            fail(f"cannot call a role {name!r}: it must be an identifier and no section of the settings")
+        if not name.isidentifier() or name in PARTS:
+            fail(f"cannot call a role {name!r}: it must be an identifier, and not {' or '.join(PARTS)}")
         origin = spec.starts_from or first
         if origin not in roles:
             fail(f"declares that role {name} starts from {origin}, which is not one of its roles ({', '.join(roles)})")
@@ -230,8 +220,8 @@ def _check_declaration(cls: type[Method]) -> None:
             fail(f"has a constructor with {', '.join(given)}, but declares {', '.join(wanted)}")
 
 
-def _place(cls: type) -> str:
-    """The file and line of a class."""
+def place_of(cls: type) -> str:
+    """Return the file and line of a class."""
     try:
         return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
     except (OSError, TypeError):
