@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import av
@@ -17,6 +18,7 @@ from helpers import (
     command,
     copy_of,
     files_of,
+    flags,
     metrics_of,
     rewrite,
     run,
@@ -447,6 +449,113 @@ def test_bf16_trains(run_folder):
     """The replay is exact in bf16 too: both sides are rounded alike."""
     run("dance_grpo", run_folder, "--student.precision", "bf16")
     assert metrics_of(run_folder)[0]["train/log_ratio_abs_max"] == 0
+
+
+# Errors of the user, and bugs.
+
+
+# A method outside the package, which fails in its step in a way that a setting names.
+FAULTY = """
+from dataclasses import dataclass
+
+import torch
+
+from unified_trainer.errors import UserError
+from unified_trainer.methods.base import Method, SingleUpdateConfig, trained
+
+
+@dataclass(frozen=True)
+class FaultyConfig(SingleUpdateConfig):
+    fault: str = "bug"
+
+
+class Faulty(Method):
+    config_class = FaultyConfig
+    roles = {"student": trained()}
+
+    def step(self, batch, step, rng, mesh):
+        if self.config.fault == "bug":
+            raise ValueError("two shapes differ")
+        if self.config.fault == "user":
+            raise UserError("algorithm.fault must be none, not user")
+        if self.config.fault == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+
+def score(videos, prompts):
+    raise KeyError("a scorer of one's own")
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    """A folder with the file of that method, and of a scorer that raises."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    return tmp_path
+
+
+def faulty_flags(folder, fault: str) -> list[str]:
+    """A run of the faulty method on the small model."""
+    settings = {"method": f"{folder / 'faulty.py'}:Faulty", "steps": 1, "validate-every": 0, "reward.frames": "first"}
+    settings |= {"video.frames": 5, "video.height": 32, "video.width": 32, "output": folder / "run"}
+    return flags(settings | {"algorithm.batch-size": 4, "algorithm.micro-batch": 2, "algorithm.fault": fault})
+
+
+def test_a_bug_keeps_its_traceback(faulty):
+    """It ends with a note of what was at work, and the program with exit code 1."""
+    done = shell(*command(*faulty_flags(faulty, "bug")))
+    assert done.returncode == 1
+    lines = done.stderr.rstrip().splitlines()
+    assert lines[-2:] == ["ValueError: two shapes differ", "while working on method Faulty, training step 1"]
+    assert "Traceback (most recent call last):" in lines
+    assert any("faulty.py" in line and line.endswith("in step") for line in lines)  # the line of the bug itself
+    assert "error:" not in done.stderr
+
+
+def test_an_error_of_the_user_is_one_line(faulty):
+    done = shell(*command(*faulty_flags(faulty, "user")))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: algorithm.fault must be none, not user"]
+
+
+def test_a_scorer_that_raises_is_named_with_its_prompts(faulty):
+    """At most three prompts are named."""
+    (faulty / "prompts.txt").write_text("a red circle\na blue square\n")
+    kind = ["--reward.kind", f"{faulty / 'faulty.py'}:score", "--reward.path", ""]
+    words = [*kind, "--prompts", str(faulty / "prompts.txt"), "--output", str(faulty / "run")]
+    done = shell(*command(*SMALL["dance_grpo"], *words))
+    assert done.returncode == 1
+    lines = done.stderr.rstrip().splitlines()
+    assert lines[-3] == 'KeyError: "a scorer of one\'s own"' and "Traceback (most recent call last):" in lines
+    named = re.fullmatch(r"while working on scorer (\S+), prompts (.*), \.\.\.", lines[-2])
+    assert named and named[1].endswith("score"), lines[-2]
+    prompts = named[2].split(", ")
+    assert len(prompts) == 3 and set(prompts) == {"'a red circle'", "'a blue square'"}
+    assert lines[-1] == "while working on method DanceGRPO, training step 1"
+
+
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [
+        (
+            [],
+            "set --student.activation-checkpointing True; lower --algorithm.micro-batch (now 2); "
+            "train an adapter: --student.adapter.rank 16",
+        ),
+        (
+            ["--student.activation-checkpointing", "True", "--algorithm.micro-batch", "1"],
+            "train an adapter: --student.adapter.rank 16; set --student.precision bf16; "
+            "use more ranks with --parallel.shard, or --parallel.offload True",
+        ),
+    ],
+)
+def test_a_run_out_of_memory_names_three_settings(faulty, more, advice):
+    """Those with the largest effect that this run has not taken yet."""
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as error:
+        main([*faulty_flags(faulty, "memory"), *more])
+    notes = ["while working on method Faulty, training step 1", f"out of memory: {advice}"]
+    assert error.value.__notes__ == notes
 
 
 # Trackers.
