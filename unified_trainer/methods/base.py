@@ -1,4 +1,4 @@
-"""The contract of a method: what it declares, and the losses it yields.
+"""The base of all methods: what a method declares, and the losses it yields.
 
 A method is declared, never discovered: it lists its roles, names its settings' class and says whether it reads a
 reward. The declaration is checked when its module is imported.
@@ -81,7 +81,7 @@ def updated_copy(of: str) -> RoleSpec:
 
 @dataclass(frozen=True)
 class MethodSetup:
-    """What is known of a run before any weight is read; a method's `check` reads it."""
+    """A run before any weight is read, as a method's `check` sees it."""
 
     sampler: SamplerConfig
     roles: Mapping[str, RoleConfig]  # settings of each role
