@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unified_trainer.errors import working_on
 from unified_trainer.models.base import VideoModel
-from unified_trainer.numerics.flow import GuidanceScale, guide
+from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw, guide
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.experts import (
@@ -21,7 +21,6 @@ from unified_trainer.roles.experts import (
     Expert,
     ExpertConfig,
     ExpertPair,
-    NoiseLaw,
     RowMask,
     Rows,
     balanced_uniform,
@@ -215,7 +214,7 @@ class Trainable(Role):
         return {f"transitions_{expert}": float(experts.count(expert)) for expert in self.experts if expert}
 
     def draw_noise_levels(
-        self, name: str, sample_ids: Sequence[int], rng: Streams, law: NoiseLaw, partner: Role | None = None
+        self, name: str, sample_ids: Sequence[int], rng: Streams, law: NoiseLevelLaw, partner: Role | None = None
     ) -> tuple[PerSample, float]:
         """Draw one noise level for each sample, and return them with the weight of the loss there.
 
