@@ -275,8 +275,7 @@ def _refuse_renamed(argv: Sequence[str], method: str) -> None:
             if new is None:
                 raise ConfigError(f"{flag} was removed: a role that is not trained keeps no activations; leave it out")
             if new != key:
-                unit = ", in [0, 1] instead of thousandths" if key == "sampler.step_list" else ""
-                raise ConfigError(f"{flag}: renamed to --{new.replace('_', '-')}{unit}")
+                raise ConfigError(f"{flag}: renamed to --{new.replace('_', '-')}{renamed.UNITS.get(key, '')}")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The contract of a method: what it declares, and the losses it yields.
+"""The base of all methods: what a method declares, and the losses it yields.
 
 A method is declared, never discovered: it lists its roles, names its settings' class and says whether it reads a
 reward. The declaration is checked when its module is imported.
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.errors import UserError
+from unified_trainer.numerics.flow import NoiseLevelLaw
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.experts import ExpertLayout, NoiseLaw, check_balance
+from unified_trainer.roles.experts import ExpertLayout, check_balance
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling import SamplerConfig
@@ -81,7 +82,7 @@ def updated_copy(of: str) -> RoleSpec:
 
 @dataclass(frozen=True)
 class MethodSetup:
-    """What is known of a run before any weight is read; a method's `check` reads it."""
+    """A run before any weight is read, as a method's `check` sees it."""
 
     sampler: SamplerConfig
     roles: Mapping[str, RoleConfig]  # settings of each role
@@ -103,7 +104,7 @@ class MethodSetup:
         if isinstance(scale, tuple) and self.layouts[role].boundary is None:
             raise UserError(f"{key} {scale} is for two experts, but {role} is one network: give one number")
 
-    def check_noise_levels(self, role: str, law: NoiseLaw, partner: str = "") -> None:
+    def check_noise_levels(self, role: str, law: NoiseLevelLaw, partner: str = "") -> None:
         """Raise UserError unless `expert_balance` of the role fits the law its noise levels are drawn from."""
         config = self.roles[role]
         boundary = self.layouts[role].boundary

@@ -40,11 +40,7 @@ class WanModel(DiffusersModel):
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: WanCondition) -> Latents:
         time = (TIME_SCALE * sigma.double()).to(device=x_t.device, dtype=torch.float32)
-        return self._predict(x_t, time, cond)
-
-    def _predict(self, x_t: Latents, time: Tensor, cond: WanCondition) -> Latents:
-        if self._shared:
-            x_t = self._shared.whole_gradient(x_t)
+        x_t = self._shared.whole_gradient(x_t) if self._shared else x_t
         return self.network(x_t, time, cond.text, return_dict=False)[0].float()
 
     @property
