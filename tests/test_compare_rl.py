@@ -8,7 +8,7 @@ import pytest
 from helpers import REPO
 
 from unified_trainer import config as settings
-from unified_trainer.registry import ALGORITHMS
+from unified_trainer.registry import method_named
 
 sys.path.insert(0, str(REPO / "scripts"))
 import compare_rl
@@ -20,8 +20,8 @@ def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name):
     kind = compare_rl.KINDS[name]
     contract = {"num_steps": 4, "solver": "sde", "shift": 5.0, "guidance_scale": 1.0} if kind.from_dmd2 else None
     flags = kind.flags.split() + (["--init-from", "a"] if kind.from_dmd2 else [])
-    run = settings.parse(flags, ALGORITHMS, lambda spec: contract)
-    run.algorithm.check(run.sampler)
+    run = settings.parse(flags, method_named, lambda spec: contract)
+    run.algorithm.check(setup_of(run.sampler))
     assert kind.rollout == run.sampler.num_steps and run.sampler.guidance_scale == 1
     if run.method == "diffusion_nft":
         assert kind.trained == 2 * run.sampler.num_steps * run.algorithm.timestep_fraction
