@@ -108,7 +108,7 @@ def test_a_common_scale_has_no_effect(seed, scale):
 
 @given(seed=seeds, order=st.permutations(range(3)))
 def test_samples_do_not_see_each_other(seed, order):
-    """Permuted samples give permuted gradients, and a part gives its part of the whole: each sample has its normaliser."""
+    """Permuted samples give permuted gradients, and a part gives its part: each sample has its own normaliser."""
     parts = drawn(seed)
     whole = distribution_matching_gradient(*parts)
     torch.testing.assert_close(distribution_matching_gradient(*(part[order] for part in parts)), whole[order])
@@ -306,8 +306,13 @@ def test_one_level_a_sample_and_both_conditions_in_one_pass(gan_weight):
     of_teacher, of_critic = Calls.of(teacher), Calls.of(critic)
     one.method.matching.student_loss(x0, batch, Streams(0, 0))
     assert [len(x) for x in of_teacher.x_t] == [8] and [len(x) for x in of_critic.x_t] == [4]
-    assert torch.equal(of_teacher.x_t[0][:4], of_teacher.x_t[0][4:]) and torch.equal(of_teacher.x_t[0][:4], of_critic.x_t[0])
-    assert torch.equal(of_teacher.sigma[0], torch.cat([of_critic.sigma[0]] * 2)) and len(set(of_critic.sigma[0].tolist())) == 4
+    assert torch.equal(of_teacher.x_t[0][:4], of_teacher.x_t[0][4:]) and torch.equal(
+        of_teacher.x_t[0][:4], of_critic.x_t[0]
+    )
+    assert (
+        torch.equal(of_teacher.sigma[0], torch.cat([of_critic.sigma[0]] * 2))
+        and len(set(of_critic.sigma[0].tolist())) == 4
+    )
     assert torch.equal(of_teacher.text[0], torch.cat([batch.cond.text, batch.uncond.text]))
     assert torch.equal(of_critic.text[0], batch.cond.text)  # the critic is not guided
 
@@ -378,7 +383,10 @@ def test_the_gaps_are_sorted_by_noise_level():
         ({"critic_warmup_steps": -1}, r"algorithm\.critic_warmup_steps"),
         ({"gan_weight": -1.0}, r"algorithm\.gan_weight"),
         ({"gan_critic_weight": -1.0}, r"algorithm\.gan_critic_weight"),
-        ({"update_schedule": "exclusive", "student_every": 1}, r"algorithm\.update_schedule exclusive never updates the critic"),
+        (
+            {"update_schedule": "exclusive", "student_every": 1},
+            r"algorithm\.update_schedule exclusive never updates the critic",
+        ),
     ],
 )
 def test_a_wrong_setting_names_its_key(config, message):
