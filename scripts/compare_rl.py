@@ -72,7 +72,7 @@ def main(
             lines = run(output / f"{name.replace(' ', '_')}-{seed}", own, [*flags, "--seed", str(seed)])
             ends.append(lines)
         rows.append(row(name, own, own * kind.calls, ends))
-    head = ["", "steps", "calls per sample", "reward before", "reward", "judge before", "judge"]
+    head = ["", "steps", "calls per sample", "reward before", "reward", "accuracy before", "accuracy"]
     for cells in (head, ["---"] * len(head), *rows):
         sys.stdout.write(f"| {' | '.join(cells)} |\n")
 
@@ -100,7 +100,7 @@ def validations(folder: Path) -> list[dict[str, float]]:
 def row(name: str, steps: int, calls: int, ends: list[list[dict[str, float]]]) -> list[str]:
     """Mean and spread over the seeds, before and after."""
     cells = [name, str(steps), str(calls)]
-    for metric in ("reward", "judge"):
+    for metric in ("reward", "accuracy"):
         for when in (0, 1):
             values = [pair[when][f"validation/{metric}"] for pair in ends]
             spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
