@@ -89,7 +89,12 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
 
 def plan_roles(run: RunConfig, method: type[Method]) -> dict[str, RolePlan]:
     """Return the roles that the method declares and its settings need, in order of declaration."""
-    plans: dict[str, RolePlan] = {}
+    return {name: RolePlan(*parts, layout_for(name, *parts)) for name, parts in role_parts(run, method).items()}
+
+
+def role_parts(run: RunConfig, method: type[Method]) -> dict[str, tuple[type[Role], RoleConfig, str]]:
+    """Return class, settings and path of each role of `plan_roles`, without reading any folder."""
+    parts: dict[str, tuple[type[Role], RoleConfig, str]] = {}
     first = next(iter(method.roles))
     paths: dict[str, str] = {}
     for name, spec in method.roles.items():
@@ -103,8 +108,8 @@ def plan_roles(run: RunConfig, method: type[Method]) -> dict[str, RolePlan]:
             kind = WeightCopy  # the trained role starts with other weights, or networks, than those of its folder
         if run.sampler.chunks.causal and (name == "student" or spec.copy_of == "student"):
             kind = causal_form(kind)
-        plans[name] = RolePlan(kind, config, paths[name], layout_for(name, kind, config, paths[name]))
-    return plans
+        parts[name] = kind, config, paths[name]
+    return parts
 
 
 def layout_for(name: str, kind: type[Role], config: RoleConfig, path: str) -> ExpertLayout:
