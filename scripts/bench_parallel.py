@@ -1,10 +1,10 @@
-"""Two ranks against one at fixed work: time, what a rank sends, and its memory against a prediction.
+"""This script compares two ranks with one at fixed work: time, bytes sent per rank, and memory against a prediction.
 
     python scripts/bench_parallel.py
 
-A Wan transformer with random weights learns from one batch, on every mesh of two processes. In turn with it, rank 0
-does the same work alone, so that whatever else runs on the machine disturbs both alike; the efficiency by the
-processors' time is that of the work, without the waiting.
+A Wan transformer with random weights trains on one batch, on every mesh of two processes. Rank 0 does the same work
+alone in turn with it, so that other work on the machine disturbs both alike. The efficiency by processor time leaves
+waiting out.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ from unified_trainer.roles.role import Trainable, TrainableConfig
 ROUNDS, BATCH, MICRO, FRAMES, SIDE = 5, 4, 2, 2, 16
 WIDTH, LAYERS, HEADS = 256, 6, 8
 DEEP = 100  # layers of a network that is only read
-PROCESSES = multiprocessing.get_context("fork")  # one for each thing measured: memory that is freed may stay resident
+PROCESSES = multiprocessing.get_context("fork")  # one per measurement: memory that is freed may stay resident
 MESHES = {
     "sharded": ParallelConfig(),
-    "sharded, kept gathered": ParallelConfig(reshard_after_forward=False),
+    "sharded, not resharded": ParallelConfig(reshard_after_forward=False),
     "replicated": ParallelConfig(replicate=2),
     "shared tokens": ParallelConfig(sequence=2),
 }
-# Which argument holds what is exchanged, and how many times its half a rank of two sends.
+# The argument that holds the exchanged tensors, and how many halves of it a rank of two sends.
 EXCHANGES = {
     "_allgather_base_": (0, 1),
     "_reduce_scatter_base_": (1, 1),
@@ -53,7 +53,7 @@ EXCHANGES = {
 
 
 class Sent(TorchDispatchMode):
-    """Counts the bytes that this rank sends to the other."""
+    """A dispatch mode that counts the bytes that this rank sends to the other."""
 
     bytes = 0
 
@@ -79,7 +79,7 @@ def student(folder: Path, mesh: Mesh) -> Trainable:
 
 
 def update(role: Trainable, mesh: Mesh) -> None:
-    """One step on the rank's share of the batch, in micro-batches."""
+    """Train one step on the rank's part of the batch, in micro-batches."""
     draw = torch.Generator().manual_seed(mesh.data_rank)
     share = BATCH // mesh.data_size
     for start in range(0, share, MICRO):
@@ -88,27 +88,27 @@ def update(role: Trainable, mesh: Mesh) -> None:
 
 
 def loss_of(role: Trainable, draw: torch.Generator) -> torch.Tensor:
-    """Of one micro-batch."""
+    """Return the loss of one random micro-batch."""
     x_t = torch.randn(MICRO, 16, FRAMES, 2 * SIDE, 2 * SIDE, generator=draw)
     cond = WanCondition(torch.randn(MICRO, 16, 32, generator=draw))
     return role.velocity(x_t, torch.full((MICRO,), 0.5), cond).square().mean()
 
 
 def seconds(work: Callable[[], object]) -> tuple[float, float]:
-    """Of the clock and of the processor."""
+    """Return the seconds of the clock and of the processor that the work takes."""
     start, worked = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - start, time.process_time() - worked
 
 
 def status(key: str) -> int:
-    """Bytes that the kernel says of this process: VmRSS, or since `clear_refs` the most of it, VmHWM."""
+    """Return a number of bytes from /proc/self/status: VmRSS, or VmHWM, its maximum since `clear_refs`."""
     return 1024 * int(Path("/proc/self/status").read_text().partition(f"{key}:")[2].split()[0])
 
 
 @contextlib.contextmanager
 def grown(found: list[int]) -> Iterator[None]:
-    """By how many bytes the process grows at most."""
+    """Append the largest growth of the process's memory, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     yield
@@ -116,7 +116,7 @@ def grown(found: list[int]) -> Iterator[None]:
 
 
 def activations(role: Trainable, mesh: Mesh) -> int:
-    """Bytes that a pass over one micro-batch keeps for its backward pass on this rank, weights left out."""
+    """Return the bytes of activations that a pass over one micro-batch keeps for its backward pass on this rank."""
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,35 +134,37 @@ def activations(role: Trainable, mesh: Mesh) -> int:
 
 
 def least(role: Trainable, config: ParallelConfig, passes: int) -> int:
-    """What a rank of two must send: half of the weights for a gathering, of the gradients for their sum; and tokens.
+    """Return the bytes that a rank of two must send: half of the weights per gather, half of the gradients, and tokens.
 
-    Blocks are gathered for the forward and for the backward pass, the rest once. With tokens go queries, keys, values
-    and results of attention, the gradient of each, and the output.
+    Blocks are gathered for the forward and for the backward pass, the rest once. The tokens are queries, keys, values
+    and results of attention, their gradients, and the output.
     """
     weights, blocks = sizes(role)
     if config.replicate == 2:
         return weights
     tokens = MICRO * FRAMES * SIDE * SIDE if config.sequence == 2 else 0
     shared = 4 * tokens * (8 * LAYERS * WIDTH // 4 + 64 // 2)
-    return (passes * (weights + blocks if config.reshard else weights) + weights) // 2 + passes * shared
+    return (passes * (weights + blocks if config.reshard_after_forward else weights) + weights) // 2 + passes * shared
 
 
 def sizes(role: Trainable) -> tuple[int, int]:
-    """Bytes of all weights, and of those of the blocks."""
+    """Return the bytes of all weights, and of the weights of the blocks."""
     weights, blocks = (sum(p.nbytes for p in part.parameters()) for part in (role.network, role.network.blocks))
     return weights, blocks
 
 
 def needed(role: Trainable, config: ParallelConfig, kept: int) -> int:
-    """Weights, gradients and two moments; gathered weights and gradients of two blocks, or all; activations."""
+    """Predict the memory: weights, gradients, two moments; gathered weights and gradients; activations."""
     weights, blocks = sizes(role)
     if config.replicate == 2:
         return 4 * weights + kept
-    return 2 * weights + (4 * blocks // LAYERS if config.reshard else weights + 2 * blocks // LAYERS) + kept
+    return (
+        2 * weights + (4 * blocks // LAYERS if config.reshard_after_forward else weights + 2 * blocks // LAYERS) + kept
+    )
 
 
 def read(name: str, folder: Path, rows: "multiprocessing.Queue[list[str]]") -> None:
-    """What a rank of two takes to read a deep network, and to hold it; the pages of its file, mapped, left out."""
+    """Measure the memory in which a rank of two reads and holds a deep network, without mapped file pages."""
     mesh, ended, found = Mesh.join("cpu", MESHES[name]), threading.Event(), [status("RssAnon")]
 
     def look() -> None:
@@ -181,7 +183,7 @@ def read(name: str, folder: Path, rows: "multiprocessing.Queue[list[str]]") -> N
 
 
 def measure(name: str, folder: Path, rows: "multiprocessing.Queue[tuple[list[str], list[str]]]") -> None:
-    """What one rank of two does for one mesh."""
+    """Measure one mesh, as one rank of two."""
     torch.set_num_threads(1)
     mesh, alone = Mesh.join("cpu", MESHES[name]), Mesh(torch.device("cpu"))
     size, sent, times = [], Sent(), []
@@ -226,7 +228,7 @@ def free_port() -> str:
 
 
 def on_two_ranks(work: Callable[..., None], name: str, folder: Path) -> Any:
-    """What the first rank puts into the queue."""
+    """Run the work on two ranks; return what the first one puts into the queue."""
     rows: multiprocessing.Queue = PROCESSES.Queue()
     os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = []

@@ -1,8 +1,8 @@
-"""What a checkpoint costs the training: time that the loop is held up, in the way of it and beside it, and bytes.
+"""This script measures the time that synchronous and asynchronous checkpoints cost the training, and their bytes.
 
     python scripts/bench_save.py --blocks 12 --width 480
 
-Trains a random Wan transformer of this size with finetune and averaged weights, and saves between steps.
+It trains a random Wan transformer of this size with finetune and EMA weights, and saves between steps.
 """
 
 import shutil
@@ -21,17 +21,17 @@ from rich.table import Table
 
 from unified_trainer import config
 from unified_trainer.build import build
-from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.checkpoint import dcp
 from unified_trainer.checkpoint.manager import Keep, Saver
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import ALGORITHMS, TINY
+from unified_trainer.registry import TINY, method_named
 from unified_trainer.trainer import Trainer
 
 ROUNDS = 5
 
 
 def pipeline(folder: Path, blocks: int, width: int) -> Path:
-    """The tiny world's folder with a random transformer of this size."""
+    """Write the tiny world's folder with a random transformer of this size."""
     shutil.copytree(TINY / "wan", folder, ignore=shutil.ignore_patterns("transformer"))
     settings = WanTransformer3DModel.load_config(TINY / "wan" / "transformer")
     heads = width // settings["attention_head_dim"]
@@ -46,8 +46,8 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def held_up(trainer: Trainer, saver: Saver, step: float) -> tuple[float, float, float]:
-    """Seconds of the call, until the checkpoint is there, and that the steps meanwhile and the call took too long."""
+def cost(trainer: Trainer, saver: Saver, step: float) -> tuple[float, float, float]:
+    """Return seconds of the call, seconds until the checkpoint is there, and seconds that the training lost."""
     start = time.perf_counter()
     call = seconds(lambda: saver.save(int(start * 1e3), trainer.tensors(), trainer.metadata({})))
     steps = 0
@@ -60,27 +60,27 @@ def held_up(trainer: Trainer, saver: Saver, step: float) -> tuple[float, float, 
 
 
 def main(blocks: int = 12, width: int = 480, folder: Path | None = None) -> None:
-    """Measure.
+    """Measure and print a table.
 
     Args:
-        blocks: of the transformer
-        width: of its hidden state, a multiple of 24
-        folder: where to write; by default a temporary folder
+        blocks: number of blocks of the transformer
+        width: width of its hidden state, a multiple of 24
+        folder: folder to write to; by default a temporary one
     """
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         words = ["--method", "finetune", "--student.path", str(pipeline(Path(scratch) / "wan", blocks, width))]
         words += ["--algorithm.batch-size", "4", "--algorithm.micro-batch", "4", "--data.num-clips", "8"]
-        run = config.parse(words, ALGORITHMS, checkpoint.trained_sampler)
+        run = config.parse(words, method_named, dcp.trained_sampler)
         mesh = Mesh.join(run.device)
         trainer = build(run, mesh).trainer
         trainer.step(0)
         step = statistics.median(seconds(lambda n=n: trainer.step(n)) for n in range(1, ROUNDS + 1))
-        table = Table("save", "the call", "until it is there", "held up", "of a step", title="seconds, medians")
-        for name, beside in (("in the way", False), ("beside", True)):
+        table = Table("save", "call", "until written", "training lost", "steps lost", title="seconds, medians")
+        for name, asynchronous in (("synchronous", False), ("asynchronous", True)):
             root = Path(scratch) / name
-            with Saver(root, mesh, Keep(1), Console().print, asynchronous=beside) as saver:
-                rows = [held_up(trainer, saver, step) for _ in range(ROUNDS)]
+            with Saver(root, mesh, Keep(1), Console().print, asynchronous=asynchronous) as saver:
+                rows = [cost(trainer, saver, step) for _ in range(ROUNDS)]
             call, written, late = (statistics.median(column) for column in zip(*rows, strict=True))
             table.add_row(name, f"{call:.2f}", f"{written:.2f}", f"{late:.2f}", f"{late / step:.2f}")
         (newest,) = root.iterdir()

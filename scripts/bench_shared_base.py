@@ -1,9 +1,9 @@
-"""Peak memory of roles that share one base by adapters, against one role alone.
+"""This script compares the peak memory of roles that share one base network by adapters with that of one role.
 
     python scripts/bench_shared_base.py
 
-Each setting takes two training steps in a process of its own, on one random Wan transformer that dwarfs everything
-else; counted is the highest resident memory above what the process held before any network was made.
+Each setting runs two training steps in a process of its own, on one random Wan transformer that is much larger than
+everything else. Measured is the highest resident memory above that of the process before any network was made.
 """
 
 import resource
@@ -83,13 +83,13 @@ def trainer(method: str, adapter: bool) -> Trainer:
 
 
 def resident() -> float:
-    """MiB now."""
+    """Return the resident memory now, in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 
 
 def measure(setting: str) -> float:
-    """MiB above the start, at the highest."""
+    """Return the highest resident memory above that of the start, in MiB."""
     WanCodec.load(TINY / "wan", MESH.device).encode_text(["warm up"])
     before = resident()
     method, *adapter = setting.split()

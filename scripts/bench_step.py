@@ -1,9 +1,9 @@
-"""Overhead of the trainer: one training step against the same network calls made bare.
+"""This script measures the trainer's overhead: a training step against the same network calls without the trainer.
 
     python scripts/bench_step.py --method dance_grpo
 
-Records every call of the roles' networks, the decoder and the scorer in a step and whether it took a gradient,
-then repeats them bare; by the processor's time too, which other work on the machine leaves alone.
+It records every call of the roles' networks, the decoder and the scorer in a step and whether it took a gradient, then
+repeats the calls alone. It measures processor time too, which other work on the machine does not change.
 """
 
 import sys
@@ -24,13 +24,13 @@ from torch import Tensor
 
 from unified_trainer import config
 from unified_trainer.build import build
-from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.checkpoint import dcp
 from unified_trainer.models.wan.causal import Cache, CausalWanModel
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.device import peak_memory
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import METHODS
+from unified_trainer.registry import method_named
 from unified_trainer.rewards.hpsv3 import HPSv3
 
 ROUNDS = 5
@@ -40,26 +40,28 @@ TRAINED_CALLS = ((WanModel, "velocity"), (CausalWanModel, "velocity_cached"), (C
 
 @dataclass(frozen=True)
 class Call:
+    """A recorded call of a model."""
+
     name: str
     call: Callable[[], Tensor]
     grad: bool
 
     def repeat(self) -> None:
-        """The forward pass, and the backward pass where the step had one."""
+        """Repeat the forward pass, and the backward pass where the step had one."""
         with torch.set_grad_enabled(self.grad):
             out = self.call()
             if self.grad:
                 out.square().mean().backward()
 
 
-def as_it_is(argument: object) -> object:
-    """A cache as it was when it was handed over; nothing else changes later."""
+def at_call(argument: object) -> object:
+    """Copy a cache as it was at the call; no other argument changes later."""
     return replace(argument, text=list(argument.text)) if isinstance(argument, Cache) else argument
 
 
 @contextmanager
 def recorded(calls: list[Call]) -> Iterator[None]:
-    """Adds every call of the models to the list."""
+    """Append every call of the models to the list."""
     with ExitStack() as patches:
         for kind, name in (*TRAINED_CALLS, *FROZEN_CALLS):
             original, trained = getattr(kind, name), (kind, name) in TRAINED_CALLS
@@ -70,7 +72,7 @@ def recorded(calls: list[Call]) -> Iterator[None]:
                 trained: bool = trained,
                 label: str = f"{kind.__name__}.{name}",
             ) -> Tensor:
-                calls.append(Call(label, partial(original, *map(as_it_is, args)), torch.is_grad_enabled() and trained))
+                calls.append(Call(label, partial(original, *map(at_call, args)), torch.is_grad_enabled() and trained))
                 return original(*args)
 
             patches.enter_context(patch.object(kind, name, note))
@@ -78,7 +80,7 @@ def recorded(calls: list[Call]) -> Iterator[None]:
 
 
 def seconds(work: Callable[[], object]) -> tuple[float, float]:
-    """Of the clock and of the processor."""
+    """Return the seconds of the clock and of the processor that the work takes."""
     start, worked = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - start, time.process_time() - worked
@@ -86,7 +88,7 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
 
 def main(argv: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
-    run = config.parse(argv, {name: kind for name, (_, kind) in METHODS.items()}, checkpoint.trained_sampler)
+    run = config.parse(argv, method_named, dcp.trained_sampler)
     mesh = Mesh.join(run.device)
     trainer = build(run, mesh).trainer
     trainer.step(0)
@@ -100,10 +102,10 @@ def main(argv: list[str]) -> None:
     table = Table("measure", "value", title=f"{run.method}, {Path(sys.argv[0]).name}")
     for (name, grad), count in counts.items():
         table.add_row(f"calls of {name}{' with gradient' if grad else ''} in {ROUNDS} steps", str(count))
-    for i, by in enumerate(("", " of the processor")):
+    for i, by in enumerate(("", " of processor time")):
         steps, bare = (sum(times[i] for times in column) for column in zip(*pairs, strict=True))
         table.add_row(f"{ROUNDS} steps, s{by}", f"{steps:.2f}")
-        table.add_row(f"their bare calls, s{by}", f"{bare:.2f}")
+        table.add_row(f"their calls alone, s{by}", f"{bare:.2f}")
         table.add_row(f"overhead ratio{by}", f"{steps / bare:.3f}")
     table.add_row("peak memory, GiB", f"{peak_memory(mesh.device):.2f}")
     Console().print(table)

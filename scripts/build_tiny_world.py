@@ -1,8 +1,8 @@
-"""Make the embedded tiny world from nothing: tokenizer and text encoder, VAE, transformer, HPSv3, measurements.
+"""This script builds the embedded tiny world: tokenizer, text encoder, VAE, transformer, HPSv3 and measurements.
 
     python scripts/build_tiny_world.py --out unified_trainer/assets/tiny
 
-Each stage is skipped when what it makes is there; delete a part to make it again.
+A stage is skipped when its output exists; delete an output to build it again.
 """
 
 import json
@@ -23,7 +23,7 @@ from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.checkpoint import dcp, manifest
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.tiny_world import FRAMES, HELD_OUT, PHRASINGS, SIZE, SUBJECTS, check_attributes
 from unified_trainer.models.wan.codec import WanCodec
@@ -37,8 +37,8 @@ from unified_trainer.sampling import SamplerConfig, generate
 
 log = logging.getLogger(__name__)
 
-REPORT = "measured.json"  # of each stage
-BASE_REPORT = "base.json"  # judge rates of the finished base model
+REPORT = "measured.json"  # measurements of each stage
+BASE_REPORT = "base.json"  # accuracy of the finished base model
 
 TEXT_TOKENS = 16  # of every prompt, padding included; the longest caption has 9 words
 TEXT_WIDTH = 32
@@ -57,7 +57,7 @@ TRANSFORMER = {
 
 
 def build_tokenizer(folder: Path) -> None:
-    """One token a word of the captions, </s> at the end, as T5 tokenizers have it."""
+    """Build a tokenizer with one token for each word of the captions, and </s> at the end as in T5."""
     words = sorted(
         {word for s in SUBJECTS for i in range(len(PHRASINGS)) for word in s.caption(i).replace(",", " , ").split()}
     )
@@ -76,7 +76,7 @@ def build_tokenizer(folder: Path) -> None:
 
 
 def build_text_encoder(folder: Path, seed: int) -> None:
-    """A UMT5 encoder with random weights: enough to tell words and their order apart, and frozen like the real one."""
+    """Build a UMT5 encoder with random weights, which distinguish words and their order; it stays frozen."""
     torch.manual_seed(seed)
     config = UMT5Config(
         vocab_size=len(AutoTokenizer.from_pretrained(folder.parent / "tokenizer")),
@@ -94,7 +94,7 @@ def build_text_encoder(folder: Path, seed: int) -> None:
 
 
 def build_transformer(folder: Path, seed: int) -> None:
-    """WanTransformer3DModel before training; gates that start at 1 let a small model learn from the first step."""
+    """Build the untrained transformer; gates that start at 1 let a small model learn from the first step."""
     torch.manual_seed(seed)
     network = WanTransformer3DModel(**TRANSFORMER)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def build_transformer(folder: Path, seed: int) -> None:
 
 
 def finetune(start: Path, run: Path, out: Path, seed: int) -> None:
-    """Train the transformer of the folder `start` with this trainer's finetune; its averaged weights go to `out`."""
+    """Train the transformer of the folder `start` with the method finetune; write its EMA weights to `out`."""
     command = [sys.executable, "-m", "unified_trainer"]
     if (run / "config.yaml").is_file():
         command += ["--resume", str(run)]
@@ -114,16 +114,16 @@ def finetune(start: Path, run: Path, out: Path, seed: int) -> None:
     subprocess.run(command, check=True)
     network = WanTransformer3DModel.from_pretrained(start / "transformer")
     weights = {f"student/ema/{key}": p.data for key, p in network.named_parameters()}
-    newest, manifest = checkpoint.find(run)
-    if manifest["step"] < yaml.safe_load((run / "config.yaml").read_text())["steps"]:
-        raise SystemExit(f"{run} was stopped at step {manifest['step']}; run this script again to continue")
-    checkpoint.load(newest, weights, Mesh(torch.device("cpu")))
+    newest, metadata = manifest.find(run)
+    if metadata["step"] < yaml.safe_load((run / "config.yaml").read_text())["steps"]:
+        raise SystemExit(f"{run} was stopped at step {metadata['step']}; run this script again to continue")
+    dcp.load(newest, weights, Mesh(torch.device("cpu")))
     network.register_to_config(_name_or_path="")
     network.save_pretrained(out)
 
 
 def write_index(folder: Path) -> None:
-    """The files that make the parts a WanPipeline folder."""
+    """Write the files that make the parts a WanPipeline folder."""
     UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
     ).save_pretrained(folder / "scheduler")
@@ -144,7 +144,7 @@ def write_index(folder: Path) -> None:
 
 @torch.no_grad()
 def measure_base(wan: Path, seed: int) -> dict[str, float]:
-    """Judge rates of the base model: guided over all 48 subjects, and as the default GRPO run finds it."""
+    """Measure the base model's accuracy on all 48 subjects: guided, and with the sampler of the default GRPO run."""
     device = torch.device("cpu")
     codec = WanCodec.load(wan, device)
     student = Frozen("base", Backbone(WanModel.open(wan), Mesh(device)), RoleConfig())
@@ -156,7 +156,7 @@ def measure_base(wan: Path, seed: int) -> dict[str, float]:
     uncond = codec.encode_text([""])
 
     def no_draw(step: int) -> torch.Tensor:
-        raise RuntimeError("these samplers draw nothing")
+        raise RuntimeError("these samplers draw no noise")
 
     measured = {}
     for name, sampler in {
@@ -172,24 +172,26 @@ def measure_base(wan: Path, seed: int) -> dict[str, float]:
                 hits.setdefault(key, []).append(right)
         rows = {key: torch.cat(parts).float() for key, parts in hits.items()}
         held_out = torch.tensor([subject in HELD_OUT for subject in subjects])
-        measured |= {f"{name}_judge_{key}": right.mean().item() for key, right in rows.items()}
-        measured[f"{name}_judge_all_held_out_subjects"] = rows["all"][held_out].mean().item()
+        every = rows.pop("all")
+        measured[f"{name}/accuracy"] = every.mean().item()
+        measured |= {f"{name}/accuracy/{key}": right.mean().item() for key, right in rows.items()}
+        measured[f"{name}/accuracy_of_held_out_subjects"] = every[held_out].mean().item()
     return measured
 
 
 def main(out: Path = TINY, work: Path = Path("runs/tiny-world"), seed: int = 0) -> None:
-    """Make what is missing of the tiny world.
+    """Build what is missing of the tiny world.
 
     Args:
-        out: The folder of the world: `wan`, `hpsv3` and what was measured.
-        work: The folder of the base model's training, which resumes.
-        seed: Of everything random.
+        out: folder of the world: `wan`, `hpsv3` and the measurements
+        work: folder of the base model's training, which resumes
+        seed: seed of all random numbers
     """
     wan, start = out / "wan", work / "start"
 
     def stage(made: Path, build: Callable[[], dict[str, float] | None]) -> None:
         if made.exists():
-            log.info("%s is there", made)
+            log.info("%s exists", made)
             return
         began = time.monotonic()
         measured = (build() or {}) | {"seconds": time.monotonic() - began}

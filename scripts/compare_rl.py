@@ -1,6 +1,6 @@
-"""Reinforcement learning in the tiny world, method by method, with the same number of network calls over some seeds.
+"""This script compares RL methods in the tiny world at the same number of network calls, over several seeds.
 
-Prints a markdown table. A run that is finished is not run again, one that was stopped goes on.
+It prints a markdown table. A finished run is not repeated, and a stopped one is resumed.
 """
 
 import json
@@ -21,13 +21,14 @@ TRAINED = "--algorithm.timestep-fraction 1"
 class Kind:
     """One row of the table."""
 
-    flags: str  # of its runs
-    rollout: int  # network calls per sample to make it
-    trained: int  # and to learn from it, those of an old policy included; a backward pass is not counted
+    flags: str  # flags of its runs
+    rollout: int  # network calls to generate a sample
+    trained: int  # network calls to train on it, with those of an old policy; a backward pass is not counted
     from_dmd2: bool = False  # starts from the distilled student, with its sampler
 
     @property
     def calls(self) -> int:
+        """Network calls per sample."""
         return self.rollout + self.trained
 
 
@@ -49,12 +50,12 @@ def main(
     dmd2_steps: int = 400,
     extra: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = "",
 ) -> None:
-    """Run what is missing and print the table.
+    """Run what is missing, and print the table.
 
     Args:
         output: folder of the runs
-        steps: training steps of dance; the others take as many as make the same number of network calls
-        seeds: of the runs
+        steps: training steps of dance; other methods get the steps that make the same number of network calls
+        seeds: seeds of the runs
         kinds: rows of the table
         dmd2_steps: training steps of the distilled student, one for all seeds
         extra: more flags for every run, in one string: --extra="--device cpu"
@@ -72,13 +73,13 @@ def main(
             lines = run(output / f"{name.replace(' ', '_')}-{seed}", own, [*flags, "--seed", str(seed)])
             ends.append(lines)
         rows.append(row(name, own, own * kind.calls, ends))
-    head = ["", "steps", "calls per sample", "reward before", "reward", "judge before", "judge"]
+    head = ["", "steps", "calls per sample", "reward before", "reward", "accuracy before", "accuracy"]
     for cells in (head, ["---"] * len(head), *rows):
         sys.stdout.write(f"| {' | '.join(cells)} |\n")
 
 
 def run(folder: Path, steps: int, flags: list[str]) -> list[dict[str, float]]:
-    """The first and the last validation of a run that is finished by now."""
+    """Finish a run if it is not, and return its first and its last validation."""
     if not finished(folder, steps):
         new = not (folder / "config.yaml").is_file()
         start = [*flags, "--output", str(folder), "--validate-every", str(steps)] if new else ["--resume", str(folder)]
@@ -98,9 +99,9 @@ def validations(folder: Path) -> list[dict[str, float]]:
 
 
 def row(name: str, steps: int, calls: int, ends: list[list[dict[str, float]]]) -> list[str]:
-    """Mean and spread over the seeds, before and after."""
+    """Return the cells of a row: mean and standard deviation over the seeds, before and after training."""
     cells = [name, str(steps), str(calls)]
-    for metric in ("reward", "judge"):
+    for metric in ("reward", "accuracy"):
         for when in (0, 1):
             values = [pair[when][f"validation/{metric}"] for pair in ends]
             spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""

@@ -1,11 +1,11 @@
-"""How a causal student of the tiny world holds up beyond the length of its run, and how fast it streams.
+"""This script measures causal students of the tiny world: quality beyond the length of their run, and speed.
 
     python scripts/measure_causal.py RUN... [--against RUN] [--samples 192]
 
-Three times the length, every prompt takes turns with its opposite: the shape goes there, back, and there again, so
-that the first chunk settles nothing. Each third is judged by what it was asked for. The Frechet distance compares the
-last frame of every chunk with real videos that do the same, both decoded; speeds are of one video at a time, in turn
-with those of a bidirectional student.
+At three times the length, the prompt alternates with its opposite: the shape moves there, back, and there again, so
+that the first chunk does not determine the rest. Accuracy is measured for each third with its own prompt. The Frechet
+distance compares the last frame of every chunk with that of real videos of the same motion, both decoded. Speeds are of
+one video at a time, timed in turn with a bidirectional student.
 """
 
 import argparse
@@ -23,7 +23,8 @@ from unified_trainer.data.tiny_world import FRAMES, SUBJECT_OF_CAPTION, Subject,
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import TINY, load_hpsv3
+from unified_trainer.registry import TINY
+from unified_trainer.rewards.hpsv3 import EMBEDDED, HPSv3
 from unified_trainer.types import Video
 
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
@@ -36,28 +37,32 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", help="RUN[@step][:ema] of causal students")
     parser.add_argument("--against", default="", help="RUN of a bidirectional student, for the speeds")
     parser.add_argument("--samples", type=int, default=192)
-    parser.add_argument("--window-frames", type=int, help="latent frames that are looked back on in long videos")
+    parser.add_argument("--window-frames", type=int, help="latent frames in the KV cache for long videos")
     parser.add_argument("--sink-frames", type=int, help="how many of them are the first ones")
     arguments = parser.parse_args()
-    said = Console(width=200)
+    console = Console(width=200)
     codec = WanCodec.load(TINY / "wan", CPU)
     captions = validation_prompts(arguments.samples)
     real = features(decoded(codec, turning(captions)))
-    said.print("| student | judge | Frechet distance | judge of each third | Frechet distance of chunks |")
-    said.print("| --- | --- | --- | --- | --- |")
+    console.print("| student | accuracy | Frechet distance | accuracy of each third | Frechet distance of chunks |")
+    console.print("| --- | --- | --- | --- | --- |")
     for run in arguments.runs:
         one = student(run)
         short = made(one, list(captions))
         long = of_length(one, LONG * (FRAMES - 1) + 1, arguments.window_frames, arguments.sink_frames, BATCH)
         video = made(long, [" | ".join([here, there(here), here]) for here in captions])
-        thirds = [judged(part, captions, turned=i == 1) for i, part in enumerate(split(video))]
+        thirds = [accuracy(part, captions, turned=i == 1) for i, part in enumerate(split(video))]
         chunks = [frechet_distance(seen, truth) for seen, truth in zip(features(video), real, strict=True)]
         whole = frechet_distance(torch.cat(features(short)), torch.cat(real[: len(features(short))]))
         rates, drift = (" ".join(f"{value:.{n}f}" for value in row) for n, row in ((3, thirds), (1, chunks)))
-        said.print(f"| {run} | {judged(short, captions):.3f} | {whole:.1f} | {rates} | {drift} |", soft_wrap=True)
+        console.print(
+            f"| {run} | {accuracy(short, captions):.3f} | {whole:.1f} | {rates} | {drift} |",
+            markup=False,
+            soft_wrap=True,
+        )
     if arguments.against:
         for line in speeds(student(arguments.runs[-1]), student(arguments.against)):
-            said.print(line)
+            console.print(line)
 
 
 def student(run: str) -> LoadedRole:
@@ -65,7 +70,7 @@ def student(run: str) -> LoadedRole:
 
 
 def there(caption: str) -> str:
-    """The caption of the way back."""
+    """Return the caption with the opposite direction."""
     way = SUBJECT_OF_CAPTION[caption].direction
     return caption.replace(way, OPPOSITE[way])
 
@@ -76,30 +81,30 @@ def made(one: LoadedRole, prompts: list[str]) -> Video:
 
 
 def turning(captions: tuple[str, ...]) -> Video:
-    """Real videos: there, back, and there."""
+    """Render real videos that move there, back, and there again."""
     generator = torch.Generator().manual_seed(1)
     clips = render([draw_clip(SUBJECT_OF_CAPTION[caption], generator) for caption in captions])
     return torch.cat([clips, clips.flip(2)[:, :, 1:], clips[:, :, 1:]], 2)
 
 
 def decoded(codec: WanCodec, video: Video) -> Video:
-    """What the VAE keeps of it."""
+    """Encode and decode a video."""
     return torch.cat([codec.decode(codec.encode(part)) for part in video.split(BATCH)])
 
 
 def features(video: Video) -> list[Tensor]:
-    """HPSv3's features of the last frame of every chunk, by chunk."""
-    network = load_hpsv3("tiny", "fp32", CPU)
+    """Return HPSv3's features of the last frame of every chunk, by chunk."""
+    network = HPSv3.load(EMBEDDED, CPU, torch.float32)
     frames = video[:, :, ::CHUNK].unbind(2)
     return [torch.cat([network.features(part) for part in frame.split(BATCH)]) for frame in frames]
 
 
 def split(video: Video) -> list[Video]:
-    """The thirds, each with the frame it starts from."""
+    """Return the thirds of a video, each with the frame it starts from."""
     return [video[:, :, start : start + FRAMES] for start in range(0, video.shape[2] - 1, FRAMES - 1)]
 
 
-def judged(video: Video, captions: tuple[str, ...], *, turned: bool = False) -> float:
+def accuracy(video: Video, captions: tuple[str, ...], *, turned: bool = False) -> float:
     asked = [SUBJECT_OF_CAPTION[caption] for caption in captions]
     if turned:
         asked = [Subject(one.color, one.shape, OPPOSITE[one.direction]) for one in asked]
@@ -107,7 +112,7 @@ def judged(video: Video, captions: tuple[str, ...], *, turned: bool = False) -> 
 
 
 def speeds(causal: LoadedRole, whole: LoadedRole) -> list[str]:
-    """Frames per second and the wait for the first frames of both, timed in turn."""
+    """Measure frames per second and the latency of the first frames of both students, timed in turn."""
     prompt = [validation_prompts(1)[0]]
     seconds: dict[str, list[float]] = {"causal": [], "first": [], "whole": []}
     for _ in range(REPEATS + 1):  # the first warms up

@@ -1,4 +1,7 @@
-"""Distillation runs against a control: python scripts/plot_distillation.py OUT.png RUN... [--control RUN]"""
+"""This script plots distillation runs and a control run.
+
+python scripts/plot_distillation.py OUT.png RUN... [--control RUN]
+"""
 
 from pathlib import Path
 
@@ -9,18 +12,18 @@ from plot_run import column, rows_of
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-WINDOW = 8  # student updates whose mean is drawn
+WINDOW = 8  # student updates that a plotted value averages
 
 
 def main(
     out: tyro.conf.Positional[Path], runs: tyro.conf.Positional[tuple[Path, ...]], control: Path | None = None
 ) -> None:
-    """Draw the distance to real clips, the loss, and the alarm.
+    """Plot the Fréchet distance to real clips, the DMD loss, and the error of the critic.
 
     Args:
-        out: The picture to write.
-        runs: Run directories, one a seed.
-        control: A run whose critic was left as it is.
+        out: picture to write
+        runs: run directories, one per seed
+        control: run directory of a run with a frozen critic
     """
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     names = ("validation/frechet", "train/dmd_loss", "train/critic_to_teacher_error")
@@ -43,7 +46,7 @@ def main(
 
 
 def means(values: list[float]) -> list[float]:
-    """Of the last WINDOW at each place."""
+    """Return the running mean over WINDOW values."""
     return [sum(values[i - WINDOW : i]) / WINDOW for i in range(WINDOW, len(values) + 1)]
 
 

@@ -1,4 +1,4 @@
-"""Reward and judge of a run over its steps, as a picture: python scripts/plot_run.py RUN OUT.png"""
+"""This script plots reward and accuracy of a run over its steps: python scripts/plot_run.py RUN OUT.png"""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from matplotlib import pyplot as plt
 
 
 def main(run: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -> None:
-    """Draw the curves.
+    """Plot the reward and the accuracy.
 
     Args:
-        run: The run directory.
-        out: The picture to write.
+        run: run directory
+        out: picture to write
     """
     rows = rows_of(run)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
@@ -25,16 +25,16 @@ def main(run: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -> No
     left.axhspan(reward[0] - spread, reward[0] + spread, alpha=0.12, label="starting spread over samples, 1 std")
     left.set(xlabel="training step", ylabel="reward", xlim=(0, steps[-1]))
     left.legend(fontsize=8)
-    for name in ("judge", "judge_colour", "judge_shape", "judge_direction"):
-        label = "all right" if name == "judge" else name.removeprefix("judge_")
-        curve(right, rows, f"validation/{name}", label=label, linewidth=2.5 if name == "judge" else 1, marker="o")
-    right.set(xlabel="training step", ylabel="share of samples right", ylim=(0, 1.02), xlim=(0, steps[-1]))
+    for name in ("accuracy", "accuracy/color", "accuracy/shape", "accuracy/direction"):
+        label = "all attributes" if name == "accuracy" else name.removeprefix("accuracy/")
+        curve(right, rows, f"validation/{name}", label=label, linewidth=2.5 if name == "accuracy" else 1, marker="o")
+    right.set(xlabel="training step", ylabel="accuracy", ylim=(0, 1.02), xlim=(0, steps[-1]))
     right.legend(fontsize=8)
     figure.savefig(out, dpi=120)
 
 
 def rows_of(run: Path) -> list[dict[str, float]]:
-    """The lines of its metrics."""
+    """Read the lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -45,7 +45,7 @@ def curve(axes: plt.Axes, rows: list[dict[str, float]], name: str, **style: obje
 
 
 def column(rows: list[dict[str, float]], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of one metric."""
+    """Return the steps and values of one metric."""
     found = [(row["step"], row[name]) for row in rows if name in row]
     return [step for step, _ in found], [value for _, value in found]
 

@@ -1,4 +1,4 @@
-"""Trains the small HPSv3 of the tiny world: sight first, then right over wrong and clean over broken."""
+"""This stage of build_tiny_world trains the small HPSv3: first its vision, then to rank right over wrong and defect."""
 
 import json
 import logging
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Group:
-    """Pictures for one caption, best first within each pair of `pairs` (indices of preferred and other)."""
+    """Pictures for one caption, and `pairs` of indices: the preferred picture and the other."""
 
     caption: str
     kinds: tuple[str, ...]
@@ -73,7 +73,7 @@ def main(out: Path, steps: int = 1600, seed: int = 0) -> None:
     Args:
         out: folder to write
         steps: optimizer steps, each of eight captions with seven pictures
-        seed: of the first weights and of every picture
+        seed: seed of the initial weights and of every picture
     """
     started = time.monotonic()
     hpsv3 = create(out, seed)
@@ -92,7 +92,7 @@ def main(out: Path, steps: int = 1600, seed: int = 0) -> None:
 
 
 def create(out: Path, seed: int) -> HPSv3:
-    """An untrained network and its folder without weights."""
+    """Write the folder without weights, and return the untrained network."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(out)
@@ -118,7 +118,7 @@ def create(out: Path, seed: int) -> HPSv3:
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """Byte-level BPE, as Qwen2's, in which the words of the tiny world are single tokens."""
+    """Build a byte-level BPE, as Qwen2's, in which the words of the tiny world are single tokens."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -134,7 +134,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2VLConfig:
-    """Qwen2-VL, three narrow vision layers and three narrow language layers."""
+    """Return the config of a Qwen2-VL with three narrow vision layers and three narrow language layers."""
     return Qwen2VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
@@ -166,11 +166,11 @@ def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2VLConfig:
 
 
 def learn_to_see(hpsv3: HPSv3, seed: int) -> None:
-    """Teaches the vision tower to name color and shape: what HPSv3 brings along from the pretrained Qwen2-VL."""
+    """Train the vision tower to classify color and shape, in place of the pretraining of the real Qwen2-VL."""
     generator = torch.Generator().manual_seed(seed)
     visual = hpsv3.network.visual
-    colours, names = tuple(tiny_world.COLORS), tiny_world.SHAPES
-    probe = torch.nn.Linear(visual.config.hidden_size, len(colours) + len(names))
+    colors, names = tuple(tiny_world.COLORS), tiny_world.SHAPES
+    probe = torch.nn.Linear(visual.config.hidden_size, len(colors) + len(names))
     optimizer = torch.optim.AdamW([*visual.parameters(), *probe.parameters()], lr=SIGHT_LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, SIGHT_STEPS))
     for step in range(1, SIGHT_STEPS + 1):
@@ -180,10 +180,10 @@ def learn_to_see(hpsv3: HPSv3, seed: int) -> None:
         inputs = hpsv3.preprocessor(like_a_decoder(frames, generator), [subject.caption() for subject in subjects])
         tokens = visual(inputs.patches, grid_thw=inputs.grids).pooler_output
         logits = probe(tokens.unflatten(0, (SIGHT_BATCH, -1)).mean(1))
-        color = torch.tensor([colours.index(subject.color) for subject in subjects])
+        color = torch.tensor([colors.index(subject.color) for subject in subjects])
         shape = torch.tensor([names.index(subject.shape) for subject in subjects])
-        loss = functional.cross_entropy(logits[:, : len(colours)], color)
-        loss = loss + functional.cross_entropy(logits[:, len(colours) :], shape)
+        loss = functional.cross_entropy(logits[:, : len(colors)], color)
+        loss = loss + functional.cross_entropy(logits[:, len(colors) :], shape)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(visual.parameters(), 1.0)
@@ -194,7 +194,7 @@ def learn_to_see(hpsv3: HPSv3, seed: int) -> None:
 
 
 def train(hpsv3: HPSv3, steps: int, seed: int) -> None:
-    """AdamW with warmup and cosine decay on freshly drawn groups of the training subjects."""
+    """Train by AdamW, with warmup and a cosine schedule, on newly drawn groups of the training subjects."""
     generator = torch.Generator().manual_seed(seed)
     network = hpsv3.network.eval()  # without the head's dropout: too much for a head this narrow
     optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
@@ -235,7 +235,7 @@ def learning_rate_share(step: int, steps: int) -> float:
 
 
 def score(hpsv3: HPSv3, groups: Sequence[Group]) -> list[Float[Tensor, "n 2"]]:
-    """(mu, raw sigma) of every picture, by group; keeps the graph."""
+    """Return (mu, raw sigma) of every picture, by group, with their graph."""
     frames = torch.cat([group.frames for group in groups])
     captions = [group.caption for group in groups for _ in group.kinds]
     scores = hpsv3.network(hpsv3.preprocessor(frames, captions))
@@ -254,7 +254,7 @@ def pair_scores(
 
 @torch.no_grad()
 def measure(hpsv3: HPSv3, subjects: Sequence[tiny_world.Subject], seed: int) -> dict[str, dict[str, float]]:
-    """Share of pairs in order and mean margin by kind of pair, mean mu by kind of picture; fresh drawings."""
+    """Measure the share of ordered pairs and the mean margin by kind of pair, and the mean mu by kind of picture."""
     generator = torch.Generator().manual_seed(seed)
     groups = draw_groups(subjects, HELD_OUT_GROUPS, generator)
     margins, means = defaultdict(list), defaultdict(list)
@@ -290,7 +290,7 @@ def draw_groups(subjects: Sequence[tiny_world.Subject], count: int, generator: t
 
 
 def draw_group(subject: tiny_world.Subject, generator: torch.Generator) -> Group:
-    """One moment of one clip: right; wrong in color, shape, both; between right and wrong; half and wholly broken."""
+    """Draw one moment of a clip: right, wrong in color, shape or both, in between, and with half and full defect."""
     clip = tiny_world.draw_clip(subject, generator)
     moment = uniform(-0.5, 0.5, generator)
     color = pick([name for name in tiny_world.COLORS if name != subject.color], generator)
@@ -322,14 +322,14 @@ def draw_group(subject: tiny_world.Subject, generator: torch.Generator) -> Group
 
 
 def frame_at(clip: tiny_world.Clip, moment: float) -> Frame:
-    """The frame at a share of the path in -0.5..0.5."""
+    """Render the frame at a position on the path, from -0.5 to 0.5."""
     along = tiny_world.DIRECTIONS[clip.subject.direction]
     x, y = (c + a * moment * clip.travel for c, a in zip(clip.centre, along, strict=True))
     return tiny_world.render([replace(clip, centre=(x, y), travel=0.0)], frames=1)[0, :, 0]
 
 
 def like_a_decoder(frames: Float[Tensor, "n 3 h w"], generator: torch.Generator) -> Float[Tensor, "n 3 h w"]:
-    """The slight blur and noise of a video VAE, the same on all pictures of a group, on most groups."""
+    """Add the slight blur and noise of a video VAE to most groups, the same to all pictures of a group."""
     if uniform(0, 1, generator) < 0.3:
         return frames
     soft = blur(frames, uniform(0.2, 0.9, generator))
@@ -338,7 +338,7 @@ def like_a_decoder(frames: Float[Tensor, "n 3 h w"], generator: torch.Generator)
 
 
 def blur(frames: Float[Tensor, "*n 3 h w"], width: float) -> Float[Tensor, "*n 3 h w"]:
-    """Gaussian of this standard deviation in pixels, edges repeated."""
+    """Blur by a Gaussian of this standard deviation in pixels, with repeated edges."""
     reach = math.ceil(3 * width)
     kernel = torch.exp(-0.5 * (torch.arange(-reach, reach + 1) / width).square())
     kernel = (kernel / kernel.sum()).view(1, 1, -1)
@@ -357,7 +357,7 @@ def blurred(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
 
 
 def blocky(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
-    """Squares of eight pixels replaced by other squares of the frame, those of the object more often."""
+    """Replace squares of eight pixels by other squares of the frame, those of the object more often."""
     side = tiny_world.SIZE // 8
     squares = frame.unfold(1, 8, 8).unfold(2, 8, 8).flatten(1, 2)
     on_object = (squares - ground(frame)[:, :1, :1, None]).norm(dim=0).amax((1, 2)) > 0.3
@@ -368,7 +368,7 @@ def blocky(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
 
 
 def coarse(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
-    """Blended with its own average over squares of sixteen pixels."""
+    """Blend the frame with its average over squares of sixteen pixels."""
     average_ = functional.interpolate(functional.avg_pool2d(frame[None], 16), scale_factor=16)[0]
     return torch.lerp(frame, average_, strength)
 
@@ -379,12 +379,12 @@ def washed_out(frame: Frame, strength: float, generator: torch.Generator) -> Fra
 
 
 def faded(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
-    """The object sinking into the ground."""
+    """Fade the object into the ground."""
     return torch.lerp(frame, ground(frame), 0.95 * strength)
 
 
 def erased(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
-    """A share of the object wiped away from one side."""
+    """Erase a share of the object from one side."""
     angle = uniform(0, 2 * math.pi, generator)
     grid = torch.arange(tiny_world.SIZE) + 0.5
     along = math.cos(angle) * grid[None, :] + math.sin(angle) * grid[:, None]
@@ -396,14 +396,14 @@ def erased(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
 
 
 def doubled(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
-    """A second, fainter or equal object beside the first."""
+    """Add a second, fainter or equal object beside the first."""
     angle = uniform(0, 2 * math.pi, generator)
     shift = [round(part * uniform(14, 26, generator)) for part in (math.sin(angle), math.cos(angle))]
     return torch.lerp(frame, torch.maximum(frame, moved_by(frame, shift)), strength)
 
 
 def smeared(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
-    """Averaged with copies of itself along a line, as of several moments at once."""
+    """Average the frame with copies of itself along a line, like several moments at once."""
     angle = uniform(0, 2 * math.pi, generator)
     reach = 4 + 20 * strength
     shifts = [(round(math.sin(angle) * reach * k / 3), round(math.cos(angle) * reach * k / 3)) for k in range(4)]
@@ -411,7 +411,7 @@ def smeared(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
 
 
 def stained(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
-    """Soft colored patches everywhere."""
+    """Add soft colored patches everywhere."""
     cells = pick((4, 8, 16), generator)
     field = torch.randn(1, 3, cells, cells, generator=generator)
     field = functional.interpolate(field, size=tiny_world.SIZE, mode="bilinear")[0]
@@ -419,7 +419,7 @@ def stained(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
 
 
 def warped(frame: Frame, strength: float, generator: torch.Generator) -> Frame:
-    """Pixels displaced along a smooth random field, so that outlines bend."""
+    """Displace pixels along a smooth random field, so that outlines bend."""
     field = torch.randn(1, 2, 9, 9, generator=generator)
     field = functional.interpolate(field, size=tiny_world.SIZE, mode="bicubic")[0] * 11 * strength / tiny_world.SIZE
     grid = functional.affine_grid(torch.eye(2, 3)[None], [1, 3, tiny_world.SIZE, tiny_world.SIZE], align_corners=False)
@@ -450,7 +450,7 @@ def ground(frame: Frame) -> Frame:
 
 
 def moved_by(frame: Frame, shift: Sequence[int]) -> Frame:
-    """Shifted by (rows, columns); what enters at the edges is ground."""
+    """Shift a frame by (rows, columns); the ground enters at the edges."""
     down, across = shift
     size = tiny_world.SIZE
     moved = ground(frame).clone()

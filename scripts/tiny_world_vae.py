@@ -1,4 +1,4 @@
-"""Stage of build_tiny_world: train the AutoencoderKLWan of the tiny world on rendered clips."""
+"""This stage of build_tiny_world trains the AutoencoderKLWan of the tiny world on rendered clips."""
 
 import logging
 import math
@@ -35,7 +35,7 @@ OBJECT_WEIGHT = 6.0  # of a pixel that any frame's object covers; the ground has
 
 
 def train(steps: int, batch: int, seed: int) -> AutoencoderKLWan:
-    """L2 + L1 with the object's pixels weighted up, a light KL; the learning rate falls by a cosine."""
+    """Train with L2 + L1, weighted towards the object's pixels, and a small KL; the learning rate falls by a cosine."""
     torch.manual_seed(seed)
     blank = {"latents_mean": [0.0] * CONFIG["z_dim"], "latents_std": [1.0] * CONFIG["z_dim"]}
     vae = AutoencoderKLWan(**CONFIG, **blank)
@@ -71,7 +71,7 @@ def object_weight(video: Float[Tensor, "b 3 t h w"]) -> Float[Tensor, "b 1 t h w
 
 @torch.no_grad()
 def measure(vae: AutoencoderKLWan, seed: int) -> dict[str, float]:
-    """PSNR and judge on reconstructions of held-out clips; sets the latent statistics in the config."""
+    """Measure PSNR and accuracy on reconstructions of held-out clips; set the latent statistics in the config."""
     generator = torch.Generator().manual_seed(seed)
     clips = [draw_clip(subject, generator) for subject in SUBJECTS for _ in range(4)]
     video = render(clips)
@@ -83,12 +83,12 @@ def measure(vae: AutoencoderKLWan, seed: int) -> dict[str, float]:
     psnr = -10 * (shown - video).square().mean((1, 2, 3, 4)).log10()
     right = check_attributes(shown, [clip.subject for clip in clips])
     return {"psnr_db": psnr.mean().item(), "psnr_worst_db": psnr.min().item()} | {
-        f"judge_{name}": hits.float().mean().item() for name, hits in right.items()
+        "accuracy" if name == "all" else f"accuracy/{name}": hits.float().mean().item() for name, hits in right.items()
     }
 
 
 def main(out: Path, *, steps: int = 4500, batch: int = 4, seed: int = 0) -> dict[str, float]:
-    """Train, measure and save to `out`; what it measured is returned."""
+    """Train, measure and save to `out`; return the measurements."""
     start = time.monotonic()
     vae = train(steps, batch, seed)
     measured = measure(vae, seed + 10_000) | {"steps": steps, "seconds": time.monotonic() - start}

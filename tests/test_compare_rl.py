@@ -5,10 +5,11 @@ import statistics
 import sys
 
 import pytest
-from helpers import REPO
+from helpers import ALONE, REPO
 
 from unified_trainer import config as settings
-from unified_trainer.registry import ALGORITHMS
+from unified_trainer.plan import check
+from unified_trainer.registry import method_named
 
 sys.path.insert(0, str(REPO / "scripts"))
 import compare_rl
@@ -18,10 +19,10 @@ import compare_rl
 def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name):
     """Network calls per sample: those of the sampler, and of each trained transition or level."""
     kind = compare_rl.KINDS[name]
-    contract = {"num_steps": 4, "solver": "sde", "shift": 5.0, "guidance_scale": 1.0} if kind.from_dmd2 else None
+    trained = {"num_steps": 4, "solver": "sde", "shift": 5.0, "guidance_scale": 1.0} if kind.from_dmd2 else None
     flags = kind.flags.split() + (["--init-from", "a"] if kind.from_dmd2 else [])
-    run = settings.parse(flags, ALGORITHMS, lambda spec: contract)
-    run.algorithm.check(run.sampler)
+    run = settings.parse(flags, method_named, lambda spec: trained)
+    check(run, ALONE)
     assert kind.rollout == run.sampler.num_steps and run.sampler.guidance_scale == 1
     if run.method == "diffusion_nft":
         assert kind.trained == 2 * run.sampler.num_steps * run.algorithm.timestep_fraction
@@ -38,8 +39,8 @@ def test_the_table(tmp_path, capsys, monkeypatch):
     for seed, reward in ((0, 3.0), (1, 4.0)):
         folder = tmp_path / f"window_of_2-{seed}"
         folder.mkdir()
-        lines = [{"step": 0, "validation/reward": 2.0, "validation/judge": 0.5}, {"step": 1, "train/reward": 9.0}]
-        lines += [{"step": 7, "validation/reward": reward, "validation/judge": 0.75}]
+        lines = [{"step": 0, "validation/reward": 2.0, "validation/accuracy": 0.5}, {"step": 1, "train/reward": 9.0}]
+        lines += [{"step": 7, "validation/reward": reward, "validation/accuracy": 0.75}]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     compare_rl.main(output=tmp_path, steps=6, seeds=(0, 1), kinds=("window of 2",))
     *_, last = capsys.readouterr().out.splitlines()

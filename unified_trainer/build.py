@@ -74,8 +74,8 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
 def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:
     """Load the roles; those whose base weights stay as they are share one network per folder component.
 
-    With `half`, such weights are held in the precision of their roles. Without, they are float32 and not shared, so that
-    they can be changed afterwards.
+    With `half`, such weights are held in the precision of their roles. Without, they are float32 and not shared, so
+    that they can be changed afterwards.
     """
     users: dict[tuple[str, str, str], list[tuple[str, Expert]]] = {}  # by path, component, and a sole owner
     for name, plan in plans.items():

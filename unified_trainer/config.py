@@ -105,8 +105,8 @@ class RunConfig:
     allow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Setting in which --resume may differ from the saved run; repeatable."""
     init_from: str | None = None
-    """RUN[@step][:ema]: a run whose newest checkpoint, or that step's, gives the weights of the trained roles; with :ema
-    their EMA weights."""
+    """RUN[@step][:ema]: a run whose newest checkpoint, or that step's, gives the weights of the trained roles; with
+    :ema their EMA weights."""
     checkpoint_every: int = 20
     """Training steps between checkpoints; the last step is always saved, and 0 saves no other."""
     async_save: bool = False

@@ -1,7 +1,7 @@
 """Errors that a user can fix, and notes that say what a bug interrupted.
 
-A `UserError` is printed as one line and ends the program with exit code 2. Every other exception is a bug, of this package
-or of a method, scorer or model family written outside it: it keeps its traceback.
+A `UserError` is printed as one line and ends the program with exit code 2. Every other exception is a bug, of this
+package or of a method, scorer or model family written outside it: it keeps its traceback.
 """
 
 from collections.abc import Iterator

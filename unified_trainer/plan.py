@@ -90,21 +90,26 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
 def plan_roles(run: RunConfig, method: type[Method]) -> dict[str, RolePlan]:
     """Return the roles that the method declares and its settings need, in order of declaration."""
     plans: dict[str, RolePlan] = {}
-    first = next(iter(method.roles))
-    paths: dict[str, str] = {}
     for name, spec in method.roles.items():
-        config = run.roles[spec.copy_of or name]
-        origin = "" if name == first else spec.starts_from or first
-        paths[name] = ("" if spec.copy_of else config.path) or paths.get(origin, "tiny")
         if not spec.when(run.algorithm):
             continue
-        kind = spec.kind
+        config, path, kind = run.roles[spec.copy_of or name], role_path(run, method, name), spec.kind
         if spec.copy_of and kind is Frozen and (run.init_from or config.boundary):
             kind = WeightCopy  # the trained role starts with other weights, or networks, than those of its folder
         if run.sampler.chunks.causal and (name == "student" or spec.copy_of == "student"):
             kind = causal_form(kind)
-        plans[name] = RolePlan(kind, config, paths[name], layout_for(name, kind, config, paths[name]))
+        plans[name] = RolePlan(kind, config, path, layout_for(name, kind, config, path))
     return plans
+
+
+def role_path(run: RunConfig, method: type[Method], name: str) -> str:
+    """Return the folder that a role starts from: its own, or that of the role it starts from; no file is read."""
+    spec, names = method.roles[name], list(method.roles)
+    own = "" if spec.copy_of else run.roles[name].path
+    origin = spec.starts_from or names[0]
+    if own or names.index(origin) >= names.index(name):
+        return own or "tiny"
+    return role_path(run, method, origin)
 
 
 def layout_for(name: str, kind: type[Role], config: RoleConfig, path: str) -> ExpertLayout:

@@ -52,7 +52,7 @@ def _execute(file: Path, key: str) -> ModuleType:
     sys.modules[name] = module  # before it runs: dataclasses look their module up
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except Exception:
         del sys.modules[name]
         raise
     return module

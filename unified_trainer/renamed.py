@@ -1,7 +1,7 @@
 """Names of version 0.1.0 and what they are called now; delete this file with the version after next.
 
-A renamed setting or metric on the command line is refused with its new name. Saved config files and checkpoints of 0.1.0 are
-translated as they are read.
+A renamed setting or metric on the command line is refused with its new name. Saved config files and checkpoints of
+0.1.0 are translated as they are read.
 """
 
 import re

@@ -56,7 +56,7 @@ class SamplerConfig:
             return
         if len(self.step_sigmas) != self.num_steps:
             raise UserError(
-                f"sampler.step_sigmas has {len(self.step_sigmas)} noise levels, but sampler.num_steps is {self.num_steps}"
+                f"sampler.step_sigmas has {len(self.step_sigmas)} levels, but sampler.num_steps is {self.num_steps}"
             )
         if self.step_sigmas[0] > 1 or any(a <= b for a, b in itertools.pairwise((*self.step_sigmas, 0.0))):
             raise UserError(f"sampler.step_sigmas must be in (0, 1] and fall from step to step, not {self.step_sigmas}")
@@ -125,8 +125,8 @@ def stream_chunks(
 ) -> Iterator[Latents]:
     """Yield the latents chunk by chunk (Self-Forcing, arXiv:2506.08009): x0 of chunk i from its call number exits[i].
 
-    Only that call keeps a graph, and only in chunks that start at `first_gradient_frame` or later. A yielded chunk is then
-    appended to the KV cache at the context noise, without gradient. From chunk i on the condition is prompts[i].
+    Only that call keeps a graph, and only in chunks that start at `first_gradient_frame` or later. A yielded chunk is
+    then appended to the KV cache at the context noise, without gradient. From chunk i on the condition is prompts[i].
     """
     chunks, draw = sampler.chunks, functools.cache(draw)
     sigmas = sampler.sigmas()[: max(exits) + 1]

@@ -72,9 +72,12 @@ class Tracker:
                 import wandb
             except ImportError as error:
                 raise _missing_package("wandb") from error
-            self._wandb = wandb.init(
-                project=config.wandb_project, dir=str(run), mode=config.wandb, config=settings, name=run.name
-            )
+            try:
+                self._wandb = wandb.init(
+                    project=config.wandb_project, dir=str(run), mode=config.wandb, config=settings, name=run.name
+                )
+            except wandb.Error as error:
+                raise UserError(f"--tracking.wandb {config.wandb}: {error}") from error
             self._sinks.append(self._to_wandb)
 
     def __enter__(self) -> "Tracker":

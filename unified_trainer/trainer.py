@@ -49,8 +49,8 @@ class Trainer:
     ) -> None:
         """`copies` are roles that copy weights, each with the name of the role it copies.
 
-        `trained_sampler` is the sampler that the student is trained for, if any: it goes into the checkpoints. `monitor`
-        watches the reward, if the method trains on one.
+        `trained_sampler` is the sampler that the student is trained for, if any: it goes into the checkpoints.
+        `monitor` watches the reward, if the method trains on one.
         """
         self.method, self.roles, self.loader, self.mesh, self.seed = method, roles, loader, mesh, seed
         self.copies, self.trained_sampler = copies or {}, trained_sampler

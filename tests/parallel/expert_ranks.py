@@ -100,7 +100,7 @@ def work(folder: Path) -> None:
     for step in range(STEPS):
         one.step(step)
     checkpoint.save(folder / "checkpoints", STEPS, one.tensors(), first)
-    tensors["passes"] = first.everyone(passes(first)[None])
+    tensors["passes"] = first.all_gather_cpu(passes(first)[None])
     words = disagreements(first)
     if first.is_main:
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "tensors.safetensors")

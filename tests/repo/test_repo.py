@@ -13,15 +13,14 @@ from helpers import REPO, shell
 
 from unified_trainer import config as settings
 from unified_trainer.__main__ import COMMANDS
-from unified_trainer.config import RunConfig
-from unified_trainer.registry import METHODS
+from unified_trainer.config import run_class
+from unified_trainer.registry import METHODS, method_named
 from unified_trainer.roles.reward import ScorerConfig
 
 PACKAGE = REPO / "unified_trainer"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted(path for path in (REPO / "tests").rglob("*.py") if path != Path(__file__))
 DOCUMENTS = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
-ALGORITHMS = {name: config for name, (_, config) in METHODS.items()}
 TEXTS = {path: path.read_text(encoding="utf-8") for path in SOURCES}
 
 
@@ -55,11 +54,14 @@ def imports_of(path: Path) -> set[str]:
     return modules | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
 
 
-@pytest.mark.parametrize("name", ["flow", "policy", "surrogates", "advantages", "kl"])
-def test_the_numbers_need_torch_only(name):
-    allowed = {"torch", "jaxtyping", "math", "typing", "dataclasses", "collections.abc"}
-    allowed |= {"unified_trainer.numerics.flow", "unified_trainer.numerics.kl"}
-    assert imports_of(PACKAGE / f"{name}.py") <= allowed
+NUMERICS = sorted((PACKAGE / "numerics").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", NUMERICS, ids=name_of)
+def test_formulas_need_torch_only(path):
+    allowed = {"torch", "torch.nn.functional", "jaxtyping", "math", "typing", "dataclasses", "collections.abc"}
+    allowed |= {"unified_trainer.errors"}
+    assert {name for name in imports_of(path) if not name.startswith("unified_trainer.numerics.")} <= allowed
 
 
 def test_the_trainer_names_no_method_and_no_family():
@@ -145,8 +147,9 @@ def test_tests_do_not_sleep_or_mock():
 def test_methods_do_not_inherit():
     for path in (PACKAGE / "methods").glob("*.py"):
         for node in ast.walk(ast.parse(TEXTS[path])):
-            if isinstance(node, ast.ClassDef) and not node.name.endswith("Config"):
-                assert {ast.unparse(base) for base in node.bases} <= {"Protocol"}, name_of(path)
+            if isinstance(node, ast.ClassDef) and "Config" not in node.name:
+                bases = {ast.unparse(base) for base in node.bases}
+                assert bases <= {"Protocol", "Method", "UserError", "RuntimeError"}, name_of(path)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
@@ -169,49 +172,55 @@ def fields_of(kind: type, prefix: str = "") -> list[tuple[type, str, str]]:
         default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         if dataclasses.is_dataclass(default):
             found += fields_of(type(default), f"{prefix}{field.name}.")
-        elif field.name != "algorithm":
-            found.append((kind, f"{prefix}{field.name}", field.name))
+        else:
+            owner = next(one for one in reversed(kind.__mro__) if field.name in vars(one).get("__annotations__", {}))
+            found.append((owner, f"{prefix}{field.name}", field.name))
     return found
 
 
-SETTINGS = fields_of(RunConfig) + [row for kind in ALGORITHMS.values() for row in fields_of(kind, "algorithm.")]
+SETTINGS = list({row[1:]: row for method in METHODS.values() for row in fields_of(run_class(method))}.values())
 SETTINGS += fields_of(ScorerConfig, "reward.scorers.NAME.")
+
+
+READ = {name for text in TEXTS.values() for name in re.findall(r"\.(\w+)\b(?!\s*=[^=])", text)}
 
 
 @pytest.mark.parametrize(("owner", "flag", "name"), SETTINGS, ids=lambda value: value if isinstance(value, str) else "")
 def test_every_setting_is_read(owner, flag, name):
-    """`.name` is used somewhere; a key that nobody reads is a lie. How --config is read: as a word of the flags."""
-    readers = [path for path, text in TEXTS.items() if re.search(rf"\.{name}\b(?!\s*=[^=])", text)]
-    if name == "config":
-        readers = [path for path, text in TEXTS.items() if '"--config"' in text]
-    assert readers, f"{owner.__name__}.{name} is read by nothing"
+    """`.name` is used somewhere; a key that nobody reads is a lie. --config is read as a word of the flags."""
+    assert name in READ or name == "config", f"{owner.__name__}.{name} is read by nothing"
 
 
 @pytest.mark.parametrize("kind", sorted({owner for owner, _, _ in SETTINGS}, key=lambda kind: kind.__name__))
 def test_every_setting_says_what_it_is(kind):
-    """The comment of each field is its help text."""
-    owners = [(p, text) for p, text in TEXTS.items() if re.search(rf"^class {kind.__name__}\b", text, re.M)]
-    ((path, text),) = owners
-    body = text.split(f"class {kind.__name__}")[1].split("\n\n\n")[0]
-    bare = [line.strip() for line in body.splitlines() if re.match(r"    \w+: ", line) and "#" not in line]
-    nested = [line for line in bare if "default_factory" in line]
-    assert bare == nested, f"{name_of(path)}: without a comment"
+    """The docstring under each field is its help text; tyro prints it."""
+    (tree,) = [
+        node
+        for text in TEXTS.values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+    ]
+    for field, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        nested = isinstance(field, ast.AnnAssign) and "default_factory" in ast.unparse(field)
+        if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation) and not nested:
+            documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            assert documented, f"{kind.__name__}.{ast.unparse(field.target)} has no docstring"
 
 
-def no_contract(spec: str) -> None:
-    """As if the run of --init-from were there and had none."""
+def no_sampler(spec: str) -> None:
+    """As if the run of --init-from existed and its student fitted any sampler."""
 
 
 @pytest.mark.parametrize("recipe", sorted(settings.RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_recipe_parses_for_every_method(recipe, method):
-    run = settings.parse(["--recipe", recipe.stem, "--method", method], ALGORITHMS, no_contract)
+    run = settings.parse(["--recipe", recipe.stem, "--method", method], method_named, no_sampler)
     assert (run.recipe, run.method) == (recipe.stem, method)
 
 
 def test_no_recipe_has_a_section_of_no_method():
     for recipe in settings.RECIPES.glob("*.yaml"):
-        assert settings._load(recipe).keys() <= {"common", *METHODS}, recipe
+        assert settings.load_yaml(recipe).keys() <= {"common", *METHODS}, recipe
 
 
 # Documents.
@@ -243,19 +252,23 @@ def test_the_readme_shows_the_two_commands_first():
 
 @pytest.mark.parametrize(("document", "flags"), commands(), ids=lambda value: " ".join(value)[:60])
 def test_the_commands_of_the_documents_parse(document, flags, tmp_path, capsys):
-    """With a saved config where a document names a run directory."""
+    """A run directory of a document is one of the method that its name holds, such as runs/dmd2."""
     if flags[0] in COMMANDS:
         tyro.cli(functools.wraps(COMMANDS[flags[0]])(lambda *_, **__: None), args=flags[1:])  # parsed, and not run
         return
-    settings.save(settings.parse([], ALGORITHMS, no_contract), tmp_path / "config.yaml")
+    method = next(
+        (name for name in METHODS if "--resume" in flags and name in flags[flags.index("--resume") + 1]), None
+    )
+    chosen = ["--method", method] if method else []
+    settings.save(settings.parse(chosen, method_named, no_sampler), tmp_path / "config.yaml")
     places = {"--resume": str(tmp_path), "--config": str(tmp_path / "config.yaml")}
     for i, flag in enumerate(flags[:-1]):
         flags[i + 1] = places.get(flag, flags[i + 1])
     if "--help" in flags:
         with pytest.raises(SystemExit, match="0"):
-            settings.parse(flags, ALGORITHMS, no_contract)
+            settings.parse(flags, method_named, no_sampler)
     else:
-        settings.parse(flags, ALGORITHMS, no_contract)
+        settings.parse(flags, method_named, no_sampler)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
@@ -275,7 +288,7 @@ def test_files_a_document_names_are_there(path):
 
 def known_names() -> set[str]:
     """Every function, class, method, attribute and setting of the package."""
-    names = {flag for _, flag, _ in SETTINGS}
+    names = {flag for _, flag, _ in SETTINGS} | {flag.rpartition(".")[0] for _, flag, _ in SETTINGS}
     for text in TEXTS.values():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

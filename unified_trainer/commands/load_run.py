@@ -12,7 +12,7 @@ from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec,
 from unified_trainer.config import RunConfig
 from unified_trainer.models.base import Family
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.plan import RolePlan, layout_for, plan_roles
+from unified_trainer.plan import RolePlan, layout_for, role_path
 from unified_trainer.registry import family_of, method_named
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
@@ -49,14 +49,14 @@ def load_role(spec: str, role: str, base: Path | None, mesh: Mesh, *, causal: bo
     if role not in roles_in(metadata):
         raise CheckpointError(f"{spec} holds no weights of --role {role}; have {', '.join(roles_in(metadata))}")
     run = settings.parse(["--config", str(file)], method_named, dcp.trained_sampler)
-    plan = plan_roles(run, method_named(run.method))[role]
-    kind = Critic if issubclass(plan.kind, Critic) else Trainable
+    method = method_named(run.method)
+    kind = Critic if issubclass(method.roles[role].kind, Critic) else Trainable
     if causal and run.sampler.chunks.causal:
         kind = CausalStudent
     bare = dataclasses.replace(
-        plan.config, ema_decay=0.0, activation_checkpointing=False, selective_checkpointing=False, compile=False
+        run.roles[role], ema_decay=0.0, activation_checkpointing=False, selective_checkpointing=False, compile=False
     )
-    path = str(base) if base else plan.path
+    path = str(base) if base else role_path(run, method, role)
     layout = layout_for(role, kind, bare, path)
     one = load_roles({role: RolePlan(kind, bare, path, layout)}, mesh, half=False)[role]
     said = initialise({role: one.weights}, spec, mesh)

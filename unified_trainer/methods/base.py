@@ -1,7 +1,7 @@
 """The contract of a method: what it declares, and the losses it yields.
 
-A method is declared, never discovered: it lists its roles, names its settings' class and says whether it reads a reward. The
-declaration is checked when its module is imported.
+A method is declared, never discovered: it lists its roles, names its settings' class and says whether it reads a
+reward. The declaration is checked when its module is imported.
 """
 
 import inspect
@@ -43,8 +43,8 @@ class Loss:
     """The value of one backward pass, and whether its role takes an optimizer step after it.
 
     The values of the losses up to an optimizer step must sum to the mean over this micro-batch's samples; the trainer
-    divides by the number of micro-batches. Metrics are averaged over micro-batches, rounds and ranks: a number counts once,
-    a vector once per element. A name that ends in _max is a maximum.
+    divides by the number of micro-batches. Metrics are averaged over micro-batches, rounds and ranks: a number counts
+    once, a vector once per element. A name that ends in _max is a maximum.
     """
 
     role: str
@@ -156,9 +156,9 @@ class SingleUpdateConfig(MethodConfig):
 class Method:
     """An algorithm: roles in, a generator of losses out.
 
-    A subclass sets `config_class` and `roles` and defines `step`; everything else has a default. Its constructor takes the
-    settings, the sampler and, by name, its roles (and `reward` and `loader` if it sets `uses_reward`); without a constructor
-    of its own they become attributes.
+    A subclass sets `config_class` and `roles` and defines `step`; everything else has a default. Its constructor
+    takes the settings, the sampler and, by name, its roles (and `reward` and `loader` if it sets `uses_reward`);
+    without a constructor of its own they become attributes.
     """
 
     config_class: ClassVar[type[MethodConfig]] = MethodConfig

@@ -327,7 +327,7 @@ class DanceGRPO(Method):
 
     def _replay_message(self) -> str:
         return (
-            f"on-policy check: largest log-ratio before the first update is {self._replay_error:.2g} of the clip range"
+            f"on-policy check: largest log-ratio before the first update is {self._replay_error:.2%} of the clip range"
         )
 
     def _metrics(self, stats: ReplayStats, trained: list[int], batch: Batch) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""DiffusionNFT: the velocity is drawn to better samples and away from worse ones, on the forward process (2509.16117)."""
+"""DiffusionNFT: reinforcement learning on the forward process, from better and worse samples (arXiv:2509.16117)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -153,8 +153,8 @@ def contrast(
 ) -> PerSample:
     """Return (r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-) / beta, means over elements (arXiv:2509.16117).
 
-    v+ = beta v + (1 - beta) v_old, v- = (1 + beta) v_old - beta v, x0+- = x_t - sigma v+-, and w+- = mean |x0+- - x0| of
-    the sample in float64 without gradient; r is the optimality in [0, 1].
+    v+ = beta v + (1 - beta) v_old, v- = (1 + beta) v_old - beta v, x0+- = x_t - sigma v+-, and w+- = mean |x0+- - x0|
+    of the sample in float64 without gradient; r is the optimality in [0, 1].
     """
     positive = x0_from_velocity(x_t, beta * velocity + (1 - beta) * velocity_old, sigma)
     negative = x0_from_velocity(x_t, (1 + beta) * velocity_old - beta * velocity, sigma)

@@ -42,7 +42,7 @@ class MatchingConfig(SingleUpdateConfig):
     critic_warmup_steps: int = 0
     """Training steps at the start in which only the critic is updated."""
     critic_samples: Literal["fresh", "shared"] = "fresh"
-    """Samples of the critic in a step with a student update: fresh ones from the updated student, or the student's own."""
+    """Critic's samples after a student update: fresh ones of the updated student, or the student's own (shared)."""
     gan_weight: float = 0.0
     """Weight of the discriminator in the student's loss, 3e-3 in DMD2; needs clips (experimental)."""
     gan_critic_weight: float = 1e-2
@@ -159,7 +159,8 @@ class DistributionMatching:
 def distribution_matching_gradient(
     x0: Float[Tensor, "b ..."], real: Float[Tensor, "b ..."], fake: Float[Tensor, "b ..."]
 ) -> Float[Tensor, "b ..."]:
-    """Return g = (fake - real) / mean|x0 - real|, the mean over each sample's elements (DMD, arXiv:2311.18828, eq. 7, 8).
+    """Return g = (fake - real) / mean|x0 - real|, the mean over each sample's elements (DMD, arXiv:2311.18828, eq. 7,
+    8).
 
     `real` and `fake` are the x0 that teacher and critic predict, without gradient. 0 / 0 is 0; NaN stays NaN.
     """

@@ -21,7 +21,7 @@ class FinetuneConfig(SingleUpdateConfig):
     shift: float = 3.0
     """Shift of the uniform noise levels towards noise; 1 is none."""
     forcing: Forcing = "none"
-    """What the chunks of a causal student attend to: noisy chunks (diffusion forcing) or clean ones (teacher forcing)."""
+    """Chunks that a causal student attends to: noisy (diffusion forcing) or clean ones (teacher forcing); else none."""
     caption_dropout: float = 0.1
     """Fraction of clips trained on the negative prompt, for guidance."""
     needs_clips: ClassVar[bool] = True
@@ -30,8 +30,8 @@ class FinetuneConfig(SingleUpdateConfig):
         chunks = setup.sampler.chunks
         if chunks.causal != (self.forcing != "none"):
             raise UserError(
-                "algorithm.forcing must be diffusion or teacher for a causal student, and none for a bidirectional one: "
-                f"it is {self.forcing}, and sampler.chunks.chunk_frames is {chunks.chunk_frames}"
+                "algorithm.forcing must be diffusion or teacher for a causal student, and none for a bidirectional "
+                f"one: it is {self.forcing}, and sampler.chunks.chunk_frames is {chunks.chunk_frames}"
             )
         if chunks.context_noise:
             raise UserError("sampler.chunks.context_noise must be 0 for finetune: its chunks attend to clean chunks")

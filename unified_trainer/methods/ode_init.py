@@ -73,7 +73,7 @@ class ODEInit(Method):
         return x_t, self.levels[rows].expand(len(x_t), -1)
 
     def _trajectory(self, batch: Batch, rng: Streams) -> tuple[list[Latents], Latents]:
-        """The guided teacher's states at the student's noise levels, and its end, from pure noise at the first level."""
+        """The guided teacher's states at the student's noise levels and its end, from noise at the first level."""
         x_t = rng.noise("noise", batch.sample_ids, batch.latent_shape).to(self.student.device)
         states = []
         for sigma, sigma_next in zip(self.table[:-1], self.table[1:], strict=True):

@@ -1,4 +1,7 @@
-"""Reward gradient: ascent on the reward through decoder and sampling step (ReFL, arXiv:2304.05977; DRaFT, 2309.17400)."""
+"""Reward gradient: ascent on the reward through the decoder and one sampling step.
+
+ReFL, arXiv:2304.05977; DRaFT-1, arXiv:2309.17400.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -14,11 +14,16 @@ from unified_trainer.errors import UserError
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    chunk_frames: int = 0  # latent frames that a causal student generates at a time; 0: all at once, bidirectional
-    independent_first_frame: bool = False  # make the first latent frame a chunk of its own
-    window_frames: int = 0  # latent frames in the KV cache, the sink included; 0 keeps all
-    sink_frames: int = 0  # first latent frames of the video that always stay in the cache
-    context_noise: float = 0.0  # noise level in [0, 1) at which finished chunks are written into the cache
+    chunk_frames: int = 0
+    """Latent frames that a causal student generates at a time; 0: all at once, bidirectional."""
+    independent_first_frame: bool = False
+    """Make the first latent frame a chunk of its own."""
+    window_frames: int = 0
+    """Latent frames in the KV cache, the sink included; 0 keeps all."""
+    sink_frames: int = 0
+    """First latent frames of the video that always stay in the cache."""
+    context_noise: float = 0.0
+    """Noise level in [0, 1) at which finished chunks are written into the cache."""
 
     @property
     def causal(self) -> bool:

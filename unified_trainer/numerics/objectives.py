@@ -19,12 +19,18 @@ LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped to this size before exp
 class ObjectiveParameters:
     """Parameters that a single objective reads; see `surrogate` for the formulas."""
 
-    dual_clip: float = 3.0  # dual_clip: ratio above which a sample of negative advantage has no gradient
-    alpha: float = 1.0  # soft_clip: exponent of the weight min(r, 1 / r)
-    tau_pos: float = 1.0  # sapo: steepness of the gate for positive advantages
-    tau_neg: float = 1.05  # sapo: steepness of the gate for advantages of 0 and below
-    beta_low: float = 0.75  # ce_gppo: gradient scale below the clip range for negative advantages
-    beta_high: float = 1.0  # ce_gppo: gradient scale above the clip range for positive advantages
+    dual_clip: float = 3.0
+    """For dual_clip: ratio above which a sample of negative advantage has no gradient."""
+    alpha: float = 1.0
+    """For soft_clip: exponent of the weight min(r, 1 / r)."""
+    tau_pos: float = 1.0
+    """For sapo: steepness of the gate for positive advantages."""
+    tau_neg: float = 1.05
+    """For sapo: steepness of the gate for advantages of 0 and below."""
+    beta_low: float = 0.75
+    """For ce_gppo: gradient scale below the clip range for negative advantages."""
+    beta_high: float = 1.0
+    """For ce_gppo: gradient scale above the clip range for positive advantages."""
 
     def check(self) -> None:
         """Raise UserError, naming the setting, for values out of range."""

@@ -23,13 +23,20 @@ class RanksDivergedError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    replicate: int = 1  # copies of the weights; each copy is sharded over shard x sequence ranks
-    shard: int = 0  # ranks with samples of their own that share one copy of the weights; 0 takes all remaining ranks
-    sequence: int = 1  # ranks that share the tokens of the same samples (Ulysses, arXiv:2309.14509)
-    reshard_after_forward: bool = True  # free gathered weights after forward; False is faster and uses more memory
-    reduce_gradients: Literal["last", "every"] = "last"  # reduce after the last backward (fast) or all (less memory)
-    offload: bool = False  # keep weights and optimizer state in CPU memory, copied to the device block by block
-    timeout_minutes: float = 30.0  # minutes that a rank waits for the others before the run fails
+    replicate: int = 1
+    """Copies of the weights; each copy is sharded over shard x sequence ranks."""
+    shard: int = 0
+    """Ranks with samples of their own that share one copy of the weights; 0 takes all remaining ranks."""
+    sequence: int = 1
+    """Ranks that share the tokens of the same samples (Ulysses, arXiv:2309.14509)."""
+    reshard_after_forward: bool = True
+    """Free gathered weights after forward; False is faster and uses more memory."""
+    reduce_gradients: Literal["last", "every"] = "last"
+    """Reduce after the last backward (fast) or all (less memory)."""
+    offload: bool = False
+    """Keep weights and optimizer state in CPU memory, copied to the device block by block."""
+    timeout_minutes: float = 30.0
+    """Minutes that a rank waits for the others before the run fails."""
 
     def degrees(self, ranks: int) -> "ParallelConfig":
         """Return the config with `shard` filled in; raise UserError if replicate x shard x sequence is not `ranks`."""

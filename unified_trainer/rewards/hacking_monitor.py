@@ -13,13 +13,16 @@ IN_TRAINING = f"train/{DIVERSITY}"
 
 @dataclass(frozen=True)
 class HackingMonitorConfig:
-    action: Literal["off", "warn", "stop"] = "warn"  # response to reward hacking; stop saves and exits with code 3
-    rise: float = (
-        0.3  # rise of the reward since the first validation, in std of samples, from which metrics are compared
-    )
-    fall: float = 0.3  # fall of the accuracy or a held-out scorer that counts as hacking, in std of samples
-    drift: float = 1.5  # change of a pixel statistic, up or down, that counts as hacking, in std of samples
-    collapse: float = 0.5  # fraction of the first diversity within groups; diversity below it counts as hacking
+    action: Literal["off", "warn", "stop"] = "warn"
+    """Response to reward hacking; stop saves and exits with code 3."""
+    rise: float = 0.3
+    """Rise of the reward since the first validation from which other metrics are compared, in std of samples."""
+    fall: float = 0.3
+    """Fall of the accuracy or a held-out scorer that counts as hacking, in std of samples."""
+    drift: float = 1.5
+    """Change of a pixel statistic, up or down, that counts as hacking, in std of samples."""
+    collapse: float = 0.5
+    """Fraction of the first diversity within groups; diversity below it counts as hacking."""
 
     def check(self) -> None:
         """Raise UserError, naming the setting, for values out of range."""

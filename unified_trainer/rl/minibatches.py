@@ -26,8 +26,8 @@ def plan_minibatches(
     """Return each update's minibatches of `size` samples on this rank; none for an update without any advantage.
 
     Samples come in rank by rank, a rank's update by update. A rank with fewer useful samples than another is padded
-    with weight 0, since all ranks must make as many passes. The mean over ranks of the weighted sums is the mean over all
-    useful samples of the update.
+    with weight 0, since all ranks must make as many passes. The mean over ranks of the weighted sums is the mean over
+    all useful samples of the update.
     """
     useful_of, advantage_of = (x.reshape(ranks, updates, -1) for x in (useful, advantages))
     per_update = useful_of.shape[2]

@@ -15,7 +15,7 @@ from unified_trainer.types import Batch, Latents, PerSample, Rollout
 
 @dataclass(frozen=True)
 class Trajectories:
-    """This rank's rollout: batch, states and log-probs of the window's transitions, and the RNG that redraws their noise."""
+    """This rank's rollout: batch, states and log-probs of the window's transitions, RNG that redraws their noise."""
 
     batch: Batch
     rollout: Rollout
@@ -60,7 +60,7 @@ class ReplayStats:
     advantage: Float[Tensor, "n s"]
 
     def metrics(self, transitions: list[int], elements: int) -> dict[str, float]:
-        """Return the log-ratio, and the KL since the rollout with sqrt(2 KL / D), the spread of a log-ratio of D elements."""
+        """Return the log-ratio, the KL since the rollout, and sqrt(2 KL / D), a log-ratio's spread over D elements."""
         result = {"log_ratio": float(self.log_ratio.mean()), "log_ratio_abs_max": float(self.log_ratio.abs().max())}
         by_transition = {f"/{s}": self.kl_old[:, i] for i, s in enumerate(transitions)}
         for name, kl in {"": self.kl_old, **by_transition}.items():

@@ -1,7 +1,7 @@
 """Windows of stochastic transitions in a training step (MixGRPO, arXiv:2507.21802).
 
-`progressive` moves from the noisiest transitions to the data and then starts over; `random` draws a place in each training
-step; `decay` moves as `progressive` does, with ever fewer training steps at a place.
+`progressive` moves from the noisiest transitions to the data and then starts over; `random` draws a place in each
+training step; `decay` moves as `progressive` does, with ever fewer training steps at a place.
 """
 
 import bisect
@@ -19,7 +19,7 @@ from unified_trainer.numerics.kernels import Tail
 @dataclass(frozen=True)
 class WindowConfig:
     size: int = 0
-    """Stochastic transitions of a training step; they alone are stored and trained, the others are Euler steps. 0: all."""
+    """Stochastic transitions of a training step, which alone are stored and trained; others are Euler steps. 0: all."""
     schedule: Literal["progressive", "random", "decay"] = "progressive"
     """Where the window is: from noise to data (progressive), anywhere (random), or ever faster to data (decay). random
     and decay are experimental."""
@@ -28,7 +28,7 @@ class WindowConfig:
     stride: int = 1
     """Transitions from one place to the next."""
     decay: float = 0.1
-    """With schedule decay, place p after decay_from is kept exp(-decay (p - decay_from)) times as long, at least one step."""
+    """With schedule decay, place p is kept every x exp(-decay (p - decay_from)) steps, and at least one."""
     decay_from: int = 0
     """With schedule decay, the last transition whose place is kept for `every` steps."""
     tail: Tail = "euler"
@@ -38,8 +38,8 @@ class WindowConfig:
         """Raise UserError, naming the key, for settings that do not fit this number of stochastic transitions."""
         if not 0 <= self.size <= transitions:
             raise UserError(
-                f"algorithm.window.size must be from 0 to {transitions}, the transitions of sampler.num_steps that can be "
-                f"stochastic, not {self.size}"
+                f"algorithm.window.size must be from 0 to {transitions}, the transitions that can be stochastic with "
+                f"this sampler.num_steps, not {self.size}"
             )
         if self.tail == "second_order" and not self.size:
             raise UserError("algorithm.window.tail second_order needs algorithm.window.size above 0")

@@ -137,7 +137,7 @@ class Backbone:
             self._switch(before)
 
     def _switch(self, adapter: str) -> None:
-        """Set the active adapter without peft's set_adapter, which also changes requires_grad of weights under FSDP2."""
+        """Set the active adapter directly: peft's set_adapter also changes requires_grad of weights under FSDP2."""
         if adapter == self._running:
             return
         for layer in self._layers:

@@ -1,7 +1,7 @@
 """Two experts of one role: which network runs at which noise level (docs/decisions/0006-experts.md).
 
-Only roles know of experts. A method draws noise levels through a role, asks a role for velocities and asks it which noise
-levels it trains.
+Only roles know of experts. A method draws noise levels through a role, asks a role for velocities and asks it which
+noise levels it trains.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,8 +89,8 @@ def layout_of(
     if len(components) == 1 and not boundary:
         if experts and any(config != ExpertConfig() for config in experts.values()):
             raise UserError(
-                f"{role}.high and {role}.low are settings of two experts, but {path} holds one network: leave them out, "
-                f"or set {role}.boundary to make two experts of it"
+                f"{role}.high and {role}.low are settings of two experts, but {path} holds one network: leave them "
+                f"out, or set {role}.boundary to make two experts of it"
             )
         return ExpertLayout(None, {"": components[0]}, ("",) if experts else ())
     if len(components) == 1 and experts is None:
@@ -167,9 +167,9 @@ def balanced_uniform(
 ) -> tuple[Float[Tensor, " b"], float]:
     """Return uniform numbers restricted to one expert's noise levels, and the weight p / q of their loss.
 
-    `share`, the end of [0, 1), belongs to the high-noise expert. `mixed` changes nothing. The others draw one expert for
-    all samples, the same on all ranks, so that one network runs: `natural` with the expert's own probability p, which
-    leaves the distribution as it is, `equal` with probability q = 1/2, which the weight p / q corrects.
+    `share`, the end of [0, 1), belongs to the high-noise expert. `mixed` changes nothing. The others draw one expert
+    for all samples, the same on all ranks, so that one network runs: `natural` with the expert's own probability p,
+    which leaves the distribution as it is, `equal` with probability q = 1/2, which the weight p / q corrects.
     """
     if balance == "mixed":
         return u, 1.0
@@ -180,7 +180,7 @@ def balanced_uniform(
 
 
 def check_balance(key: str, balance: Balance, share: float | None) -> None:
-    """Raise UserError unless `balance` fits; `share` is the high-noise expert's part of the noise levels, None for one network."""
+    """Raise UserError unless `balance` fits the high-noise expert's share of noise levels, None for one network."""
     if balance != "mixed" and share is None:
         raise UserError(f"{key} must be mixed: it chooses between two experts, but there is one network")
     if balance == "equal" and share in (0, 1):

@@ -227,8 +227,9 @@ class Trainable(Role):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of a loss; `last` says that `step` comes next.
 
-        A loss in which only an expert that is not trained took part has no gradient and is skipped. The ranks exchange the
-        gradients of two experts after every pass: none of them knows which pass is an expert's last before its step.
+        A loss in which only an expert that is not trained took part has no gradient and is skipped. The ranks
+        exchange the gradients of two experts after every pass: none of them knows which pass is an expert's last
+        before its step.
         """
         for expert in self.experts:
             self._exchange_gradients(expert, last=last or bool(expert))
