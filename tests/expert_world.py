@@ -32,7 +32,7 @@ from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.causal import CausalStudent
-from unified_trainer.roles.experts import ExpertConfig, Experts
+from unified_trainer.roles.experts import ExpertConfig, ExpertPair
 from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
@@ -73,7 +73,7 @@ def networks(
     causal: bool = False,
     boundary: float = BOUNDARY,
     offload: bool = False,
-) -> Backbone | Experts:
+) -> Backbone | ExpertPair:
     """A role's only network, or two: of one seed for each."""
 
     def backbone(seed: int, keys: tuple[str, ...], trained: bool) -> Backbone:
@@ -93,9 +93,9 @@ def networks(
         return backbone(seeds[0], (name,), learns)
     keys = tuple(f"{name}_{side}" for side in ("high", "low"))
     if adapters and seeds[0] == seeds[1]:  # two adapters over one base
-        return Experts(*[backbone(seeds[0], keys, learns)] * 2, boundary)
+        return ExpertPair(*[backbone(seeds[0], keys, learns)] * 2, boundary)
     sides = zip(seeds, keys, ("high", "low"), strict=True)
-    return Experts(*(backbone(seed, (key,), learns and side not in frozen) for seed, key, side in sides), boundary)
+    return ExpertPair(*(backbone(seed, (key,), learns and side not in frozen) for seed, key, side in sides), boundary)
 
 
 def trainer(

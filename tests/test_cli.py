@@ -265,7 +265,10 @@ def test_a_nan_in_the_reward_stops_the_run(run_folder, hpsv3, capsys, validate_e
     ("flags", "message"),
     [
         (["--algorithm.num-samples", "1"], "algorithm.num_samples must be at least 2: a group of one"),
-        (["--algorithm.num-prompts", "3"], "algorithm.num_prompts (3) must be divisible by algorithm.prompts_per_update (2)"),
+        (
+            ["--algorithm.num-prompts", "3"],
+            "algorithm.num_prompts (3) must be divisible by algorithm.prompts_per_update (2)",
+        ),
         (["--algorithm.prompts-per-update", "0"], "algorithm.prompts_per_update must be at least 1, not 0"),
         (["--algorithm.update-batch", "3"], "(4) must be divisible by algorithm.update_batch (3)"),
         (["--algorithm.update-batch", "0"], "algorithm.update_batch must be at least 1, not 0"),

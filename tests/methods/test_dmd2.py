@@ -52,7 +52,7 @@ def listen(one) -> dict[str, Calls]:
 # Calls: the minimum that the algorithm needs.
 
 
-@pytest.mark.parametrize("calendar", ["every_step", "exclusive"])
+@pytest.mark.parametrize("update_schedule", ["every_step", "exclusive"])
 @pytest.mark.parametrize("critic_samples", ["fresh", "shared"])
 @pytest.mark.parametrize("rollout", ["simulate", "data"])
 @pytest.mark.parametrize("gan_weight", [0.0, 0.5])
@@ -62,7 +62,12 @@ def test_model_calls_are_the_minimum(calendar, critic_samples, rollout, gan_weig
     The student's loss is one call of the teacher, on both conditions, and one of the critic; the critic's is one of
     the critic, on samples and clips together when it also discriminates.
     """
-    settings = {"calendar": calendar, "critic_samples": critic_samples, "rollout": rollout, "gan_weight": gan_weight}
+    settings = {
+        "update_schedule": calendar,
+        "critic_samples": critic_samples,
+        "rollout": rollout,
+        "gan_weight": gan_weight,
+    }
     one = trainer(student_every=2, **settings)
     for step in range(7):
         calls = listen(one)
@@ -211,9 +216,9 @@ def moved(steps: int, **config) -> dict[str, list[int]]:
     ("config", "student", "critic"),
     [
         ({}, [0, 3, 6], [0, 1, 2, 3, 4, 5, 6]),
-        ({"calendar": "exclusive"}, [0, 3, 6], [1, 2, 4, 5]),
+        ({"update_schedule": "exclusive"}, [0, 3, 6], [1, 2, 4, 5]),
         ({"critic_warmup_steps": 2}, [2, 5], [0, 1, 2, 3, 4, 5, 6]),
-        ({"critic_warmup_steps": 2, "calendar": "exclusive"}, [2, 5], [0, 1, 3, 4, 6]),
+        ({"critic_warmup_steps": 2, "update_schedule": "exclusive"}, [2, 5], [0, 1, 3, 4, 6]),
     ],
 )
 def test_the_calendar(config, student, critic):
@@ -222,7 +227,9 @@ def test_the_calendar(config, student, critic):
 
 def test_the_students_clock_counts_its_own_updates():
     """Schedule, average and counter: 7 steps are 3 updates of the student and 7 of the critic."""
-    role = TrainableConfig(learning_rate=1e-3, warmup_updates=2, decay="linear", lr_decay_updates=4, ema_decay=0.5)
+    role = TrainableConfig(
+        learning_rate=1e-3, warmup_updates=2, lr_schedule="linear", lr_decay_updates=4, ema_decay=0.5
+    )
     one = trainer(moves=True, student_every=3, role=role)
     student, averages, rates = one.roles["student"], [], []
     average = {key: weight.clone() for key, weight in weights(student.network).items()}

@@ -133,7 +133,7 @@ def test_clips_learn_in_the_company_of_their_own_captions():
 @pytest.mark.parametrize("share", [-0.1, 1.1])
 def test_a_share_that_cannot_be_names_its_key(share):
     with pytest.raises(ValueError, match=r"algorithm\.caption_dropout must be in \[0, 1\]"):
-        FinetuneConfig(caption_dropout=share).check(SamplerConfig())
+        FinetuneConfig(caption_dropout=share).check(setup_of(SamplerConfig()))
 
 
 def test_diffusion_forcing_draws_a_noise_level_for_every_chunk_of_every_sample():

@@ -141,4 +141,4 @@ def test_a_student_learns_where_the_ode_of_the_exact_teacher_ends():
 )
 def test_settings_that_cannot_be(changes, sampler, words):
     with pytest.raises(ValueError, match=words):
-        dataclasses.replace(CONFIG, **changes).check(sampler)
+        dataclasses.replace(CONFIG, **changes).check(setup_of(sampler))

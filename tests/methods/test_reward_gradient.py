@@ -181,4 +181,4 @@ def test_a_reward_that_is_only_looked_at_has_no_graph():
 )
 def test_a_setting_that_cannot_be_names_its_key(changes, sampler, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **changes).check(sampler)
+        dataclasses.replace(CONFIG, **changes).check(setup_of(sampler))

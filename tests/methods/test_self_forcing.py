@@ -22,8 +22,7 @@ from helpers import (
 
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.methods.dance_grpo import DanceGRPO
-from unified_trainer.methods.dance_grpo_config import DanceGRPOConfig
+from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.numerics.chunks import ChunkConfig
@@ -218,4 +217,4 @@ def test_reinforcement_learning_replays_a_causal_rollout():
 )
 def test_a_sampler_that_cannot_be_is_refused(sampler, message):
     with pytest.raises(ValueError, match=message):
-        CONFIG.check(sampler)
+        CONFIG.check(setup_of(sampler))

@@ -318,7 +318,7 @@ def other_of(options, value, index):
     return [option for option in options if option != value][index % (len(options) - 1)]
 
 
-def wrong_colour(frames, subjects):
+def wrong_color(frames, subjects):
     return drawn(
         [
             tiny_world.Subject(other_of(tiny_world.COLORS, s.color, i), s.shape, s.direction)
@@ -363,7 +363,7 @@ def empty(frames, subjects):
 
 
 @pytest.mark.parametrize("subjects", [tiny_world.HELD_OUT * 5, tiny_world.TRAINING], ids=["held out", "seen"])
-@pytest.mark.parametrize("spoil", [wrong_colour, wrong_shape, noisy, blurred, pale, half_erased, empty])
+@pytest.mark.parametrize("spoil", [wrong_color, wrong_shape, noisy, blurred, pale, half_erased, empty])
 def test_the_tiny_hpsv3_prefers_what_was_asked(tiny, spoil, subjects):
     frames = drawn(list(subjects), 5)
     captions = [subject.caption(i % len(tiny_world.PHRASINGS)) for i, subject in enumerate(subjects)]
@@ -371,13 +371,13 @@ def test_the_tiny_hpsv3_prefers_what_was_asked(tiny, spoil, subjects):
     assert (margins > 0).float().mean() >= 0.95
 
 
-def test_colour_and_shape_weigh_alike(tiny):
+def test_color_and_shape_weigh_alike(tiny):
     subjects = list(tiny_world.SUBJECTS)
     frames = drawn(subjects, 5)
     captions = [subject.caption() for subject in subjects]
     right = tiny.score(frames, captions)[:, 0].mean()
     color, shape = (
-        right - tiny.score(spoil(frames, subjects), captions)[:, 0].mean() for spoil in (wrong_colour, wrong_shape)
+        right - tiny.score(spoil(frames, subjects), captions)[:, 0].mean() for spoil in (wrong_color, wrong_shape)
     )
     assert 1 / 3 < color / shape < 3
 
@@ -410,7 +410,7 @@ def test_features_are_the_mean_token_of_each_image(hpsv3):
     assert float(together.std(0).max()) > 0.01
 
 
-def test_features_see_the_colours(tiny):
+def test_features_see_the_colors(tiny):
     images = torch.zeros(3, 3, 64, 64)
     images[1, 0], images[2, 2] = 1.0, 1.0
     rows = tiny.features(images)

@@ -41,17 +41,17 @@ def loader(plan: BatchPlan = PLAN, captions=MANY) -> Loader:
     return Loader(Prompts(captions), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE)
 
 
-def refilled(rounds: int, equal) -> tuple[Samples, dict[str, float], list[int]]:
+def refilled(rounds: int, equal) -> tuple[ScoredSamples, dict[str, float], list[int]]:
     """Three prompts with two samples each, of which those in `equal` get the same reward; sizes of what was made."""
     made = []
 
-    def collect(batch) -> Samples:
+    def collect(batch) -> ScoredSamples:
         made.append(len(batch))
         rewards = torch.tensor(
             [0.0 if p in equal else float(i) for p, i in zip(batch.prompt_ids, batch.sample_ids, strict=True)]
         )
         x0 = torch.tensor(batch.sample_ids).float().view(-1, 1, 1, 1, 1).expand(-1, *LATENT_SHAPE)
-        return Samples(batch, Rollout.from_x0(x0), Scores(rewards[:, None], {"of": rewards}, rewards[:, None]))
+        return ScoredSamples(batch, Rollout.from_x0(x0), Scores(rewards[:, None], {"of": rewards}, rewards[:, None]))
 
     one, config = loader(), dataclasses.replace(CONFIG, dynamic_sampling_rounds=rounds)
     samples, metrics = resample_groups(collect(one.batch(0)), config, collect, reward_of(), one, 0, ALONE)

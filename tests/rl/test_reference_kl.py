@@ -11,7 +11,7 @@ from unified_trainer import config as settings
 from unified_trainer.__main__ import main
 from unified_trainer.build import build
 from unified_trainer.numerics.kl import AdaptiveKL
-from unified_trainer.registry import ALGORITHMS
+from unified_trainer.registry import method_named
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Frozen, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
@@ -24,7 +24,7 @@ CAUSAL = ["--sampler.chunks.chunk-frames", "1", "--sampler.guidance-scale", "1"]
 
 def built(*words: str):
     """The trainer of the small run, as the program builds it."""
-    return build(settings.parse([*SMALL["dance_grpo"], *KL, *words], ALGORITHMS, lambda spec: None), ALONE).trainer
+    return build(settings.parse([*SMALL["dance_grpo"], *KL, *words], method_named, lambda spec: None), ALONE).trainer
 
 
 def reference_of(trainer) -> Frozen:
@@ -98,8 +98,8 @@ def test_the_coefficient_that_counts_is_the_one_before_the_update():
 
 
 def test_there_is_none_without_a_kl():
-    trainer = build(settings.parse(SMALL["dance_grpo"], ALGORITHMS, lambda spec: None), ALONE).trainer
-    assert reference_of(trainer) is None and not trainer.weight_copies
+    trainer = build(settings.parse(SMALL["dance_grpo"], method_named, lambda spec: None), ALONE).trainer
+    assert reference_of(trainer) is None and not trainer.copies
 
 
 def test_of_a_student_of_full_weights_it_is_another_network_with_its_weights():
@@ -146,11 +146,11 @@ def test_a_follower_is_a_copy_or_an_average():
     before = {key: weight.clone() for key, weight in weight_copy.state_dict().items()}
     weight_copy.update_from(leader, 0.75)
     for key, weight in weight_copy.state_dict().items():
-        own, led = before[key], leader.weights[key.removeprefix("followed/")].detach()
+        own, led = before[key], leader.weights[key.removeprefix("copied/")].detach()
         torch.testing.assert_close(weight, 0.75 * own + 0.25 * led)
     weight_copy.update_from(leader)
     assert_same(
-        {key.removeprefix("followed/"): weight for key, weight in weight_copy.state_dict().items()},
+        {key.removeprefix("copied/"): weight for key, weight in weight_copy.state_dict().items()},
         {key: weight.detach() for key, weight in leader.weights.items()},
     )
 

@@ -48,5 +48,5 @@ def _discriminator(backbone: Backbone) -> nn.Linear:
     linear = nn.Linear(backbone.model.feature_size, 1, device=backbone.mesh.device)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
-    shard(linear, nn.ModuleList(), backbone.mesh)
+    shard(linear, (), backbone.mesh)
     return linear
