@@ -32,7 +32,7 @@ from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.causal import CausalStudent
-from unified_trainer.roles.experts import ExpertConfig, ExpertPair
+from unified_trainer.roles.experts import Balance, ExpertConfig, ExpertPair
 from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
@@ -110,12 +110,15 @@ def trainer(
     adapters: bool = False,
     offload: bool = False,
     sampler: SamplerConfig | None = None,
+    expert_balance: Balance = "mixed",
     **settings,
 ) -> Trainer:
     """The roles in `two` have two experts, of equal weights if `equal`.
 
-    Of the student's, those in `frozen` are not trained, and wait in CPU memory with `offload`.
+    Of the student's, those in `frozen` are not trained, and wait in CPU memory with `offload`. Student and critic have
+    this `expert_balance`.
     """
+    role = dataclasses.replace(role, expert_balance=expert_balance)
     if frozen:
         role = dataclasses.replace(role, **dict.fromkeys(frozen, ExpertConfig(trained=False)))
     causal = method == "self_forcing"

@@ -11,7 +11,7 @@ from unified_trainer.numerics.flow import ShiftedUniform, guide, x0_from_velocit
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.experts import ExpertConfig, one_side
+from unified_trainer.roles.experts import ExpertConfig, balanced_uniform
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig, predict_chunks
 
@@ -272,7 +272,7 @@ def test_the_law_of_the_levels_is_kept(balance):
     share, random = 0.3, np.random.default_rng(0)
     total, counts = torch.zeros(4, dtype=torch.float64), {True: 0, False: 0}
     for _ in range(4000):
-        u, weight = one_side(torch.from_numpy(random.random(4)), share, balance, random)
+        u, weight = balanced_uniform(torch.from_numpy(random.random(4)), share, balance, random)
         total += weight * torch.stack([torch.ones_like(u), u, u * u, (u > 0.9).double()]).mean(1)
         counts[bool((u >= 1 - share).all())] += 1
         assert balance == "mixed" or bool((u >= 1 - share).all()) != bool((u < 1 - share).all())
@@ -347,8 +347,8 @@ def rolled(student: CausalStudent, sampler: SamplerConfig, exits=(2, 2)) -> torc
         )
 
 
-def test_each_expert_looks_back_on_a_cache_of_its_own():
-    """Each context pass is made by both experts, at the context's noise level, and none is read by the other."""
+def test_each_expert_has_a_kv_cache_of_its_own():
+    """Both experts run each context pass, at the context's noise level, and neither reads the other's cache."""
     both = causal((0, 1))
     calls = [Calls.of(one) for one in sides(both)]
     ours = rolled(both, CAUSAL)
@@ -385,7 +385,7 @@ def test_an_expert_that_no_call_needs_writes_no_cache():
 
 
 def test_chunks_on_both_sides_are_each_answered_by_their_expert():
-    """Each expert looks back on what it makes itself of the clean chunks: what the two alone say, frame by frame."""
+    """Each expert attends to its own keys of the clean chunks: each frame equals that of one expert alone."""
     cond = small_batch(4).cond
     clean = torch.randn(X_T.shape, generator=torch.Generator().manual_seed(4))
     levels = torch.tensor([[0.9, 0.2], [0.2, 0.9], [0.9, 0.85], [0.1, 0.2]], dtype=torch.float64)

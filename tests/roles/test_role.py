@@ -1,4 +1,4 @@
-"""Roles: the learning-rate clock, clipping, the finite check, averaged weights, guidance and precision."""
+"""Roles: learning-rate schedule, gradient clipping, the finite check, EMA weights, guidance and precision."""
 
 import math
 
@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from unified_trainer.numerics.flow import guide
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.ema import EMA
-from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig, learning_rate_factor
+from unified_trainer.roles.learner import learning_rate_factor
+from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 
 X_T = torch.randn(2, 16, 2, 2, 2, generator=torch.Generator().manual_seed(3))
 SIGMA = torch.tensor([0.9, 0.4], dtype=torch.float64)
@@ -39,7 +40,7 @@ def give_gradient(role: Trainable, scale: float = 1.0, seed: int = 0) -> float:
     return math.sqrt(sum(float(p.grad.double().square().sum()) for p in role.network.parameters()))
 
 
-# The learning-rate clock.
+# The learning-rate schedule.
 
 
 def factors(updates: range, **config) -> list[float]:
@@ -57,25 +58,25 @@ def test_warm_up_rises_in_equal_parts_and_its_last_update_is_whole():
 
 def test_linear_decay():
     """After the warm-up from 1 to the lowest share in n updates, then flat: m + (1 - m) (1 - k / n)."""
-    got = factors(range(2, 9), warmup_updates=2, decay="linear", lr_decay_updates=4, min_lr_ratio=0.2)
+    got = factors(range(2, 9), warmup_updates=2, lr_schedule="linear", lr_decay_updates=4, min_lr_ratio=0.2)
     assert got == pytest.approx([1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
 
 
 def test_cosine_decay():
     """m + (1 - m) (1 + cos(pi k / n)) / 2."""
-    got = factors(range(6), decay="cosine", lr_decay_updates=4, min_lr_ratio=0.1)
+    got = factors(range(6), lr_schedule="cosine", lr_decay_updates=4, min_lr_ratio=0.1)
     expected = [0.1 + 0.9 * (1 + math.cos(math.pi * min(k, 4) / 4)) / 2 for k in range(6)]
     assert got == pytest.approx(expected)
 
 
 def test_a_lowest_share_of_zero_is_zero():
     """A peer's `min_lr_ratio: 0` became .5 through `or`."""
-    assert factors(range(4, 6), decay="linear", lr_decay_updates=4, min_lr_ratio=0.0) == [0, 0]
+    assert factors(range(4, 6), lr_schedule="linear", lr_decay_updates=4, min_lr_ratio=0.0) == [0, 0]
 
 
-@given(decay=st.sampled_from(["constant", "linear", "cosine"]), warm=st.integers(0, 5), n=st.integers(0, 9))
-def test_the_factor_stays_between_nothing_and_one(decay, warm, n):
-    got = factors(range(20), warmup_updates=warm, decay=decay, lr_decay_updates=n)
+@given(schedule=st.sampled_from(["constant", "linear", "cosine"]), warm=st.integers(0, 5), n=st.integers(0, 9))
+def test_the_factor_stays_between_nothing_and_one(schedule, warm, n):
+    got = factors(range(20), warmup_updates=warm, lr_schedule=schedule, lr_decay_updates=n)
     assert all(0 <= factor <= 1 for factor in got)
     assert got[warm:] == sorted(got[warm:], reverse=True)
 
@@ -139,7 +140,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(value):
     assert_same(role.state_dict(), before)
 
 
-# Averaged weights.
+# EMA weights.
 
 
 def moved(role: Trainable, updates: int) -> list[dict[str, torch.Tensor]]:
