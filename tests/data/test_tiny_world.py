@@ -1,4 +1,4 @@
-"""The judge: right on what was drawn, wrong on everything else, and never right about nothing."""
+"""The attribute checker: right on the caption that was drawn, wrong on all others and on an empty video."""
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def test_noise_is_never_right():
     assert verdict(noise)["all"] == 0
 
 
-def test_a_change_of_colour_on_the_way_is_wrong(videos):
+def test_a_change_of_color_on_the_way_is_wrong(videos):
     half = videos.clone()
     half[:, :, FRAMES // 2 :] = videos[:, [2, 0, 1]][:, :, FRAMES // 2 :]
     assert verdict(half)["all"] == 0

@@ -70,7 +70,7 @@ def levels(frames: int, chunks: ChunkConfig, batch: int = 2) -> torch.Tensor:
 
 
 def cached(model, x_t, sigma, cond, chunks, finished):
-    """All chunks one after the other, each looking back on the finished ones; the velocity, and the cache after."""
+    """Return the velocity of all chunks, run one after the other over a KV cache, and the cache after them."""
     cache, parts = model.open_cache(chunks), []
     for start, stop in chunks.ranges(x_t.shape[2]):
         parts.append(model.velocity_cached(x_t[:, :, start:stop], sigma[:, start], cond, cache))
@@ -133,7 +133,7 @@ def test_a_network_that_cannot_be_causal(changes, names):
 @pytest.mark.parametrize(("frames", "chunks"), CASES)
 @torch.no_grad()
 def test_cached_is_teacher_forcing(frames, chunks, patch):
-    """A chunk that looks back on a cache is that chunk of the pass over [clean | noisy], at a level of its own."""
+    """A chunk that attends to a cache is that chunk of the pass over [clean | noisy], at a level of its own."""
     model, cond = causal(patch_size=patch), condition(2)
     x_t, finished, sigma = latents(frames), latents(frames, seed=5), levels(frames, chunks)
     one_by_one, _ = cached(model, x_t, sigma, cond, chunks, finished)
@@ -145,7 +145,7 @@ def test_cached_is_teacher_forcing(frames, chunks, patch):
 @pytest.mark.parametrize(("frames", "chunks"), CASES)
 @torch.no_grad()
 def test_cached_is_block_causal_at_the_context_noise(frames, chunks):
-    """Chunks at the context's own level are what later chunks look back on."""
+    """Later chunks attend to chunks at the context's own level."""
     model, cond, x = causal(), condition(2), latents(frames)
     sigma = torch.full((2, frames), chunks.context_noise, dtype=torch.float64)
     one_by_one, _ = cached(model, x, sigma, cond, chunks, x)

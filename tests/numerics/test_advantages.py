@@ -204,7 +204,7 @@ def test_an_end_reward_reaches_back_through_what_is_still_trusted():
 
 
 def test_groups_are_keyed_by_prompt_id():
-    """Two interleaved groups: neither neighbours nor equal shares by position belong together."""
+    """Two interleaved groups: neither adjacent samples nor equal shares by position are a group."""
     rewards = double([1, 10, 2, 40, 4, 50, 5, 20])
     advantages = group_advantages(rewards, [7, 3, 7, 3, 7, 3, 7, 3])
     assert_equal(advantages[0::2], GRPO, atol=1e-7)

@@ -1,4 +1,4 @@
-"""Chunks of latent frames, what stays to be looked back on, and the two masks."""
+"""Chunks of latent frames, the frames that stay in the KV cache, and the two masks."""
 
 import pytest
 import torch

@@ -65,8 +65,8 @@ def test_shifted_levels_of_a_few_step_sampler(shift, expected):
     assert_equal(flow.shift_sigma(torch.tensor([1, 0.75, 0.5, 0.25], dtype=torch.float64), shift), expected)
 
 
-def test_shifted_thousandths_are_points_of_the_thousand_point_table():
-    """Published step lists are indices: step -> T[1000 - step] (CausVid, arXiv:2412.07772)."""
+def test_published_step_indices_are_points_of_the_thousand_point_table():
+    """Published schedules list indices: step -> T[1000 - step] (CausVid, arXiv:2412.07772)."""
     steps = torch.tensor([1000, 757, 522, 3])
     assert_equal(flow.shift_sigma(steps.double() / 1000, 5.0), flow.sigma_table(1000, 5.0)[1000 - steps])
 

@@ -1,10 +1,11 @@
-"""The noise levels that a sampler visits: tables, step lists, and what is refused."""
+"""The noise levels that a sampler visits: even tables, step sigmas, and what is refused."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unified_trainer.errors import UserError
 from unified_trainer.sampling import SamplerConfig
 
 
@@ -13,34 +14,34 @@ from unified_trainer.sampling import SamplerConfig
     [(5.0, [1000, 937.5, 833.3333, 625]), (3.0, [1000, 900, 750, 500]), (8.0, [1000, 960, 888.8889, 727.2727])],
 )
 def test_warped_lists_golden(shift, expected):
-    sampler = SamplerConfig(num_steps=4, step_sigmas=(1000.0, 750.0, 500.0, 250.0), shift=shift)
+    """Times 1000, as the network sees them."""
+    sampler = SamplerConfig(num_steps=4, step_sigmas=(1.0, 0.75, 0.5, 0.25), shift=shift)
     sampler.check()
     got = 1000 * sampler.sigmas()
     assert got.tolist() == pytest.approx([*expected, 0], abs=1e-4)
-    even = SamplerConfig(num_steps=4, shift=shift).sigmas()  # the same list, spaced evenly
+    even = SamplerConfig(num_steps=4, shift=shift).sigmas()  # the same levels, spaced evenly
     torch.testing.assert_close(got, 1000 * even)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=6, unique=True), st.floats(0.5, 12))
 def test_a_falling_list_gives_falling_levels_down_to_zero(levels, shift):
-    sampler = SamplerConfig(
-        num_steps=len(levels), step_sigmas=tuple(map(float, sorted(levels, reverse=True))), shift=shift
-    )
+    step_sigmas = tuple(level / 1000 for level in sorted(levels, reverse=True))
+    sampler = SamplerConfig(num_steps=len(levels), step_sigmas=step_sigmas, shift=shift)
     sampler.check()
     sigmas = sampler.sigmas()
     assert len(sigmas) == len(levels) + 1 and sigmas[-1] == 0 and sigmas[0] <= 1
     assert bool((sigmas.diff() < 0).all())
 
 
-@pytest.mark.parametrize("levels", [(500.0, 750.0), (500.0, 500.0), (1001.0, 500.0), (500.0, 0.0), (500.0, -1.0)])
+@pytest.mark.parametrize("levels", [(0.5, 0.75), (0.5, 0.5), (1.001, 0.5), (0.5, 0.0), (0.5, -1.0), (1000.0, 500.0)])
 def test_a_list_that_does_not_fall_is_refused(levels):
-    with pytest.raises(ValueError, match=r"sampler\.step_sigmas must fall from at most 1000 and stay above 0"):
+    with pytest.raises(UserError, match=r"sampler\.step_sigmas must be in \(0, 1\] and fall from step to step, not \("):
         SamplerConfig(num_steps=2, step_sigmas=levels).check()
 
 
 def test_a_list_of_another_length_is_refused():
-    with pytest.raises(ValueError, match=r"sampler\.step_sigmas has 2 levels, but sampler\.num_steps is 30"):
-        SamplerConfig(step_sigmas=(1000.0, 500.0)).check()
+    with pytest.raises(UserError, match=r"sampler\.step_sigmas has 2 levels, but sampler\.num_steps is 30"):
+        SamplerConfig(step_sigmas=(1.0, 0.5)).check()
 
 
 def test_solvers_are_kernels():

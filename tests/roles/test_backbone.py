@@ -24,6 +24,7 @@ from unified_trainer.build import load_roles
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.models.wan.model import WanModel
+from unified_trainer.plan import RolePlan, layout_for
 from unified_trainer.roles.backbone import PRODUCTS, AdapterConfig, Backbone
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
@@ -273,9 +274,7 @@ def test_kept_products_are_not_computed_again(adapters):
 
 
 def test_keeping_products_of_what_is_not_recomputed_is_refused():
-    with pytest.raises(
-        ValueError, match="selective_checkpointing keeps part of what activation_checkpointing recomputes"
-    ):
+    with pytest.raises(ValueError, match="selective_checkpointing needs activation_checkpointing: set both"):
         Backbone(small_model(), ALONE, trained=True, selective_checkpointing=True)
 
 
@@ -285,7 +284,11 @@ def loaded(student_rank=2, critic_rank=2, paths=("tiny", "tiny", "tiny"), checkp
         "teacher": RoleConfig(),
         "critic": TrainableConfig(adapter=AdapterConfig(critic_rank)),
     }
-    return load_roles(TYPES, configs, dict(zip(TYPES, paths, strict=True)), ALONE)
+    plans = {
+        name: RolePlan(kind, configs[name], path, layout_for(name, kind, configs[name], path))
+        for (name, kind), path in zip(TYPES.items(), paths, strict=True)
+    }
+    return load_roles(plans, ALONE)
 
 
 def test_three_roles_of_one_path_are_one_network():
