@@ -121,20 +121,26 @@ def test_a_group_below_the_threshold_teaches_nothing():
     one, metrics, calls = stepped(reward_threshold=1.0)
     expected = expected_gradient(one, calls, torch.cat([ADVANTAGES[:4], torch.zeros(4)]))
     assert_near(one.roles["student"].gradients[0], expected, 1e-4)
-    assert metrics["frac_zero_advantage"] == 0.5
+    assert metrics["frac_zero_advantage"] == metrics["frac_below_threshold_groups"] == 0.5
+    assert metrics["frac_zero_std_groups"] == 0
 
 
 EQUAL = ScriptedScorer([0.1] * 8)
 HALF_EQUAL = ScriptedScorer([*REWARDS[:4], 2.0, 2.0, 2.0, 2.0])
 
 
-@pytest.mark.parametrize("changes", [{"reward_threshold": 10.0}, {"scorer": EQUAL}])
-def test_a_step_with_nothing_to_learn_moves_nothing_and_says_so(changes):
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"reward_threshold": 10.0}, "frac_below_threshold_groups"), ({"scorer": EQUAL}, "frac_zero_std_groups")],
+)
+def test_a_step_with_nothing_to_learn_moves_nothing_and_says_so(changes, why):
     """The update is skipped: without a gradient AdamW would still apply its momentum and weight decay."""
     one, metrics, calls = stepped(moves=True, **changes)
     assert one.roles["student"].gradients == [] and one.roles["student"].updates == 0
     assert not calls.where(graph=True)
-    assert metrics["frac_zero_advantage"] == metrics["frac_zero_std_groups"] == metrics["skipped_updates"] == 1
+    assert metrics["frac_zero_advantage"] == metrics[why] == metrics["skipped_updates"] == 1
+    reasons = [metrics.get(f"frac_{name}_groups", 0) for name in ("below_threshold", "zero_std")]
+    assert sum(reasons) == 1  # each group counts under one reason
     assert metrics["reward"] == pytest.approx(sum(changes.get("scorer", ScriptedScorer(REWARDS)).rewards) / 8)
 
 

@@ -50,7 +50,7 @@ def test_the_unnormalised_density_of_cps():
 
 
 def test_auto_follows_the_sampler():
-    """auto is dance at eta for an ODE sampler, and the sampler's own renoising x' = (1 - sigma') x0 + sigma' eps for sde."""
+    """auto is dance for an ode sampler, and the renoising x' = (1 - sigma') x0 + sigma' eps for an sde sampler."""
     case = Case(sampler=SDE, eta=0.1)
     assert_near(case.gradient, case.expected(policy_gradient), 1e-4)
     assert_near(Case(eta=0.2).gradient, Case(kernel="dance", eta=0.2).gradient)
@@ -286,7 +286,7 @@ def test_k_and_its_noise_floor():
 
 
 def test_k_of_unchanged_weights_is_rounding():
-    """The old means are recovered from the states and the redrawn noise, with an error far below the KL of an update."""
+    """The old means come from the states and the redrawn noise, with an error far below the KL of an update."""
     for sampler in (ODE, SDE):
         assert Case(sampler=sampler).metrics["approx_kl"] < 1e-10
 

@@ -95,7 +95,7 @@ def test_the_loss_by_hand():
 
 @pytest.mark.parametrize("r", [0.0, 0.25, 0.5, 1.0])
 def test_the_gradient_where_the_policies_agree(r):
-    """dL/dv = (2 r - 1) 2 (x0_hat - x0) (-sigma) / (w D): better samples attract, worse ones repel, beta has no effect."""
+    """dL/dv = (2 r - 1) 2 (x0_hat - x0) (-sigma) / (w D): better samples attract, worse ones repel, for any beta."""
     x0, x_t, v = torch.randn(3, 2, *LATENT_SHAPE)
     leaf = v.clone().requires_grad_()
     contrast(x0, x_t, 0.7, leaf, v, torch.full((2,), r), 0.3).sum().backward()

@@ -108,7 +108,7 @@ def test_a_common_scale_has_no_effect(seed, scale):
 
 @given(seed=seeds, order=st.permutations(range(3)))
 def test_samples_do_not_see_each_other(seed, order):
-    """Permuted samples give permuted gradients, and a part gives its part of the whole: each sample has its normaliser."""
+    """Permuted samples give permuted gradients, and a part gives its part: each sample has its own normaliser."""
     parts = drawn(seed)
     whole = distribution_matching_gradient(*parts)
     torch.testing.assert_close(distribution_matching_gradient(*(part[order] for part in parts)), whole[order])
