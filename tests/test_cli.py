@@ -1,7 +1,8 @@
-"""The command line: every bad input is one clear message before anything is written, and a run can be followed."""
+"""The command line: every wrong input gives one clear message before anything is written, and a run can be watched."""
 
 import json
 import os
+import re
 import shutil
 
 import av
@@ -17,6 +18,7 @@ from helpers import (
     command,
     copy_of,
     files_of,
+    flags,
     metrics_of,
     rewrite,
     run,
@@ -321,37 +323,37 @@ def test_a_missing_prompt_file_is_named(refused, tmp_path):
     assert "absent.txt: no such file" in refused("--prompts", str(tmp_path / "absent.txt"))
 
 
-# A run a person can follow.
+# A run that a person watches.
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory):
+def watched_run(tmp_path_factory):
     """A run of the tiny world's own size with everything that a person looks at."""
-    folder = tmp_path_factory.mktemp("followed") / "run"
+    folder = tmp_path_factory.mktemp("watched") / "run"
     flags = "--steps 2 --validate-every 2 --validation.num-samples 4 --validation.batch 3 --validation.num-videos 3"
     size = "--video.frames 17 --video.height 64 --video.width 64 --student.ema-decay 0.5"
     run("dance_grpo", folder, *flags.split(), *size.split())
     return folder
 
 
-def test_metrics_have_their_names(followed):
-    validation, first, second, last = metrics_of(followed)
+def test_metrics_have_their_names(watched_run):
+    validation, first, second, last = metrics_of(watched_run)
     assert [line["step"] for line in (validation, first, second, last)] == [0, 1, 2, 2]
-    judged = {"judge", "judge_colour", "judge_shape", "judge_direction"}
+    accuracies = {"accuracy", "accuracy/color", "accuracy/shape", "accuracy/direction"}
     pixels = {f"pixels/{name}" for name in ("saturation", "dark_share", "edge_density", "motion_energy")}
-    watched = {"reward", "reward/hpsv3", "judge"} | pixels
-    names = judged | watched | {f"{name}_std" for name in watched} | {"frechet", "hacking_monitor"}
+    watched = {"reward", "reward/hpsv3", "accuracy"} | pixels
+    names = accuracies | watched | {f"{name}_std" for name in watched} | {"frechet", "reward_hacking"}
     assert validation.keys() == last.keys() == {"step"} | {f"validation/{name}" for name in names}
     assert {"train/reward", "train/log_ratio", "train/student/grad_norm", "train/student/learning_rate"} <= first.keys()
     assert first.keys() == second.keys()
-    raw = json.loads((followed / "metrics.jsonl").read_text().splitlines()[1])
+    raw = json.loads((watched_run / "metrics.jsonl").read_text().splitlines()[1])
     assert raw["train/samples_per_second"] > 0
     assert first["train/log_ratio_abs_max"] == 0
 
 
-def test_validation_can_be_looked_at(followed):
+def test_validation_can_be_looked_at(watched_run):
     for step in (0, 2):
-        folder = followed / "validation" / f"step_{step}"
+        folder = watched_run / "validation" / f"step_{step}"
         assert sorted(path.name for path in folder.iterdir()) == ["0.mp4", "1.mp4", "2.mp4", "contact_sheet.png"]
         for file in folder.glob("*.mp4"):
             with av.open(str(file)) as video:
@@ -361,17 +363,17 @@ def test_validation_can_be_looked_at(followed):
             assert sheet.width == 6 * 128 and sheet.height == 3 * (128 + 14)
 
 
-def test_the_judge_watches_only_its_own_world(run_folder):
-    """Other sizes and prompts have no judge; a run of them still validates."""
+def test_accuracy_is_measured_only_in_the_tiny_world(run_folder):
+    """Other sizes and prompts have no attribute checker; a run of them still validates."""
     run("dance_grpo", run_folder, "--validate-every", "1")
-    assert not any("judge" in key for line in metrics_of(run_folder) for key in line)
+    assert not any("accuracy" in key for line in metrics_of(run_folder) for key in line)
 
 
 @pytest.mark.parametrize("size", [("32", "64"), ("64", "32")])
-def test_a_size_that_shares_one_side_with_the_judge(run_folder, size):
+def test_a_size_that_shares_one_side_with_the_tiny_world(run_folder, size):
     flags = ["--validate-every", "1", "--video.height", size[0], "--video.width", size[1]]
     run("dance_grpo", run_folder, *flags)
-    assert not any("judge" in key for line in metrics_of(run_folder) for key in line)
+    assert not any("accuracy" in key for line in metrics_of(run_folder) for key in line)
 
 
 def test_validation_is_the_same_before_any_learning(run_folder):
@@ -414,7 +416,7 @@ def test_own_prompts(run_folder, tmp_path):
     (tmp_path / "held.txt").write_text("another of my own\n")
     flags = ["--prompts", str(tmp_path / "mine.txt"), "--validation.prompts", str(tmp_path / "held.txt")]
     run("dance_grpo", run_folder, "--validate-every", "1", *flags)
-    assert all("validation/judge" not in line for line in metrics_of(run_folder))
+    assert all("validation/accuracy" not in line for line in metrics_of(run_folder))
     saved = yaml.safe_load((run_folder / "config.yaml").read_text())
     assert saved["prompts"] == str(tmp_path / "mine.txt")
 
@@ -447,6 +449,113 @@ def test_bf16_trains(run_folder):
     """The replay is exact in bf16 too: both sides are rounded alike."""
     run("dance_grpo", run_folder, "--student.precision", "bf16")
     assert metrics_of(run_folder)[0]["train/log_ratio_abs_max"] == 0
+
+
+# Errors of the user, and bugs.
+
+
+# A method outside the package, which fails in its step in a way that a setting names.
+FAULTY = """
+from dataclasses import dataclass
+
+import torch
+
+from unified_trainer.errors import UserError
+from unified_trainer.methods.base import Method, SingleUpdateConfig, trained
+
+
+@dataclass(frozen=True)
+class FaultyConfig(SingleUpdateConfig):
+    fault: str = "bug"
+
+
+class Faulty(Method):
+    config_class = FaultyConfig
+    roles = {"student": trained()}
+
+    def step(self, batch, step, rng, mesh):
+        if self.config.fault == "bug":
+            raise ValueError("two shapes differ")
+        if self.config.fault == "user":
+            raise UserError("algorithm.fault must be none, not user")
+        if self.config.fault == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+
+def score(videos, prompts):
+    raise KeyError("a scorer of one's own")
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    """A folder with the file of that method, and of a scorer that raises."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    return tmp_path
+
+
+def faulty_flags(folder, fault: str) -> list[str]:
+    """A run of the faulty method on the small model."""
+    settings = {"method": f"{folder / 'faulty.py'}:Faulty", "steps": 1, "validate-every": 0, "reward.frames": "first"}
+    settings |= {"video.frames": 5, "video.height": 32, "video.width": 32, "output": folder / "run"}
+    return flags(settings | {"algorithm.batch-size": 4, "algorithm.micro-batch": 2, "algorithm.fault": fault})
+
+
+def test_a_bug_keeps_its_traceback(faulty):
+    """It ends with a note of what was at work, and the program with exit code 1."""
+    done = shell(*command(*faulty_flags(faulty, "bug")))
+    assert done.returncode == 1
+    lines = done.stderr.rstrip().splitlines()
+    assert lines[-2:] == ["ValueError: two shapes differ", "while working on method Faulty, training step 1"]
+    assert "Traceback (most recent call last):" in lines
+    assert any("faulty.py" in line and line.endswith("in step") for line in lines)  # the line of the bug itself
+    assert "error:" not in done.stderr
+
+
+def test_an_error_of_the_user_is_one_line(faulty):
+    done = shell(*command(*faulty_flags(faulty, "user")))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: algorithm.fault must be none, not user"]
+
+
+def test_a_scorer_that_raises_is_named_with_its_prompts(faulty):
+    """At most three prompts are named."""
+    (faulty / "prompts.txt").write_text("a red circle\na blue square\n")
+    kind = ["--reward.kind", f"{faulty / 'faulty.py'}:score", "--reward.path", ""]
+    words = [*kind, "--prompts", str(faulty / "prompts.txt"), "--output", str(faulty / "run")]
+    done = shell(*command(*SMALL["dance_grpo"], *words))
+    assert done.returncode == 1
+    lines = done.stderr.rstrip().splitlines()
+    assert lines[-3] == 'KeyError: "a scorer of one\'s own"' and "Traceback (most recent call last):" in lines
+    named = re.fullmatch(r"while working on scorer (\S+), prompts (.*), \.\.\.", lines[-2])
+    assert named and named[1].endswith("score"), lines[-2]
+    prompts = named[2].split(", ")
+    assert len(prompts) == 3 and set(prompts) == {"'a red circle'", "'a blue square'"}
+    assert lines[-1] == "while working on method DanceGRPO, training step 1"
+
+
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [
+        (
+            [],
+            "set --student.activation-checkpointing True; lower --algorithm.micro-batch (now 2); "
+            "train an adapter: --student.adapter.rank 16",
+        ),
+        (
+            ["--student.activation-checkpointing", "True", "--algorithm.micro-batch", "1"],
+            "train an adapter: --student.adapter.rank 16; set --student.precision bf16; "
+            "use more ranks with --parallel.shard, or --parallel.offload True",
+        ),
+    ],
+)
+def test_a_run_out_of_memory_names_three_settings(faulty, more, advice):
+    """Those with the largest effect that this run has not taken yet."""
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as error:
+        main([*faulty_flags(faulty, "memory"), *more])
+    notes = ["while working on method Faulty, training step 1", f"out of memory: {advice}"]
+    assert error.value.__notes__ == notes
 
 
 # Trackers.

@@ -51,7 +51,7 @@ COMMON = {"student.ema-decay": 0.5, "student.learning-rate": 1e-3, "student.warm
 }
 SMALL = {"video.frames": 5, "video.height": 32, "video.width": 32, "sampler.num-steps": 2, "reward.frames": "first"}
 PAIRS = {"algorithm.batch-size": 4, "algorithm.micro-batch": 1}
-# The critic moves in every step and the student in every second: the calendar is part of what is resumed.
+# The critic moves in every step and the student in every second: the update schedule is part of what is resumed.
 MATCHING = SMALL | PAIRS | {"algorithm.student-every": 2, "critic.learning-rate": 1e-3}
 METHODS = {
     "finetune": PAIRS | {"data.num-clips": 6, "sampler.num-steps": 1, "sampler.guidance-scale": 1},
@@ -248,7 +248,7 @@ def test_a_second_request_stops_at_once(lives, base, tmp_path, number, code):
     (pid,) = begun(lives, base, run, 1, **{"algorithm.batch-size": 400, "data.num-clips": 400})
     os.kill(pid, number)
     log = run.with_suffix(".log")
-    assert until(lambda: "ends after this step and saves" in log.read_text(), PATIENCE)
+    assert until(lambda: "finishing this step and saving" in log.read_text(), PATIENCE)
     os.kill(pid, number)
     assert lives.end([pid]) == [code], log.read_text()
     assert not (run / "checkpoints").exists()
@@ -314,7 +314,7 @@ def test_a_full_disk_on_two_ranks(lives, base, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1200k", "none", str(disk)], capture_output=True).returncode:
-        pytest.skip("no right to mount a tmpfs; test_saving.py fills a disk without one")
+        pytest.skip("no right to mount a tmpfs; test_manager.py fills a disk without one")
     try:
         words = flags({"method": "dance_grpo", "student.path": base} | COMMON | METHODS["dance_grpo"])
         log = tmp_path / "log"

@@ -15,13 +15,13 @@ from helpers import (
     weights,
 )
 
-from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.methods.base import Loss
+from unified_trainer.methods.base import Loss, Method, SingleUpdateConfig, trained
 from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.sampling import SamplerConfig
 from unified_trainer.tracking import Means
 from unified_trainer.trainer import Trainer
 
@@ -33,20 +33,11 @@ def velocity(role: Trainable, batch) -> torch.Tensor:
     return role.velocity(X_T[list(batch.sample_ids)], torch.full((len(batch),), 0.5), batch.cond)
 
 
-PLAN = BatchPlan(4, 1, 4, 2, ("P", "n", "G", "micro"))
-
-
-class Plain:
-    """Four prompts a step in parts of two; what a test does not care about."""
-
-    trained_for_sampler = False
-
-    def micro_batches(self, batch):
-        return batch.split(2)
+CONFIG = SingleUpdateConfig(batch_size=4, micro_batch=2)  # four prompts a step, in parts of two
 
 
 def trainer(codec, method, **roles) -> Trainer:
-    loader = Loader(Prompts(("red", "blue", "green", "yellow")), codec, PLAN, LATENT_SHAPE, "", 0, ALONE)
+    loader = Loader(Prompts(("red", "blue", "green", "yellow")), codec, CONFIG.plan(), LATENT_SHAPE, "", 0, ALONE)
     return Trainer(method, roles, loader, ALONE, seed=0)
 
 
@@ -80,11 +71,11 @@ def test_an_update_starts_from_no_gradient():
 # Lockstep.
 
 
-class Scripted(Plain):
-    """Yields, for the part that starts with sample 0 or 2, the losses written for it."""
+class Scripted(Method):
+    """Yields, for the part that starts with sample 0 or 2, the losses that `scripts` holds for it."""
 
-    def __init__(self, student, scripts) -> None:
-        self.student, self.scripts, self.told = student, scripts, []
+    config_class = SingleUpdateConfig
+    roles = {"student": trained(), "other": trained()}
 
     def step(self, batch, step, rng, mesh):
         for loss in self.scripts[batch.sample_ids[0]]:
@@ -93,8 +84,9 @@ class Scripted(Plain):
 
 
 def scripted(codec, first, second) -> Trainer:
-    student = Recorder()
-    return trainer(codec, Scripted(student, {0: first, 2: second}), student=student, other=Recorder())
+    roles = {"student": Recorder(), "other": Recorder()}
+    method = Scripted(CONFIG, SamplerConfig(), **roles, scripts={0: first, 2: second}, told=[])
+    return trainer(codec, method, **roles)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +96,7 @@ def scripted(codec, first, second) -> Trainer:
         ([], [{}]),
         ([{}, {}], [{}]),
         ([{"role": "student"}], [{"role": "other"}]),
-        ([{"moves": True}], [{"moves": False}]),
+        ([{"step_after": True}], [{"step_after": False}]),
     ],
 )
 def test_parts_that_disagree_are_an_error(codec, first, second):
@@ -113,7 +105,7 @@ def test_parts_that_disagree_are_an_error(codec, first, second):
 
 
 def test_all_parts_give_a_loss_before_any_gives_its_next(codec):
-    one = scripted(codec, [{"moves": False}, {}], [{"moves": False}, {}])
+    one = scripted(codec, [{"step_after": False}, {}], [{"step_after": False}, {}])
     one.step(0)
     assert one.method.told == [0, 2, 0, 2]
     assert len(one.roles["student"].gradients) == 1
@@ -121,7 +113,7 @@ def test_all_parts_give_a_loss_before_any_gives_its_next(codec):
 
 def test_several_losses_of_one_move_add_up(codec):
     """The mean over parts of the sum over losses: twice the same loss is twice the gradient."""
-    twice = scripted(codec, [{"moves": False}, {}], [{"moves": False}, {}])
+    twice = scripted(codec, [{"step_after": False}, {}], [{"step_after": False}, {}])
     once = scripted(codec, [{}], [{}])
     twice.step(0)
     once.step(0)
@@ -144,14 +136,14 @@ def test_an_average_counts_every_value_once():
     assert Means().over(ALONE) == {}
 
 
-# A method the trainer has never seen: a student and a critic that follows it.
+# A method from outside the package: a student, and a critic that learns the student's velocity.
 
 
-class Follow(Plain):
+class StudentAndCritic(Method):
     """The critic learns the student's velocity; every second step the student learns to be small, first."""
 
-    def __init__(self, *, student, critic) -> None:
-        self.student, self.critic = student, critic
+    config_class = SingleUpdateConfig
+    roles = {"student": trained(), "critic": trained()}
 
     def step(self, batch, step, rng, mesh):
         if step % 2 == 0:
@@ -163,18 +155,18 @@ class Follow(Plain):
         yield Loss("critic", loss, metrics={"critic_loss": loss.detach()})
 
 
-def follow(codec) -> Trainer:
+def student_and_critic(codec) -> Trainer:
     config = TrainableConfig(learning_rate=1e-2, warmup_updates=4, ema_decay=0.5)
     roles = {
         "student": trainable("student", config),
         "critic": trainable("critic", config, seed=1),
     }
-    return trainer(codec, Follow(**roles), **roles)
+    return trainer(codec, StudentAndCritic(CONFIG, SamplerConfig(), **roles), **roles)
 
 
 def test_each_role_has_its_own_clock(codec):
     """Five steps: the student moves in steps 0, 2, 4; its learning rate and average do not run on without it."""
-    one = follow(codec)
+    one = student_and_critic(codec)
     rows = [one.step(step) for step in range(5)]
     assert (one.roles["student"].updates, one.roles["critic"].updates) == (3, 5)
     assert [row["critic/learning_rate"] for row in rows] == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
@@ -184,7 +176,7 @@ def test_each_role_has_its_own_clock(codec):
 
 
 def test_the_average_stands_still_while_the_student_does(codec):
-    one = follow(codec)
+    one = student_and_critic(codec)
     one.step(0)
     before = {key: value.clone() for key, value in one.tensors().items() if key.startswith("student/")}
     one.step(1)
@@ -193,7 +185,7 @@ def test_the_average_stands_still_while_the_student_does(codec):
 
 def test_the_critic_sees_the_moved_student(codec):
     """The critic's gradient in step 0 is that of a student after its move."""
-    one, moved = follow(codec), follow(codec)
+    one, moved = student_and_critic(codec), student_and_critic(codec)
     one.roles["critic"] = one.method.critic = Recorder()
     one.step(0)
     critic, batch = Recorder(), one.loader.batch(0)
@@ -204,7 +196,7 @@ def test_the_critic_sees_the_moved_student(codec):
 
 
 def test_a_loss_of_one_role_leaves_the_other_without_gradient(codec):
-    one = follow(codec)
+    one = student_and_critic(codec)
     before = weights(one.roles["student"].network)
     one.step(1)
     assert_same(weights(one.roles["student"].network), before)
@@ -212,7 +204,7 @@ def test_a_loss_of_one_role_leaves_the_other_without_gradient(codec):
 
 
 def test_checkpoints_hold_every_role(codec):
-    keys = follow(codec).tensors().keys()
+    keys = student_and_critic(codec).tensors().keys()
     assert {key.split("/")[0] for key in keys} == {"student", "critic"}
     for kind in ("weights", "optimizer", "ema", "updates"):
         assert any(key.startswith(f"critic/{kind}") for key in keys)

@@ -22,7 +22,7 @@ from unified_trainer.commands.score import score
 from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.errors import UserError
 from unified_trainer.memory import memory_advice
-from unified_trainer.parallel.mesh import Mesh, where
+from unified_trainer.parallel.mesh import Mesh, peer_lost, where
 from unified_trainer.registry import method_named
 from unified_trainer.tracking import Tracker
 
@@ -40,6 +40,11 @@ def main(argv: list[str]) -> int:
             return train(settings.parse(argv, method_named, trained_sampler))
     except UserError as error:
         sys.stderr.write(f"error{where()}: {error}\n")
+        return 2
+    except RuntimeError as error:
+        if not peer_lost(error):
+            raise
+        sys.stderr.write(f"error{where()}: another rank has ended; its own message says why ({error})\n")
         return 2
     except KeyboardInterrupt:  # the second one, or one before the first step; a save that is under way is given up
         sys.stderr.write("stopped\n")

@@ -18,7 +18,7 @@ import yaml
 from unified_trainer import renamed
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.errors import UserError
-from unified_trainer.methods.base import Method, MethodConfig
+from unified_trainer.methods.base import DeclarationError, Method, MethodConfig, place_of
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
@@ -144,7 +144,15 @@ class RunConfig:
 
 @functools.cache
 def run_class(method: type[Method]) -> type[RunConfig]:
-    """Return the class of a method's settings: those of every run, of the method, and of each of its roles."""
+    """Return the class of a method's settings: those of every run, of the method, and of each of its roles.
+
+    DeclarationError if a role has the name of a setting.
+    """
+    taken = {f.name for f in dataclasses.fields(RunConfig)}
+    if both := sorted(taken & method.roles.keys()):
+        raise DeclarationError(
+            f"{place_of(method)}: method {method.__name__} cannot call a role {both[0]!r}: that is a run's setting"
+        )
     sections = {"algorithm": method.config_class}
     sections |= {name: spec.config_class for name, spec in method.roles.items() if spec.config_class}
     fields = [(name, kind, field(default_factory=kind)) for name, kind in sections.items()]
@@ -267,8 +275,7 @@ def _refuse_renamed(argv: Sequence[str], method: str) -> None:
             if new is None:
                 raise ConfigError(f"{flag} was removed: a role that is not trained keeps no activations; leave it out")
             if new != key:
-                unit = ", in [0, 1] instead of thousandths" if key == "sampler.step_list" else ""
-                raise ConfigError(f"{flag}: renamed to --{new.replace('_', '-')}{unit}")
+                raise ConfigError(f"{flag}: renamed to --{new.replace('_', '-')}{renamed.UNITS.get(key, '')}")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ SETTINGS: tuple[tuple[str, str | None], ...] = (
     (r"sentinel\.(\w+)", r"hacking_monitor.\1"),
 )
 BALANCE = "algorithm.expert_balance"  # now a setting of the role whose noise levels it balances
+UNITS = {"sampler.step_list": ", in [0, 1] instead of thousandths"}  # added to the message of a renamed flag
 METRICS = {
     "k": "approx_kl",
     "k_noise": "log_ratio_noise_floor",

@@ -93,10 +93,7 @@ def generate(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, d
 
 def predict_at(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
     """Return the x0 that network call number `step` predicts; only that call keeps a graph, and it is the last."""
-
-    def velocity(x_t: Latents, sigma: Tensor) -> Latents:
-        return policy_velocity(role, x_t, sigma, batch, sampler)
-
+    velocity = functools.partial(policy_velocity, role, batch=batch, sampler=sampler)
     return _sample_to_step(velocity, noise, sampler, draw, step)
 
 
@@ -158,10 +155,7 @@ def rollout(
     step s.
     """
     if not sampler.chunks.causal:
-
-        def velocity(x_t: Latents, sigma: Tensor) -> Latents:
-            return policy_velocity(role, x_t, sigma, batch, sampler)
-
+        velocity = functools.partial(policy_velocity, role, batch=batch, sampler=sampler)
         return _policy_walk(velocity, noise, sampler, policy, window, draw)
     draw = functools.cache(draw)
     sigmas = sampler.sigmas()[:-1]

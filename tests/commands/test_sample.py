@@ -145,7 +145,7 @@ def test_a_stream_is_made_as_it_goes(runs):
 
 
 def test_longer_than_its_run(runs):
-    """It looks back as far as it was trained to, and each chunk costs the same."""
+    """It attends to as many frames as in training, and each chunk costs the same."""
     one = of_length(trained(runs / "causal"), 33, None, None, 1)
     assert one.run.sampler.chunks.window_frames == 4 and one.run.sampler.chunks.sink_frames == 0
     video = sampled(one, PROMPTS[:1], 0, 1)

@@ -1,4 +1,4 @@
-"""The loader: every prompt once an epoch, a new order each epoch, a pure function of the step, the ranks a partition."""
+"""The loader: every prompt once an epoch, a new order each epoch, a function of the step, the ranks a partition."""
 
 import pytest
 import torch

@@ -70,7 +70,7 @@ def levels(frames: int, chunks: ChunkConfig, batch: int = 2) -> torch.Tensor:
 
 
 def cached(model, x_t, sigma, cond, chunks, finished):
-    """Return the velocity of all chunks, run one after the other over a KV cache, and the cache after them."""
+    """All chunks one after the other, each attending to the finished ones; the velocity, and the cache after."""
     cache, parts = model.open_cache(chunks), []
     for start, stop in chunks.ranges(x_t.shape[2]):
         parts.append(model.velocity_cached(x_t[:, :, start:stop], sigma[:, start], cond, cache))
@@ -145,7 +145,7 @@ def test_cached_is_teacher_forcing(frames, chunks, patch):
 @pytest.mark.parametrize(("frames", "chunks"), CASES)
 @torch.no_grad()
 def test_cached_is_block_causal_at_the_context_noise(frames, chunks):
-    """Later chunks attend to chunks at the context's own level."""
+    """Chunks at the context's own level are what later chunks attend to."""
     model, cond, x = causal(), condition(2), latents(frames)
     sigma = torch.full((2, frames), chunks.context_noise, dtype=torch.float64)
     one_by_one, _ = cached(model, x, sigma, cond, chunks, x)
@@ -369,7 +369,7 @@ def rollout(model, x, sigma, cond, chunks, with_gradient):
 
 
 @pytest.mark.parametrize("chunks", [ChunkConfig(2), ChunkConfig(2, window_frames=4, sink_frames=2)])
-def test_recomputed_activations_look_back_on_what_was_there(chunks):
+def test_recomputed_activations_attend_to_what_was_there(chunks):
     """At the backward pass the cache is at the end of the rollout, its frames others than a chunk saw."""
     grads = []
     for checkpointing in (False, True):

@@ -71,13 +71,13 @@ OPTIONS = {
 # Far above rounding, so that AdamW does not turn a rounded gradient into a step of its own.
 MOVING = {"learning_rate": 1e-3, "eps": 1e-2, "max_grad_norm": 1e3}
 FEW = SamplerConfig(num_steps=3, guidance_scale=1.0, solver="sde")
-# Frame by frame, each of three tokens; the last looks back on one of the two before it.
+# Chunks of one frame, each of three tokens; the last attends to one of the two before it.
 FRAMES = ChunkConfig(chunk_frames=1, window_frames=1, context_noise=0.1)
 GRPO = DanceGRPOConfig(num_prompts=2, num_samples=2, prompts_per_update=2, rollout_batch=2, timestep_fraction=1.0)
 
 
-class ReplayStats:
-    """The whole gradient of every update."""
+class RecordsGradients:
+    """A role that keeps the whole gradient of every update."""
 
     gradients: list[dict[str, torch.Tensor]]
 
@@ -86,19 +86,19 @@ class ReplayStats:
         return super().step()
 
 
-class SeenTrainable(ReplayStats, Trainable):
+class RecordingTrainable(RecordsGradients, Trainable):
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self.gradients = []
 
 
-class SeenCausal(ReplayStats, CausalStudent):
+class RecordingCausal(RecordsGradients, CausalStudent):
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self.gradients = []
 
 
-class SeenCritic(ReplayStats, Critic):
+class RecordingCritic(RecordsGradients, Critic):
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self.gradients = []
@@ -112,7 +112,7 @@ def own(name: str, kind: type, mesh: Mesh, model: VideoModel, **settings) -> Tra
 
 
 def finetune(mesh: Mesh, micro_batch: int = 2) -> tuple[Finetune, dict[str, Trainable], Clips]:
-    student = own("student", SeenTrainable, mesh, small_model())
+    student = own("student", RecordingTrainable, mesh, small_model())
     encoded = torch.randn(8, *SHAPE, generator=torch.Generator().manual_seed(7))
     clips = Clips(tuple(CAPTIONS[i % 3] for i in range(8)), encoded)
     config = FinetuneConfig(batch_size=8, micro_batch=micro_batch, caption_dropout=0.5)
@@ -121,8 +121,8 @@ def finetune(mesh: Mesh, micro_batch: int = 2) -> tuple[Finetune, dict[str, Trai
 
 def dmd2(mesh: Mesh, micro_batch: int = 1, student_every: int = 2) -> tuple[DMD2, dict[str, Trainable], Clips]:
     """With the GAN term, whose gradient goes through the critic to the samples."""
-    student = own("student", SeenTrainable, mesh, small_model())
-    critic = own("critic", SeenCritic, mesh, small_model(1))
+    student = own("student", RecordingTrainable, mesh, small_model())
+    critic = own("critic", RecordingCritic, mesh, small_model(1))
     teacher = Frozen("teacher", Backbone(small_model(2), mesh), RoleConfig())
     return matching(student, teacher, critic, micro_batch, student_every)
 
@@ -135,7 +135,7 @@ def dmd2_adapters(mesh: Mesh, micro_batch: int = 1) -> tuple[DMD2, dict[str, Tra
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are the point
         backbone = Backbone(small_model(0), mesh, adapters=adapters, activation_checkpointing=True)
     config = TrainableConfig(**MOVING, adapter=adapter)
-    student, critic = SeenTrainable("student", backbone, config), SeenCritic("critic", backbone, config)
+    student, critic = RecordingTrainable("student", backbone, config), RecordingCritic("critic", backbone, config)
     return matching(student, Frozen("teacher", backbone, RoleConfig()), critic, micro_batch, 1)
 
 
@@ -156,9 +156,9 @@ def matching(student: Trainable, teacher: Frozen, critic: Critic, micro_batch: i
 def self_forcing(mesh: Mesh, micro_batch: int = 1) -> tuple[SelfForcing, dict[str, Trainable], Clips]:
     """Exits of their own for the chunks, activations recomputed when the cache is further on."""
     student = own(
-        "student", SeenCausal, mesh, small_causal(), activation_checkpointing=True, selective_checkpointing=True
+        "student", RecordingCausal, mesh, small_causal(), activation_checkpointing=True, selective_checkpointing=True
     )
-    critic = own("critic", SeenCritic, mesh, small_model(1))
+    critic = own("critic", RecordingCritic, mesh, small_model(1))
     teacher = Frozen("teacher", Backbone(small_model(2), mesh), RoleConfig())
     config = SelfForcingConfig(
         batch_size=4, micro_batch=micro_batch, guidance_scale=2.0, student_every=2, same_step_across_chunks=False
@@ -169,12 +169,14 @@ def self_forcing(mesh: Mesh, micro_batch: int = 1) -> tuple[SelfForcing, dict[st
 
 
 def dance_grpo(mesh: Mesh, micro_batch: int = 1) -> tuple[DanceGRPO, dict[str, Trainable], Clips]:
-    return policy_gradient(own("student", SeenTrainable, mesh, small_model()), ChunkConfig(), micro_batch)
+    return policy_gradient(own("student", RecordingTrainable, mesh, small_model()), ChunkConfig(), micro_batch)
 
 
 def dance_grpo_in_chunks(mesh: Mesh, micro_batch: int = 1) -> tuple[DanceGRPO, dict[str, Trainable], Clips]:
-    """Updates look back on the clean chunks in one masked pass, every token at its own noise level."""
-    return policy_gradient(own("student", SeenCausal, mesh, small_causal()), ChunkConfig(chunk_frames=1), micro_batch)
+    """Updates attend to the clean chunks in one masked pass, every token at its own noise level."""
+    return policy_gradient(
+        own("student", RecordingCausal, mesh, small_causal()), ChunkConfig(chunk_frames=1), micro_batch
+    )
 
 
 def policy_gradient(student: Trainable, chunks: ChunkConfig, micro_batch: int):
@@ -223,7 +225,7 @@ def samples_and_noise(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
 
 def stale(mesh: Mesh) -> torch.Tensor:
     """What a network makes of an input after its weights moved, when it had made something of it before."""
-    role = own("student", SeenTrainable, mesh, small_model())
+    role = own("student", RecordingTrainable, mesh, small_model())
     x_t = torch.randn(1, *SHAPE, generator=torch.Generator().manual_seed(0))
     cond = tiny_codec().encode_text([CAPTIONS[0]])
     with torch.no_grad():
@@ -233,7 +235,7 @@ def stale(mesh: Mesh) -> torch.Tensor:
         return role.velocity(x_t, torch.tensor([0.5]), cond)
 
 
-def looking_back(mesh: Mesh) -> dict[str, torch.Tensor]:
+def causal_passes(mesh: Mesh) -> dict[str, torch.Tensor]:
     """A causal network's passes over three frames, the gradients they give, and what its cache holds and is said to."""
     backbone = Backbone(small_causal(), mesh, trained=True, activation_checkpointing=True)
     model, cond = backbone.model, tiny_codec().encode_text(CAPTIONS[:2])
@@ -263,7 +265,7 @@ def looking_back(mesh: Mesh) -> dict[str, torch.Tensor]:
 
 
 def disagreement(mesh: Mesh) -> str:
-    """What is said when the ranks do not follow the same calendar."""
+    """Return the error of ranks that follow different update schedules."""
     one = trainer(mesh, *dmd2(mesh, student_every=1 + mesh.rank))
     one.step(0)
     try:
@@ -288,9 +290,7 @@ def on_two(mesh: Mesh) -> tuple[dict[str, torch.Tensor], str]:
         one = Mesh.join("cpu", config)
         rows = trajectory(one, *finetune(one, micro_batch))
         found |= {f"options/{name}/{key}": value for key, value in rows.items()}
-    found |= {
-        f"looking back/{key}": value for key, value in looking_back(Mesh.join("cpu", MESHES[2]["sequence"])).items()
-    }
+    found |= {f"causal/{key}": value for key, value in causal_passes(Mesh.join("cpu", MESHES[2]["sequence"])).items()}
     return found, disagreement(mesh)
 
 

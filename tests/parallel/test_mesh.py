@@ -3,14 +3,16 @@
 import math
 
 import pytest
-from helpers import CPU
+from helpers import CPU, SMALL
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unified_trainer import config as settings
 from unified_trainer.__main__ import main
-from unified_trainer.build import _check_sequence
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig, where
+from unified_trainer.plan import check
+from unified_trainer.registry import method_named
 
 SIZES = st.integers(1, 5)
 
@@ -67,13 +69,11 @@ def test_a_single_process_has_one_mesh(flags, said, capsys, run_folder):
 
 
 def test_heads_that_do_not_divide_are_refused_from_the_config_alone():
-    paths, three = {"student": "tiny"}, Mesh(CPU, 0, 3, ParallelConfig(shard=1, sequence=3))
-    with pytest.raises(
-        ValueError, match=r"parallel\.sequence must divide the 4 attention heads of student\.path, but is 3"
-    ):
-        _check_sequence(paths, three)
-    _check_sequence(paths, Mesh(CPU, 0, 2, ParallelConfig(shard=1, sequence=2)))
-    _check_sequence(paths, Mesh(CPU))
+    run = settings.parse(SMALL["dance_grpo"], method_named, lambda spec: None)
+    with pytest.raises(UserError, match=r"parallel\.sequence \(3\) must divide the 4 attention heads of student\.path"):
+        check(run, Mesh(CPU, 0, 3, ParallelConfig(shard=1, sequence=3)))
+    check(run, Mesh(CPU, 0, 2, ParallelConfig(shard=1, sequence=2)))
+    check(run, Mesh(CPU))
 
 
 def test_one_process_agrees_with_itself():

@@ -78,8 +78,8 @@ def test_four_ranks_learn_what_one_does(four, mesh, method):
 
 
 def test_a_causal_network_with_shared_tokens_is_that_of_one_rank(two):
-    """Three tokens a frame, over two ranks; cached, masked, and looking back on clean frames in one pass."""
-    ours, expected = below(two[0], "looking back/"), meshes.looking_back(ALONE)
+    """Three tokens a frame, over two ranks; cached, masked, and attending to clean frames in one pass."""
+    ours, expected = below(two[0], "causal/"), meshes.causal_passes(ALONE)
     assert ours.keys() == expected.keys()
     for name in ("cached", "masked", "forced"):
         torch.testing.assert_close(ours[name], expected[name], rtol=0, atol=1e-6)
@@ -91,8 +91,8 @@ def test_a_causal_network_with_shared_tokens_is_that_of_one_rank(two):
 
 def test_a_rank_keeps_its_heads_of_the_cache(two):
     """Half of what one rank holds, and as much as is said before anything is made."""
-    ours, expected = two[0], meshes.looking_back(ALONE)
-    assert expected["held"] == expected["said"] == 2 * ours["looking back/held"] == 2 * ours["looking back/said"] > 0
+    ours, expected = two[0], meshes.causal_passes(ALONE)
+    assert expected["held"] == expected["said"] == 2 * ours["causal/held"] == 2 * ours["causal/said"] > 0
 
 
 @pytest.mark.parametrize("method", meshes.METHODS)

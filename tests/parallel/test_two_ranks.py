@@ -84,7 +84,7 @@ def test_the_mesh_gathers_in_rank_order(metrics):
 
 @pytest.mark.parametrize("method", two_ranks.METHODS)
 def test_one_rank_continues_what_two_saved(folder, tensors, method):
-    """Weights, moments, averaged weights and counters; the shards of an average are whole, not one rank's."""
+    """Weights, moments, EMA weights and counters; the shards of the EMA are whole, not one rank's."""
     one = two_ranks.trainer(method, ALONE, moves=True)
     assert one.resume(folder / method) == (2, [])
     assert_same(two_ranks.whole(one), below(tensors, f"{method}/state/"))

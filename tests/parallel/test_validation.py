@@ -13,7 +13,7 @@ import validated
 
 
 def test_two_ranks_measure_what_one_does(tmp_path):
-    """Rewards, the judge, and the Frechet distance to the real clips, which go with the sample and not with the rank.
+    """Rewards, accuracies, and the Frechet distance to the real clips, which go with the sample and not with the rank.
 
     Other real clips of the same captions move the distance by a twentieth of itself; rounding does by 1e-4.
     """

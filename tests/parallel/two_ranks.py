@@ -33,9 +33,11 @@ GRPO = DanceGRPOConfig(**SIZES, timestep_fraction=0.5, best_of_n=2)
 MOVING = TrainableConfig(learning_rate=1e-3, ema_decay=0.5, max_grad_norm=0.1, warmup_updates=3)
 MATCHING = DMD2Config(batch_size=4, micro_batch=1, guidance_scale=2.0, student_every=1, gan_weight=0.5)
 # The first prompt teaches nothing, so that one rank lacks a group and the other none.
-REFILL = DanceGRPOConfig(**SIZES | {"prompts_per_update": 2}, timestep_fraction=0.5, dynamic_sampling_rounds=2)
+DYNAMIC_SAMPLING = DanceGRPOConfig(
+    **SIZES | {"prompts_per_update": 2}, timestep_fraction=0.5, dynamic_sampling_rounds=2
+)
 # dmd2_shared: adapters over one base, recomputed activations.
-METHODS = ("finetune", "dance_grpo", "refill", "dmd2", "dmd2_shared")
+METHODS = ("finetune", "dance_grpo", "dynamic_sampling", "dmd2", "dmd2_shared")
 PROGRAM = SMALL["dance_grpo"] + flags(
     {"steps": 2, "validate-every": 2, "validation.num-videos": 1, "student.ema-decay": 0.5}
     | {"algorithm.update-batch": 2, "algorithm.rollout-batch": 2}
@@ -50,9 +52,9 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
     if method.startswith("dmd2"):
         shared = method == "dmd2_shared"
         return dmd2(MATCHING, shared=shared, checkpointing=shared, **recorder)
-    if method == "refill":
-        first = dance_grpo(REFILL).loader.batch(0).prompts[0]
-        return dance_grpo(REFILL, scorer=StubbornScorer({first}), **recorder)
+    if method == "dynamic_sampling":
+        first = dance_grpo(DYNAMIC_SAMPLING).loader.batch(0).prompts[0]
+        return dance_grpo(DYNAMIC_SAMPLING, scorer=StubbornScorer({first}), **recorder)
     scorer = ScriptedScorer(())
     one = dance_grpo(GRPO, sampler=SamplerConfig(num_steps=4, guidance_scale=2.0), scorer=scorer, **recorder)
     batch = one.loader.batch(0)  # the rewards of this rank's samples, whatever rank holds them

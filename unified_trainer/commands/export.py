@@ -48,12 +48,12 @@ def export(
     Args:
         run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the EMA weights with :ema
         out: folder to write; must be empty or absent
-        role: whose weights
-        dtype: of the weights
+        role: role whose weights are written
+        dtype: precision of the written weights
         adapter: merge an adapter into the weights, or write it alone: in peft's layout (peft), or by the names of the
             family's published adapters (published), of two experts one file each
         components: the base's text encoder, VAE and the rest: hard links (copies across file systems), copies, or none
-        max_shard_size: of one file of weights
+        max_shard_size: largest size of one file of weights
         base: pipeline folder that the role started from, if it is no longer where the run found it
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -41,10 +41,10 @@ def rollout(
         output: folder to write: rollout.json, latents/N.safetensors, scores/NAME.jsonl; must be empty, absent or
             written by this command
         num_samples: samples of each prompt
-        seed: of the first sample's noise; sample i has seed + i
+        seed: seed of the first sample's noise; sample i has seed + i
         batch: samples at a time, and in one file
-        num_videos: how many samples are written as videos/N.mp4 too
-        name: of these scores; `score` adds more under other names
+        num_videos: number of samples that are also written as videos/N.mp4
+        name: name of these scores; `score` adds more under other names
         reward: YAML file with a section reward, as in a recipe; by default the reward of the run
         device: where to run
         base: pipeline folder that the student started from, if it is no longer where the run found it

@@ -46,13 +46,13 @@ def sample(
         run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the EMA weights with :ema
         prompts: each a prompt, or a file with one a line; "a | b" with --stream switches from a to b in one video
         output: folder to write: N.mp4 of prompt N, contact_sheet.png, samples.json; must be empty or absent
-        seed: of the first video's noise; video i has seed + i
+        seed: seed of the first video's noise; video i has seed + i
         batch: videos at a time
         frames: pixel frames of a video; 0 takes the run's
         stream: write the frames chunk by chunk as they are generated, and report the speed; causal students only
         window_frames: finished latent frames that a causal student attends to; by default the run's. A video longer
             than the run's, of a run without a window, has the longest past of the run
-        sink_frames: how many of those are always the first ones of the video; by default the run's
+        sink_frames: number of them that are always the first frames of the video; by default the run's
         device: where to run
         base: pipeline folder that the student started from, if it is no longer where the run found it
     """

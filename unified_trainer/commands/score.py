@@ -27,7 +27,7 @@ def score(
     Args:
         folder: folder that `rollout` wrote
         reward: YAML file with a section reward, as in a recipe
-        name: of the scores: scores/NAME.jsonl, which must be absent or of this reward
+        name: name of the scores in scores/NAME.jsonl, which must be absent or of this reward
         device: where to run
         base: pipeline folder whose VAE decodes the latents, if it is no longer where the rollouts found it
     """

@@ -1,4 +1,4 @@
-"""The contract of a method: what it declares, and the losses it yields.
+"""The base of all methods: what a method declares, and the losses it yields.
 
 A method is declared, never discovered: it lists its roles, names its settings' class and says whether it reads a
 reward. The declaration is checked when its module is imported.
@@ -13,25 +13,16 @@ from torch import Tensor
 
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.errors import UserError
+from unified_trainer.numerics.flow import NoiseLevelLaw
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.experts import ExpertLayout, NoiseLaw, check_balance
+from unified_trainer.roles.experts import ExpertLayout, check_balance
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch
 
-RESERVED = (
-    "algorithm",
-    "data",
-    "parallel",
-    "reward",
-    "sampler",
-    "tracking",
-    "validation",
-    "video",
-)  # settings sections
-PARTS = ("reward", "loader")  # what a method with `uses_reward` gets beside its roles
+PARTS = ("reward", "loader")  # constructor arguments of a method with `uses_reward`, beside its roles
 
 
 class DeclarationError(UserError):
@@ -91,7 +82,7 @@ def updated_copy(of: str) -> RoleSpec:
 
 @dataclass(frozen=True)
 class MethodSetup:
-    """What is known of a run before any weight is read; a method's `check` reads it."""
+    """A run before any weight is read, as a method's `check` sees it."""
 
     sampler: SamplerConfig
     roles: Mapping[str, RoleConfig]  # settings of each role
@@ -113,7 +104,7 @@ class MethodSetup:
         if isinstance(scale, tuple) and self.layouts[role].boundary is None:
             raise UserError(f"{key} {scale} is for two experts, but {role} is one network: give one number")
 
-    def check_noise_levels(self, role: str, law: NoiseLaw, partner: str = "") -> None:
+    def check_noise_levels(self, role: str, law: NoiseLevelLaw, partner: str = "") -> None:
         """Raise UserError unless `expert_balance` of the role fits the law its noise levels are drawn from."""
         config = self.roles[role]
         boundary = self.layouts[role].boundary
@@ -196,7 +187,7 @@ def _check_declaration(cls: type[Method]) -> None:
     """Raise DeclarationError for a method class that build cannot construct."""
 
     def fail(why: str) -> None:
-        raise DeclarationError(f"{_place(cls)}: method {cls.__name__} {why}")
+        raise DeclarationError(f"{place_of(cls)}: method {cls.__name__} {why}")
 
     config_class, roles = cls.config_class, cls.roles
     derived = (
@@ -214,8 +205,8 @@ def _check_declaration(cls: type[Method]) -> None:
     for name, spec in roles.items():
         if not isinstance(spec, RoleSpec):
             fail(f"declares role {name} as {spec!r}: use trained(), frozen(), initial_copy() or updated_copy()")
-        if not name.isidentifier() or name in RESERVED or name in PARTS:
-            fail(f"cannot call a role {name!r}: it must be an identifier and no section of the settings")
+        if not name.isidentifier() or name in PARTS:
+            fail(f"cannot call a role {name!r}: it must be an identifier, and not {' or '.join(PARTS)}")
         origin = spec.starts_from or first
         if origin not in roles:
             fail(f"declares that role {name} starts from {origin}, which is not one of its roles ({', '.join(roles)})")
@@ -230,8 +221,8 @@ def _check_declaration(cls: type[Method]) -> None:
             fail(f"has a constructor with {', '.join(given)}, but declares {', '.join(wanted)}")
 
 
-def _place(cls: type) -> str:
-    """The file and line of a class."""
+def place_of(cls: type) -> str:
+    """Return the file and line of a class."""
     try:
         return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
     except (OSError, TypeError):

@@ -32,7 +32,7 @@ from unified_trainer.rl.groups import GroupConfig, compute_advantages
 from unified_trainer.rl.minibatches import Minibatch
 from unified_trainer.rl.reference_kl import KLSettings, ReferenceKL
 from unified_trainer.rl.replay import Replay, ReplayCollector, ReplayStats, Trajectories, transition_noise
-from unified_trainer.rl.samples import ScoredSamples, sample_and_score
+from unified_trainer.rl.samples import sample_and_score
 from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.rl.updates import LossAt, MinibatchLoss, update_losses
 from unified_trainer.roles.reward import Reward
@@ -189,7 +189,8 @@ class DanceGRPO(Method):
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         window = self.config.window.at(step, self.sampler.num_steps - 1, rng.shared)
         trained = self._trained_transitions(window, rng)
-        collect = partial(self._collect, window=window, rng=rng)
+        sample = partial(self._rollout, window=window, rng=rng)
+        collect = partial(sample_and_score, size=self.config.rollout_batch, sample=sample, reward=self.reward)
         samples, resampled = resample_groups(collect(batch), self.config, collect, self.reward, self.loader, step, mesh)
         trajectories = Trajectories(samples.batch, samples.rollout, window, rng)
         penalty, kl_metrics = self.kl.penalty(trajectories, mesh)
@@ -208,10 +209,6 @@ class DanceGRPO(Method):
         trainable = [s for s in window if self.student.trains(self.policy.sigmas[s])]
         count = max(1, round(self.config.timestep_fraction * len(trainable)))
         return sorted(trainable[i] for i in rng.shared.permutation(len(trainable))[:count])
-
-    def _collect(self, batch: Batch, window: range, rng: Streams) -> ScoredSamples:
-        sample = partial(self._rollout, window=window, rng=rng)
-        return sample_and_score(batch, self.config.rollout_batch, sample, self.reward)
 
     def _rollout(self, batch: Batch, window: range, rng: Streams) -> Rollout:
         keys = batch.prompt_ids if self.config.init_same_noise else batch.sample_ids

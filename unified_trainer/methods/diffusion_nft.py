@@ -96,7 +96,8 @@ class DiffusionNFT(Method):
         calls = trainable_steps(self.student, self.sampler)
         count = max(1, round(self.config.timestep_fraction * len(calls)))
         levels = sorted(calls[i] for i in rng.shared.permutation(len(calls))[:count])
-        collect = partial(self._collect, rng=rng)
+        sample = partial(self._rollout, rng=rng)
+        collect = partial(sample_and_score, size=self.config.rollout_batch, sample=sample, reward=self.reward)
         samples, resampled = resample_groups(collect(batch), self.config, collect, self.reward, self.loader, step, mesh)
         advantages = compute_advantages(
             self.config, self.reward, samples.scores, None, samples.batch, self.loader, mesh
@@ -109,9 +110,6 @@ class DiffusionNFT(Method):
 
         yield from update_losses(advantages, levels, start_update, metrics)
         self.old.update_from(self.student, decay)
-
-    def _collect(self, batch: Batch, rng: Streams) -> ScoredSamples:
-        return sample_and_score(batch, self.config.rollout_batch, partial(self._rollout, rng=rng), self.reward)
 
     def _rollout(self, batch: Batch, rng: Streams) -> Rollout:
         def draw(name: str | int) -> Latents:

@@ -65,7 +65,7 @@ class ODEInit(Method):
                 yield Loss("student", loss, metrics={"loss": loss.detach()})
 
     def _by_chunk(self, states: list[Latents], offset: int) -> tuple[Latents, PerFrame]:
-        """Give neighbouring chunks different noise levels; over all offsets each chunk has been at every level."""
+        """Give adjacent chunks different noise levels; over all offsets each chunk has been at every level."""
         frames = states[0].shape[2]
         ranges = self.chunks.ranges(frames)
         rows = [(offset + c) % len(states) for c, (start, stop) in enumerate(ranges) for _ in range(start, stop)]

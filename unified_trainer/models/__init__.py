@@ -1,1 +1,1 @@
-"""Model families: one folder or file each, behind the contract in base.py."""
+"""Model families: one folder or file each, behind the protocols in base.py."""

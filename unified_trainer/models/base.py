@@ -1,4 +1,4 @@
-"""The contract of a model family: networks to train, and a codec that all roles share."""
+"""The protocols of a model family: networks to train, and a codec that all roles share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -54,7 +54,7 @@ def _block_mask(frame_mask: Bool[Tensor, "t t"], tokens: int) -> BlockMask:
 
 def _listed(blocks: Bool[Tensor, "q k"]) -> tuple[Tensor, Tensor]:
     """Count the key blocks of each query block, and list them first."""
-    order = blocks.int().argsort(dim=1, descending=True, stable=True)
+    order = (~blocks).int().argsort(dim=1, stable=True)
     return blocks.sum(1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 

@@ -196,6 +196,12 @@ class Mesh:
             dist.barrier(group=self.control_group)
 
 
+def peer_lost(error: RuntimeError) -> bool:
+    """Return whether a collective failed because another rank has ended."""
+    lost = ("Connection closed by peer", "Connection reset by peer", "remote process exited", "Broken pipe")
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in lost)
+
+
 def where() -> str:
     """Return " on rank R" for messages, or "" if there is one rank."""
     return "" if os.environ.get("WORLD_SIZE", "1") == "1" else f" on rank {os.environ.get('RANK', '0')}"

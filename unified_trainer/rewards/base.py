@@ -1,4 +1,4 @@
-"""The contract of a scorer, and the settings of the scorers that a reward is made of."""
+"""The interface of a scorer, and the settings of the scorers that a reward is made of."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -26,7 +26,7 @@ def luma(video: Video) -> Float[Tensor, "b frames height width"]:
 def sharpness(video: Video) -> PerSample:
     """Compute the standard deviation of luma's Laplacian, averaged over frames (Pech-Pacheco et al., ICPR 2000).
 
-    The Laplacian has 4 neighbours. The measure rises with detail and with noise: alone it is easily hacked.
+    The Laplacian has 4 neighbors. The measure rises with detail and with noise: alone it is easily hacked.
     """
     y = luma(video)
     middle = y[..., 1:-1, 1:-1]
@@ -35,9 +35,9 @@ def sharpness(video: Video) -> PerSample:
 
 
 def motion_smoothness(video: Video) -> PerSample:
-    """Compute 1 - sum |a - 2 b + c| / sum (|a - b| + |b - c|) over neighbouring frames a, b, c of cells; in [0, 1].
+    """Compute 1 - sum |a - 2 b + c| / sum (|a - b| + |b - c|) over adjacent frames a, b, c of cells; in [0, 1].
 
-    The numerator is the error of linear interpolation from both neighbours: VBench's motion smoothness
+    The numerator is the error of linear interpolation from both neighbors: VBench's motion smoothness
     (arXiv:2311.17982) without its network. A clip without motion has 1, so read it with `motion_energy`. Raise
     ValueError for less than three frames.
     """

@@ -1,1 +1,1 @@
-"""What the methods that learn from rewards share."""
+"""Parts shared by the methods that learn from rewards."""

@@ -6,7 +6,7 @@ noise levels it trains.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,18 +22,6 @@ Expert = Literal["high", "low", ""]  # the high-noise or the low-noise expert; "
 Rows = slice | Int[Tensor, " m"]
 RowMask = Bool[Tensor, " b"] | Bool[Tensor, "b t"]  # the samples, or their frames, that one expert runs on
 Balance = Literal["mixed", "natural", "equal"]
-
-
-class NoiseLaw(Protocol):
-    """A distribution of noise levels."""
-
-    def __call__(self, u: PerSample) -> PerSample:
-        """Return the noise levels for numbers u that are uniform in [0, 1); the level rises with u."""
-        ...
-
-    def share_above(self, boundary: float) -> float:
-        """Return the probability of a noise level of at least `boundary`."""
-        ...
 
 
 @dataclass(frozen=True)

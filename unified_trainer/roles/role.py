@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from unified_trainer.errors import working_on
 from unified_trainer.models.base import VideoModel
-from unified_trainer.numerics.flow import GuidanceScale, guide
+from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw, guide
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.experts import (
@@ -21,7 +21,6 @@ from unified_trainer.roles.experts import (
     Expert,
     ExpertConfig,
     ExpertPair,
-    NoiseLaw,
     RowMask,
     Rows,
     balanced_uniform,
@@ -79,6 +78,8 @@ class TrainableConfig(LearnerConfig, RoleConfig):
 class Role:
     """A velocity field: one network, or two experts that meet at a noise level."""
 
+    keeps_graph: ClassVar[bool] = True  # False: no pass of this role has a gradient
+
     def __init__(self, name: str, networks: Backbone | ExpertPair, config: RoleConfig) -> None:
         self.name = name
         self.config = config
@@ -124,10 +125,11 @@ class Role:
         A role with two experts names the one to run.
         """
         key = self.key(self.name, expert, " ")
-        self._mesh.assert_same(f"pass of {key} {_with_gradient()}")
+        self._mesh.assert_same(f"pass of {key} {self._with_gradient()}")
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
-        backbone = self._backbones[expert]
-        with working_on(f"role {key}"), backbone.running(self.key(self.name, expert)) as model, autocast:
+        running = self._backbones[expert].running(self.key(self.name, expert))
+        graph = torch.is_grad_enabled() and self.keeps_graph
+        with working_on(f"role {key}"), torch.set_grad_enabled(graph), running as model, autocast:
             yield model
 
     @property
@@ -156,19 +158,20 @@ class Role:
         """Rows of each expert that runs on any rank; some may have no row on this one."""
         if self.boundary is None:
             return {"": torch.ones(len(sigma), dtype=torch.bool)}
-        self._mesh.assert_same(f"pass of {self.name}, split at {self.boundary:g}, {_with_gradient()}")
+        self._mesh.assert_same(f"pass of {self.name}, split at {self.boundary:g}, {self._with_gradient()}")
         mine = row_masks(sigma, self.boundary)
         here = torch.tensor([[bool(mask.any()) for mask in mine.values()]])
         anywhere = self._mesh.all_gather_cpu(here).any(0).tolist()
         return {expert: mask for (expert, mask), runs in zip(mine.items(), anywhere, strict=True) if runs}
 
+    def _with_gradient(self) -> str:
+        return "with gradient" if torch.is_grad_enabled() and self.keeps_graph else "without gradient"
+
 
 class Frozen(Role):
     """A role whose weights never change: a teacher, or the reference of a KL."""
 
-    @torch.no_grad()
-    def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
-        return super().velocity(x_t, sigma, cond)
+    keeps_graph = False
 
 
 class Trainable(Role):
@@ -211,7 +214,7 @@ class Trainable(Role):
         return {f"transitions_{expert}": float(experts.count(expert)) for expert in self.experts if expert}
 
     def draw_noise_levels(
-        self, name: str, sample_ids: Sequence[int], rng: Streams, law: NoiseLaw, partner: Role | None = None
+        self, name: str, sample_ids: Sequence[int], rng: Streams, law: NoiseLevelLaw, partner: Role | None = None
     ) -> tuple[PerSample, float]:
         """Draw one noise level for each sample, and return them with the weight of the loss there.
 
@@ -298,7 +301,3 @@ def _named(expert: Expert, key: str) -> str:
     """`weights/NAME` of an expert is `weights/high/NAME`."""
     kind, *name = key.split("/", 1)
     return "/".join([kind, *([expert] if expert else []), *name])
-
-
-def _with_gradient() -> str:
-    return "with gradient" if torch.is_grad_enabled() else "without gradient"

@@ -108,7 +108,7 @@ def _project_out(attn: WanAttention, heads: Heads) -> Float[Tensor, "b n width"]
 
 
 def _rotate(x: Heads, now: Pass) -> Heads:
-    """Rotate pairs of neighbouring channels by the angles of their token's position."""
+    """Rotate pairs of adjacent channels by the angles of their token's position."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = now.cos[..., 0::2], now.sin[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)

@@ -127,7 +127,8 @@ class CausalWanModel(WanModel):
         if time.ndim == 2:
             time = time.repeat_interleave(tokens, 1)
         self._positions.expect(frames, mask=mask, **seen)
-        return self._predict(x, time, cond)
+        x = self._shared.whole_gradient(x) if self._shared else x
+        return self.network(x, time, cond.text, return_dict=False)[0].float()
 
     def _frame_tokens(self, x: Latents) -> int:
         _, patch_height, patch_width = self.network.config.patch_size

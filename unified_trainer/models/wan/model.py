@@ -1,7 +1,6 @@
 """Wan's transformer as a `VideoModel`: Wan2.1 and Wan2.2 T2V, and the tiny world in the same layout."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unified_trainer.models.base import CheckpointContexts
-from unified_trainer.models.folder import outline, read_weights
+from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.ulysses import SharedTokens
 from unified_trainer.parallel.mesh import Mesh
@@ -19,45 +18,29 @@ from unified_trainer.types import Latents, PerSample
 TIME_SCALE = 1000  # the network's time is 1000 sigma, and stays fractional
 
 
-class WanModel:
+class WanModel(DiffusersModel):
     """A WanTransformer3DModel that predicts velocities."""
 
+    network_class = WanTransformer3DModel
     adapter_layers = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 
     def __init__(self, network: WanTransformer3DModel, folder: Path | None = None) -> None:
-        self.network = network
-        self._folder = folder  # of the weights, while the network is an outline
+        super().__init__(network, folder)
         self._shared: SharedTokens | None = None
-
-    @classmethod
-    def open(cls, folder: Path, component: str = "transformer") -> "WanModel":
-        """Open a transformer of the folder in float32, without weights: `read` brings them."""
-        return cls(outline(WanTransformer3DModel, folder / component), folder / component)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> "WanModel":
         """Open the folder's first transformer and read its weights, in this process alone."""
-        model = cls.open(folder)
+        model = cls.open(folder, "transformer")
         model.read(Mesh(device))
         return model
-
-    def read(self, mesh: Mesh) -> None:
-        if self._folder is not None:
-            read_weights(self.network, self._folder, mesh)
-            self._folder = None
-            for table in self.network.buffers():
-                table.data = table.to(mesh.device)
 
     def share_tokens(self, mesh: Mesh) -> None:
         self._shared = SharedTokens(self.network, mesh)
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: WanCondition) -> Latents:
         time = (TIME_SCALE * sigma.double()).to(device=x_t.device, dtype=torch.float32)
-        return self._predict(x_t, time, cond)
-
-    def _predict(self, x_t: Latents, time: Tensor, cond: WanCondition) -> Latents:
-        if self._shared:
-            x_t = self._shared.whole_gradient(x_t)
+        x_t = self._shared.whole_gradient(x_t) if self._shared else x_t
         return self.network(x_t, time, cond.text, return_dict=False)[0].float()
 
     @property
@@ -69,16 +52,8 @@ class WanModel:
         config = self.network.config
         return config.num_attention_heads * config.attention_head_dim
 
-    @contextmanager
-    def features(self) -> Iterator[list[Tensor]]:
-        seen: list[Tensor] = []
-        middle = self.blocks[len(self.blocks) // 2]
-        whole = self._shared.gather if self._shared else lambda x: x
-        handle = middle.register_forward_hook(lambda _module, _inputs, output: seen.append(whole(output)))
-        try:
-            yield seen
-        finally:
-            handle.remove()
+    def whole(self, tokens: Tensor) -> Tensor:
+        return self._shared.gather(tokens) if self._shared else tokens
 
     def example(self) -> tuple[Latents, PerSample, WanCondition]:
         config = self.network.config
@@ -88,15 +63,6 @@ class WanModel:
         text = torch.randn(1, 4, config.text_dim, generator=draw)
         device = next(self.network.parameters()).device
         return x_t.to(device), torch.full((1,), 0.5, device=device), WanCondition(text.to(device))
-
-    def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
-        kept = self.network._keep_in_fp32_modules  # diffusers does not load these in half precision either
-        for key, weight in self.network.named_parameters():
-            if not set(kept) & set(key.split(".")):
-                weight.data = weight.data.to(dtype)
-        self.network.register_to_config(_name_or_path="")
-        self.network.save_pretrained(folder / component, max_shard_size=max_shard_size)
-        self.network.float()
 
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
         self.network.enable_gradient_checkpointing(

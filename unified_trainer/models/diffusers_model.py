@@ -1,0 +1,79 @@
+"""A diffusers network as a video model: opening, reading and writing it, features, and recomputed activations."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar, Self
+
+import torch
+from diffusers import ModelMixin
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from unified_trainer.errors import UserError
+from unified_trainer.models.base import CheckpointContexts
+from unified_trainer.models.folder import outline, read_weights
+from unified_trainer.parallel.mesh import Mesh
+
+
+class DiffusersModel:
+    """Base of the models of a family whose networks are diffusers classes.
+
+    A family sets `network_class` and `adapter_layers` and defines `blocks`, `feature_size`, `velocity` and `example`,
+    which VideoModel describes.
+    """
+
+    network_class: ClassVar[type[ModelMixin]]
+    adapter_layers: ClassVar[tuple[str, ...]]
+
+    def __init__(self, network: nn.Module, folder: Path | None = None) -> None:
+        """Take a network; `folder` holds its weights while it is an outline without memory."""
+        self.network = network
+        self._folder = folder
+
+    @classmethod
+    def open(cls, folder: Path, component: str) -> Self:
+        """Open a component of a pipeline folder in float32, without weights: `read` brings them."""
+        return cls(outline(cls.network_class, folder / component), folder / component)
+
+    def read(self, mesh: Mesh) -> None:
+        if self._folder is not None:
+            read_weights(self.network, self._folder, mesh)
+            self._folder = None
+            for table in self.network.buffers():
+                table.data = table.to(mesh.device)
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        raise NotImplementedError
+
+    @contextmanager
+    def features(self) -> Iterator[list[Tensor]]:
+        seen: list[Tensor] = []
+        middle = self.blocks[len(self.blocks) // 2]
+        handle = middle.register_forward_hook(lambda _module, _inputs, output: seen.append(self.whole(output)))
+        try:
+            yield seen
+        finally:
+            handle.remove()
+
+    def whole(self, tokens: Tensor) -> Tensor:
+        """Return the tokens of all sequence ranks, of those that this rank holds."""
+        return tokens
+
+    def share_tokens(self, mesh: Mesh) -> None:
+        raise UserError(f"{type(self).__name__} cannot share tokens between ranks: set parallel.sequence 1")
+
+    def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
+        kept = self.network._keep_in_fp32_modules or []  # diffusers does not load these in half precision either
+        for key, weight in self.network.named_parameters():
+            if not set(kept) & set(key.split(".")):
+                weight.data = weight.data.to(dtype)
+        self.network.register_to_config(_name_or_path="")
+        self.network.save_pretrained(folder / component, max_shard_size=max_shard_size)
+        self.network.float()
+
+    def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
+        for block in self.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
