@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The attribute checker: right on the caption that was drawn, wrong on all others and on an empty video."""
-=======
-"""The attribute checker: right on what was drawn, wrong on everything else, and never right about nothing."""
->>>>>>> main
 
 import pytest
 import torch

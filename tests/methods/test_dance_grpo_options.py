@@ -29,6 +29,8 @@ from unified_trainer.build import build
 from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.numerics.objectives import ObjectiveParameters, diagnostics, surrogate
 from unified_trainer.registry import method_named
+from unified_trainer.rl.minibatches import Minibatch
+from unified_trainer.rl.replay import Replay
 from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.sampling import SamplerConfig, generate
 
@@ -170,6 +172,16 @@ def test_the_trust_region_drops_samples_that_moved_far_enough():
     assert 0 < fractions[0] < 1 and case.metrics["trust_region_left"] == pytest.approx(fractions[0])
 
 
+def test_the_trust_region_reads_the_ratio_of_the_objective():
+    """Under guard the ratio is centred: samples 0 and 1 left by the raw log-ratio or the guarded one, never by both."""
+    method = dance_grpo(dataclasses.replace(CONFIG, guard=True, trust_region=0.5, objective="none")).method
+    log_ratio, ratio = torch.tensor([-0.1, 0.1, 0.1, 0.1]), torch.tensor([0.1, -0.1, 0.1, 0.1])
+    replay = Replay(log_ratio, ratio, torch.tensor([1.0, 1.0, 1.0, 0.1]), None, (1e-3, 1e-3))
+    minibatch = Minibatch(torch.arange(4), torch.tensor([1.0, 10.0, 100.0, 1000.0]))
+    loss = method._loss(replay, torch.ones(4), minibatch, 0, {})
+    assert float(loss) == pytest.approx(-10 * math.exp(-0.1) - 1000 * math.exp(0.1), rel=1e-5)
+
+
 # KL to a reference.
 
 
@@ -189,6 +201,17 @@ def test_kl_in_the_loss(kind):
     assert_near(case.gradient, case.expected(loss), 1e-3)
     assert case.metrics["kl"] == pytest.approx(values[0], rel=1e-4)
     assert not gradients(reference.network)
+
+
+def test_an_adapted_coefficient_is_that_of_the_loss():
+    """Not the one of the settings: from 0.1 adapted to 0.7, the gradient is that of 0.7."""
+    changes = {"clip_low": 1e-3, "clip_high": 2e-3, "kl_coefficient": 0.1, "kl_target": 1e-3}
+    scorer, reference = ScriptedScorer(REWARDS), frozen("reference", seed=1)
+    one = dance_grpo(dataclasses.replace(CONFIG, **changes), sampler=ODE, scorer=scorer, reference=reference)
+    one.method.load_state_dict({"kl_coefficient": torch.tensor(0.7, dtype=torch.float64)})
+    assert one.step(0)["kl_coefficient"] == 0.7
+    fixed = Case(reference=frozen("reference", seed=1), kl_coefficient=0.7)
+    assert_near(one.roles["student"].gradients[0], fixed.gradient, 1e-6)
 
 
 def test_a_reference_equal_to_the_student_has_no_effect():

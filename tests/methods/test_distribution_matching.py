@@ -392,3 +392,21 @@ def test_the_gaps_are_sorted_by_noise_level():
 def test_a_wrong_setting_names_its_key(config, message):
     with pytest.raises(ValueError, match=message):
         DMD2Config(**config).check(setup_of(FEW_STEPS))
+
+
+@pytest.mark.parametrize("gan_weight", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["student", "critic"])
+def test_the_weight_of_an_expert_scales_the_loss_and_no_metric(name, gan_weight, monkeypatch):
+    """Noise levels drawn for one expert with probability q instead of p: the loss counts p / q."""
+    values, metrics = [], []
+    for weight in (1.0, 3.0):
+        one = dmd2(DMD2Config(**ONE_BACKWARD, gan_weight=gan_weight))
+        critic, batch, rng = one.roles["critic"], one.loader.batch(0), Streams(0, 0)
+        draw = critic.draw_noise_levels
+        monkeypatch.setattr(critic, "draw_noise_levels", lambda *words, draw=draw, w=weight: (draw(*words)[0], w))
+        x0 = torch.randn(4, *batch.latent_shape, generator=torch.Generator().manual_seed(1))
+        loss = getattr(one.method.matching, f"{name}_loss")(x0, batch, rng)
+        values.append(float(loss.value))
+        metrics.append({key: float(torch.as_tensor(value).sum()) for key, value in loss.metrics.items()})
+    assert values[0] != 0 and values[1] == pytest.approx(3 * values[0], rel=1e-6)
+    assert metrics[0] == metrics[1]

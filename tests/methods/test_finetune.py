@@ -2,10 +2,14 @@
 
 import pytest
 import torch
-from helpers import Calls, assert_near, finetune, setup_of
+from helpers import ALONE, CAPTIONS, Calls, assert_near, finetune, setup_of, tiny_codec
 
-from unified_trainer.methods.finetune import FinetuneConfig
+from unified_trainer.data.loader import Loader
+from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods.finetune import Finetune, FinetuneConfig
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import unshift_sigma
+from unified_trainer.parallel.random import Streams
 from unified_trainer.sampling import SamplerConfig
 
 WHOLE = {"batch_size": 8, "micro_batch": 8}
@@ -130,3 +134,16 @@ def test_clips_are_trained_with_their_own_captions():
 def test_a_wrong_fraction_names_its_key(fraction):
     with pytest.raises(ValueError, match=r"algorithm\.caption_dropout must be in \[0, 1\]"):
         FinetuneConfig(caption_dropout=fraction).check(setup_of(SamplerConfig()))
+
+
+def test_diffusion_forcing_draws_a_noise_level_for_every_chunk_of_every_sample():
+    """Frames of one chunk share a level; 3 chunks of 8 samples have 24, and the chunks of a sample are independent."""
+    chunks = ChunkConfig(chunk_frames=2, independent_first_frame=True)
+    config, sampler = FinetuneConfig(**WHOLE, forcing="diffusion"), SamplerConfig(chunks=chunks)
+    shape = (16, 5, 2, 2)
+    source = Loader(Prompts(CAPTIONS * 2), tiny_codec(), config.plan(), shape, "", 0, ALONE)
+    method = Finetune(config, sampler, student=None)
+    sigma, weight = method._noise_levels(source.batch(0), Streams(0, 0))
+    assert sigma.shape == (8, 5) and weight == 1
+    assert torch.equal(sigma[:, 1], sigma[:, 2]) and torch.equal(sigma[:, 3], sigma[:, 4])
+    assert len(set(sigma[:, [0, 1, 3]].flatten().tolist())) == 24

@@ -109,6 +109,21 @@ def test_the_mean_is_over_the_trained_frames():
     assert trainer().method._trained_frames(torch.zeros(1, *SHAPE)) is None
 
 
+@pytest.mark.parametrize(("gradient_frames", "with_graph"), [(2, [13]), (3, [13]), (4, [8, 13]), (5, [3, 8, 13])])
+def test_a_chunk_is_trained_from_its_first_gradient_frame(gradient_frames, with_graph):
+    """Chunks at frames 0, 1 and 3 of 5; a chunk that starts exactly gradient_frames before the end is trained."""
+    _, graph = watched(trainer(last_step_only=True, gradient_frames=gradient_frames))
+    assert [i for i, has in enumerate(graph) if has] == with_graph
+
+
+def test_the_mean_is_over_the_chunks_that_have_a_graph():
+    """Frames 1 and 2 are one chunk: with 3 gradient frames it starts too early, although it ends late enough."""
+    frames = {2: [3, 4], 3: [3, 4], 4: [1, 2, 3, 4]}
+    for gradient_frames, trained in frames.items():
+        mask = trainer(gradient_frames=gradient_frames).method._trained_frames(torch.zeros(1, *SHAPE))
+        assert mask.flatten().nonzero().flatten().tolist() == trained
+
+
 def test_exits_are_uniform():
     method = trainer().method
     exits = [method._exits(5, Streams(0, step))[0] for step in range(400)]
