@@ -24,7 +24,7 @@ class BatchPlan:
         return cls(batch_size, 1, batch_size, micro_batch, keys)
 
     def table(self, ranks: int) -> dict[str, int]:
-        """Return every count of the step; raise UserError, with the nearest good sizes, if the ranks do not divide it."""
+        """Return every count of the step; UserError, with the nearest good sizes, if the ranks do not divide it."""
         counts = (self.prompts, self.num_samples, self.prompts_per_update, self.micro_batch)
         for key, count in zip(self.keys, counts, strict=True):
             if count < 1:
