@@ -1,4 +1,4 @@
-"""A finite world whose teacher is exact: a few templates of each class, and the posterior mean in closed form.
+"""A finite world with an exact teacher: a few templates of each class, and the posterior mean in closed form.
 
 x0 is one of the templates of its class, each equally likely, so that with x_t = (1 - sigma) x0 + sigma noise
 E[x0 | x_t] = sum_k p_k T_k, p = softmax(-|x_t - (1 - sigma) T_k|^2 / (2 sigma^2)) over the templates of the class.
@@ -48,7 +48,7 @@ class ClassCondition:
 
 
 class ClassCodec:
-    """Prompts are "class 0" and so on; the empty one is any class."""
+    """A codec whose prompts are "class 0" and so on; the empty prompt is any class."""
 
     folder = Path()
 
@@ -73,11 +73,11 @@ class ClassCodec:
 
 @functools.cache
 def templates() -> torch.Tensor:
-    """Class by class: a centre of the class and four directions around it."""
+    """Return the templates class by class: four directions around the center of each class."""
     random = torch.Generator().manual_seed(0)
-    centres = torch.randn(CLASSES, 1, *SHAPE, generator=random)
+    centers = torch.randn(CLASSES, 1, *SHAPE, generator=random)
     around = torch.randn(CLASSES, EACH, *SHAPE, generator=random)
-    return (0.6 * centres + 0.8 * around).flatten(0, 1)
+    return (0.6 * centers + 0.8 * around).flatten(0, 1)
 
 
 class Model:
@@ -91,7 +91,7 @@ class Model:
 
     @property
     def blocks(self):
-        return nn.ModuleList()
+        return ()
 
     def velocity(self, x_t, sigma, cond):
         return self.network(x_t, sigma.float(), cond.label)
@@ -104,7 +104,7 @@ class Model:
         handle.remove()
 
     def read(self, mesh):
-        """Its weights are there."""
+        """Do nothing: the weights are in memory."""
 
     def share_tokens(self, mesh):
         raise NotImplementedError
@@ -120,7 +120,7 @@ class Model:
 
 
 class Posterior(nn.Module):
-    """(x_t - E[x0 | x_t]) / sigma, exactly."""
+    """The exact velocity (x_t - E[x0 | x_t]) / sigma."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Posterior(nn.Module):
 
 
 class Learner(nn.Module):
-    """Three layers."""
+    """A network of three layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def role(kind: type[Role], name: str, network: nn.Module, config: RoleConfig) ->
 
 @functools.cache
 def pretrained() -> Learner:
-    """A learner after flow matching on the templates: what student and critic start from."""
+    """Return a learner after flow matching on the templates; student and critic start from it."""
     torch.manual_seed(0)
     network, labels = Learner(), torch.arange(CLASSES * EACH) // EACH
     optimizer = torch.optim.Adam(network.parameters())
@@ -174,10 +174,10 @@ def pretrained() -> Learner:
 
 
 def distillation(*, critic_rate: float = 3e-3, seed: int = 0) -> Trainer:
-    """DMD2 from the exact teacher: the critic alone for 60 steps, then one step in five moves the student too."""
+    """Return DMD2 with the exact teacher: 60 steps of the critic alone, then a student update in every fifth step."""
     config = DMD2Config(batch_size=60, micro_batch=60, guidance_scale=1.0, critic_warmup_steps=60, tau_shift=2.0)
     adam = TrainableConfig(learning_rate=2e-3, betas=(0.0, 0.99))
-    student = dataclasses.replace(adam, decay="linear", lr_decay_updates=60, min_lr_ratio=0.1)
+    student = dataclasses.replace(adam, lr_schedule="linear", lr_decay_updates=60, min_lr_ratio=0.1)
     critic = dataclasses.replace(adam, learning_rate=critic_rate)
     roles = {
         "student": role(Trainable, "student", copy.deepcopy(pretrained()), student),
@@ -190,7 +190,7 @@ def distillation(*, critic_rate: float = 3e-3, seed: int = 0) -> Trainer:
 
 
 def samples(student: Role, sampler: SamplerConfig = SAMPLER, count: int = 1200) -> torch.Tensor:
-    """As many of each class, flat."""
+    """Return flattened samples, an equal number of each class."""
     ids, streams = list(range(count)), Streams(99, 0)
     codec, prompts = ClassCodec(), [PROMPTS[i % CLASSES] for i in ids]
     batch = make_batch(codec, prompts, codec.encode_text([""]), SHAPE, prompt_ids=ids, sample_ids=ids)
@@ -199,12 +199,12 @@ def samples(student: Role, sampler: SamplerConfig = SAMPLER, count: int = 1200) 
 
 
 def distance(student: Role, sampler: SamplerConfig = SAMPLER) -> float:
-    """Frechet distance of the student's samples to the templates' law."""
+    """Return the Frechet distance of the student's samples to the templates."""
     drawn = samples(student, sampler)
     return frechet_distance(drawn, templates().flatten(1).repeat(len(drawn) // len(templates()), 1))
 
 
 def right_class(student: Role) -> float:
-    """Share of samples whose nearest template is of the class that was asked for."""
+    """Return the fraction of samples whose nearest template is of the prompt's class."""
     nearest = torch.cdist(samples(student), templates().flatten(1)).argmin(1) // EACH
     return float((nearest == torch.arange(len(nearest)) % CLASSES).double().mean())

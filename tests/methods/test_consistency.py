@@ -1,4 +1,4 @@
-"""Consistency distillation: the loss by hand, the boundary, what carries gradient, and what the student becomes."""
+"""Consistency distillation: the loss by hand, its boundary, calls with gradient, and the distance after training."""
 
 import copy
 import dataclasses
@@ -17,6 +17,7 @@ from helpers import (
     frozen,
     no_prompt,
     random_clips,
+    setup_of,
     small_batch,
     tiny_codec,
 )
@@ -47,7 +48,7 @@ def batch_with_latents(count: int = 2):
 
 @pytest.mark.parametrize("steps", [2, 6])
 def test_the_loss_is_the_distance_of_two_predictions_on_one_step_of_the_teacher(steps):
-    """sqrt(d^2 + c^2) - c with d = x0(x_t, sigma) - x0(x_next, sigma'), sample by sample."""
+    """Compare with mean (sqrt(d^2 + c^2) - c), d = x0(x_t, sigma) - x0(x_next, sigma'), computed sample by sample."""
     one, batch, rng = trainer(teacher_steps=steps), batch_with_latents(), Streams(3, 0)
     teacher, student, c = frozen("teacher", seed=1), one.roles["student"], CONFIG.huber
     table = sigma_table(steps, CONFIG.teacher_shift).tolist()
@@ -69,7 +70,7 @@ def test_the_loss_is_the_distance_of_two_predictions_on_one_step_of_the_teacher(
 
 
 def test_calls_and_graphs():
-    """The teacher once, cond and uncond together; the student once for its target, once for its gradient."""
+    """The teacher runs once, cond and uncond together; the student once for the target and once with gradient."""
     one = trainer()
     teacher, student = Calls.of(one.method.teacher), Calls.of(one.roles["student"])
     one.step(0)
@@ -79,7 +80,7 @@ def test_calls_and_graphs():
 
 
 def test_a_large_huber_constant_is_the_squared_error():
-    """2 c (sqrt(d^2 + c^2) - c) -> d^2, value and gradient alike: c only sets the weight of outliers."""
+    """2 c (sqrt(d^2 + c^2) - c) tends to d^2, so two large c give the same value."""
     values = []
     for c in (1e2, 1e3):
         one, batch = trainer(huber=c), batch_with_latents()
@@ -96,10 +97,10 @@ def test_the_gradient_does_not_depend_on_the_micro_batch():
 
 
 def test_one_step_comes_near_to_the_law_of_the_exact_teacher():
-    """From 1.26 to about .2."""
+    """The distance falls from 1.26 to about 0.2."""
     sampler = SamplerConfig(num_steps=1, shift=1.0, solver="sde", guidance_scale=1.0)
     config = ConsistencyConfig(96, 96, guidance_scale=1.0, teacher_steps=8, teacher_shift=1.0, huber=1.0)
-    adam = TrainableConfig(learning_rate=2e-3, decay="linear", lr_decay_updates=300)
+    adam = TrainableConfig(learning_rate=2e-3, lr_schedule="linear", lr_decay_updates=300)
     student = role(Trainable, "student", copy.deepcopy(pretrained()), adam)
     method = Consistency(config, sampler, student=student, teacher=role(Frozen, "teacher", Posterior(), RoleConfig()))
     captions = tuple(f"class {i // EACH}" for i in range(CLASSES * EACH)) * 8
@@ -113,7 +114,7 @@ def test_one_step_comes_near_to_the_law_of_the_exact_teacher():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sampler", "words"),
+    ("changes", "sampler", "message"),
     [
         ({"teacher_steps": 1}, FEW_STEPS, "teacher_steps must be at least 2"),
         ({"huber": 0.0}, FEW_STEPS, "algorithm.huber above 0"),
@@ -121,6 +122,6 @@ def test_one_step_comes_near_to_the_law_of_the_exact_teacher():
         ({}, dataclasses.replace(FEW_STEPS, chunks=ChunkConfig(1)), "chunk_frames must be 0"),
     ],
 )
-def test_settings_that_cannot_be(changes, sampler, words):
-    with pytest.raises(ValueError, match=words):
-        dataclasses.replace(CONFIG, **changes).check(sampler)
+def test_a_wrong_setting_names_its_key(changes, sampler, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes).check(setup_of(sampler))

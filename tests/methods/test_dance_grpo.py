@@ -1,7 +1,7 @@
-"""DanceGRPO: the gradient in closed form, what is trained, what is noise, and the replay that must be exact.
+"""DanceGRPO: the gradient in closed form, the trained transitions, the noise, and the exact replay.
 
-The tests watch the network's own calls: of the four steps of a rollout their inputs are the states x_0 .. x_3, and
-x_{s+1} was drawn from the kernel at x_s. Everything expected is computed from these states by MATH.md's formulas.
+The tests record the network's calls. The inputs of a rollout's four steps are the states x_0 .. x_3, and x_{s+1} was
+drawn from the kernel at x_s. Expected values are computed from these states with the formulas of MATH.md.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from helpers import ALONE, CPU, Calls, ScriptedScorer, assert_near, dance_grpo, gradients, trainable
+from helpers import ALONE, CPU, Calls, ScriptedScorer, assert_near, dance_grpo, gradients, setup_of, trainable
 
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.numerics.flow import sigma_table
@@ -38,7 +38,7 @@ def trainer(scorer=None, **changes):
 
 
 def stepped(step: int = 0, **changes):
-    """A trainer after one training step, its metrics, and the calls its network answered."""
+    """Return a trainer after one training step, its metrics, and the calls of its network."""
     one = trainer(**changes)
     calls = Calls.of(one.roles["student"])
     return one, one.step(step), calls
@@ -49,13 +49,13 @@ def gradient(**changes) -> dict[str, torch.Tensor]:
 
 
 def kernel(velocity: torch.Tensor, x_t: torch.Tensor, s: int) -> tuple[torch.Tensor, float]:
-    """MATH.md 4, dance: mean and standard deviation of x_{s+1}."""
+    """Return mean and standard deviation of x_{s+1} (MATH.md 4, dance)."""
     sigma, dt = float(SIGMAS[s]), float(SIGMAS[s + 1] - SIGMAS[s])
     drift = velocity + ETA**2 / (2 * sigma) * (x_t + (1 - sigma) * velocity)
     return x_t + dt * drift, ETA * math.sqrt(-dt)
 
 
-def unmoved() -> Trainable:
+def initial_student() -> Trainable:
     return trainable()
 
 
@@ -66,8 +66,8 @@ def velocity_at(role: Trainable, states: list[torch.Tensor], s: int, cond, rows:
 def expected_gradient(
     one, calls: Calls, advantages: torch.Tensor, rows: slice | torch.Tensor = slice(None), steps=(0, 1, 2)
 ):
-    """-mean over samples and trained steps of A d log pi(x_{s+1} | x_s): at ratio 1 the clip is not felt."""
-    role, cond = unmoved(), one.loader.batch(0).cond.map(lambda x: x[rows])
+    """-mean over samples and trained steps of A d log pi(x_{s+1} | x_s): at ratio 1 the clip has no effect."""
+    role, cond = initial_student(), one.loader.batch(0).cond.map(lambda x: x[rows])
     loss = 0.0
     for s in steps:
         x_t, x_next = calls.x_t[s][rows], calls.x_t[s + 1][rows]
@@ -101,7 +101,7 @@ def test_the_gradient_does_not_depend_on_the_update_batch(update_batch):
 
 @pytest.mark.parametrize("rollout_batch", [100, 3, 1])
 def test_the_gradient_does_not_depend_on_the_rollout_batch(rollout_batch):
-    """Also where it does not divide: 3 + 3 + 2 samples."""
+    """A rollout batch that does not divide the samples, 3 + 3 + 2, changes nothing either."""
     assert_near(gradient(rollout_batch=rollout_batch), gradient(), 1e-4)
 
 
@@ -117,35 +117,41 @@ def test_the_advantage_is_clipped():
 
 
 def test_a_group_below_the_threshold_teaches_nothing():
-    """Means 3 and 0: the second group's advantages are 0, the mean is still over all samples."""
+    """The means are 3 and 0: the second group gets advantage 0, and the mean is still over all samples."""
     one, metrics, calls = stepped(reward_threshold=1.0)
     expected = expected_gradient(one, calls, torch.cat([ADVANTAGES[:4], torch.zeros(4)]))
     assert_near(one.roles["student"].gradients[0], expected, 1e-4)
-    assert metrics["frac_zero_advantage"] == 0.5
+    assert metrics["frac_zero_advantage"] == metrics["frac_below_threshold_groups"] == 0.5
+    assert metrics["frac_zero_std_groups"] == 0
 
 
 EQUAL = ScriptedScorer([0.1] * 8)
 HALF_EQUAL = ScriptedScorer([*REWARDS[:4], 2.0, 2.0, 2.0, 2.0])
 
 
-@pytest.mark.parametrize("changes", [{"reward_threshold": 10.0}, {"scorer": EQUAL}])
-def test_a_step_with_nothing_to_learn_moves_nothing_and_says_so(changes):
-    """No update at all: AdamW would move by its momentum and its weight decay even without a gradient."""
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"reward_threshold": 10.0}, "frac_below_threshold_groups"), ({"scorer": EQUAL}, "frac_zero_std_groups")],
+)
+def test_a_step_with_nothing_to_learn_moves_nothing_and_says_so(changes, why):
+    """The update is skipped: without a gradient AdamW would still apply its momentum and weight decay."""
     one, metrics, calls = stepped(moves=True, **changes)
     assert one.roles["student"].gradients == [] and one.roles["student"].updates == 0
     assert not calls.where(graph=True)
-    assert metrics["frac_zero_advantage"] == metrics["frac_zero_std_groups"] == metrics["skipped_updates"] == 1
+    assert metrics["frac_zero_advantage"] == metrics[why] == metrics["skipped_updates"] == 1
+    reasons = [metrics.get(f"frac_{name}_groups", 0) for name in ("below_threshold", "zero_std")]
+    assert sum(reasons) == 1  # each group counts under one reason
     assert metrics["reward"] == pytest.approx(sum(changes.get("scorer", ScriptedScorer(REWARDS)).rewards) / 8)
 
 
 def test_a_group_of_equal_rewards_leaves_the_mean():
-    """Unlike one below the threshold: the mean is over the samples that are left."""
+    """The mean is over the remaining samples, unlike for a group below the threshold."""
     one, metrics, calls = stepped(scorer=HALF_EQUAL)
     assert_near(one.roles["student"].gradients[0], expected_gradient(one, calls, ADVANTAGES, slice(0, 4)), 1e-4)
     assert (metrics["frac_zero_std_groups"], metrics["skipped_updates"]) == (0.5, 0)
 
 
-def test_only_the_update_without_a_lesson_is_skipped():
+def test_only_the_update_without_minibatches_is_skipped():
     one, metrics, calls = stepped(scorer=HALF_EQUAL, prompts_per_update=1, update_batch=4)
     (only,) = one.roles["student"].gradients
     assert_near(only, expected_gradient(one, calls, ADVANTAGES, slice(0, 4)), 1e-4)
@@ -153,10 +159,10 @@ def test_only_the_update_without_a_lesson_is_skipped():
 
 
 @pytest.mark.parametrize("update_batch", [8, 4, 2, 1])
-def test_the_best_and_the_worst_alone_are_learnt_from(update_batch):
-    """Rewards 1 2 4 5 and -1 1 -1 1: advantages of the whole group, the mean over those kept, whatever fills up."""
+def test_only_the_best_and_the_worst_are_trained_on(update_batch):
+    """Advantages are of the whole groups (1 2 4 5 and -1 1 -1 1), the mean is over the kept samples without padding."""
     one, _, calls = stepped(best_of_n=2, update_batch=update_batch)
-    kept = torch.tensor([0, 3, 4, 7])  # of equals, the first as worst and the last as best
+    kept = torch.tensor([0, 3, 4, 7])  # of equal rewards the first is the worst and the last the best
     assert_near(one.roles["student"].gradients[0], expected_gradient(one, calls, ADVANTAGES, kept), 1e-4)
 
 
@@ -168,7 +174,7 @@ def test_rewards_are_spread_in_and_between_groups():
 
 
 def test_rewards_go_to_their_own_samples():
-    """Scored three at a time, the rewards still belong to the samples in order."""
+    """Rewards scored four at a time stay in the order of the samples."""
     one, metrics, calls = stepped(rollout_batch=4)
     states = [torch.cat(calls.x_t[s : 2 * STEPS : STEPS]) for s in range(STEPS)]
     expected = expected_gradient(one, Calls(x_t=states), ADVANTAGES)
@@ -181,7 +187,7 @@ def test_rewards_go_to_their_own_samples():
 
 
 def test_several_updates_of_one_rollout():
-    """P / G = 2: each update moves on its own prompt's samples, averaged over them."""
+    """With num_prompts / prompts_per_update = 2, each update averages over its own prompt's samples."""
     one, _, calls = stepped(prompts_per_update=1, update_batch=4)
     first, second = one.roles["student"].gradients
     assert_near(first, expected_gradient(one, calls, ADVANTAGES, slice(0, 4)), 1e-4)
@@ -189,12 +195,12 @@ def test_several_updates_of_one_rollout():
 
 
 @pytest.mark.parametrize(("prompts_per_update", "update_batch", "moves"), [(2, 8, 1), (2, 2, 1), (1, 4, 2), (1, 1, 2)])
-def test_the_student_moves_once_an_update(prompts_per_update, update_batch, moves):
+def test_the_student_steps_once_per_update(prompts_per_update, update_batch, moves):
     one, _, _ = stepped(prompts_per_update=prompts_per_update, update_batch=update_batch, moves=True)
     assert one.roles["student"].updates == moves
 
 
-def test_the_second_update_sees_the_moved_student():
+def test_the_second_update_sees_the_updated_student():
     _, metrics, _ = stepped(prompts_per_update=1, update_batch=4, rollout_batch=4, moves=True)
     assert metrics["log_ratio_abs_max"] > 0
 
@@ -212,13 +218,13 @@ def trained_sigmas(step: int, seed: int = 0, **changes) -> tuple[float, ...]:
 
 
 def test_all_but_the_last_transition_are_trained():
-    """The last goes to the clean prediction without noise: the reward sees no choice there."""
+    """The last transition goes to the clean prediction without noise, so it has no density."""
     table = sigma_table(9, 3.0)
     assert trained_sigmas(0, timestep_fraction=1.0) == pytest.approx(table[:8].tolist())
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(0.01, 1), (0.5, 4), (0.6, 5), (1.0, 8)])
-def test_a_share_of_the_transitions(fraction, count):
+def test_a_fraction_of_the_transitions(fraction, count):
     assert len(trained_sigmas(0, timestep_fraction=fraction)) == count
 
 
@@ -231,7 +237,7 @@ def test_the_subset_is_a_function_of_seed_and_step():
 
 
 def test_the_subset_is_the_same_on_all_ranks():
-    """Every rank draws it from (seed, step); ranks that disagree would average gradients of different steps."""
+    """Every rank draws it from (seed, step): otherwise ranks would average gradients of different transitions."""
     method = trainer(timestep_fraction=0.5).method
     per_rank = []
     for rank in range(2):
@@ -250,20 +256,21 @@ def test_the_subset_is_the_same_on_all_ranks():
 @pytest.mark.parametrize("sampler", [SamplerConfig(num_steps=STEPS, guidance_scale=1.0), GUIDED])
 @pytest.mark.parametrize("batch", [8, 4, 1])
 def test_the_replay_is_exact(sampler, batch):
-    """Equal batches, unchanged weights: the same numbers go through the same code, and the ratio is exactly 1."""
+    """With equal batches and unchanged weights the ratio is exactly 1."""
     _, metrics, _ = stepped(sampler=sampler, rollout_batch=batch, update_batch=batch)
-    assert metrics["log_ratio_abs_max"] == 0 and metrics["log_ratio"] == 0 and metrics["outside"] == 0
+    assert metrics["log_ratio_abs_max"] == 0 and metrics["log_ratio"] == 0 and metrics["clip_fraction"] == 0
 
 
-def test_with_other_batches_the_replay_differs_by_rounding_and_says_so():
+def test_with_other_batches_the_replay_differs_by_rounding_and_a_message_says_so():
     one, metrics, _ = stepped(rollout_batch=8, update_batch=1)
     assert metrics["log_ratio_abs_max"] < 1e-4
-    (words,) = one.words
-    said = re.fullmatch(r"the log-ratio at unchanged weights is at most (\S+) of the clip range", words)
+    (message,) = one.messages
+    pattern = r"on-policy check: largest log-ratio before the first update is (\S+) of the clip range"
+    found = re.fullmatch(pattern, message)
     clip = one.method.config.clip_low
-    assert float(said[1]) == pytest.approx(metrics["log_ratio_abs_max"] / clip, rel=0.1)
+    assert float(found[1]) == pytest.approx(metrics["log_ratio_abs_max"] / clip, rel=0.1)
     one.step(1)
-    assert not one.words
+    assert not one.messages
 
 
 def test_the_replay_is_of_the_same_states():
@@ -275,7 +282,7 @@ def test_the_replay_is_of_the_same_states():
 
 
 def test_guidance_is_in_the_rollout_and_in_the_update():
-    """Every call of either holds cond and uncond of all samples; without guidance none holds uncond."""
+    """With guidance every call holds cond and uncond of all samples; without it none holds uncond."""
     for sampler, rows in ((GUIDED, 16), (SamplerConfig(num_steps=STEPS, guidance_scale=1.0), 8)):
         one, _, calls = stepped(sampler=sampler)
         assert {len(x_t) for x_t in calls.x_t} == {rows}
@@ -285,7 +292,7 @@ def test_guidance_is_in_the_rollout_and_in_the_update():
 
 
 def nudge(one) -> None:
-    """Moves the student between rollout and replay, as stale rollout weights would."""
+    """Change the student between rollout and replay, as stale rollout weights would."""
     with torch.no_grad():
         one.roles["student"].network.proj_out.weight.add_(0.05)
 
@@ -315,7 +322,9 @@ def initial(step: int = 0, **changes) -> torch.Tensor:
 
 
 def largest_correlation(rows: torch.Tensor) -> float:
-    """Of independent normals of 128 elements below 5 / sqrt(128) = .44."""
+    """Return the largest absolute correlation of two rows; for independent normals of 128 elements it is below
+    5 / sqrt(128) = .44.
+    """
     return float((torch.corrcoef(rows) - torch.eye(len(rows))).abs().max())
 
 
@@ -331,9 +340,9 @@ def test_init_same_noise_is_one_noise_per_prompt_and_never_one_for_all():
 
 
 def test_the_drawn_noise_is_new_at_every_transition_of_every_sample():
-    """eps = (x_{s+1} - mean) / std, recovered from the states: standard normal, and no two alike."""
+    """eps = (x_{s+1} - mean) / std, recovered from the states, is standard normal and uncorrelated."""
     one, _, calls = stepped(init_same_noise=True)
-    role, cond = unmoved(), one.loader.batch(0).cond
+    role, cond = initial_student(), one.loader.batch(0).cond
     drawn = []
     for s in range(3):
         with torch.no_grad():
@@ -351,7 +360,7 @@ def test_the_rollout_is_the_same_for_any_rollout_batch():
     torch.testing.assert_close(torch.cat([other.x_t[STEPS * i + 3] for i in range(4)]), one.x_t[3])
 
 
-# What cannot be.
+# Wrong settings.
 
 
 @pytest.mark.parametrize(
@@ -365,15 +374,15 @@ def test_the_rollout_is_the_same_for_any_rollout_batch():
         ({"timestep_fraction": 1.5}, r"algorithm\.timestep_fraction must be in \(0, 1\], not 1\.5"),
         ({"rollout_batch": 0}, r"algorithm\.rollout_batch must be at least 1"),
         ({"kernel": "cps", "eta": 1.2}, r"algorithm\.eta must be at most 1 for cps, not 1\.2"),
-        ({"normalised": False}, r"algorithm\.normalised can be false for algorithm\.kernel cps alone"),
-        ({"kernel": "cps", "normalised": False, "guard": True}, r"algorithm\.normalised must be true"),
-        ({"kernel": "cps", "normalised": False, "step_weight": "equal"}, r"algorithm\.normalised must be true"),
-        ({"kernel": "cps", "normalised": False, "kl_coefficient": 1.0, "kl": "k3"}, "algorithm.normalised must be"),
-        ({"window": WindowConfig(size=4)}, r"algorithm\.window\.size is 4, outside the table: .* leaves 3"),
-        ({"window": WindowConfig(size=-1)}, r"algorithm\.window\.size is -1, outside the table"),
+        ({"normalised": False}, r"algorithm\.normalised False needs algorithm\.kernel cps"),
+        ({"kernel": "cps", "normalised": False, "guard": True}, r"set algorithm\.normalised True"),
+        ({"kernel": "cps", "normalised": False, "step_weight": "equal"}, r"set algorithm\.normalised True"),
+        ({"kernel": "cps", "normalised": False, "kl_coefficient": 1.0, "kl": "k3"}, r"set algorithm\.normalised True"),
+        ({"window": WindowConfig(size=4)}, r"algorithm\.window\.size must be from 0 to 3, .*, not 4"),
+        ({"window": WindowConfig(size=-1)}, r"algorithm\.window\.size must be from 0 to 3, .*, not -1"),
         ({"window": WindowConfig(size=2), "sampler": RENOISED}, r"algorithm\.window\.size must be 0 for .* sde"),
-        ({"kl_target": 0.1}, r"algorithm\.kl_coefficient must be above 0 for algorithm\.kl_target"),
-        ({"kl_in": "reward"}, r"algorithm\.kl_coefficient must be above 0 for .* algorithm\.kl_in"),
+        ({"kl_target": 0.1}, r"algorithm\.kl_target and .* need algorithm\.kl_coefficient above 0"),
+        ({"kl_in": "reward"}, r"algorithm\.kl_in reward need algorithm\.kl_coefficient above 0"),
         ({"kl_coefficient": 0.1, "kl_horizon": 0.0}, r"algorithm\.kl_horizon must be above 0"),
         ({"advantage_clip": 0.0}, r"algorithm\.advantage_clip must be above 0, not 0\.0"),
         ({"kl_coefficient": -0.1}, r"algorithm\.kl_coefficient must not be negative"),
@@ -383,23 +392,26 @@ def test_the_rollout_is_the_same_for_any_rollout_batch():
         ({"objective": "gspo", "step_weight": "inverse_dt"}, r"algorithm\.step_weight must be none for gspo"),
         ({"best_of_n": 3}, r"algorithm\.best_of_n must be even and at most .*, not 3"),
         ({"best_of_n": 6}, r"algorithm\.best_of_n must be even and at most .*, not 6"),
-        ({"shape": ObjectiveParameters(dual_clip=0.5)}, r"algorithm\.shape\.dual_clip must be above 1"),
+        (
+            {"objective_parameters": ObjectiveParameters(dual_clip=0.5)},
+            r"algorithm\.objective_parameters\.dual_clip must be above 1",
+        ),
     ],
 )
-def test_a_setting_that_cannot_be_names_its_key(changes, message):
+def test_a_wrong_setting_names_its_key(changes, message):
     changes = dict(changes)
     sampler = changes.pop("sampler", GUIDED)
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **changes).check(sampler)
+        dataclasses.replace(CONFIG, **changes).check(setup_of(sampler))
 
 
 def test_a_kl_needs_a_reference():
-    with pytest.raises(ValueError, match=r"algorithm\.kl_coefficient needs the role reference"):
+    with pytest.raises(ValueError, match=r"algorithm\.kl_coefficient above 0 needs a reference role"):
         trainer(kl_coefficient=0.1)
 
 
 def test_a_transition_without_density_is_named():
-    """A level so small that its noise is 0 in float32."""
+    """The level is so small that its noise is 0 in float32."""
     config = dataclasses.replace(CONFIG, kernel="cps", eta=1e-50)
     with pytest.raises(ValueError, match=r"algorithm\.kernel cps at level .* has no density at transition 0"):
-        config.check(GUIDED)
+        config.check(setup_of(GUIDED))

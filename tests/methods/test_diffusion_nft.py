@@ -1,4 +1,4 @@
-"""DiffusionNFT: its loss in closed form, whose samples it learns from, and the old policy that follows."""
+"""DiffusionNFT: its loss in closed form, its samples, and the updates of the old policy."""
 
 import dataclasses
 
@@ -19,6 +19,7 @@ from helpers import (
     gradients,
     metrics_of,
     reward_of,
+    setup_of,
     small_model,
     tiny_codec,
     trainable,
@@ -47,14 +48,14 @@ CONFIG = DiffusionNFTConfig(
 
 
 def trainer(*, old_seed: int = 1, reference=None, rewards=REWARDS, moves: bool = False, **changes) -> Trainer:
-    """A recording student, and an old policy that is another network unless it has the student's seed, 0."""
+    """Return a trainer whose student records its gradients; the old policy has other weights unless its seed is 0."""
     config = dataclasses.replace(CONFIG, **changes)
     student = Recorder(TrainableConfig(max_grad_norm=0.0, learning_rate=1e-2), moves=moves)
     old = WeightCopy("old", Backbone(small_model(old_seed), ALONE), TrainableConfig())
     reward = reward_of(ScriptedScorer(rewards))
     loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
     method = DiffusionNFT(config, SAMPLER, student=student, old=old, reward=reward, loader=loader, reference=reference)
-    return Trainer(method, {"student": student}, loader, ALONE, weight_copies={"old": old}, seed=0)
+    return Trainer(method, {"student": student}, loader, ALONE, copies={"old": (old, "student")}, seed=0)
 
 
 def gradient(**changes) -> dict[str, torch.Tensor]:
@@ -65,14 +66,14 @@ def gradient(**changes) -> dict[str, torch.Tensor]:
 
 
 def samples(one: Trainer) -> torch.Tensor:
-    """What the old policy makes in step 0 of these prompts."""
+    """Return the samples of the old policy in training step 0."""
     batch, rng = one.loader.batch(0), Streams(0, 0)
     noise = rng.noise("initial", batch.sample_ids, LATENT_SHAPE)
-    return generate(one.weight_copies["old"], noise, batch, SAMPLER, lambda s: noise)
+    return generate(one.method.old, noise, batch, SAMPLER, lambda s: noise)
 
 
 def optimality() -> torch.Tensor:
-    """A / 10 + 1 / 2 with A the standardised rewards of each group, none of which is beyond 5."""
+    """Return A / 10 + 1 / 2 with A the standardised rewards of each group, none of which exceeds 5."""
     groups = torch.tensor(REWARDS).reshape(2, 4)
     return ((groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)).flatten() / 10 + 0.5
 
@@ -83,7 +84,7 @@ def optimality() -> torch.Tensor:
 def test_the_loss_by_hand():
     """One element: x0 = 0, x_t = 1, sigma = .5, v = 1, v_old = 2, r = .75, beta = .5.
 
-    v+ = 1.5, x0+ = .25, w+ = .25: .25^2 / .25 = .25; v- = 2.5, x0- = -.25: the same. (.75 .25 + .25 .25) / .5 = .5.
+    v+ = 1.5, x0+ = .25, w+ = .25: .25^2 / .25 = .25; v- = 2.5, x0- = -.25 gives .25 too. (.75 .25 + .25 .25) / .5 = .5.
     """
     shape = (1, 1, 1, 1, 1)
     x0, x_t, v, v_old = (torch.full(shape, value) for value in (0.0, 1.0, 1.0, 2.0))
@@ -94,7 +95,7 @@ def test_the_loss_by_hand():
 
 @pytest.mark.parametrize("r", [0.0, 0.25, 0.5, 1.0])
 def test_the_gradient_where_the_policies_agree(r):
-    """dL/dv = (2 r - 1) 2 (x0_hat - x0) (-sigma) / (w D): better samples pull, worse ones push, beta is not felt."""
+    """dL/dv = (2 r - 1) 2 (x0_hat - x0) (-sigma) / (w D): better samples attract, worse ones repel, for any beta."""
     x0, x_t, v = torch.randn(3, 2, *LATENT_SHAPE)
     leaf = v.clone().requires_grad_()
     contrast(x0, x_t, 0.7, leaf, v, torch.full((2,), r), 0.3).sum().backward()
@@ -105,8 +106,8 @@ def test_the_gradient_where_the_policies_agree(r):
 
 
 def by_hand(one: Trainer, kl: float = 0.0, reference=None, rows=slice(None)) -> dict[str, torch.Tensor]:
-    """5 mean over samples and levels of MATH.md 9, of the samples of the old policy."""
-    role, old, batch, x0 = trainable(), one.weight_copies["old"], one.loader.batch(0), samples(one)
+    """Return the gradient of 5 x MATH.md 9, averaged over samples of the old policy and over noise levels."""
+    role, old, batch, x0 = trainable(), one.method.old, one.loader.batch(0), samples(one)
     beta, r, total = one.method.config.beta, optimality(), 0.0
     for s in range(STEPS):
         sigma = SIGMAS[s]
@@ -131,7 +132,7 @@ def test_the_update_is_the_gradient_of_the_paper():
     calls = Calls.of(one.roles["student"])
     metrics = one.step(0)
     assert_near(one.roles["student"].gradients[0], by_hand(trainer()), 1e-3)
-    assert len(calls.graph) == STEPS and all(calls.graph)  # the student is asked for its loss alone
+    assert len(calls.graph) == STEPS and all(calls.graph)  # the student runs for its loss only
     assert metrics["policy_gap"] > 0 and metrics["reward"] == pytest.approx(sum(REWARDS) / 8)
 
 
@@ -143,7 +144,7 @@ def test_kl_to_the_reference():
     assert metrics["kl"] > 0 and not gradients(reference.network)
 
 
-def test_the_best_and_the_worst_alone():
+def test_only_the_best_and_the_worst_are_trained_on():
     kept = torch.tensor([0, 3, 5, 6])
     assert_near(gradient(best_of_n=2), by_hand(trainer(), rows=kept), 1e-3)
 
@@ -159,7 +160,7 @@ def test_metrics_do_not_depend_on_the_update_batch():
     assert parts == pytest.approx(whole, rel=1e-4, abs=1e-6)
 
 
-def test_a_share_of_the_levels():
+def test_a_fraction_of_the_levels():
     one = trainer(timestep_fraction=0.34)
     calls = Calls.of(one.roles["student"])
     one.step(0)
@@ -170,25 +171,25 @@ def test_a_share_of_the_levels():
 
 
 def test_the_old_policy_follows_after_the_updates():
-    """At step 0 it becomes the student; at step s, with decay min(.5, .1 s), an average."""
+    """At step 0 it becomes the student; at step s it is an average with decay min(.5, .1 s)."""
     one = trainer(moves=True)
     for step, decay in ((0, 0.0), (2, 0.2), (9, 0.5)):
-        before = {key: value.clone() for key, value in one.weight_copies["old"].state_dict().items()}
+        before = {key: value.clone() for key, value in one.method.old.state_dict().items()}
         metrics = one.step(step)
         assert metrics["old_decay"] == pytest.approx(decay)
-        for key, weight in one.weight_copies["old"].state_dict().items():
-            student = one.roles["student"].weights[key.removeprefix("followed/")].detach()
+        for key, weight in one.method.old.state_dict().items():
+            student = one.roles["student"].weights[key.removeprefix("copied/")].detach()
             torch.testing.assert_close(weight, decay * before[key] + (1 - decay) * student)
 
 
-def test_it_stays_while_the_step_lasts():
-    """Two updates: the second one still compares with the policy that sampled."""
+def test_the_old_policy_stays_the_same_within_a_step():
+    """The second of two updates still compares with the policy that sampled."""
     one = trainer(moves=True, old_seed=0, prompts_per_update=1, update_batch=4)
-    start = {key: value.clone() for key, value in one.weight_copies["old"].state_dict().items()}
+    start = {key: value.clone() for key, value in one.method.old.state_dict().items()}
     seen = []
     one.roles["student"].network.register_forward_pre_hook(
         lambda *_: seen.append(
-            all(torch.equal(value, start[key]) for key, value in one.weight_copies["old"].state_dict().items())
+            all(torch.equal(value, start[key]) for key, value in one.method.old.state_dict().items())
         )
     )
     metrics = one.step(0)
@@ -202,11 +203,11 @@ def test_a_step_with_nothing_to_learn():
     assert one.roles["student"].updates == 0 and metrics["skipped_updates"] == 1
 
 
-@pytest.mark.parametrize("words", [[], ["--student.adapter.rank", "2"]], ids=["full", "adapter"])
-def test_four_steps_are_two_and_two(words, tmp_path):
-    words = [*words, "--algorithm.kl-coefficient", "0.1", "--algorithm.old-decay-rise", "0.2"]
-    words += ["--student.learning-rate", "0.01", "--sampler.guidance-scale", "1"]
-    small = ["--method", "diffusion_nft", *SMALL["dance_grpo"][2:], *words]
+@pytest.mark.parametrize("options", [[], ["--student.adapter.rank", "2"]], ids=["full", "adapter"])
+def test_four_steps_are_two_and_two(options, tmp_path):
+    options = [*options, "--algorithm.kl-coefficient", "0.1", "--algorithm.old-decay-rise", "0.2"]
+    options += ["--student.learning-rate", "0.01", "--sampler.guidance-scale", "1"]
+    small = ["--method", "diffusion_nft", *SMALL["dance_grpo"][2:], *options]
     straight, halved = tmp_path / "straight", tmp_path / "halved"
     assert main([*small, "--output", str(straight), "--steps", "4"]) == 0
     assert main([*small, "--output", str(halved), "--steps", "2"]) == 0
@@ -214,13 +215,13 @@ def test_four_steps_are_two_and_two(words, tmp_path):
     assert metrics_of(halved) == metrics_of(straight)
     held = checkpoint_of(straight, 4)
     assert_same(checkpoint_of(halved, 4), held)
-    old = {key: value for key, value in held.items() if key.startswith("old/followed/")}
+    old = {key: value for key, value in held.items() if key.startswith("old/copied/")}
     assert old and all(
-        not torch.equal(value, held[key.replace("old/followed", "student/weights")]) for key, value in old.items()
+        not torch.equal(value, held[key.replace("old/copied", "student/weights")]) for key, value in old.items()
     )
 
 
-# What cannot be.
+# Wrong settings.
 
 
 @pytest.mark.parametrize(
@@ -236,11 +237,11 @@ def test_four_steps_are_two_and_two(words, tmp_path):
         ({}, dataclasses.replace(SAMPLER, chunks=ChunkConfig(chunk_frames=1)), r"chunk_frames must be 0"),
     ],
 )
-def test_a_setting_that_cannot_be_names_its_key(changes, sampler, message):
+def test_a_wrong_setting_names_its_key(changes, sampler, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **changes).check(sampler)
+        dataclasses.replace(CONFIG, **changes).check(setup_of(sampler))
 
 
-def test_a_kl_needs_its_reference():
-    with pytest.raises(ValueError, match="needs the role reference"):
+def test_a_kl_needs_a_reference():
+    with pytest.raises(ValueError, match=r"algorithm\.kl_coefficient above 0 needs a reference role"):
         trainer(kl_coefficient=1.0)

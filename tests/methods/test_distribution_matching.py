@@ -1,8 +1,8 @@
-"""Distribution matching: golden numbers, invariances, and who gets which gradient."""
+"""Distribution matching: golden numbers, invariances, and which role gets which gradient."""
 
 import pytest
 import torch
-from helpers import FEW_STEPS, Calls, assert_near, dmd2
+from helpers import FEW_STEPS, Calls, assert_near, dmd2, setup_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import softplus
@@ -10,14 +10,13 @@ from torch.nn.functional import softplus
 from unified_trainer.methods.distribution_matching import (
     distribution_matching_gradient,
     distribution_matching_loss,
-    noise_levels,
 )
 from unified_trainer.methods.dmd2 import DMD2Config
-from unified_trainer.numerics.flow import add_noise, guide, x0_from_velocity
+from unified_trainer.numerics.flow import ShiftedGrid, add_noise, guide, x0_from_velocity
 from unified_trainer.parallel.random import Streams
 
 ONE_BACKWARD = {"batch_size": 4, "micro_batch": 4, "student_every": 1, "guidance_scale": 2.0}
-# Golden numbers of two samples of two frames; axes b c t h w here, frames before channels where they were computed.
+# Golden numbers of two samples of two frames, with axes b c t h w; they were computed with frames before channels.
 X = (torch.arange(1, 9, dtype=torch.float64) / 4).view(2, 2, 1, 2, 1).transpose(1, 2)
 REAL, FAKE = 1.25 * X, 0.8 * X
 GRADIENT = torch.tensor(
@@ -36,7 +35,7 @@ def drawn(seed: int, count: int = 3, batch: int = 3) -> list[torch.Tensor]:
 
 
 def test_gradient_golden():
-    """(fake - real) / mean|x - real| = -.45 x / (.25 mean x), sample by sample."""
+    """(fake - real) / mean|x - real| = -.45 x / (.25 mean x) of each sample."""
     got = distribution_matching_gradient(X, REAL, FAKE)
     torch.testing.assert_close(got.flatten(1), GRADIENT, rtol=0, atol=1e-10)
 
@@ -48,7 +47,7 @@ def test_loss_golden():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_masked_loss_golden(dtype):
-    """The mean is over the selected elements only: here the second of two frames."""
+    """The mean is over the selected elements only, here the second of two frames."""
     gradient = distribution_matching_gradient(X, REAL, FAKE)
     mask = torch.tensor([0, 1]).to(dtype).view(1, 1, 2, 1, 1)
     assert float(distribution_matching_loss(X, gradient, mask)) == pytest.approx(2.7031952663, abs=1e-9)
@@ -82,18 +81,18 @@ def test_a_mask_leaves_the_rest_without_gradient(seed):
 
 
 @given(seed=seeds)
-def test_equal_scores_give_nothing(seed):
+def test_equal_scores_give_no_gradient(seed):
     x, real, _ = drawn(seed)
     assert not distribution_matching_gradient(x, real, real).any()
 
 
-def test_a_sample_that_is_the_teachers_and_the_critics_prediction_gives_zero_not_nan():
-    """0 / 0."""
+def test_equal_sample_and_predictions_give_zero_not_nan():
+    """The quotient 0 / 0 counts as 0."""
     assert torch.equal(distribution_matching_gradient(X, X, X), torch.zeros_like(X))
 
 
-def test_a_broken_prediction_is_not_silence():
-    """Published code makes every NaN 0: a teacher with one in its weights would teach nothing, unnoticed."""
+def test_a_nan_prediction_stays_nan():
+    """Published code makes every NaN 0, which hides a NaN in the teacher's weights."""
     broken = X.clone()
     broken[0, 0] = torch.nan
     assert distribution_matching_gradient(X + 1, broken, X)[0].isnan().all()
@@ -101,7 +100,7 @@ def test_a_broken_prediction_is_not_silence():
 
 
 @given(seed=seeds, scale=st.floats(1e-3, 1e3))
-def test_a_common_scale_changes_nothing(seed, scale):
+def test_a_common_scale_has_no_effect(seed, scale):
     x, real, fake = drawn(seed)
     scaled = distribution_matching_gradient(scale * x, scale * real, scale * fake)
     torch.testing.assert_close(scaled, distribution_matching_gradient(x, real, fake))
@@ -109,7 +108,7 @@ def test_a_common_scale_changes_nothing(seed, scale):
 
 @given(seed=seeds, order=st.permutations(range(3)))
 def test_samples_do_not_see_each_other(seed, order):
-    """A permutation permutes, and a part is what it was in the whole: the normaliser is a sample's own."""
+    """Permuted samples give permuted gradients, and a part gives its part: each sample has its own normaliser."""
     parts = drawn(seed)
     whole = distribution_matching_gradient(*parts)
     torch.testing.assert_close(distribution_matching_gradient(*(part[order] for part in parts)), whole[order])
@@ -134,9 +133,16 @@ def test_half_precision_is_promoted():
 # Noise levels.
 
 
+def tau_law(shift: float) -> ShiftedGrid:
+    """Return the law of tau that the method draws from."""
+    law = DMD2Config(tau_shift=shift).tau_law
+    assert law == ShiftedGrid(shift, (0.02, 0.98), 1000)
+    return law
+
+
 def all_levels(shift: float) -> torch.Tensor:
-    """The law of tau: each of the thousand is equally likely."""
-    return 1000 * noise_levels((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000, shift, (0.02, 0.98))
+    """Return the thousand levels of tau in thousandths; each is equally likely."""
+    return 1000 * tau_law(shift)((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)
 
 
 def test_the_law_of_tau_golden():
@@ -149,17 +155,17 @@ def test_the_law_of_tau_golden():
 
 @given(u=st.floats(0, 1, exclude_max=True), shift=st.floats(0.5, 12))
 def test_tau_stays_in_its_range_and_has_a_thousand_levels(u, shift):
-    level = noise_levels(torch.tensor([u], dtype=torch.float64), shift, (0.02, 0.98))
+    level = tau_law(shift)(torch.tensor([u], dtype=torch.float64))
     assert 0.02 <= float(level) <= 0.98
-    grid = noise_levels(torch.tensor([int(u * 1000) / 1000 + 1e-9], dtype=torch.float64), shift, (0.02, 0.98))
+    grid = tau_law(shift)(torch.tensor([int(u * 1000) / 1000 + 1e-9], dtype=torch.float64))
     torch.testing.assert_close(level, grid, rtol=0, atol=1e-12)
 
 
-# What student and critic are taught, on real networks.
+# The losses of student and critic, on small networks.
 
 
 def matching(**config):
-    """A trainer and its first batch with given samples in place of the student's."""
+    """Return a trainer, its first batch, and random samples in place of the student's."""
     one = dmd2(DMD2Config(**ONE_BACKWARD | config))
     batch = one.loader.batch(0)
     x0 = torch.randn(4, *batch.latent_shape, generator=torch.Generator().manual_seed(1))
@@ -199,9 +205,9 @@ def test_the_critics_loss_teaches_the_critic_alone(gan_weight):
 
 
 def scores(one, batch, x0, rng):
-    """fake, real, noise level and noisy sample of the student's loss, term by term."""
+    """Return real, fake, noise level and noisy sample of the student's loss, computed term by term."""
     noise = rng.noise("student tau noise", batch.sample_ids, batch.latent_shape)
-    sigma = noise_levels(rng.uniform("student tau", batch.sample_ids), 5.0, (0.02, 0.98))
+    sigma = tau_law(5.0)(rng.uniform("student tau", batch.sample_ids))
     x_tau = add_noise(x0, noise, sigma)
     _, teacher, critic = roles_of(one)
     with torch.no_grad():
@@ -221,7 +227,7 @@ def test_the_students_gradient_is_that_of_the_two_scores():
 
 
 def test_the_gan_gradient_is_that_of_a_direct_computation():
-    """With the term minus without it = w d mean softplus(-D(x_tau)) / dx, through the whole critic."""
+    """The difference that the GAN term makes is w d mean softplus(-D(x_tau)) / dx, through the whole critic."""
     weight, (one, batch, x0) = 0.5, matching(gan_weight=0.5)
     plain, _, _ = matching()
     x0.requires_grad_()
@@ -240,14 +246,14 @@ def test_the_gan_gradient_is_that_of_a_direct_computation():
 
 
 class Ones(Streams):
-    """The noise of the golden numbers."""
+    """Streams whose noise is 1, for golden numbers."""
 
     def noise(self, name, keys, shape):
         return torch.ones(len(keys), *shape)
 
 
 def test_the_critics_loss_golden():
-    """A silent critic, noise 1, and samples of 1 to 8 quarters: mean (0 - (1 - x))^2 = .34375 at any noise level."""
+    """With velocity 0, noise 1 and samples of 1 to 8 quarters, mean (0 - (1 - x))^2 = .34375 at any noise level."""
     one, batch, x0 = matching()
     critic = one.roles["critic"]
     for p in critic.network.proj_out.parameters():
@@ -262,7 +268,7 @@ def test_the_critics_loss_is_flow_matching_on_the_samples():
     rng, critic = Streams(0, 0), one.roles["critic"]
     loss = one.method.matching.critic_loss(x0, batch, rng)
     noise = rng.noise("critic tau noise", batch.sample_ids, batch.latent_shape)
-    sigma = noise_levels(rng.uniform("critic tau", batch.sample_ids), 5.0, (0.02, 0.98))
+    sigma = tau_law(5.0)(rng.uniform("critic tau", batch.sample_ids))
     velocity = critic.velocity(add_noise(x0, noise, sigma), sigma, batch.cond)
     expected = (velocity - (noise - x0)).square().mean()
     torch.testing.assert_close(loss.value, expected)
@@ -271,7 +277,7 @@ def test_the_critics_loss_is_flow_matching_on_the_samples():
 
 
 def test_the_critics_gan_loss_tells_samples_from_clips():
-    """softplus(D(sample)) + softplus(-D(clip)) at D = 0, with f the features that D weighs.
+    """softplus(D(sample)) + softplus(-D(clip)) at D = 0, with f the features that D reads.
 
     d/dw = mean(sigmoid(D_f) f_f - sigmoid(-D_r) f_r) = (mean f_f - mean f_r) / 2, and d/db = 0.
     """
@@ -297,17 +303,22 @@ def test_the_critics_gan_loss_tells_samples_from_clips():
 def test_one_level_a_sample_and_both_conditions_in_one_pass(gan_weight):
     one, batch, x0 = matching(gan_weight=gan_weight)
     _, teacher, critic = roles_of(one)
-    asked, told = Calls.of(teacher), Calls.of(critic)
+    of_teacher, of_critic = Calls.of(teacher), Calls.of(critic)
     one.method.matching.student_loss(x0, batch, Streams(0, 0))
-    assert [len(x) for x in asked.x_t] == [8] and [len(x) for x in told.x_t] == [4]
-    assert torch.equal(asked.x_t[0][:4], asked.x_t[0][4:]) and torch.equal(asked.x_t[0][:4], told.x_t[0])
-    assert torch.equal(asked.sigma[0], torch.cat([told.sigma[0]] * 2)) and len(set(told.sigma[0].tolist())) == 4
-    assert torch.equal(asked.text[0], torch.cat([batch.cond.text, batch.uncond.text]))
-    assert torch.equal(told.text[0], batch.cond.text)  # the critic is not guided
+    assert [len(x) for x in of_teacher.x_t] == [8] and [len(x) for x in of_critic.x_t] == [4]
+    assert torch.equal(of_teacher.x_t[0][:4], of_teacher.x_t[0][4:]) and torch.equal(
+        of_teacher.x_t[0][:4], of_critic.x_t[0]
+    )
+    assert (
+        torch.equal(of_teacher.sigma[0], torch.cat([of_critic.sigma[0]] * 2))
+        and len(set(of_critic.sigma[0].tolist())) == 4
+    )
+    assert torch.equal(of_teacher.text[0], torch.cat([batch.cond.text, batch.uncond.text]))
+    assert torch.equal(of_critic.text[0], batch.cond.text)  # the critic is not guided
 
 
 def test_student_and_critic_draw_apart():
-    """Fresh noise and levels for the critic; both are new in every step."""
+    """The critic has its own noise and levels, and both are new in every step."""
     one, batch, x0 = matching()
     calls = Calls.of(one.roles["critic"])
     for step in range(2):
@@ -329,7 +340,7 @@ def test_the_losses_of_parts_average_to_the_whole(size, gan_weight):
     one, batch, x0 = matching(gan_weight=gan_weight)
     matched, x0 = one.method.matching, x0.requires_grad_()
 
-    def taught(parts):
+    def gradients_of(parts):
         x0.grad = None
         for part in parts:
             rows = slice(part.sample_ids[0], part.sample_ids[-1] + 1)
@@ -339,19 +350,19 @@ def test_the_losses_of_parts_average_to_the_whole(size, gan_weight):
         one.roles["critic"].step()
         return {"samples": x0.grad.clone()}, one.roles["critic"].gradients.pop()
 
-    whole, parts = taught([batch]), taught(batch.split(size))
+    whole, parts = gradients_of([batch]), gradients_of(batch.split(size))
     assert_near(parts[0], whole[0], 1e-4)
     assert_near(parts[1], whole[1], 1e-4)
 
 
 def test_the_gaps_are_sorted_by_noise_level():
-    """gap_low, gap_mid and gap_high hold |fake - real| of the samples whose level is in that third."""
+    """gap_low, gap_mid and gap_high hold |fake - real| of the samples with a level in that third."""
     one, batch, x0 = matching(tau_shift=1.0)
     found = {"low": 0, "mid": 0, "high": 0}
     for step in range(4):
         rng = Streams(0, step)
         metrics = one.method.matching.student_loss(x0, batch, rng).metrics
-        sigma = noise_levels(rng.uniform("student tau", batch.sample_ids), 1.0, (0.02, 0.98))
+        sigma = tau_law(1.0)(rng.uniform("student tau", batch.sample_ids))
         for name, low in zip(found, (0, 1 / 3, 2 / 3), strict=True):
             inside = int(((sigma >= low) & (sigma < low + 1 / 3)).sum())
             assert len(metrics[f"gap_{name}"]) == inside
@@ -359,22 +370,43 @@ def test_the_gaps_are_sorted_by_noise_level():
     assert min(found.values()) > 0
 
 
-# Settings that cannot be.
+# Wrong settings.
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"tau_range": (0.0, 0.98)}, r"algorithm\.tau_range must lie in \(0, 1\] and rise"),
-        ({"tau_range": (0.9, 0.1)}, r"algorithm\.tau_range must lie in \(0, 1\] and rise"),
+        ({"tau_range": (0.0, 0.98)}, r"algorithm\.tau_range must rise within \(0, 1\]"),
+        ({"tau_range": (0.9, 0.1)}, r"algorithm\.tau_range must rise within \(0, 1\]"),
         ({"tau_shift": 0.0}, r"algorithm\.tau_shift must be above 0"),
         ({"student_every": 0}, r"algorithm\.student_every must be at least 1"),
         ({"critic_warmup_steps": -1}, r"algorithm\.critic_warmup_steps"),
         ({"gan_weight": -1.0}, r"algorithm\.gan_weight"),
         ({"gan_critic_weight": -1.0}, r"algorithm\.gan_critic_weight"),
-        ({"calendar": "exclusive", "student_every": 1}, r"never moves the critic"),
+        (
+            {"update_schedule": "exclusive", "student_every": 1},
+            r"algorithm\.update_schedule exclusive never updates the critic",
+        ),
     ],
 )
-def test_a_setting_that_cannot_be_names_its_key(config, message):
+def test_a_wrong_setting_names_its_key(config, message):
     with pytest.raises(ValueError, match=message):
-        DMD2Config(**config).check(FEW_STEPS)
+        DMD2Config(**config).check(setup_of(FEW_STEPS))
+
+
+@pytest.mark.parametrize("gan_weight", [0.0, 0.1])
+@pytest.mark.parametrize("name", ["student", "critic"])
+def test_the_weight_of_an_expert_scales_the_loss_and_no_metric(name, gan_weight, monkeypatch):
+    """Noise levels drawn for one expert with probability q instead of p: the loss counts p / q."""
+    values, metrics = [], []
+    for weight in (1.0, 3.0):
+        one = dmd2(DMD2Config(**ONE_BACKWARD, gan_weight=gan_weight))
+        critic, batch, rng = one.roles["critic"], one.loader.batch(0), Streams(0, 0)
+        draw = critic.draw_noise_levels
+        monkeypatch.setattr(critic, "draw_noise_levels", lambda *words, draw=draw, w=weight: (draw(*words)[0], w))
+        x0 = torch.randn(4, *batch.latent_shape, generator=torch.Generator().manual_seed(1))
+        loss = getattr(one.method.matching, f"{name}_loss")(x0, batch, rng)
+        values.append(float(loss.value))
+        metrics.append({key: float(torch.as_tensor(value).sum()) for key, value in loss.metrics.items()})
+    assert values[0] != 0 and values[1] == pytest.approx(3 * values[0], rel=1e-6)
+    assert metrics[0] == metrics[1]

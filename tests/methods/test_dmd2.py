@@ -1,4 +1,4 @@
-"""DMD2: its calendar, its calls, its samples, and gradients that no micro-batch changes."""
+"""DMD2: update schedule, network calls, samples, and gradients that do not depend on the micro-batch."""
 
 import json
 import shutil
@@ -38,13 +38,13 @@ def trainer(moves=False, sampler=FEW_STEPS, role=None, **config):
     return dmd2(DMD2Config(**SMALLEST | config), moves=moves, sampler=sampler, role=role)
 
 
-def exits(step: int, turns: int, seed: int = 0, num_steps: int = STEPS) -> list[int]:
-    """The exit steps of a training step's rollouts, in order."""
+def exits(step: int, rollouts: int, seed: int = 0, num_steps: int = STEPS) -> list[int]:
+    """Return the exit steps of a training step's rollouts, in order."""
     rng = Streams(seed, step)
-    return [int(rng.shared.integers(num_steps)) for _ in range(turns)]
+    return [int(rng.shared.integers(num_steps)) for _ in range(rollouts)]
 
 
-def listen(one) -> dict[str, Calls]:
+def record_calls(one) -> dict[str, Calls]:
     matching = one.method.matching
     return {r.name: Calls.of(r) for r in (one.method.student, matching.teacher, matching.critic)}
 
@@ -52,23 +52,23 @@ def listen(one) -> dict[str, Calls]:
 # Calls: the minimum that the algorithm needs.
 
 
-@pytest.mark.parametrize("calendar", ["every_step", "exclusive"])
+@pytest.mark.parametrize("update_schedule", ["every_step", "exclusive"])
 @pytest.mark.parametrize("critic_samples", ["fresh", "shared"])
 @pytest.mark.parametrize("rollout", ["simulate", "data"])
 @pytest.mark.parametrize("gan_weight", [0.0, 0.5])
-def test_model_calls_are_the_minimum(calendar, critic_samples, rollout, gan_weight):
-    """A rollout that exits at e is e + 1 calls (one on data), with a graph in the last alone and for the student alone.
+def test_model_calls_are_the_minimum(update_schedule, critic_samples, rollout, gan_weight):
+    """A rollout that exits at step e is e + 1 calls (one on data); only the last call of the student's own has a graph.
 
-    The student's loss is one call of the teacher, on both conditions, and one of the critic; the critic's is one of
-    the critic, on samples and clips together when it also discriminates.
+    The student's loss is one call of the teacher, on both conditions, and one of the critic. The critic's loss is one
+    call of the critic, on samples and clips together with a GAN term.
     """
-    settings = {"calendar": calendar, "critic_samples": critic_samples, "rollout": rollout, "gan_weight": gan_weight}
-    one = trainer(student_every=2, **settings)
+    settings = {"critic_samples": critic_samples, "rollout": rollout, "gan_weight": gan_weight}
+    one = trainer(student_every=2, update_schedule=update_schedule, **settings)
     for step in range(7):
-        calls = listen(one)
+        calls = record_calls(one)
         one.step(step)
         student = step % 2 == 0
-        critic = calendar == "every_step" or not student
+        critic = update_schedule == "every_step" or not student
         rollouts = int(student) + int(critic and not (student and critic_samples == "shared"))
         drawn = exits(step, rollouts) if rollout == "simulate" else [0] * rollouts
         assert [len(x) for x in calls["student"].x_t] == [4] * sum(e + 1 for e in drawn)
@@ -83,10 +83,10 @@ def test_the_steps_above_exit_at_every_step():
     assert {e for step in range(7) for e in exits(step, 2)} == set(range(STEPS))
 
 
-def test_unguided_teachers_are_asked_once():
-    """A scale of 1 is the conditional prediction: half of the work."""
+def test_an_unguided_teacher_runs_on_one_condition():
+    """A guidance scale of 1 is the conditional prediction, at half the work."""
     one = trainer(guidance_scale=1.0, student_every=1)
-    calls = listen(one)
+    calls = record_calls(one)
     one.step(0)
     assert [len(x) for x in calls["teacher"].x_t] == [4]
 
@@ -95,9 +95,9 @@ def test_unguided_teachers_are_asked_once():
 
 
 @pytest.mark.parametrize("solver", ["sde", "ode"])
-@pytest.mark.parametrize("step_sigmas", [(), (1000.0, 700.0, 300.0)])
+@pytest.mark.parametrize("step_sigmas", [(), (1.0, 0.7, 0.3)])
 def test_a_rollout_is_the_hand_written_loop(solver, step_sigmas):
-    """x0 = x - sigma v; then (1 - s) x0 + s noise (sde) or x + (s - sigma) v (ode), at every exit step."""
+    """x0 = x - sigma v, then (1 - s) x0 + s noise (sde) or x + (s - sigma) v (ode), for every exit step."""
     sampler = SamplerConfig(num_steps=3, step_sigmas=step_sigmas, shift=5.0, solver=solver, guidance_scale=1.0)
     levels = [u * 5 / (1 + 4 * u) for u in ((1.0, 0.7, 0.3) if step_sigmas else (1, 2 / 3, 1 / 3))]
     role, batch = trainable(), small_batch()
@@ -116,7 +116,7 @@ def test_a_rollout_is_the_hand_written_loop(solver, step_sigmas):
 
 
 def test_only_the_last_call_of_a_rollout_has_a_graph():
-    """The gradient of the whole equals that of the last call on its detached input."""
+    """The gradient of a rollout equals that of its last call on a detached input."""
     role, batch = trainable(), small_batch()
     noise, calls = torch.randn(5, 2, *batch.latent_shape), Calls.of(role)
     predict_at(role, noise[4], batch, FEW_STEPS, noise.__getitem__, 2).square().sum().backward()
@@ -130,7 +130,7 @@ def test_only_the_last_call_of_a_rollout_has_a_graph():
 
 def test_a_rollout_on_data_is_one_call_at_a_level_of_the_list_drawn_for_each_sample():
     one = trainer(rollout="data", batch_size=64, micro_batch=64)
-    calls = listen(one)
+    calls = record_calls(one)
     for step in (1, 2):
         one.step(step)
     levels, seen = FEW_STEPS.sigmas()[:STEPS], torch.cat(calls["student"].sigma)
@@ -143,14 +143,14 @@ def test_a_rollout_on_data_is_one_call_at_a_level_of_the_list_drawn_for_each_sam
 
 def test_a_rollout_on_data_starts_from_the_noised_clips():
     one = trainer(rollout="data")
-    calls, batch = listen(one), one.loader.batch(1)
+    calls, batch = record_calls(one), one.loader.batch(1)
     one.step(1)
     noise = Streams(0, 1).noise("critic noise", batch.sample_ids, batch.latent_shape)
     torch.testing.assert_close(calls["student"].x_t[0], add_noise(batch.latents, noise, calls["student"].sigma[0]))
 
 
 def test_exit_steps_are_uniform():
-    """Over 400 steps each of 4 is drawn 100 +- 4 sqrt(75) = 35 times."""
+    """Over 400 training steps each of 4 exit steps is drawn 100 +- 4 sqrt(75) = 35 times."""
     counts = torch.tensor([exits(step, 1)[0] for step in range(400)]).bincount(minlength=STEPS)
     assert int(counts.min()) >= 65 and int(counts.max()) <= 135
 
@@ -158,7 +158,7 @@ def test_exit_steps_are_uniform():
 def test_all_micro_batches_exit_together():
     one = trainer(micro_batch=1, student_every=1)
     for step in range(4):
-        calls = listen(one)["student"]
+        calls = record_calls(one)["student"]
         one.step(step)
         student, critic = exits(step, 2)
         assert len(calls.x_t) == 4 * (student + 1 + critic + 1)
@@ -166,23 +166,23 @@ def test_all_micro_batches_exit_together():
 
 
 def test_the_critic_follows_the_moved_student():
-    """Fresh samples are those of the student after its update; shared ones those it moved by."""
+    """Fresh samples are of the student after its update, shared ones of the student before it."""
     for critic_samples in ("fresh", "shared"):
         one = trainer(moves=True, student_every=1, critic_samples=critic_samples, sampler=ONE_STEP)
-        calls = listen(one)
+        calls = record_calls(one)
         before = weights(one.roles["student"].network)
         one.step(0)
         batch = one.loader.batch(0)
-        turn = "critic" if critic_samples == "fresh" else "student"
+        purpose = "critic" if critic_samples == "fresh" else "student"
         if critic_samples == "shared":
             one.roles["student"].network.load_state_dict(before)
-        noise = Streams(0, 0).noise(f"{turn} noise", batch.sample_ids, batch.latent_shape)
+        noise = Streams(0, 0).noise(f"{purpose} noise", batch.sample_ids, batch.latent_shape)
         x0 = generate(one.roles["student"], noise, batch, ONE_STEP, {}.__getitem__)
         tau_noise = Streams(0, 0).noise("critic tau noise", batch.sample_ids, batch.latent_shape)
         torch.testing.assert_close(calls["critic"].x_t[1], add_noise(x0, tau_noise, calls["critic"].sigma[1]))
 
 
-# Micro-batches, calendar, clocks.
+# Micro-batches, update schedule, update counters.
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
@@ -195,34 +195,35 @@ def test_gradients_do_not_depend_on_the_micro_batch(micro_batch, settings):
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-3)
 
 
-def moved(steps: int, **config) -> dict[str, list[int]]:
-    """The steps in which each role moved."""
+def updated(steps: int, **config) -> dict[str, list[int]]:
+    """Return the training steps in which each role was updated."""
     one = trainer(**config)
-    moves = {"student": [], "critic": []}
+    updates = {"student": [], "critic": []}
     for step in range(steps):
         before = {name: len(role.gradients) for name, role in one.roles.items()}
         one.step(step)
         for name, role in one.roles.items():
-            moves[name] += [step] * (len(role.gradients) - before[name])
-    return moves
+            updates[name] += [step] * (len(role.gradients) - before[name])
+    return updates
 
 
 @pytest.mark.parametrize(
     ("config", "student", "critic"),
     [
         ({}, [0, 3, 6], [0, 1, 2, 3, 4, 5, 6]),
-        ({"calendar": "exclusive"}, [0, 3, 6], [1, 2, 4, 5]),
+        ({"update_schedule": "exclusive"}, [0, 3, 6], [1, 2, 4, 5]),
         ({"critic_warmup_steps": 2}, [2, 5], [0, 1, 2, 3, 4, 5, 6]),
-        ({"critic_warmup_steps": 2, "calendar": "exclusive"}, [2, 5], [0, 1, 3, 4, 6]),
+        ({"critic_warmup_steps": 2, "update_schedule": "exclusive"}, [2, 5], [0, 1, 3, 4, 6]),
     ],
 )
 def test_the_calendar(config, student, critic):
-    assert moved(7, student_every=3, micro_batch=2, **config) == {"student": student, "critic": critic}
+    assert updated(7, student_every=3, micro_batch=2, **config) == {"student": student, "critic": critic}
 
 
 def test_the_students_clock_counts_its_own_updates():
-    """Schedule, average and counter: 7 steps are 3 updates of the student and 7 of the critic."""
-    role = TrainableConfig(learning_rate=1e-3, warmup_updates=2, decay="linear", lr_decay_updates=4, ema_decay=0.5)
+    """Learning rate, EMA and counter follow a role's own updates: in 7 steps 3 of the student and 7 of the critic."""
+    rates = {"learning_rate": 1e-3, "warmup_updates": 2, "lr_schedule": "linear", "lr_decay_updates": 4}
+    role = TrainableConfig(**rates, ema_decay=0.5)
     one = trainer(moves=True, student_every=3, role=role)
     student, averages, rates = one.roles["student"], [], []
     average = {key: weight.clone() for key, weight in weights(student.network).items()}
@@ -239,23 +240,22 @@ def test_the_students_clock_counts_its_own_updates():
     assert_same(averages[1], averages[2])
 
 
-def test_every_sample_of_a_batch_teaches():
-    """Batch > 1: a sample's gradient is its own share, so the sum over single samples is that of the batch."""
+def test_the_gradient_of_a_batch_is_the_mean_over_its_samples():
     whole, alone = trainer(student_every=1), trainer(student_every=1)
     whole.step(0)
-    batch, shares = alone.loader.batch(0), []
+    batch, single = alone.loader.batch(0), []
     for part in batch.split(1):
         next(alone.method.step(part, 0, Streams(0, 0), ALONE)).value.backward()
         alone.roles["student"].step()
-        shares.append(alone.roles["student"].gradients[-1])
-    assert len({float(share["proj_out.bias"].sum()) for share in shares}) == 4
-    total = {key: sum(share[key] for share in shares) / 4 for key in shares[0]}
+        single.append(alone.roles["student"].gradients[-1])
+    assert len({float(gradient["proj_out.bias"].sum()) for gradient in single}) == 4
+    total = {key: sum(gradient[key] for gradient in single) / 4 for key in single[0]}
     assert_near(total, whole.roles["student"].gradients[0], 1e-4)
 
 
-def test_a_frozen_critic_never_moves():
-    frozen = TrainableConfig(learning_rate=0.0, weight_decay=0.1)
-    one = dmd2(DMD2Config(**SMALLEST, student_every=2, gan_weight=0.5), moves=True, role=frozen)
+def test_at_learning_rate_zero_no_role_moves():
+    still = TrainableConfig(learning_rate=0.0, weight_decay=0.1)
+    one = dmd2(DMD2Config(**SMALLEST, student_every=2, gan_weight=0.5), moves=True, role=still)
     before = {name: role.state_dict() for name, role in one.roles.items()}
     kept = {name: {key: value.clone() for key, value in state.items()} for name, state in before.items()}
     for step in range(3):
@@ -270,49 +270,51 @@ def test_the_same_seed_gives_the_same_run_and_another_gives_another():
     assert metrics[0] == metrics[1] and metrics[0] != metrics[2]
 
 
-# Bad input, before any weight is read.
+# Wrong settings, before any weight is read.
 
 
-def refused(tmp_path, capsys, *words: str) -> str:
-    """What the program says; it must not leave anything behind."""
-    assert main([*RUN, "--output", str(tmp_path / "run"), *words]) == 2
+def refused(tmp_path, capsys, *options: str) -> str:
+    """Return the error message of a run that must be refused and must not write anything."""
+    assert main([*RUN, "--output", str(tmp_path / "run"), *options]) == 2
     assert not (tmp_path / "run").exists()
     return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
-        (("--sampler.step-sigmas", "1000", "500", "500", "250"), "sampler.step_sigmas must fall"),
-        (("--sampler.step-sigmas", "1000", "500"), "sampler.step_sigmas has 2 levels, but sampler.num_steps is 4"),
+        (("--sampler.step-sigmas", "1", "0.5", "0.5", "0.25"), "sampler.step_sigmas must be in (0, 1] and fall"),
+        (("--sampler.step-sigmas", "1", "0.5"), "sampler.step_sigmas has 2 noise levels, but sampler.num_steps is 4"),
         (("--sampler.guidance-scale", "3"), "sampler.guidance_scale must be 1"),
         (("--algorithm.micro-batch", "3"), "algorithm.micro_batch"),
         (("--algorithm.student-every", "0"), "algorithm.student_every must be at least 1"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused(tmp_path, capsys, words, message):
-    assert message in refused(tmp_path, capsys, *words)
+def test_wrong_settings_are_refused(tmp_path, capsys, options, message):
+    assert message in refused(tmp_path, capsys, *options)
 
 
 @pytest.mark.parametrize("role", ["teacher", "critic"])
 def test_roles_of_different_latents_are_refused(tmp_path, capsys, role):
-    """Read from the configs: the folder has no weights at all."""
+    """The folder holds configs and no weights, so channels are compared before weights are read."""
     folder = tmp_path / "other"
     (folder / "transformer").mkdir(parents=True)
     shutil.copy(WAN / "model_index.json", folder)
     config = json.loads((WAN / "transformer" / "config.json").read_text())
     channels = config["in_channels"]
     (folder / "transformer" / "config.json").write_text(json.dumps(config | {"in_channels": channels + 1}))
-    said = refused(tmp_path, capsys, f"--{role}.path", str(folder))
-    assert "one latent space" in said and f"'{role}': {channels + 1}" in said
+    message = refused(tmp_path, capsys, f"--{role}.path", str(folder))
+    assert "one latent space" in message and f"'{role}': {channels + 1}" in message
 
 
 @pytest.mark.parametrize("method", ["finetune", "dance_grpo"])
 @pytest.mark.parametrize("flag", ["--critic.learning-rate", "--teacher.precision"])
 def test_settings_of_a_role_that_the_method_lacks_are_refused(tmp_path, capsys, method, flag):
     value = "bf16" if "precision" in flag else "1e-3"
-    assert main([*SMALL[method], "--output", str(tmp_path / "run"), flag, value]) == 2
-    assert f"{method} has no {flag[2:].split('.')[0]}" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*SMALL[method], "--output", str(tmp_path / "run"), flag, value])
+    assert f"Unrecognized options: {flag}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_teacher_has_nothing_to_train(capsys, tmp_path):
@@ -322,9 +324,12 @@ def test_a_teacher_has_nothing_to_train(capsys, tmp_path):
 
 
 def test_a_small_run_of_the_program(tmp_path):
-    """From the command line on the embedded world, over one shared base, and again from its checkpoint."""
-    words = [*RUN, *flags({"student.adapter.rank": 2, "critic.adapter.rank": 2, "steps": 2, "algorithm.batch-size": 2})]
-    assert main([*words, "--output", str(tmp_path / "run")]) == 0
+    """Run the tiny world from the command line with adapters over one base, and resume it."""
+    options = [
+        *RUN,
+        *flags({"student.adapter.rank": 2, "critic.adapter.rank": 2, "steps": 2, "algorithm.batch-size": 2}),
+    ]
+    assert main([*options, "--output", str(tmp_path / "run")]) == 0
     assert main(["--resume", str(tmp_path / "run"), "--steps", "3"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -334,7 +339,7 @@ def test_a_small_run_of_the_program(tmp_path):
 
 def test_captions_are_those_of_the_samples():
     one = trainer(student_every=1)
-    calls = listen(one)
+    calls = record_calls(one)
     one.step(0)
     assert set(one.loader.batch(0).prompts) <= set(CAPTIONS)
     assert all(torch.equal(text, one.loader.batch(0).cond.text) for text in calls["student"].text)

@@ -1,11 +1,15 @@
-"""Flow matching: what the network is shown, the loss in closed form, and gradients that no micro-batch changes."""
+"""Flow matching: the inputs of the network, the loss in closed form, and gradients for any micro-batch."""
 
 import pytest
 import torch
-from helpers import Calls, assert_near, finetune
+from helpers import ALONE, CAPTIONS, Calls, assert_near, finetune, setup_of, tiny_codec
 
-from unified_trainer.methods.finetune import FinetuneConfig
+from unified_trainer.data.loader import Loader
+from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods.finetune import Finetune, FinetuneConfig
+from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import unshift_sigma
+from unified_trainer.parallel.random import Streams
 from unified_trainer.sampling import SamplerConfig
 
 WHOLE = {"batch_size": 8, "micro_batch": 8}
@@ -22,7 +26,7 @@ def gradient(**config) -> dict[str, torch.Tensor]:
 
 
 def silenced(one):
-    """The network answers 0 whatever it is shown."""
+    """Make the network predict velocity 0 for every input."""
     with torch.no_grad():
         one.roles["student"].network.proj_out.weight.zero_()
         one.roles["student"].network.proj_out.bias.zero_()
@@ -44,7 +48,7 @@ def test_one_update_a_step():
 
 @pytest.mark.parametrize("micro_batch", [8, 2])
 def test_the_loss_of_a_silent_network(micro_batch):
-    """velocity = 0, so loss = mean (noise - x0)^2 with noise = (x_t - (1 - sigma) x0) / sigma, all as it was shown."""
+    """With velocity 0, loss = mean (noise - x0)^2 with noise = (x_t - (1 - sigma) x0) / sigma of the inputs."""
     one = silenced(trainer(micro_batch=micro_batch))
     calls = Calls.of(one.roles["student"])
     metrics = one.step(3)
@@ -65,7 +69,7 @@ def test_the_gradient_of_the_bias_of_a_silent_network():
     torch.testing.assert_close(got.double(), expected, rtol=1e-3, atol=1e-5)
 
 
-def shown_noise(step: int) -> torch.Tensor:
+def noise_of_inputs(step: int) -> torch.Tensor:
     one = trainer(caption_dropout=0.0)
     calls = Calls.of(one.roles["student"])
     one.step(step)
@@ -74,13 +78,13 @@ def shown_noise(step: int) -> torch.Tensor:
 
 
 def test_noise_is_new_for_every_sample_and_step():
-    """128 elements: independent normals correlate by less than 5 / sqrt(128) = .44."""
-    noise = torch.cat([shown_noise(step) for step in range(2)]).flatten(1)
+    """Independent normals of 128 elements correlate by less than 5 / sqrt(128) = .44."""
+    noise = torch.cat([noise_of_inputs(step) for step in range(2)]).flatten(1)
     assert float((torch.corrcoef(noise) - torch.eye(len(noise))).abs().max()) < 0.44
 
 
 def test_noise_levels_are_shifted_uniform_and_one_per_sample():
-    """unshift(sigma) is uniform: over 64 samples its mean is .5 +- 3 sqrt(1 / 12 / 64) = .11."""
+    """unshift(sigma) is uniform, so its mean over 64 samples is .5 +- 3 sqrt(1 / 12 / 64) = .11."""
     one = trainer(shift=5.0)
     calls = Calls.of(one.roles["student"])
     for step in range(8):
@@ -91,9 +95,9 @@ def test_noise_levels_are_shifted_uniform_and_one_per_sample():
     assert float(u.min()) < 0.1 and float(u.max()) > 0.9
 
 
-def dropped(share: float, steps: int, seed: int = 0) -> torch.Tensor:
-    """Which samples of each step were shown the negative prompt."""
-    one = trainer(caption_dropout=share, seed=seed)
+def dropped(fraction: float, steps: int, seed: int = 0) -> torch.Tensor:
+    """Return which samples of each step were trained on the negative prompt."""
+    one = trainer(caption_dropout=fraction, seed=seed)
     calls = Calls.of(one.roles["student"])
     for step in range(steps):
         one.step(step)
@@ -107,26 +111,39 @@ def dropped(share: float, steps: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_caption_dropout_hits_other_samples_in_other_steps():
-    """The fault of a peer: the same samples every epoch. 8 clips are one epoch a step here."""
+    """The dropped samples must not repeat every epoch; with 8 clips each step is an epoch."""
     rows = dropped(0.5, 6)
     assert len({tuple(row) for row in rows.tolist()}) == 6
     assert not rows.all(0).any() and rows.any(0).all()
     assert not torch.equal(rows, dropped(0.5, 6, seed=1))
 
 
-@pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0, 0), (0.25, 0.1, 0.4), (1.0, 1, 1)])
-def test_caption_dropout_has_its_share(share, low, high):
-    assert low <= float(dropped(share, 8).float().mean()) <= high
+@pytest.mark.parametrize(("fraction", "low", "high"), [(0.0, 0, 0), (0.25, 0.1, 0.4), (1.0, 1, 1)])
+def test_caption_dropout_has_its_fraction(fraction, low, high):
+    assert low <= float(dropped(fraction, 8).float().mean()) <= high
 
 
-def test_clips_learn_in_the_company_of_their_own_captions():
+def test_clips_are_trained_with_their_own_captions():
     one = trainer(caption_dropout=0.0)
     calls = Calls.of(one.roles["student"])
     one.step(2)
     assert torch.equal(calls.text[0], one.loader.batch(2).cond.text)
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.1])
-def test_a_share_that_cannot_be_names_its_key(share):
+@pytest.mark.parametrize("fraction", [-0.1, 1.1])
+def test_a_wrong_fraction_names_its_key(fraction):
     with pytest.raises(ValueError, match=r"algorithm\.caption_dropout must be in \[0, 1\]"):
-        FinetuneConfig(caption_dropout=share).check(SamplerConfig())
+        FinetuneConfig(caption_dropout=fraction).check(setup_of(SamplerConfig()))
+
+
+def test_diffusion_forcing_draws_a_noise_level_for_every_chunk_of_every_sample():
+    """Frames of one chunk share a level; 3 chunks of 8 samples have 24, and the chunks of a sample are independent."""
+    chunks = ChunkConfig(chunk_frames=2, independent_first_frame=True)
+    config, sampler = FinetuneConfig(**WHOLE, forcing="diffusion"), SamplerConfig(chunks=chunks)
+    shape = (16, 5, 2, 2)
+    source = Loader(Prompts(CAPTIONS * 2), tiny_codec(), config.plan(), shape, "", 0, ALONE)
+    method = Finetune(config, sampler, student=None)
+    sigma, weight = method._noise_levels(source.batch(0), Streams(0, 0))
+    assert sigma.shape == (8, 5) and weight == 1
+    assert torch.equal(sigma[:, 1], sigma[:, 2]) and torch.equal(sigma[:, 3], sigma[:, 4])
+    assert len(set(sigma[:, [0, 1, 3]].flatten().tolist())) == 24

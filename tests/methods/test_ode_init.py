@@ -1,4 +1,4 @@
-"""ODE regression: the teacher's trajectory, which states are learnt from, and what the student becomes."""
+"""ODE regression: the teacher's trajectory, the states that are trained on, and the student after training."""
 
 import copy
 import dataclasses
@@ -18,6 +18,7 @@ from helpers import (
     assert_near,
     frozen,
     no_prompt,
+    setup_of,
     small_batch,
     small_model,
     tiny_codec,
@@ -52,7 +53,7 @@ def trainer(sampler: SamplerConfig = FEW_STEPS, student: Recording | None = None
 
 
 def trajectory_by_hand(noise: torch.Tensor, batch, levels: list[float]) -> dict[float, torch.Tensor]:
-    """Euler with x + (sigma' - sigma) (u + w (c - u)), keyed by noise level; 0 is the end."""
+    """Return the states of Euler steps x + (sigma' - sigma) (u + w (c - u)) by noise level; 0 is the end."""
     teacher, uncond = frozen("teacher", seed=1), no_prompt().map(lambda text: text.expand(2, -1, -1))
     seen, x = {}, noise
     for sigma, sigma_next in itertools.pairwise(levels):
@@ -64,7 +65,7 @@ def trajectory_by_hand(noise: torch.Tensor, batch, levels: list[float]) -> dict[
 
 
 def test_the_loss_is_half_the_squared_error_to_the_end_of_the_teachers_ode():
-    """At each of the student's noise levels in turn, on trajectories computed here call by call."""
+    """Compare at each of the student's noise levels, on trajectories computed here call by call."""
     one = trainer()
     batch, rng = small_batch(2), Streams(3, 0)
     union = {*sigma_table(6, 3.0).tolist(), *FEW_STEPS.sigmas().tolist()}
@@ -78,8 +79,8 @@ def test_the_loss_is_half_the_squared_error_to_the_end_of_the_teachers_ode():
         torch.testing.assert_close(loss.value, 0.5 * (x0 - states[0.0]).square().mean(), rtol=1e-5, atol=0)
 
 
-def test_calls_are_the_least_there_can_be():
-    """One of the teacher for each of its steps, cond and uncond together; one of the student per level and pass."""
+def test_calls_are_the_minimum():
+    """The teacher runs once per step, cond and uncond together, the student once per level and pass."""
     one = trainer(passes=2)
     teacher, student = Calls.of(one.method.teacher), Calls.of(one.roles["student"])
     one.step(0)
@@ -98,7 +99,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch():
 
 
 def test_a_causal_student_sees_each_chunk_at_every_level():
-    """In each call the chunks are at different levels, and over the calls each has been at all of them."""
+    """In each call the chunks are at different levels, and over the calls each chunk is at every level."""
     shape, sampler = (16, 5, 2, 2), dataclasses.replace(FEW_STEPS, chunks=ChunkConfig(chunk_frames=1))
     student = RecordingStudent(
         "student",
@@ -117,7 +118,7 @@ def test_a_causal_student_sees_each_chunk_at_every_level():
 
 
 def test_a_student_learns_where_the_ode_of_the_exact_teacher_ends():
-    """One step of the pretrained student misses the templates by far; after regression it does not."""
+    """After regression, one step of the student is at most half as far from the templates as before."""
     sampler = SamplerConfig(num_steps=1, shift=1.0, solver="ode", guidance_scale=1.0)
     config = ODEInitConfig(batch_size=96, micro_batch=96, guidance_scale=1.0, teacher_steps=20, teacher_shift=1.0)
     network = copy.deepcopy(pretrained())
@@ -132,13 +133,13 @@ def test_a_student_learns_where_the_ode_of_the_exact_teacher_ends():
 
 
 @pytest.mark.parametrize(
-    ("changes", "sampler", "words"),
+    ("changes", "sampler", "message"),
     [
         ({"passes": 0}, FEW_STEPS, "algorithm.passes and algorithm.teacher_steps must be at least 1"),
         ({}, dataclasses.replace(FEW_STEPS, guidance_scale=3.0), "sampler.guidance_scale must be 1, not 3.0"),
         ({}, dataclasses.replace(FEW_STEPS, chunks=ChunkConfig(1, context_noise=0.1)), "context_noise must be 0"),
     ],
 )
-def test_settings_that_cannot_be(changes, sampler, words):
-    with pytest.raises(ValueError, match=words):
-        dataclasses.replace(CONFIG, **changes).check(sampler)
+def test_a_wrong_setting_names_its_key(changes, sampler, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes).check(setup_of(sampler))

@@ -15,6 +15,7 @@ from helpers import (
     assert_near,
     mean_score,
     reward_of,
+    setup_of,
     small_batch,
     tiny_codec,
     trainable,
@@ -38,15 +39,15 @@ STEP = 2e-3  # in weights
 
 
 def hpsv3_reward(**config) -> Reward:
-    """The embedded HPSv3 as a run loads it."""
+    """Return the tiny HPSv3 as a run loads it."""
     settings = RewardConfig(**config)
     return Reward(load_scorers(settings, CPU)[0], tiny_codec(), settings)
 
 
 def trainer(reward: Reward, sampler: SamplerConfig = SAMPLER, **changes) -> Trainer:
     config, student = dataclasses.replace(CONFIG, **changes), Recorder()
-    method = RewardGradient(config, sampler, student=student, reward=reward)
     loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    method = RewardGradient(config, sampler, student=student, reward=reward, loader=loader)
     return Trainer(method, {"student": student}, loader, ALONE, seed=0)
 
 
@@ -58,15 +59,15 @@ def slope(function, x: torch.Tensor, direction: torch.Tensor) -> float:
 # HPSv3.
 
 
-def test_hpsv3_of_floats_is_hpsv3_to_the_rounding_of_its_bytes():
+def test_hpsv3_with_gradient_is_hpsv3_to_the_rounding_of_its_bytes():
     hpsv3 = HPSv3.load(HPSV3, CPU, torch.float32)
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    images = torch.nn.functional.avg_pool2d(images, 5, 1, 2)  # smooth, as what is decoded
+    images = torch.nn.functional.avg_pool2d(images, 5, 1, 2)  # smooth, like decoded frames
     rounded = hpsv3.score(images, CAPTIONS[:2])
     torch.testing.assert_close(hpsv3.score_with_gradient(images, CAPTIONS[:2]), rounded, rtol=0.02, atol=0.02)
 
 
-def test_hpsv3_of_floats_refuses_what_hpsv3_does():
+def test_hpsv3_with_gradient_refuses_what_hpsv3_refuses():
     hpsv3 = HPSv3.load(HPSV3, CPU, torch.float32)
     with pytest.raises(ValueError, match=r"image 1 spans 0\.0\.\.2\.0, expected values in \[0, 1\]"):
         hpsv3.score_with_gradient(
@@ -78,7 +79,7 @@ def test_hpsv3_of_floats_refuses_what_hpsv3_does():
 
 @pytest.mark.parametrize("frames", ["first", "all"])
 def test_the_rewards_gradient_to_the_latents(frames):
-    """Along its own direction, where a finite difference is largest against rounding."""
+    """Compare along the gradient's own direction, where a finite difference is largest against rounding."""
     reward = hpsv3_reward(frames=frames)
     x0 = torch.randn(2, *LATENT_SHAPE, generator=torch.Generator().manual_seed(1)).requires_grad_()
     (gradient,) = torch.autograd.grad(reward.score_with_gradient(x0, CAPTIONS[:2]).sum(), x0)
@@ -97,7 +98,7 @@ def test_the_rewards_gradient_to_the_latents(frames):
 
 
 def test_the_update_is_the_slope_of_the_mean_reward():
-    """Weights moved along the gradient change the mean reward of the samples by its norm. One call: the last is all."""
+    """Weights moved along the gradient change the mean reward by its norm; the sampler has one call, so none is cut."""
     one = trainer(hpsv3_reward(frames="first"), dataclasses.replace(SAMPLER, num_steps=1))
     one.step(0)
     (gradient,) = one.roles["student"].gradients
@@ -122,13 +123,13 @@ def test_only_the_last_call_has_a_graph():
     calls = Calls.of(one.roles["student"])
     metrics = one.step(0)
     assert calls.graph == [False, False, True]
-    assert metrics["reward"] == pytest.approx(
-        float(one.method.reward.score(end_of(calls), one.loader.batch(0).prompts).mean())
-    )
+    reward = one.method.reward
+    scores = reward.score(end_of(calls), one.loader.batch(0).prompts)
+    assert metrics["reward"] == pytest.approx(float(reward.total(scores.parts).mean()))
 
 
 def end_of(calls: Calls) -> torch.Tensor:
-    """x0 of the last call: x - sigma v, with the student that has not moved."""
+    """Return x0 = x - sigma v of the last call, with the initial student."""
     batch = trainer(reward_of()).loader.batch(0)
     with torch.no_grad():
         return calls.x_t[-1] - calls.sigma[-1][0].float() * trainable().velocity(
@@ -163,10 +164,12 @@ def test_a_reward_without_gradient_is_refused():
         trainer(blind).step(0)
 
 
-def test_a_reward_that_is_only_looked_at_has_no_graph():
-    """Decoding and scoring outside this method keep nothing."""
+def test_score_keeps_no_graph():
+    """Only score_with_gradient keeps a graph; decoding keeps one if its input needs it."""
     x0 = torch.randn(2, *LATENT_SHAPE).requires_grad_()
-    assert not reward_of().score(x0, CAPTIONS[:2]).requires_grad
+    scores = reward_of().score(x0, CAPTIONS[:2])
+    assert not scores.parts.requires_grad and not scores.thumbnails.requires_grad
+    assert not any(values.requires_grad for values in scores.statistics.values())
     assert not tiny_codec().decode(x0.detach()).requires_grad and tiny_codec().decode(x0).requires_grad
     assert small_batch().latents is None
 
@@ -174,11 +177,11 @@ def test_a_reward_that_is_only_looked_at_has_no_graph():
 @pytest.mark.parametrize(
     ("changes", "sampler", "message"),
     [
-        ({"last_calls": 0}, SAMPLER, r"algorithm\.last_calls must be from 1 to the 3 of sampler\.num_steps, not 0"),
-        ({"last_calls": 4}, SAMPLER, r"algorithm\.last_calls must be from 1 to the 3 of sampler\.num_steps, not 4"),
+        ({"last_calls": 0}, SAMPLER, r"algorithm\.last_calls must be from 1 to sampler\.num_steps \(3\), not 0"),
+        ({"last_calls": 4}, SAMPLER, r"algorithm\.last_calls must be from 1 to sampler\.num_steps \(3\), not 4"),
         ({}, dataclasses.replace(SAMPLER, chunks=ChunkConfig(chunk_frames=1)), r"chunk_frames must be 0"),
     ],
 )
-def test_a_setting_that_cannot_be_names_its_key(changes, sampler, message):
+def test_a_wrong_setting_names_its_key(changes, sampler, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(CONFIG, **changes).check(sampler)
+        dataclasses.replace(CONFIG, **changes).check(setup_of(sampler))

@@ -1,6 +1,6 @@
-"""Self-forcing: the plan of calls, exits, the gradient window, and reinforcement learning on a causal student.
+"""Self-forcing: network calls, exits, the frames with gradient, and reinforcement learning of a causal student.
 
-The tests watch the network of the student: a call is told by its number of frames and whether it has a graph.
+The tests record the student's calls: each is known by its number of frames and by whether it has a graph.
 """
 
 import dataclasses
@@ -16,14 +16,14 @@ from helpers import (
     RecordingCritic,
     assert_near,
     reward_of,
+    setup_of,
     small_model,
     tiny_codec,
 )
 
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.methods.dance_grpo import DanceGRPO
-from unified_trainer.methods.dance_grpo_config import DanceGRPOConfig
+from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.numerics.chunks import ChunkConfig
@@ -63,14 +63,14 @@ def trainer(sampler: SamplerConfig = SAMPLER, *, checkpointing: bool = False, sh
 
 
 def watched(one: Trainer, step: int = 0) -> tuple[list[int], list[bool]]:
-    """Frames and graph of every call of the student in one training step."""
+    """Return frames and graph of every call of the student in one training step."""
     calls = Calls.of(one.roles["student"])
     one.step(step)
     return [x_t.shape[2] for x_t in calls.x_t], calls.graph
 
 
 def plan(exits: list[int]) -> list[tuple[int, bool]]:
-    """Of each chunk the calls without graph, the one with, and the context pass."""
+    """Return the expected calls: of each chunk those without graph, the one with graph, and the context pass."""
     expected = []
     for (start, stop), last in zip([(0, 1), (1, 3), (3, 5)], exits, strict=True):
         expected += [(stop - start, False)] * last + [(stop - start, True), (stop - start, False)]
@@ -84,9 +84,9 @@ def test_the_calls_are_those_of_the_plan(step, same):
     shared = Streams(0, step).shared
     draws = shared.integers(4, size=1).tolist() * 3 if same else shared.integers(4, size=3).tolist()
     frames, graph = watched(one, step)
-    student_turn = len(plan(draws))
-    assert list(zip(frames, graph, strict=True))[:student_turn] == plan(draws)
-    assert not any(graph[student_turn:])  # the critic's samples are made without
+    of_student = len(plan(draws))
+    assert list(zip(frames, graph, strict=True))[:of_student] == plan(draws)
+    assert not any(graph[of_student:])  # the critic's samples have no graph
 
 
 def test_the_last_step_only():
@@ -96,7 +96,7 @@ def test_the_last_step_only():
 
 
 def test_only_chunks_at_the_end_have_gradient():
-    """Five frames, the last three: the chunk at [1, 3) begins before them and is not trained."""
+    """The last three of five frames are trained: the chunk at [1, 3) begins before them and is not."""
     frames, graph = watched(trainer(last_step_only=True, gradient_frames=3))
     assert [i for i, has in enumerate(graph) if has] == [13]
     assert frames[13] == 2
@@ -109,6 +109,21 @@ def test_the_mean_is_over_the_trained_frames():
     assert trainer().method._trained_frames(torch.zeros(1, *SHAPE)) is None
 
 
+@pytest.mark.parametrize(("gradient_frames", "with_graph"), [(2, [13]), (3, [13]), (4, [8, 13]), (5, [3, 8, 13])])
+def test_a_chunk_is_trained_from_its_first_gradient_frame(gradient_frames, with_graph):
+    """Chunks at frames 0, 1 and 3 of 5; a chunk that starts exactly gradient_frames before the end is trained."""
+    _, graph = watched(trainer(last_step_only=True, gradient_frames=gradient_frames))
+    assert [i for i, has in enumerate(graph) if has] == with_graph
+
+
+def test_the_mean_is_over_the_chunks_that_have_a_graph():
+    """Frames 1 and 2 are one chunk: with 3 gradient frames it starts too early, although it ends late enough."""
+    frames = {2: [3, 4], 3: [3, 4], 4: [1, 2, 3, 4]}
+    for gradient_frames, trained in frames.items():
+        mask = trainer(gradient_frames=gradient_frames).method._trained_frames(torch.zeros(1, *SHAPE))
+        assert mask.flatten().nonzero().flatten().tolist() == trained
+
+
 def test_exits_are_uniform():
     method = trainer().method
     exits = [method._exits(5, Streams(0, step))[0] for step in range(400)]
@@ -116,7 +131,7 @@ def test_exits_are_uniform():
     assert counts.min() > 70 and counts.max() < 130
 
 
-def test_recomputed_activations_change_nothing():
+def test_recomputed_activations_give_the_same_gradient():
     gradients = []
     for checkpointing in (False, True):
         one = trainer(checkpointing=checkpointing, last_step_only=True)
@@ -126,7 +141,7 @@ def test_recomputed_activations_change_nothing():
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_the_gradient_does_not_depend_on_the_parts(micro_batch):
+def test_the_gradient_does_not_depend_on_the_micro_batch(micro_batch):
     one, whole = trainer(micro_batch=micro_batch, batch_size=4), trainer(micro_batch=4, batch_size=4)
     one.step(0)
     whole.step(0)
@@ -134,7 +149,7 @@ def test_the_gradient_does_not_depend_on_the_parts(micro_batch):
         assert_near(one.roles[name].gradients[0], whole.roles[name].gradients[0], 2e-5)
 
 
-def test_a_rollout_replays_from_its_seeds_and_differs_between_samples():
+def test_a_rollout_repeats_for_its_seed_and_differs_between_samples():
     one = trainer()
     batch = one.loader.batch(0)
     first, again = (one.method._generate(batch, Streams(0, 0), "student").detach() for _ in range(2))
@@ -163,7 +178,7 @@ def test_a_chunk_does_not_depend_on_later_noise():
     assert not torch.allclose(left[:, :, 3:], right[:, :, 3:])
 
 
-def test_context_noise_changes_what_later_chunks_see():
+def test_context_noise_changes_later_chunks():
     student, batch = causal_student(), trainer().loader.batch(0)
     noisy = dataclasses.replace(SAMPLER, chunks=dataclasses.replace(CHUNKS, context_noise=0.3))
     noise, drawn = torch.randn(2, *SHAPE), torch.randn(5, 2, *SHAPE)
@@ -175,7 +190,7 @@ def test_context_noise_changes_what_later_chunks_see():
 
 
 def test_reinforcement_learning_replays_a_causal_rollout():
-    """The rollout looks back on a cache, the replay on the finished clip in one masked pass: equal to rounding."""
+    """The rollout attends to a KV cache, the replay to the finished clip in one masked pass; they agree to rounding."""
     config = DanceGRPOConfig(
         num_prompts=2,
         num_samples=2,
@@ -201,6 +216,6 @@ def test_reinforcement_learning_replays_a_causal_rollout():
     ("sampler", "message"),
     [(FEW_STEPS, "chunk_frames"), (dataclasses.replace(SAMPLER, guidance_scale=3.0), "guidance_scale")],
 )
-def test_a_sampler_that_cannot_be_is_refused(sampler, message):
+def test_a_wrong_sampler_names_its_key(sampler, message):
     with pytest.raises(ValueError, match=message):
-        CONFIG.check(sampler)
+        CONFIG.check(setup_of(sampler))

@@ -1,4 +1,4 @@
-"""Second-order steps after a window, clip ranges from latent size and noise, and skipped updates that are said."""
+"""Second-order steps after a window, clip ranges from latent size and noise, and the message of skipped updates."""
 
 import dataclasses
 import itertools
@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from helpers import Calls, ScriptedScorer, assert_near, dance_grpo, trainable
+from helpers import Calls, ScriptedScorer, assert_near, dance_grpo, setup_of, trainable
+from policy_case import ELEMENTS, KERNELS, ODE, A, Case, ks, log_ratios
 from test_dance_grpo import EQUAL, stepped
-from test_dance_grpo_options import ELEMENTS, KERNELS, ODE, A, Case, ks, log_ratios
 
 from unified_trainer.numerics.flow import second_order_step, sigma_table
 from unified_trainer.numerics.objectives import calibrated_clip, surrogate
@@ -18,7 +18,7 @@ from unified_trainer.rl.sde_windows import WindowConfig
 
 
 def end_of(steps: int, order: int, start: float = 0.9, stop: float = 0.1) -> float:
-    """Follow the exact velocity of a Gaussian of std 2 at mean 1 from x = 1.5; the true end is linear in x."""
+    """Integrate the exact velocity of a Gaussian with std 2 and mean 1 from x = 1.5."""
     levels = torch.linspace(start, stop, steps + 1, dtype=torch.float64)
     x, before = torch.tensor([[1.5]], dtype=torch.float64), None
 
@@ -34,7 +34,7 @@ def end_of(steps: int, order: int, start: float = 0.9, stop: float = 0.1) -> flo
 
 
 def exact(start: float = 0.9, stop: float = 0.1) -> float:
-    """The ODE keeps (x - a mean) / std of the marginal."""
+    """Return the true end: the ODE keeps (x - a mean) / std of the marginal."""
     std = [math.sqrt((1 - sigma) ** 2 * 4 + sigma**2) for sigma in (start, stop)]
     return (1 - stop) + std[1] / std[0] * (1.5 - (1 - start))
 
@@ -68,7 +68,7 @@ def test_it_is_exact_where_x0_is_linear_in_log_snr():
 
 
 def test_the_tail_is_second_order_from_its_second_step_on():
-    """Seven steps, window of 2 at the third place: Euler before it and in the first step after it."""
+    """Of seven transitions, 2 and 3 are the window: Euler before it and in the first step after it."""
     sampler = dataclasses.replace(ODE, num_steps=8)
     sigmas = sigma_table(8, 3.0)
     window = WindowConfig(size=2, every=1, tail="second_order")
@@ -88,7 +88,7 @@ def test_the_tail_is_second_order_from_its_second_step_on():
 
 
 def test_a_tail_needs_a_window():
-    with pytest.raises(ValueError, match=r"algorithm\.window\.size must be above 0 for algorithm\.window\.tail"):
+    with pytest.raises(ValueError, match=r"algorithm\.window\.tail second_order needs algorithm\.window\.size above 0"):
         WindowConfig(tail="second_order").check(5)
 
 
@@ -96,7 +96,7 @@ def test_a_tail_needs_a_window():
 
 
 def test_the_range_is_where_a_shifted_policy_gets():
-    """Empirically: log-ratios of draws from N(0, 1) under a mean moved by .02, of 2000 elements."""
+    """Compare with sampled log-ratios: draws of 2000 elements from N(0, 1) under a mean shifted by .02."""
     draws = torch.randn(4000, 2000, generator=torch.Generator().manual_seed(0))
     shift = 0.02 * torch.randn(2000, generator=torch.Generator().manual_seed(1)).sign()
     log_ratio = (draws * shift - shift.square() / 2).mean(1)
@@ -113,7 +113,7 @@ def test_the_range_is_where_a_shifted_policy_gets():
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_transition_has_its_own_range(name, guard):
-    """std from MATH.md 4, pull = -dmean / dv; the gradient and the diagnostics both read the range."""
+    """The range follows std (MATH.md 4) and |dmean / dv|, in the gradient and in the metrics."""
     case = Case(moved=True, kernel=name, eta=KERNELS[name], guard=guard, clip_velocity=0.01)
 
     def loss(now, then):
@@ -121,9 +121,9 @@ def test_every_transition_has_its_own_range(name, guard):
         stds = torch.tensor([step.std for step in now])
         if guard:
             d = (d + k) * stds
-        pulls = [(a.mean - b.mean) / (a.velocity - b.velocity) for a, b in zip(now, then, strict=True)]
-        pulls = torch.stack([pull.detach().flatten().median().abs() for pull in pulls])
-        shift = 0.01 * pulls / stds
+        gains = [(a.mean - b.mean) / (a.velocity - b.velocity) for a, b in zip(now, then, strict=True)]
+        gains = torch.stack([gain.detach().flatten().median().abs() for gain in gains])
+        shift = 0.01 * gains / stds
         deviation = shift / math.sqrt(ELEMENTS) * (stds if guard else 1)
         low = 1 - (-deviation - (0 if guard else shift**2 / 2)).exp()
         high = deviation.exp() - 1
@@ -136,21 +136,21 @@ def test_every_transition_has_its_own_range(name, guard):
     assert_near(case.gradient, case.expected(loss), 2e-3)
     assert case.metrics["clip_low"] == pytest.approx(found[0], rel=1e-3)
     assert case.metrics["clip_high"] == pytest.approx(found[1], rel=1e-3)
-    assert case.metrics["outside"] == pytest.approx(found[2]) and found[2] > 0
+    assert case.metrics["clip_fraction"] == pytest.approx(found[2]) and found[2] > 0
 
 
 def test_a_range_for_each_transition_is_none_for_gspo():
     with pytest.raises(ValueError, match=r"algorithm\.clip_velocity must not be negative, and 0 for gspo"):
-        Case(objective="gspo", clip_velocity=0.1).config.check(ODE)
+        Case(objective="gspo", clip_velocity=0.1).config.check(setup_of(ODE))
 
 
-# Skipped updates are said.
+# Messages.
 
 
 def test_a_skipped_update_is_said_once():
     one, metrics, _ = stepped(scorer=EQUAL)
-    (words,) = one.words
-    assert words.startswith("1 of 1 updates skipped") and "of 2 groups 2 have equal rewards, 0 are below" in words
+    (message,) = one.messages
+    assert message.startswith("1 of 1 updates skipped") and "of 2 groups 2 have equal rewards, 0 are below" in message
     assert metrics["skipped_updates"] == 1
 
 
@@ -159,6 +159,6 @@ def test_what_is_said_is_of_the_last_step():
     one = dance_grpo(stepped()[0].method.config, scorer=scorer)
     calls = Calls.of(one.roles["student"])
     one.step(0)
-    assert one.words and not calls.where(graph=True)
+    assert one.messages and not calls.where(graph=True)
     one.step(1)
-    assert list(one.words) == ["the log-ratio at unchanged weights is at most 0 of the clip range"]
+    assert list(one.messages) == ["on-policy check: largest log-ratio before the first update is 0 of the clip range"]

@@ -1,4 +1,4 @@
-"""Further prompts in place of groups that teach nothing, and prompts that failed drawn more often."""
+"""Dynamic sampling replaces groups of equal rewards by further prompts, and prompts are drawn by their failures."""
 
 import dataclasses
 
@@ -18,6 +18,7 @@ from helpers import (
     metrics_of,
     reward_of,
     run,
+    setup_of,
     tiny_codec,
 )
 
@@ -27,7 +28,9 @@ from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.rl.dynamic_sampling import resample_groups
+from unified_trainer.rl.samples import ScoredSamples
 from unified_trainer.roles.reward import Scores
+from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Rollout
 
 MANY = tuple(f"{caption}, number {i}" for i in range(2) for caption in CAPTIONS)
@@ -41,17 +44,20 @@ def loader(plan: BatchPlan = PLAN, captions=MANY) -> Loader:
     return Loader(Prompts(captions), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE)
 
 
-def refilled(rounds: int, equal) -> tuple[Samples, dict[str, float], list[int]]:
-    """Three prompts with two samples each, of which those in `equal` get the same reward; sizes of what was made."""
+def resampled(rounds: int, equal) -> tuple[ScoredSamples, dict[str, float], list[int]]:
+    """Resample three prompts with two samples each; prompts in `equal` get equal rewards.
+
+    Return the samples, the metrics, and the number of samples collected in each round.
+    """
     made = []
 
-    def collect(batch) -> Samples:
+    def collect(batch) -> ScoredSamples:
         made.append(len(batch))
         rewards = torch.tensor(
             [0.0 if p in equal else float(i) for p, i in zip(batch.prompt_ids, batch.sample_ids, strict=True)]
         )
         x0 = torch.tensor(batch.sample_ids).float().view(-1, 1, 1, 1, 1).expand(-1, *LATENT_SHAPE)
-        return Samples(batch, Rollout.from_x0(x0), Scores(rewards[:, None], {"of": rewards}, rewards[:, None]))
+        return ScoredSamples(batch, Rollout.from_x0(x0), Scores(rewards[:, None], {"of": rewards}, rewards[:, None]))
 
     one, config = loader(), dataclasses.replace(CONFIG, dynamic_sampling_rounds=rounds)
     samples, metrics = resample_groups(collect(one.batch(0)), config, collect, reward_of(), one, 0, ALONE)
@@ -62,12 +68,12 @@ def first_prompts() -> list[int]:
     return list(dict.fromkeys(loader().batch(0).prompt_ids))
 
 
-# Refill.
+# Dynamic sampling.
 
 
 def test_a_group_of_equal_rewards_is_replaced_in_its_place():
     first = first_prompts()
-    samples, metrics, made = refilled(3, {first[1]})
+    samples, metrics, made = resampled(3, {first[1]})
     new = loader().further(0, 0, 1)[0]
     assert samples.batch.prompt_ids == (first[0], first[0], new, new, first[2], first[2])
     assert samples.batch.prompts[2] == MANY[new] and new not in first
@@ -80,23 +86,23 @@ def test_a_group_of_equal_rewards_is_replaced_in_its_place():
 
 
 def test_until_none_is_left_or_the_rounds_are_over():
-    """Everything is equal: each round draws three others, and eight prompts are all there are."""
+    """With equal rewards everywhere each round draws three other prompts, until the eight prompts are used up."""
     everything = set(range(len(MANY)))
     for rounds, drawn in ((0, []), (1, [6]), (2, [6, 4]), (9, [6, 4])):
-        samples, metrics, made = refilled(rounds, everything)
+        samples, metrics, made = resampled(rounds, everything)
         assert made == [6, *drawn]
         assert metrics == ({"resampled_groups": sum(drawn) / 2} if rounds else {})
         assert len(set(samples.batch.sample_ids)) == 6
     left = {*first_prompts(), *loader().further(0, 0, 3)}
-    assert set(samples.batch.prompt_ids) & left  # a place that nothing was left for keeps its group
+    assert set(samples.batch.prompt_ids) & left  # with no prompt left, a group stays
 
 
 def test_nothing_is_drawn_while_all_groups_differ():
-    samples, metrics, made = refilled(5, set())
+    samples, metrics, made = resampled(5, set())
     assert made == [6] and samples.batch.sample_ids == (0, 1, 2, 3, 4, 5) and metrics == {"resampled_groups": 0}
 
 
-def test_further_prompts_are_others_every_time():
+def test_further_prompts_are_others_in_every_call():
     one = loader()
     for step in range(4):
         further = one.further(step, 0, 99)
@@ -105,8 +111,8 @@ def test_further_prompts_are_others_every_time():
     assert one.further(0, 0, 5) != one.further(1, 0, 5)
 
 
-def test_the_update_learns_from_the_new_group():
-    """Its gradient is that of a step which never had the group that taught nothing."""
+def test_the_update_trains_on_the_new_group():
+    """The gradient is that of a step that never had the group of equal rewards."""
 
     def trained(**changes):
         first = dance_grpo(CONFIG).loader.batch(0).prompts[0]
@@ -130,25 +136,25 @@ def test_the_update_learns_from_the_new_group():
     assert_near(both, {key: (left[key] + new[key]) / 2 for key in both}, 1e-4)
 
 
-def test_a_negative_number_of_rounds():
+def test_a_negative_number_of_rounds_names_its_key():
     with pytest.raises(ValueError, match=r"algorithm\.dynamic_sampling_rounds must not be negative"):
-        dataclasses.replace(CONFIG, dynamic_sampling_rounds=-1).check_groups()
+        dataclasses.replace(CONFIG, dynamic_sampling_rounds=-1).check(setup_of(SamplerConfig()))
 
 
-# The curriculum.
+# Prompts drawn by failures.
 
 BY_FAILURES = BatchPlan(1, 2, 1, 2, ("algorithm.num_prompts", "n", "G", "micro"), by_failures=True)
 
 
 def test_prompts_are_drawn_by_their_failures():
-    """Counts (3, 0, 1) give chances (4, 1, 2) / 7; of 1400 draws the standard deviation is below .0135."""
+    """Counts (3, 0, 1) give probabilities (4, 1, 2) / 7; the standard deviation over 1400 draws is below .0135."""
     one = loader(BY_FAILURES, MANY[:3])
     one.note_failures([0, 2])
     one.note_failures([0])
     one.note_failures([0])
     drawn = torch.tensor([one._rows(step)[0] for step in range(1400)])
-    shares = torch.bincount(drawn, minlength=3) / 1400
-    torch.testing.assert_close(shares, torch.tensor([4.0, 1.0, 2.0]) / 7, rtol=0, atol=0.045)
+    frequencies = torch.bincount(drawn, minlength=3) / 1400
+    torch.testing.assert_close(frequencies, torch.tensor([4.0, 1.0, 2.0]) / 7, rtol=0, atol=0.045)
 
 
 def test_a_batch_has_no_prompt_twice():
@@ -157,13 +163,13 @@ def test_a_batch_has_no_prompt_twice():
     assert all(sorted(one._rows(step)) == [0, 1, 2] for step in range(5))
 
 
-def test_more_prompts_than_there_are():
+def test_too_many_prompts_are_refused():
     with pytest.raises(ValueError, match=r"algorithm\.num_prompts must be at most the 3 prompts .* not 4"):
         loader(dataclasses.replace(BY_FAILURES, prompts=4, prompts_per_update=4), MANY[:3])
 
 
-def test_a_failure_is_a_group_below_the_bar():
-    """Prompts whose samples all get .5 have a mean above 0.4, the others, with images near 0.5 / 2, one below."""
+def test_a_failure_is_a_group_below_the_threshold():
+    """Two prompts get 0.5 for every sample, which is not below 0.5; the means of the others are as scored."""
     stubborn = set(CAPTIONS[:2])
     one = dance_grpo(
         dataclasses.replace(CONFIG, num_prompts=4, prompts_per_update=4, failure_below=10.0, reward_threshold=-1.0),
@@ -171,11 +177,10 @@ def test_a_failure_is_a_group_below_the_bar():
     )
     metrics = one.step(0)
     assert one.loader.state_dict()["failures"].tolist() == [1, 1, 1, 1] and metrics["failed_groups"] == 1
-    bar = dataclasses.replace(one.method.config, failure_below=0.5)
-    one.method.config = bar
+    one.method.config = dataclasses.replace(one.method.config, failure_below=0.5)
     batch, collect = one.loader.batch(1), one.method._collect
     seen = []
-    one.method._collect = lambda *words, **more: (seen.append(collect(*words, **more)), seen[0])[1]
+    one.method._collect = lambda *args, **kwargs: (seen.append(collect(*args, **kwargs)), seen[0])[1]
     one.step(1)
     means = {
         p: seen[0].scores.parts[:, 0][[i for i, q in enumerate(batch.prompt_ids) if q == p]].mean() for p in range(4)
@@ -186,8 +191,8 @@ def test_a_failure_is_a_group_below_the_bar():
 
 
 def test_counts_go_into_the_checkpoint(tmp_path):
-    """Four steps are two and two; another list of prompts is another run."""
-    words = flags(
+    """Four steps give the same metrics and checkpoint as two and two."""
+    options = flags(
         {
             "algorithm.failure-below": 2.8,
             "algorithm.dynamic-sampling-rounds": 1,
@@ -196,8 +201,8 @@ def test_counts_go_into_the_checkpoint(tmp_path):
         }
     )
     straight, halved = tmp_path / "straight", tmp_path / "halved"
-    run("dance_grpo", straight, *words)
-    run("dance_grpo", halved, *words, "--steps", "2")
+    run("dance_grpo", straight, *options)
+    run("dance_grpo", halved, *options, "--steps", "2")
     assert main(["--resume", str(halved), "--steps", "4"]) == 0
     assert metrics_of(halved) == metrics_of(straight)
     held = checkpoint_of(straight, 4)
@@ -206,5 +211,5 @@ def test_counts_go_into_the_checkpoint(tmp_path):
     assert int(held["loader/failures"].sum()) == failed > 0
 
 
-def test_there_are_no_counts_unless_asked():
+def test_failures_are_not_counted_by_default():
     assert loader().state_dict() == {} and "--algorithm.failure-below" not in SMALL["dance_grpo"]

@@ -1,4 +1,4 @@
-"""Several rewards in dance_grpo: each part against its group before they are weighted (GDPO, arXiv:2601.05242)."""
+"""Several rewards in dance_grpo: each part is compared in its group before weighting (GDPO, arXiv:2601.05242)."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ CONFIG = DanceGRPOConfig(
 
 
 def column_of(row: torch.Tensor):
-    """A scorer of videos that gives these rewards in turn."""
+    """Return a scorer of videos that gives these rewards in order."""
     images = ScriptedScorer(row.tolist())
     return lambda video, prompts: images(video[:, :, 0], prompts)
 
@@ -28,15 +28,15 @@ def standard(row: torch.Tensor) -> torch.Tensor:
 
 
 def test_gdpo_compares_each_part_with_its_group_before_they_are_weighted():
-    """The second is a hundred times as large and in another order, which its weight alone makes up for."""
+    """The second part is a hundred times as large, which has no effect: only the weights count."""
     config = RewardConfig(kind="first", weight=0.5, scorers={"second": ScorerConfig(weight=-2.0)})
     parts = torch.tensor([REWARDS, [100 * value**2 for value in REWARDS]])
     scorers = {name: column_of(row) for name, row in zip(("first", "second"), parts, strict=True)}
     one = dance_grpo(dataclasses.replace(CONFIG, advantage="gdpo"), reward=Reward(scorers, tiny_codec(), config))
     batch = one.loader.batch(0)
     scores = one.method._collect(batch, range(3), Streams(0, 0)).scores
-    judged = compute_advantages(one.method.config, one.method.reward, scores, None, batch, one.loader, ALONE)
-    advantages, metrics = judged.advantages, judged.metrics
+    computed = compute_advantages(one.method.config, one.method.reward, scores, None, batch, one.loader, ALONE)
+    advantages, metrics = computed.values, computed.metrics
     by_group = [torch.stack([standard(row[:4]), standard(row[4:])]).flatten() for row in parts]
     mixed = 0.5 * by_group[0] - 2 * by_group[1]
     torch.testing.assert_close(advantages, (mixed - mixed.mean()) / mixed.std(), rtol=1e-4, atol=1e-5)
@@ -45,7 +45,7 @@ def test_gdpo_compares_each_part_with_its_group_before_they_are_weighted():
 
 
 def test_gdpo_keeps_a_group_whose_rewards_are_equal_but_whose_parts_are_not():
-    """Two parts that cancel: their sum has nothing to say, each of them does."""
+    """Two parts cancel: their sum has no spread, each of them has."""
     config = RewardConfig(kind="first", scorers={"second": ScorerConfig(weight=2.0)})
     up = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 5.0, 5.0])
     scorers = {"first": column_of(up), "second": column_of(-up / 2)}

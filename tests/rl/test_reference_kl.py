@@ -1,17 +1,17 @@
-"""The reference of a KL: what it is built from, that it stays, and what it costs in the reward."""
+"""The reference of a KL: its weights, that they do not change, and the KL in the reward."""
 
 import shutil
 
 import pytest
 import torch
 from helpers import ALONE, SMALL, assert_same, checkpoint_of, flags, frozen, metrics_of, run, small_model
-from test_dance_grpo_options import REWARDS, SDE, Case, divergence, log_ratios
+from policy_case import REWARDS, SDE, Case, divergence, log_ratios
 
 from unified_trainer import config as settings
 from unified_trainer.__main__ import main
 from unified_trainer.build import build
 from unified_trainer.numerics.kl import AdaptiveKL
-from unified_trainer.registry import ALGORITHMS
+from unified_trainer.registry import method_named
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Frozen, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
@@ -22,9 +22,9 @@ ADAPTER = ["--student.adapter.rank", "2"]
 CAUSAL = ["--sampler.chunks.chunk-frames", "1", "--sampler.guidance-scale", "1"]
 
 
-def built(*words: str):
-    """The trainer of the small run, as the program builds it."""
-    return build(settings.parse([*SMALL["dance_grpo"], *KL, *words], ALGORITHMS, lambda spec: None), ALONE).trainer
+def built(*options: str):
+    """Return the trainer of the small run, as the program builds it."""
+    return build(settings.parse([*SMALL["dance_grpo"], *KL, *options], method_named, lambda spec: None), ALONE).trainer
 
 
 def reference_of(trainer) -> Frozen:
@@ -44,7 +44,7 @@ def velocity(role, trainer) -> torch.Tensor:
 @pytest.mark.parametrize("sampler", ["ode", "sde"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kl_in_the_reward(kind, sampler):
-    """Each sample's reward less 2 x the mean of its transitions' KL is what the group compares."""
+    """Groups compare the reward minus 2 x the mean KL of the sample's transitions."""
     reference = frozen("reference", seed=1)
     changes = {"sampler": SDE} if sampler == "sde" else {}
     case = Case(reference=reference, kl=kind, kl_in="reward", kl_coefficient=2.0, update_batch=4, **changes)
@@ -58,7 +58,7 @@ def test_kl_in_the_reward(kind, sampler):
         return -(advantage[:, None] * log_ratios(now, then)).mean()
 
     expected = case.expected(loss)
-    assert float(penalties[0].std()) > 1e-4  # or it would not matter
+    assert float(penalties[0].std()) > 1e-4  # else the test shows nothing
     for key, gradient in case.gradient.items():
         torch.testing.assert_close(gradient, expected[key], rtol=2e-3, atol=2e-3 * float(expected[key].abs().max()))
     assert case.metrics["kl"] == pytest.approx(float(penalties[0].mean()), rel=1e-3)
@@ -66,7 +66,7 @@ def test_kl_in_the_reward(kind, sampler):
 
 
 def test_one_kl_counts_once():
-    """In the reward it is not in the loss: with equal velocities of all, the two differ by nothing."""
+    """A KL in the reward is not in the loss: at a negligible coefficient the gradient is that without a KL."""
     far = Case(reference=frozen("reference", seed=1), kl_in="reward", kl_coefficient=1e-12)
     assert_same(far.gradient, Case().gradient)
 
@@ -76,7 +76,7 @@ def test_one_kl_counts_once():
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_the_coefficient_follows_the_kl(where):
-    """From .5, after each update of 8 samples, by MATH.md's rule on the logged KL; a step with two updates, two."""
+    """The coefficient starts at .5 and changes after each update of 8 samples by the rule of MATH.md."""
     changes = {"kl_in": where, "kl_coefficient": 0.5, "kl_target": 1e-3, "kl_horizon": 100.0}
     case = Case(reference=frozen("reference", seed=1), **changes)
     assert case.metrics["kl_coefficient"] == 0.5 and case.metrics["kl"] > 1.2e-3
@@ -84,25 +84,25 @@ def test_the_coefficient_follows_the_kl(where):
     assert case.one.method.kl.coefficient == pytest.approx(expected, rel=1e-12)
     case.one.step(1)
     rule = AdaptiveKL(expected, 1e-3, 100.0)
-    rule.update(case.metrics["kl"], 8)  # far above the target: both by the bound
+    rule.update(case.metrics["kl"], 8)  # far above the target: both changes are at the bound
     assert case.one.method.kl.coefficient == pytest.approx(rule.coefficient, rel=1e-12)
 
 
-def test_the_coefficient_that_counts_is_the_one_before_the_update():
+def test_an_update_uses_the_coefficient_before_its_own_change():
     fixed = Case(reference=frozen("reference", seed=1), kl_coefficient=0.5)
     adaptive = Case(reference=frozen("reference", seed=1), kl_coefficient=0.5, kl_target=1e-3, kl_horizon=10.0)
     assert_same(adaptive.gradient, fixed.gradient)
 
 
-# What it is.
+# Its weights.
 
 
-def test_there_is_none_without_a_kl():
-    trainer = build(settings.parse(SMALL["dance_grpo"], ALGORITHMS, lambda spec: None), ALONE).trainer
-    assert reference_of(trainer) is None and not trainer.weight_copies
+def test_there_is_no_reference_without_a_kl():
+    trainer = build(settings.parse(SMALL["dance_grpo"], method_named, lambda spec: None), ALONE).trainer
+    assert reference_of(trainer) is None and not trainer.copies
 
 
-def test_of_a_student_of_full_weights_it_is_another_network_with_its_weights():
+def test_for_a_student_of_full_weights_it_is_another_network_with_equal_weights():
     trainer = built()
     student, reference = trainer.roles["student"], reference_of(trainer)
     assert type(reference) is Frozen and reference.network is not student.network
@@ -110,7 +110,7 @@ def test_of_a_student_of_full_weights_it_is_another_network_with_its_weights():
     assert trainer.tensors().keys() == {key for key in trainer.tensors() if key.startswith("student/")}
 
 
-def test_of_an_adapter_it_is_the_base_with_the_adapter_off():
+def test_for_an_adapter_it_is_the_base_with_the_adapter_off():
     trainer = built(*ADAPTER)
     student, reference = trainer.roles["student"], reference_of(trainer)
     assert reference.network is student.network
@@ -122,57 +122,57 @@ def test_of_an_adapter_it_is_the_base_with_the_adapter_off():
     assert not torch.allclose(velocity(student, trainer), before)
 
 
-@pytest.mark.parametrize("words", [[], ADAPTER], ids=["full", "adapter"])
-def test_with_init_from_it_is_the_student_that_came_in(words, tmp_path):
-    """Its trained weights or adapter, which stay when the student moves; the base is shared all the same."""
-    run("dance_grpo", tmp_path / "source", *words, "--student.learning-rate", "0.01")
-    trainer = built(*words, "--init-from", str(tmp_path / "source"))
+@pytest.mark.parametrize("options", [[], ADAPTER], ids=["full", "adapter"])
+def test_with_init_from_it_is_the_initialised_student(options, tmp_path):
+    """It copies the trained weights or the adapter and keeps them when the student changes; the base is shared."""
+    run("dance_grpo", tmp_path / "source", *options, "--student.learning-rate", "0.01")
+    trainer = built(*options, "--init-from", str(tmp_path / "source"))
     student, reference = trainer.roles["student"], reference_of(trainer)
     base = velocity(reference, trainer)
     trainer.init_from(str(tmp_path / "source"))
-    came_in = velocity(student, trainer)
-    assert not torch.allclose(came_in, base, atol=1e-3)
-    assert torch.equal(velocity(reference, trainer), came_in)
-    assert (reference.network is student.network) == bool(words)
+    loaded = velocity(student, trainer)
+    assert not torch.allclose(loaded, base, atol=1e-3)
+    assert torch.equal(velocity(reference, trainer), loaded)
+    assert (reference.network is student.network) == bool(options)
     with torch.no_grad():
         for weight in student.weights.values():
             weight.add_(0.1)
-    assert torch.equal(velocity(reference, trainer), came_in)
+    assert torch.equal(velocity(reference, trainer), loaded)
 
 
-def test_a_follower_is_a_copy_or_an_average():
-    leader = Trainable("student", Backbone(small_model(1), ALONE, trained=True), TrainableConfig())
+def test_a_weight_copy_is_a_copy_or_an_average():
+    source = Trainable("student", Backbone(small_model(1), ALONE, trained=True), TrainableConfig())
     weight_copy = WeightCopy("old", Backbone(small_model(2), ALONE), TrainableConfig())
     before = {key: weight.clone() for key, weight in weight_copy.state_dict().items()}
-    weight_copy.update_from(leader, 0.75)
+    weight_copy.update_from(source, 0.75)
     for key, weight in weight_copy.state_dict().items():
-        own, led = before[key], leader.weights[key.removeprefix("followed/")].detach()
-        torch.testing.assert_close(weight, 0.75 * own + 0.25 * led)
-    weight_copy.update_from(leader)
+        updated = source.weights[key.removeprefix("copied/")].detach()
+        torch.testing.assert_close(weight, 0.75 * before[key] + 0.25 * updated)
+    weight_copy.update_from(source)
     assert_same(
-        {key.removeprefix("followed/"): weight for key, weight in weight_copy.state_dict().items()},
-        {key: weight.detach() for key, weight in leader.weights.items()},
+        {key.removeprefix("copied/"): weight for key, weight in weight_copy.state_dict().items()},
+        {key: weight.detach() for key, weight in source.weights.items()},
     )
 
 
-# It stays what it is.
+# Resuming.
 
 
 @pytest.mark.parametrize(
-    ("words", "init"),
+    ("options", "init"),
     [(ADAPTER, True), (CAUSAL, False), ([*CAUSAL, "--algorithm.kl-in", "reward"], True)],
-    ids=["carried adapter", "causal", "carried causal"],
+    ids=["initialised adapter", "causal", "initialised causal"],
 )
-def test_a_resumed_run_keeps_its_reference(words, init, tmp_path):
-    """Bit for bit the run that was never stopped, also when what it started from is gone."""
+def test_a_resumed_run_keeps_its_reference(options, init, tmp_path):
+    """The resumed run equals the uninterrupted one bit for bit, also when the run of --init-from is gone."""
     source, straight, halved = (tmp_path / name for name in ("source", "straight", "halved"))
     more = flags({"algorithm.kl-target": 1e-6, "algorithm.kl-horizon": 10, "student.learning-rate": 1e-3})
-    words = [*words, *KL, *more]
+    options = [*options, *KL, *more]
     if init:
-        run("dance_grpo", source, *words, "--student.learning-rate", "0.01")
-        words += ["--init-from", str(source)]
-    run("dance_grpo", straight, *words, "--steps", "3")
-    run("dance_grpo", halved, *words, "--steps", "1")
+        run("dance_grpo", source, *options, "--student.learning-rate", "0.01")
+        options += ["--init-from", str(source)]
+    run("dance_grpo", straight, *options, "--steps", "3")
+    run("dance_grpo", halved, *options, "--steps", "1")
     shutil.rmtree(source, ignore_errors=True)
     assert main(["--resume", str(halved), "--steps", "3"]) == 0
     assert metrics_of(halved) == metrics_of(straight)
@@ -182,8 +182,7 @@ def test_a_resumed_run_keeps_its_reference(words, init, tmp_path):
     assert lines[2]["train/kl_coefficient"] != lines[0]["train/kl_coefficient"]
 
 
-def test_another_start_than_the_saved_one_is_refused(tmp_path, capsys):
+def test_resuming_with_another_init_from_is_refused(tmp_path, capsys):
     run("dance_grpo", tmp_path / "run")
-    words = ["--resume", str(tmp_path / "run"), "--steps", "2", "--init-from", str(tmp_path / "run")]
-    assert main(words) == 2
+    assert main(["--resume", str(tmp_path / "run"), "--steps", "2", "--init-from", str(tmp_path / "run")]) == 2
     assert "cannot change init_from" in capsys.readouterr().err

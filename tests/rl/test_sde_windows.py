@@ -1,4 +1,4 @@
-"""Windows: where they are in each training step, and what cannot be."""
+"""Windows of stochastic transitions: their place in each training step, and wrong settings."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from unified_trainer.rl.sde_windows import WindowConfig
 
 
 def firsts(config: WindowConfig, steps: range, transitions: int) -> list[int]:
-    """The first transition of the window in each training step; windows have the size asked for."""
+    """Return the first transition of the window in each training step; every window has the configured size."""
     windows = [config.at(step, transitions, np.random.default_rng(step)) for step in steps]
     assert {len(window) for window in windows} == {config.size}
     return [window.start for window in windows]
@@ -24,7 +24,7 @@ def test_progressive_moves_and_starts_over():
 
 
 def test_a_stride_ends_at_the_last_place_also_where_it_does_not_divide():
-    """Else the last transitions would never be trained."""
+    """Otherwise the last transitions would never be trained."""
     assert firsts(WindowConfig(size=2, every=1, stride=2), range(5), 7) == [0, 2, 4, 5, 0]
 
 
@@ -34,7 +34,7 @@ def test_decay_holds_later_places_for_shorter():
     assert firsts(config, range(12), 5) == [0] * 4 + [1] * 4 + [2] * 2 + [3] + [0]
 
 
-def test_random_is_anywhere_and_of_the_step():
+def test_random_covers_all_places_and_depends_on_the_step():
     config = WindowConfig(size=2, schedule="random", every=10)
     places = firsts(config, range(60), 5)
     assert set(places) == {0, 1, 2, 3}
@@ -56,14 +56,14 @@ def test_a_window_never_leaves_the_table(size, every, stride, schedule, step):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"size": 6}, r"algorithm\.window\.size is 6, outside the table: sampler\.num_steps leaves 5 transitions"),
-        ({"size": -1}, r"algorithm\.window\.size is -1, outside the table"),
+        ({"size": 6}, r"algorithm\.window\.size must be from 0 to 5, the transitions of sampler\.num_steps .*, not 6"),
+        ({"size": -1}, r"algorithm\.window\.size must be from 0 to 5, .*, not -1"),
         ({"every": 0}, r"algorithm\.window\.every and algorithm\.window\.stride must be at least 1"),
         ({"stride": 0}, r"must be at least 1"),
         ({"decay": -0.1}, r"algorithm\.window\.decay and algorithm\.window\.decay_from must not be negative"),
         ({"decay_from": -1}, r"must not be negative"),
     ],
 )
-def test_a_window_that_cannot_be_is_refused(changes, message):
+def test_a_wrong_window_names_its_key(changes, message):
     with pytest.raises(ValueError, match=message):
         WindowConfig(**changes).check(5)
