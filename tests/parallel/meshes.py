@@ -236,7 +236,7 @@ def stale(mesh: Mesh) -> torch.Tensor:
 
 
 def causal_passes(mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Return passes of a causal network over three frames, their gradients, and the bytes its cache holds and expects."""
+    """Return passes of a causal network over three frames, their gradients, and the bytes that its cache takes."""
     backbone = Backbone(small_causal(), mesh, trained=True, activation_checkpointing=True)
     model, cond = backbone.model, tiny_codec().encode_text(CAPTIONS[:2])
     draw = torch.Generator().manual_seed(0)
