@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -42,6 +43,8 @@ def fork(flags: list[str], rank: int, ranks: int, port: int, log: str) -> int:
         os.dup2(file, 2)
         code = main(flags)
         sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
