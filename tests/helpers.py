@@ -391,7 +391,9 @@ def shell(*words: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
 
 
-def setup_of(sampler: SamplerConfig, layouts: dict[str, ExpertLayout] | None = None, **roles: RoleConfig) -> MethodSetup:
+def setup_of(
+    sampler: SamplerConfig, layouts: dict[str, ExpertLayout] | None = None, **roles: RoleConfig
+) -> MethodSetup:
     """What a method's check reads: by default one network for every role, all of them trained."""
     one = ExpertLayout(None, {"": "transformer"}, ("",))
     names = ("student", "teacher", "critic", "reference", "old")

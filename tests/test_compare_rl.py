@@ -1,4 +1,4 @@
-"""scripts/compare_rl.py: the settings of every row, the table, and which runs are started."""
+"""scripts/compare_rl.py: every row runs, what is finished is not run again, and the table is of what was measured."""
 
 import json
 import statistics
@@ -17,7 +17,7 @@ import compare_rl
 
 @pytest.mark.parametrize("name", compare_rl.KINDS)
 def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name):
-    """Network calls per sample are those of the sampler and of each trained transition or noise level."""
+    """Network calls per sample: those of the sampler, and of each trained transition or level."""
     kind = compare_rl.KINDS[name]
     trained = {"num_steps": 4, "solver": "sde", "shift": 5.0, "guidance_scale": 1.0} if kind.from_dmd2 else None
     flags = kind.flags.split() + (["--init-from", "a"] if kind.from_dmd2 else [])
@@ -33,9 +33,9 @@ def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name):
 
 
 def test_the_table(tmp_path, capsys, monkeypatch):
-    """Finished runs are not started again; cells are the mean and Bessel's standard deviation over the seeds."""
+    """Runs that are there: none is started again; mean and Bessel's spread over the seeds."""
     started = []
-    monkeypatch.setattr(compare_rl.subprocess, "run", lambda command, check: started.append(command))
+    monkeypatch.setattr(compare_rl.subprocess, "run", lambda words, check: started.append(words))
     for seed, reward in ((0, 3.0), (1, 4.0)):
         folder = tmp_path / f"window_of_2-{seed}"
         folder.mkdir()
@@ -49,13 +49,13 @@ def test_the_table(tmp_path, capsys, monkeypatch):
     assert not started
 
 
-def test_a_missing_run_is_started_and_a_stopped_one_is_resumed(tmp_path, monkeypatch):
+def test_what_is_missing_is_run_and_what_was_stopped_goes_on(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(compare_rl.subprocess, "run", lambda command, check: started.append(command[3:]))
+    monkeypatch.setattr(compare_rl.subprocess, "run", lambda words, check: started.append(words[3:]))
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "config.yaml").write_text("")
     for name in ("there", "new"):
-        with pytest.raises(IndexError):  # the run is not started here, so there are no metrics
+        with pytest.raises(IndexError):  # nothing was measured, because nothing ran
             compare_rl.run(tmp_path / name, 5, ["--method", "dance_grpo"])
     assert started[0] == ["--resume", str(tmp_path / "there"), "--steps", "5"]
     assert started[1][:2] == ["--method", "dance_grpo"] and started[1][-2:] == ["--steps", "5"]

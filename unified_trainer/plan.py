@@ -71,6 +71,9 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_validation(run.validation, mesh)
     batch = run.algorithm.plan()
     roles = plan_roles(run, method)
+    for name, role in roles.items():
+        if role.trainable is not None:
+            role.trainable.check(name)
     setup = MethodSetup(
         run.sampler, {n: role.config for n, role in roles.items()}, {n: role.layout for n, role in roles.items()}
     )

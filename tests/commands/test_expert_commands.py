@@ -1,4 +1,4 @@
-"""Runs of two experts from the command line: folders in and out, checkpoints, and what is refused before any weight."""
+"""Runs of two experts from the command line: folders, checkpoints, exports and refused settings."""
 
 import json
 import shutil
@@ -38,50 +38,50 @@ def saved(tmp_path_factory, folder):
     return output
 
 
-def refused(capsys, *words: object) -> str:
+def refused(capsys, *arguments: object) -> str:
     capsys.readouterr()
-    assert main([*map(str, words)]) == 2
+    assert main([*map(str, arguments)]) == 2
     return capsys.readouterr().err
 
 
 def held(output, kind: str = "weights", step: int = 2) -> dict[str, dict[str, torch.Tensor]]:
-    """What a checkpoint holds of each expert."""
+    """Return the tensors of each expert in a checkpoint."""
     found = checkpoint_of(output, step)
-    prefixes = {side: f"student/{kind}/{side}/" for side in COMPONENTS}
+    prefixes = {expert: f"student/{kind}/{expert}/" for expert in COMPONENTS}
     return {
-        side: {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
-        for side, prefix in prefixes.items()
+        expert: {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
+        for expert, prefix in prefixes.items()
     }
 
 
-# What a folder says.
+# Folders.
 
 
-def test_the_folder_says_whether_there_are_two(folder):
+def test_the_folder_gives_the_number_of_networks(folder):
     family, path = family_of("student", str(folder))
     assert family.networks(path) == (("transformer", "transformer_2"), 0.875)
     assert family.networks(WAN) == (("transformer",), None)
 
 
 def test_both_experts_learn_from_their_own_weights(saved, folder):
-    for side, component in COMPONENTS.items():
-        before, after = load_file(folder / component / FILE), held(saved)[side]
+    for expert, component in COMPONENTS.items():
+        before, after = load_file(folder / component / FILE), held(saved)[expert]
         assert before.keys() == after.keys()
         key = "proj_out.weight"
         assert 0 < float((after[key] - before[key]).abs().max()) < 0.05
-    told = {key for line in metrics_of(saved) for key in line if "learning_rate" in key}
-    assert told == {"train/student/high/learning_rate", "train/student/low/learning_rate"}
+    rates = {key for line in metrics_of(saved) for key in line if "learning_rate" in key}
+    assert rates == {"train/student/high/learning_rate", "train/student/low/learning_rate"}
 
 
 def test_one_network_becomes_two_experts(tmp_path):
-    """Both start from it, and each learns on its side."""
+    """Both experts start from the network, and each is trained at its own noise levels."""
     run("finetune", tmp_path / "run", "--steps", "2", "--student.boundary", "0.6", *MOVING)
     both, base = held(tmp_path / "run"), load_file(WAN / "transformer" / FILE)
     assert base.keys() == both["high"].keys() == both["low"].keys()
     assert not torch.equal(both["high"]["proj_out.weight"], both["low"]["proj_out.weight"])
 
 
-def test_a_resumed_run_is_the_run_that_was_never_stopped(saved, tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one(saved, tmp_path):
     straight = tmp_path / "straight"
     options = ("--student.boundary", "0.6", "--student.high.trained", "False", *MOVING)
     run("finetune", straight, "--steps", "2", *options)
@@ -92,24 +92,24 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(saved, tmp_path):
     assert not held(straight)["high"] and held(straight)["low"]
 
 
-# Export, and what starts from it.
+# Export, and runs that start from it.
 
 
-def test_diffusers_loads_both_and_switches_where_we_do(saved, tmp_path):
+def test_diffusers_loads_both_and_switches_at_our_boundary(saved, tmp_path):
     assert main(["export", str(saved), str(tmp_path / "out")]) == 0
     pipeline = WanPipeline.from_pretrained(tmp_path / "out")
     assert pipeline.config.boundary_ratio == 0.875
-    for side, network in (("high", pipeline.transformer), ("low", pipeline.transformer_2)):
-        assert_same(dict(network.state_dict()), held(saved)[side])
+    for expert, network in (("high", pipeline.transformer), ("low", pipeline.transformer_2)):
+        assert_same(dict(network.state_dict()), held(saved)[expert])
     about = json.loads((tmp_path / "out" / "unified_trainer.json").read_text())
     assert about["boundary"] == 0.875
     run("finetune", tmp_path / "next", "--student.path", str(tmp_path / "out"), "--student.learning-rate", "0")
-    for side in COMPONENTS:
-        assert_same(held(tmp_path / "next", step=1)[side], held(saved)[side])
+    for expert in COMPONENTS:
+        assert_same(held(tmp_path / "next", step=1)[expert], held(saved)[expert])
 
 
 def test_the_pipeline_makes_the_video_that_sample_makes(saved, folder, tmp_path):
-    """The same expert and the same guidance at every step: two scales, of which diffusers calls the low one _2."""
+    """Expert and guidance scale are equal at every step; diffusers calls the low-noise expert's guidance_scale_2."""
     output = tmp_path / "run"
     scales = ["--sampler.guidance-scale", "4", "2", "--sampler.num-steps", "4", "--sampler.shift", "5"]
     run("finetune", output, "--init-from", str(saved), "--student.path", str(folder), *scales)
@@ -139,37 +139,37 @@ def test_the_pipeline_makes_the_video_that_sample_makes(saved, folder, tmp_path)
 
 @pytest.mark.parametrize("one_base", [True, False])
 def test_experts_as_adapters_are_folded_in_or_written_alone(one_base, folder, tmp_path):
-    """Over one base or over two: the merged folder and the adapters on the bases predict the same."""
+    """For one base and for two, the merged folder and the adapters on their bases predict the same."""
     start = ("--student.boundary", "0.875") if one_base else ("--student.path", str(folder))
     run("finetune", tmp_path / "run", "--steps", "2", "--student.adapter.rank", "2", *start, *MOVING)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "alone"), "--adapter", "peft"]) == 0
     answers = {}
-    for side, component in COMPONENTS.items():
+    for expert, component in COMPONENTS.items():
         start = WAN / "transformer" if one_base else folder / component
         base = WanTransformer3DModel.from_pretrained(start)
         before = velocity(base)
         PeftModel.from_pretrained(base, tmp_path / "alone" / component)
         merged = WanTransformer3DModel.from_pretrained(tmp_path / "merged" / component)
-        answers[side] = velocity(merged)
-        torch.testing.assert_close(velocity(base), answers[side], rtol=1e-4, atol=1e-5)
-        assert not torch.allclose(answers[side], before, atol=1e-4)
+        answers[expert] = velocity(merged)
+        torch.testing.assert_close(velocity(base), answers[expert], rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(answers[expert], before, atol=1e-4)
     assert not torch.allclose(answers["high"], answers["low"], atol=1e-4)
 
 
 def test_published_adapters_are_what_diffusers_loads_into_each_transformer(folder, tmp_path):
-    """Two files under Wan's own names, on the two bases: what the merged folder predicts, alpha / rank included."""
+    """Two files under Wan's names on the two bases predict what the merged folder does, alpha / rank included."""
     adapter = ("--student.adapter.rank", "2", "--student.adapter.alpha", "3", "--student.path", str(folder))
     run("finetune", tmp_path / "run", "--steps", "2", *adapter, *MOVING)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "alone"), "--adapter", "published"]) == 0
     pipeline = WanPipeline.from_pretrained(folder)
-    for side, component in COMPONENTS.items():
-        file = f"{side}_noise_model.safetensors"
+    for expert, component in COMPONENTS.items():
+        file = f"{expert}_noise_model.safetensors"
         before = velocity(pipeline.components[component])
         second = component == "transformer_2"
         pipeline.load_lora_weights(
-            tmp_path / "alone", weight_name=file, load_into_transformer_2=second, adapter_name=side
+            tmp_path / "alone", weight_name=file, load_into_transformer_2=second, adapter_name=expert
         )
         merged = WanTransformer3DModel.from_pretrained(tmp_path / "merged" / component)
         torch.testing.assert_close(velocity(pipeline.components[component]), velocity(merged), rtol=1e-4, atol=1e-5)
@@ -191,11 +191,11 @@ def velocity(network) -> torch.Tensor:
     return model.velocity(*model.example())
 
 
-def test_init_from_carries_both_or_says_why_not(saved, folder, tmp_path, capsys):
+def test_init_from_initialises_both_or_says_why_not(saved, folder, tmp_path, capsys):
     path = ("--student.path", str(folder))
     run("finetune", tmp_path / "next", *path, "--init-from", str(saved), "--student.learning-rate", "0")
-    for side in COMPONENTS:
-        assert_same(held(tmp_path / "next", step=1)[side], held(saved)[side])
+    for expert in COMPONENTS:
+        assert_same(held(tmp_path / "next", step=1)[expert], held(saved)[expert])
     one_of_two = ("--student.high.trained", "False", *path)
     for options, here in (((), "one network"), (one_of_two, "the low noise expert")):
         message = refused(capsys, *SMALL["finetune"], "--output", tmp_path / "refused", "--init-from", saved, *options)
@@ -203,7 +203,7 @@ def test_init_from_carries_both_or_says_why_not(saved, folder, tmp_path, capsys)
         assert f"export {saved} DIR` and start from --student.path DIR" in message
 
 
-def test_a_frozen_expert_is_exported_as_it_was(folder, tmp_path):
+def test_a_frozen_expert_is_exported_unchanged(folder, tmp_path):
     run("finetune", tmp_path / "run", "--student.path", str(folder), "--student.low.trained", "False", *MOVING)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert_same(load_file(tmp_path / "out" / "transformer_2" / FILE), load_file(folder / "transformer_2" / FILE))
@@ -216,64 +216,70 @@ def test_a_frozen_expert_is_exported_as_it_was(folder, tmp_path):
 
 @pytest.mark.parametrize("two", [("teacher",), ("student",), ("student", "teacher", "critic")])
 def test_dmd2_with_experts_in_any_role(two, folder, tmp_path):
-    """A teacher of two over a student of one, the other way round, and both with; critics of their own."""
+    """A teacher with two experts and a student with one, the reverse, and all roles with two."""
     paths = {name: str(folder) if name in two else "tiny" for name in ("student", "teacher", "critic")}
     small = {"data.num-clips": 4, "algorithm.batch-size": 2, "algorithm.micro-batch": 1, "steps": 2}
     small |= {"algorithm.student-every": 1, "validate-every": 0, "validation.num-samples": 2}
     small |= {"video.frames": 5, "video.height": 32, "video.width": 32}
-    words = flags({"method": "dmd2", "output": tmp_path / "run"} | small | {f"{k}.path": v for k, v in paths.items()})
-    assert main([*words, "--student.adapter.rank", "2"]) == 0
+    options = flags({"method": "dmd2", "output": tmp_path / "run"} | small | {f"{k}.path": v for k, v in paths.items()})
+    assert main([*options, "--student.adapter.rank", "2"]) == 0
     keys = checkpoint_of(tmp_path / "run", 2)
     for name in ("student", "critic"):
-        sides = {side for side in COMPONENTS if any(key.startswith(f"{name}/weights/{side}/") for key in keys)}
-        assert sides == (set(COMPONENTS) if name in two else set())
+        experts = {one for one in COMPONENTS if any(key.startswith(f"{name}/weights/{one}/") for key in keys)}
+        assert experts == (set(COMPONENTS) if name in two else set())
 
 
-# Refused before any weight is read.
+# Wrong settings, refused before any weight is read.
 
 DANCE, TUNE = SMALL["dance_grpo"], SMALL["finetune"]
 DMD = flags({"method": "dmd2"})
-ONE_SIDE = ("--student.boundary", "0.5", "--student.low.trained", "False")
+ONE_EXPERT = ("--student.boundary", "0.5", "--student.low.trained", "False")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "expected"),
     [
         ((*TUNE, "--student.boundary", "1.5"), "student.boundary must be in (0, 1)"),
-        ((*TUNE, "--student.high.learning-rate", "0.1"), "student.high and student.low are of two experts, but tiny"),
+        (
+            (*TUNE, "--student.high.learning-rate", "0.1"),
+            "student.high and student.low are settings of two experts, but tiny",
+        ),
         ((*DMD, "--teacher.boundary", "0.5"), "teacher.boundary: tiny holds one network"),
         (
-            (*TUNE, *ONE_SIDE, "--student.high.trained", "False"),
+            (*TUNE, *ONE_EXPERT, "--student.high.trained", "False"),
             "student.high.trained and student.low.trained are both False",
         ),
         ((*TUNE, "--student.boundary", "0.5", "--student.low.offload", "True"), "set student.low.trained False"),
         ((*TUNE, "--sampler.guidance-scale", "3", "2"), "(3.0, 2.0) is for two experts, but student is one network"),
         ((*DMD, "--algorithm.guidance-scale", "3", "2"), "but teacher is one network: give one number"),
-        ((*TUNE, "--algorithm.expert-balance", "equal"), "algorithm.expert_balance must be mixed: student is one"),
+        ((*TUNE, "--student.expert-balance", "equal"), "student.expert_balance must be mixed: it chooses between two"),
         (
-            (*DMD, "--critic.boundary", "0.99", "--algorithm.expert-balance", "equal"),
-            "but the high-noise expert has 0% of them",
+            (*DMD, "--critic.boundary", "0.99", "--critic.expert-balance", "equal"),
+            "critic.expert_balance equal needs noise levels on both sides of the boundary, but the high-noise expert "
+            "has 0% of them",
         ),
         (
-            (*DMD, *ONE_SIDE[:2], "--student.high.trained", "False"),
-            "the sampler lies wholly in the high-noise expert, which is not trained: noise levels 1, 0.9375, 0.8333",
+            (*DMD, *ONE_EXPERT[:2], "--student.high.trained", "False"),
+            "sampler.step_sigmas lies wholly in the expert of student that is not trained: noise levels 1, 0.9375, "
+            "0.8333",
         ),
         (
             (*DANCE, "--student.boundary", "0.85", "--student.low.trained", "False", "--algorithm.window.size", "1"),
-            "algorithm.window lies wholly in the low-noise expert",
+            "algorithm.window lies wholly in the expert of student that is not trained: noise levels 0.8333, boundary "
+            "0.85",
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(words, said, tmp_path, capsys):
-    message = refused(capsys, *words, "--output", tmp_path / "run")
-    assert said in message
+def test_wrong_settings_of_experts_are_refused(options, expected, tmp_path, capsys):
+    message = refused(capsys, *options, "--output", tmp_path / "run")
+    assert expected in message
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_is_not_whole_is_refused_by_name(folder, tmp_path, capsys):
+def test_an_incomplete_folder_is_refused_by_name(folder, tmp_path, capsys):
     broken = tmp_path / "wan"
 
-    def said(change) -> str:
+    def message_after(change) -> str:
         shutil.rmtree(broken, ignore_errors=True)
         shutil.copytree(folder, broken)
         change()
@@ -285,19 +291,21 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(folder, tmp_path, capsys)
         file = broken / "transformer_2" / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"num_layers": 2}))
 
-    assert "boundary_ratio is 0.875, but no transformer_2 is named" in said(
+    assert "boundary_ratio is 0.875, but no transformer_2 is named" in message_after(
         lambda: change_index(broken, transformer_2=[None, None])
     )
-    assert f"{broken / 'transformer_2' / 'config.json'} is missing" in said(
+    assert f"{broken / 'transformer_2' / 'config.json'} is missing" in message_after(
         lambda: shutil.rmtree(broken / "transformer_2")
     )
-    assert "must be of one shape, but num_layers is 5 and 2" in said(reshaped)
-    assert "boundary_ratio must be in (0, 1), not 875" in said(lambda: change_index(broken, boundary_ratio=875))
-    assert "set student.boundary" in said(lambda: change_index(broken, boundary_ratio=None))
-    assert "transformer_2" in said(lambda: (broken / "transformer_2" / FILE).unlink())
+    assert "must be of one shape, but num_layers is 5 and 2" in message_after(reshaped)
+    assert "boundary_ratio must be in (0, 1), not 875" in message_after(
+        lambda: change_index(broken, boundary_ratio=875)
+    )
+    assert "set student.boundary" in message_after(lambda: change_index(broken, boundary_ratio=None))
+    assert "transformer_2" in message_after(lambda: (broken / "transformer_2" / FILE).unlink())
 
 
-def test_a_folder_without_a_boundary_takes_the_roles(folder, tmp_path):
+def test_a_folder_without_a_boundary_takes_that_of_the_role(folder, tmp_path):
     silent = tmp_path / "wan"
     shutil.copytree(folder, silent)
     change_index(silent, boundary_ratio=None)

@@ -1,4 +1,4 @@
-"""Export: what a checkpoint holds, as diffusers and peft load it, and nothing else is needed for it."""
+"""Export: diffusers and peft load the weights of a checkpoint, and nothing else is needed for it."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run of all weights, with an average, and checkpoints of steps 1 and 2."""
+    """A run of all weights with EMA, and checkpoints of steps 1 and 2."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     run("dance_grpo", folder, "--steps", "2", "--checkpoint-every", "1", *MOVING)
     return folder
@@ -33,7 +33,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
-    """A run of an adapter."""
+    """A run that trains an adapter."""
     folder = tmp_path_factory.mktemp("adapted") / "run"
     run("dance_grpo", folder, "--steps", "2", "--student.adapter.rank", "2", *MOVING)
     return folder
@@ -44,13 +44,13 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
-def exported(*words: object) -> None:
-    assert main(["export", *map(str, words)]) == 0
+def exported(*arguments: object) -> None:
+    assert main(["export", *map(str, arguments)]) == 0
 
 
-def refused(capsys, *words: object) -> str:
+def refused(capsys, *arguments: object) -> str:
     capsys.readouterr()
-    assert main(["export", *map(str, words)]) == 2
+    assert main(["export", *map(str, arguments)]) == 2
     return capsys.readouterr().err
 
 
@@ -76,7 +76,7 @@ def test_diffusers_loads_the_very_weights(saved, out, spec, step, kind):
 
 
 def test_an_adapter_is_folded_in(adapted, out):
-    """base + alpha / rank B A, computed here from the checkpoint's tensors."""
+    """Compare with base + alpha / rank B A, computed from the checkpoint's tensors."""
     exported(adapted, out)
     low_rank = held(adapted, 2, "weights")
     expected = load_file(WAN / WEIGHTS)
@@ -126,7 +126,7 @@ def test_large_weights_are_sharded(saved, out):
 
 
 def test_what_is_written_is_compared_with_what_is_in_memory(saved, out, monkeypatch, capsys):
-    """A file that comes out wrong never gets its name."""
+    """A file that was written wrong is not kept."""
     original = WanTransformer3DModel.save_pretrained
 
     def spoil(self, folder, **options):
@@ -167,9 +167,9 @@ def test_the_folder_says_what_it_is(saved, out, capsys):
     about = json.loads((out / "unified_trainer.json").read_text())
     assert (about["step"], about["from"], about["method"]) == (1, f"{saved}@1:ema", "DanceGRPO")
     assert about["sampler"]["num_steps"] == 4
-    said = capsys.readouterr().out
-    assert f"student (EMA) from {saved / 'checkpoints' / 'step_1'}" in said
-    assert "num_inference_steps=4, guidance_scale=1.0" in said
+    out_text = capsys.readouterr().out
+    assert f"student (EMA) from {saved / 'checkpoints' / 'step_1'}" in out_text
+    assert "num_inference_steps=4, guidance_scale=1.0" in out_text
 
 
 def test_an_export_is_where_another_run_starts(saved, out, tmp_path):
@@ -178,11 +178,11 @@ def test_an_export_is_where_another_run_starts(saved, out, tmp_path):
     assert_same(held(tmp_path / "next", 1, "weights"), held(saved, 2, "weights"))
 
 
-# Nothing else is needed.
+# Missing files that are not needed.
 
 
 def test_no_other_role_and_no_data_are_read(saved, out, tmp_path):
-    """Prompts, reward and the optimizer are gone or garbage; the base has moved."""
+    """The files of prompts, reward and optimizer are missing or damaged, and the base was moved."""
     copied, moved = copy_of(saved, tmp_path / "copied"), copy_of(WAN, tmp_path / "moved")
     config = yaml.safe_load((copied / "config.yaml").read_text())
     config["reward"]["path"] = config["prompts"] = config["student"]["path"] = "/absent"
@@ -197,7 +197,7 @@ def test_no_other_role_and_no_data_are_read(saved, out, tmp_path):
 # Refused.
 
 
-def test_what_is_not_there_is_named(saved, out, tmp_path, capsys):
+def test_errors_name_what_is_missing(saved, out, tmp_path, capsys):
     assert "has no checkpoint of step 7; it has 1, 2" in refused(capsys, f"{saved}@7", out)
     assert "--role teacher; have student" in refused(capsys, saved, out, "--role", "teacher")
     assert "absent holds no complete checkpoint" in refused(capsys, tmp_path / "absent", out)
@@ -205,7 +205,7 @@ def test_what_is_not_there_is_named(saved, out, tmp_path, capsys):
     assert not out.exists()
 
 
-def test_an_average_that_was_not_kept_is_named(tmp_path, out, capsys):
+def test_missing_ema_weights_are_named(tmp_path, out, capsys):
     run("dance_grpo", tmp_path / "run", "--student.ema-decay", "0")
     assert "holds no EMA weights of student; leave :ema out" in refused(capsys, f"{tmp_path / 'run'}:ema", out)
 
@@ -246,9 +246,9 @@ def test_diffusers_visits_our_noise_levels(num_steps, shift, solver):
     assert read.config.stochastic_sampling == (solver == "sde")
 
 
-def test_step_lists_that_fall_evenly_have_a_scheduler_others_have_not():
-    def of(*steps: float) -> SamplerConfig:
-        return SamplerConfig(num_steps=len(steps), step_sigmas=steps, shift=5.0)
+def test_evenly_spaced_step_sigmas_have_a_scheduler_others_have_none():
+    def of(*levels: float) -> SamplerConfig:
+        return SamplerConfig(num_steps=len(levels), step_sigmas=levels, shift=5.0)
 
     for even in (of(1.0, 0.75, 0.5, 0.25), of(1.0, 0.9, 0.8), of(1.0)):
         scheduler = euler_scheduler(even)

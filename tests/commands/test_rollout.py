@@ -1,4 +1,4 @@
-"""Rollouts: what is written, that it goes on where it ended and overwrites nothing, and scoring it again."""
+"""The commands rollout and score: files, continuing, and scoring again without overwriting."""
 
 import json
 
@@ -27,7 +27,7 @@ reward:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of one step, with a learning rate at which it shows."""
+    """A run of one step with a large learning rate."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     moving = flags({"student.learning-rate": 1e-2, "sampler.num-steps": 2, "reward.scorers.saturation.weight": 2})
     assert main([*SMALL["dance_grpo"], *moving, "--output", str(folder)]) == 0
@@ -56,14 +56,14 @@ def latents(folder) -> torch.Tensor:
     return torch.cat([load_file(folder / "latents" / f"{part}.safetensors")["x0"] for part in range(2)])
 
 
-def refused(capsys, *words: str) -> str:
+def refused(capsys, *arguments: object) -> str:
     capsys.readouterr()
-    assert main([str(word) for word in words]) == 2
+    assert main([str(argument) for argument in arguments]) == 2
     return capsys.readouterr().err
 
 
 def test_the_samples_are_those_of_sample(trained, rollouts):
-    """Three of each prompt, whatever the batch: number i has the noise of seed + i."""
+    """Sample number i has the noise of seed + i, for any batch; each prompt has three samples."""
     one = load_role(str(trained), "student", None, ALONE, causal=True)
     asked = [prompt for prompt in PROMPTS for _ in range(3)]
     expected = torch.cat(list(videos(one, asked, 5, 6)))
@@ -74,41 +74,41 @@ def test_the_samples_are_those_of_sample(trained, rollouts):
     assert sorted(path.name for path in (rollouts / "videos").iterdir()) == ["0.mp4"]
 
 
-def test_a_row_says_where_its_latents_are_and_what_they_are_worth(rollouts):
-    """The run's own set: HPSv3 and twice the saturation of the first frame."""
+def test_a_row_holds_the_place_of_its_latents_and_their_scores(rollouts):
+    """The scores are of the run's own reward: HPSv3 and twice the saturation of the first frame."""
     x0 = latents(rollouts)
     assert [(row["latents"], row["row"]) for row in rows(rollouts)[3:5]] == [
         ("latents/0.safetensors", 3),
         ("latents/1.safetensors", 0),
     ]
-    vivid = pixels.saturation(tiny_codec().decode(x0[:, :, :1])).tolist()
-    for row, saturation in zip(rows(rollouts), vivid, strict=True):
+    saturations = pixels.saturation(tiny_codec().decode(x0[:, :, :1])).tolist()
+    for row, saturation in zip(rows(rollouts), saturations, strict=True):
         assert row["parts"]["saturation"] == pytest.approx(saturation, rel=1e-4)
         assert row["reward"] == pytest.approx(row["parts"]["hpsv3"] + 2 * row["parts"]["saturation"])
     assert len({row["reward"] for row in rows(rollouts)}) == 6
 
 
-def test_it_goes_on_where_it_ended(trained, rollouts, tmp_path, capsys):
-    """A part that is missing and a row that was cut off are made anew; the rest is not touched."""
+def test_it_continues_where_it_ended(trained, rollouts, tmp_path, capsys):
+    """A missing part and an incomplete row are written again; other files are not touched."""
     whole, folder = files_of(rollouts), copy_of(rollouts, tmp_path / "out")
     (folder / "latents" / "1.safetensors").unlink()
     table = folder / "scores" / "run.jsonl"
     table.write_text("".join(table.read_text().splitlines(keepends=True)[:5])[:-9])
     kept = (folder / "latents" / "0.safetensors").stat().st_mtime_ns
     assert main(["rollout", str(trained), *ASKED, "--output", str(folder), "--num-videos", "1"]) == 0
-    assert "6 samples" in (said := capsys.readouterr().out) and "2 of them new" in said
+    assert "6 samples" in (out := capsys.readouterr().out) and "2 of them new" in out
     assert files_of(folder) == whole
     assert (folder / "latents" / "0.safetensors").stat().st_mtime_ns == kept
 
 
-def test_a_whole_folder_is_left_as_it_is(trained, rollouts, capsys):
+def test_a_complete_folder_is_not_changed(trained, rollouts, capsys):
     before = files_of(rollouts)
     assert main(["rollout", str(trained), *ASKED, "--output", str(rollouts), "--num-videos", "1"]) == 0
     assert "0 of them new" in capsys.readouterr().out and files_of(rollouts) == before
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (["--seed", "6"], "holds other rollouts: their seed is 5, now 6; choose another folder"),
         (["--num-samples", "2"], "their num_samples is 3, now 2"),
@@ -117,20 +117,20 @@ def test_a_whole_folder_is_left_as_it_is(trained, rollouts, capsys):
         (["--batch", "0"], "--batch and --num-samples must be at least 1"),
     ],
 )
-def test_other_rollouts_are_not_overwritten(trained, rollouts, capsys, words, message):
+def test_other_rollouts_are_not_overwritten(trained, rollouts, capsys, options, message):
     before = files_of(rollouts)
-    assert message in refused(capsys, "rollout", trained, *ASKED, "--output", rollouts, *words)
+    assert message in refused(capsys, "rollout", trained, *ASKED, "--output", rollouts, *options)
     assert files_of(rollouts) == before
 
 
 def test_a_folder_of_something_else_is_not_written_into(trained, tmp_path, capsys):
-    (tmp_path / "thesis.txt").write_text("years of work")
-    said = refused(capsys, "rollout", trained, *ASKED, "--output", tmp_path)
-    assert "exists and is no folder of rollouts" in said and [*files_of(tmp_path)] == ["thesis.txt"]
+    (tmp_path / "notes.txt").write_text("notes")
+    message = refused(capsys, "rollout", trained, *ASKED, "--output", tmp_path)
+    assert "exists and is no folder of rollouts" in message and [*files_of(tmp_path)] == ["notes.txt"]
 
 
-def test_another_reward_set_for_the_same_samples(rollouts, other, tmp_path, capsys):
-    """10 sharpness - 2 dark share of the first frame; motion is held out. Nothing is generated."""
+def test_another_reward_for_the_same_samples(rollouts, other, tmp_path, capsys):
+    """The reward is 10 sharpness - 2 dark_share of the first frame, motion_energy is held out, and no sample is new."""
     folder = copy_of(rollouts, tmp_path / "out")
     before = files_of(folder)
     assert main(["score", str(folder), "--reward", str(other), "--name", "sharp"]) == 0
@@ -147,11 +147,11 @@ def test_another_reward_set_for_the_same_samples(rollouts, other, tmp_path, caps
     assert sorted(after.keys() - before.keys()) == ["scores/sharp.json", "scores/sharp.jsonl"]
 
 
-def test_scores_of_another_set_keep_their_name(rollouts, other, tmp_path, capsys):
+def test_scores_of_another_reward_are_not_overwritten(rollouts, other, tmp_path, capsys):
     folder = copy_of(rollouts, tmp_path / "out")
     before = files_of(folder)
-    said = refused(capsys, "score", folder, "--reward", other, "--name", "run")
-    assert "run.json: the scores run are of another reward;" in said and files_of(folder) == before
+    message = refused(capsys, "score", folder, "--reward", other, "--name", "run")
+    assert "run.json: the scores run are of another reward;" in message and files_of(folder) == before
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_scores_of_another_set_keep_their_name(rollouts, other, tmp_path, capsys
         ("reward: {scorers: {motion_smoothness: {weight: 1}}}", "motion_smoothness needs at least 3 frames"),
     ],
 )
-def test_a_set_that_cannot_be_scores_nothing(rollouts, tmp_path, capsys, text, message):
+def test_a_wrong_reward_scores_nothing(rollouts, tmp_path, capsys, text, message):
     folder = copy_of(rollouts, tmp_path / "out")
     before = files_of(folder)
     (tmp_path / "bad.yaml").write_text(text)
@@ -170,5 +170,5 @@ def test_a_set_that_cannot_be_scores_nothing(rollouts, tmp_path, capsys, text, m
     assert files_of(folder) == before
 
 
-def test_what_is_no_rollout_is_said(tmp_path, other, capsys):
+def test_a_folder_without_rollouts_is_refused(tmp_path, other, capsys):
     assert "rollout.json is missing" in refused(capsys, "score", tmp_path, "--reward", other, "--name", "x")

@@ -1,4 +1,4 @@
-"""Sample: a run's own sampler; and the export in diffusers gives the same videos for the same seeds."""
+"""The command sample: a run's own sampler, with the same videos as diffusers gives for the export."""
 
 import json
 import re
@@ -25,7 +25,7 @@ SAMPLERS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run for each sampler, the first of an adapter."""
+    """A run for each sampler; the first one trains an adapter."""
     root = tmp_path_factory.mktemp("runs")
     run("finetune", root / "ode", *flags(MOVING | SAMPLERS["ode"] | {"student.adapter.rank": 2}))
     run("finetune", root / "sde", *flags(MOVING | SAMPLERS["sde"]))
@@ -42,13 +42,15 @@ def sampled(one: LoadedRole, prompts: list[str], seed: int, batch: int) -> torch
     return torch.cat(list(videos(one, prompts, seed, batch)))
 
 
-# The same videos.
+# Equal videos.
 
 
 @pytest.mark.parametrize("solver", SAMPLERS)
 def test_diffusers_gives_the_same_video_for_the_same_seed(runs, tmp_path, monkeypatch, solver):
-    """WanPipeline of the export, asked as its unified_trainer.json says. The renoising solver's draws are handed in:
-    WanPipeline takes them from torch's global generator."""
+    """WanPipeline runs the export with the settings of its unified_trainer.json.
+
+    The renoising solver's noise is patched in, since WanPipeline draws it from torch's global generator.
+    """
     ours = sampled(trained(runs / solver), PROMPTS[:2], 5, 2)
     assert main(["export", str(runs / solver), str(tmp_path / "out")]) == 0
     about = json.loads((tmp_path / "out" / "unified_trainer.json").read_text())["sampler"]
@@ -83,13 +85,13 @@ def test_a_video_does_not_depend_on_the_batch(runs):
     assert not torch.allclose(sampled(one, PROMPTS, 4, 3), together, atol=1e-2)
 
 
-def test_the_averaged_weights_make_other_videos(runs):
-    live, averaged = (sampled(trained(runs / "ode", spec), PROMPTS[:1], 0, 1) for spec in ("", ":ema"))
-    assert not torch.allclose(live, averaged, atol=1e-4)
+def test_ema_weights_give_other_videos(runs):
+    live, ema = (sampled(trained(runs / "ode", spec), PROMPTS[:1], 0, 1) for spec in ("", ":ema"))
+    assert not torch.allclose(live, ema, atol=1e-4)
 
 
 def test_a_causal_student_samples_chunk_by_chunk(runs):
-    """Not as its weights would do bidirectionally."""
+    """Both ways of loading give the same bidirectional velocity; the causal student samples a whole video."""
     causal = trained(runs / "causal")
     assert type(causal.role).__name__ == "CausalStudent"
     plain = load_role(str(runs / "causal"), "student", None, ALONE, causal=False)
@@ -113,7 +115,7 @@ def test_a_causal_export_says_that_diffusers_cannot_sample_it(runs, tmp_path, ca
 
 
 def test_a_stream_is_the_whole_video(runs):
-    """The same frames: the first alone, then four of each chunk, as the VAE makes them."""
+    """The stream has the same frames: the first alone, then four for each chunk, as the VAE decodes them."""
     one = trained(runs / "causal")
     (stream,) = pieces(one, PROMPTS[:2], 0, 2, by_chunk=True)
     parts = list(stream)
@@ -121,8 +123,8 @@ def test_a_stream_is_the_whole_video(runs):
     assert torch.equal(torch.cat(parts, 2), sampled(one, PROMPTS[:2], 0, 2))
 
 
-def test_prompts_that_take_turns(runs):
-    """Up to the turn the video is that of the first prompt, bit for bit; from there on it is not, nor the second's."""
+def test_a_prompt_that_switches(runs):
+    """Before the switch the video equals that of the first prompt bit for bit; after it, it differs from both."""
     one = trained(runs / "causal")
     first, second, both = (
         torch.cat(list(next(pieces(one, [text], 0, 1, by_chunk=True))), 2)
@@ -131,12 +133,12 @@ def test_prompts_that_take_turns(runs):
     assert torch.equal(both[:, :, :9], first[:, :, :9])  # three of five chunks
     for other in (first, second):
         assert not torch.allclose(both[:, :, 9:], other[:, :, 9:], atol=1e-3)
-    stays = torch.cat(list(next(pieces(one, [f"{PROMPTS[0]} | {PROMPTS[0]}"], 0, 1, by_chunk=True))), 2)
-    assert torch.equal(stays, first)
+    unswitched = torch.cat(list(next(pieces(one, [f"{PROMPTS[0]} | {PROMPTS[0]}"], 0, 1, by_chunk=True))), 2)
+    assert torch.equal(unswitched, first)
 
 
-def test_a_stream_is_made_as_it_goes(runs):
-    """Four calls for the first chunk; its context and four more for the next."""
+def test_a_stream_is_sampled_chunk_by_chunk(runs):
+    """The first chunk takes four calls, each further one four and the context pass."""
     one = trained(runs / "causal")
     calls = Calls.of(one.role)
     (stream,) = pieces(one, PROMPTS[:1], 0, 1, by_chunk=True)
@@ -144,14 +146,14 @@ def test_a_stream_is_made_as_it_goes(runs):
     assert seen == [4, 9, 14, 19, 24]
 
 
-def test_longer_than_its_run(runs):
-    """It attends to as many frames as in training, and each chunk costs the same."""
+def test_longer_than_in_training(runs):
+    """A longer video attends to as many frames as in training, so each chunk costs the same."""
     one = of_length(trained(runs / "causal"), 33, None, None, 1)
     assert one.run.sampler.chunks.window_frames == 4 and one.run.sampler.chunks.sink_frames == 0
     video = sampled(one, PROMPTS[:1], 0, 1)
     assert video.shape[2] == 33 and float(video[:, :, 17:].std()) > 0.01
-    told = of_length(trained(runs / "causal"), 33, 3, 1, 1).run.sampler.chunks
-    assert (told.window_frames, told.sink_frames) == (3, 1)
+    chosen = of_length(trained(runs / "causal"), 33, 3, 1, 1).run.sampler.chunks
+    assert (chosen.window_frames, chosen.sink_frames) == (3, 1)
     assert of_length(trained(runs / "causal"), 17, None, None, 1).run.sampler.chunks.window_frames == 0
     assert sampled(of_length(trained(runs / "sde"), 9, None, None, 1), PROMPTS[:1], 0, 1).shape[2] == 9
 
@@ -168,7 +170,7 @@ def test_a_stream_in_files(runs, tmp_path, capsys):
             assert len(list(video.decode(video=0))) == 21
 
 
-def test_videos_and_what_they_are_of(runs, tmp_path, capsys):
+def test_videos_and_their_table(runs, tmp_path, capsys):
     (tmp_path / "more.txt").write_text("\n".join(PROMPTS[1:]) + "\n")
     words = ["--prompts", PROMPTS[0], str(tmp_path / "more.txt"), "--seed", "7", "--output", str(tmp_path / "out")]
     assert main(["sample", f"{runs / 'ode'}@1:ema", *words, "--batch", "2"]) == 0

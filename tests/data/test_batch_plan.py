@@ -1,10 +1,15 @@
 """The arithmetic of a step: golden counts, loud failures, and an exact partition over any ranks."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unified_trainer import config as settings
 from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.plan import check
+from unified_trainer.registry import METHODS, method_named
 
 KEYS = ("P", "n", "G", "micro")
 
@@ -33,19 +38,33 @@ def test_golden_counts():
 @pytest.mark.parametrize(
     ("change", "ranks", "message"),
     [
-        ({"prompts": 250}, 8, r"P \(250\) must be divisible by G \(64\)"),
-        ({"prompts": 32}, 8, r"P \(32\) must be divisible by G \(64\)"),
+        ({"prompts": 250}, 8, r"P \(250\) must be divisible by G \(64\): set P to 192 or 256"),
+        ({"prompts": 32}, 8, r"P \(32\) must be divisible by G \(64\): set P to 64"),
         ({"prompts_per_update": 0}, 8, r"G must be at least 1, not 0"),
-        ({"num_samples": 5}, 7, r"G x n \(320\) must be divisible by the number of ranks \(7\)"),
+        ({"num_samples": 5}, 7, r"G x n \(320\) must be divisible by the number of ranks \(7\): set G to 63 or 70"),
+        ({"num_samples": 4, "prompts_per_update": 1}, 8, r"G x n \(4\) must be .* ranks \(8\): set G to 2"),
         ({"num_samples": 0}, 1, r"n must be at least 1, not 0"),
-        ({"micro_batch": 5}, 8, r"G x n / ranks \(48\) must be divisible by micro \(5\)"),
-        ({"micro_batch": 96}, 8, r"G x n / ranks \(48\) must be divisible by micro \(96\)"),
         ({"micro_batch": 0}, 8, r"micro must be at least 1, not 0"),
     ],
 )
 def test_what_does_not_divide_is_named(change, ranks, message):
     with pytest.raises(ValueError, match=message):
         plan(**change).table(ranks)
+
+
+@pytest.mark.parametrize(("limit", "size"), [(1, 1), (5, 4), (32, 24), (47, 24), (48, 48), (96, 48)])
+def test_a_micro_batch_is_an_upper_bound(limit, size):
+    """A rank with 48 samples of an update takes the largest divisor of 48 that is not above the setting."""
+    counts = plan(micro_batch=limit).table(8)
+    assert (counts["micro-batch"], counts["accumulation"]) == (size, 48 // size)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_of_the_tiny_recipe_fits_any_usual_number_of_ranks(method, ranks):
+    run = settings.parse(["--method", method], method_named, lambda spec: None)
+    counts = check(run, Mesh(torch.device("cpu"), size=ranks, config=ParallelConfig(shard=ranks))).counts
+    assert counts["micro-batch"] * counts["accumulation"] * ranks == counts["samples"] // counts["optimizer updates"]
 
 
 @given(case=dividing())

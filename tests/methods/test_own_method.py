@@ -1,4 +1,4 @@
-"""The guide of CONTRIBUTING.md, carried out literally: a method and a model family in one file each, outside the package."""
+"""The guide of CONTRIBUTING.md, carried out literally: a method and a family, each in one file of one's own."""
 
 import json
 import re

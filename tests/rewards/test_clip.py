@@ -20,7 +20,7 @@ LETTERS = [*"abcdefghijklmnopqrstuvwxyz"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """As transformers saves it: a model of two layers, a tokenizer of letters, a processor of 32 x 32."""
+    """A folder as transformers saves it: a model of two layers, a tokenizer of letters, a processor of 32 x 32."""
     out = tmp_path_factory.mktemp("clip")
     words = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "<|startoftext|>", "<|endoftext|>"]
     tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
@@ -42,7 +42,7 @@ def clip(folder) -> CLIP:
 
 
 def copied(folder: Path, to: Path, **settings) -> Path:
-    """The folder with other settings of its processor."""
+    """Copy the folder with other settings of its processor."""
     to.mkdir()
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
@@ -53,7 +53,7 @@ def copied(folder: Path, to: Path, **settings) -> Path:
 
 @pytest.mark.parametrize("shape", [(40, 56), (56, 40), (32, 32), (20, 90)])
 def test_the_pixels_are_those_of_the_processor(folder, clip, shape):
-    """It rounds to 8 bits after the width and after the height: half a step of 1 / 255 each, the first resized."""
+    """The processor rounds to 8 bits after each axis, which differs by half of 1 / 255 each, the first one resized."""
     images = torch.rand(2, 3, *shape, generator=torch.Generator().manual_seed(1))
     bytes_ = (images * 255).round().byte()
     theirs = CLIPImageProcessorPil.from_pretrained(folder)(list(bytes_), return_tensors="pt")["pixel_values"]
@@ -80,7 +80,7 @@ def test_a_score_depends_on_its_own_image_and_prompt_alone(clip):
 
 @torch.no_grad()
 def test_as_a_reward_it_is_the_mean_over_frames(folder, clip):
-    """By its kind in a reward set, which then has no features for a Frechet distance."""
+    """Loaded by its kind, CLIP gives no features for a Frechet distance."""
     config = RewardConfig(kind="clip", path=str(folder), frames="all", batch=2)
     scorers, features = load_scorers(config, CPU)
     video = torch.stack([IMAGES, IMAGES.flip(0)]).movedim(1, 2)
@@ -96,7 +96,7 @@ def test_a_score_has_the_gradient_of_its_image(clip):
 
 
 @torch.no_grad()
-def test_a_long_prompt_is_cut_to_what_the_network_reads(clip):
+def test_a_long_prompt_is_cut_to_the_length_of_the_network(clip):
     words = "abcdefghijklmnopqrstuvw"
     assert clip.score(IMAGES[:1], [words]) == clip.score(IMAGES[:1], [words + " z"])
 
@@ -127,7 +127,7 @@ def test_position_ids_of_older_checkpoints_are_not_read(folder, tmp_path):
         ({"crop_size": 16}, r"crops to \(16, 16\), but the network sees 32 x 32"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(folder, tmp_path, settings, message):
+def test_wrong_settings_are_refused(folder, tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         CLIP.load(copied(folder, tmp_path / "other", **settings), CPU, torch.float32)
 
@@ -139,7 +139,7 @@ def test_a_folder_without_its_processor_is_refused(folder, tmp_path):
         CLIP.load(bare, CPU, torch.float32)
 
 
-def test_what_would_mislead_it_is_refused(clip):
+def test_wrong_inputs_are_refused(clip):
     with pytest.raises(ValueError, match=r"CLIP: prompt \d holds the special token <\|endoftext\|>"):
         clip.score(IMAGES[:1], ["a <|endoftext|> b"])
     with pytest.raises(ValueError, match=r"CLIP: image 1 spans .*, expected values in \[0, 1\]"):

@@ -1,4 +1,4 @@
-"""The hacking monitor: the rule by hand; and a run with a planted shortcut is stopped where a healthy run is not."""
+"""The hacking monitor: its rule by hand, and a run with a planted shortcut that is stopped."""
 
 import json
 
@@ -36,7 +36,7 @@ def watching(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"accuracy": 0.25}, "accuracy fell 0.5 -> 0.25 (-0.5 std)"),
         ({"reward/clip": 18.5}, "reward/clip fell 20 -> 18.5 (-0.5 std)"),
@@ -49,9 +49,9 @@ def watching(
         ),
     ],
 )
-def test_a_rising_reward_with_evidence_against_it(changes, said):
+def test_a_rising_reward_with_evidence_against_it(changes, message):
     alarm = watching().watch(FIRST | UP | changes)
-    assert alarm.startswith(f"reward rose 2 -> 3 (+1.0 std) while {said}")
+    assert alarm.startswith(f"reward rose 2 -> 3 (+1.0 std) while {message}")
 
 
 @pytest.mark.parametrize(
@@ -66,28 +66,28 @@ def test_a_rising_reward_with_evidence_against_it(changes, said):
         {"reward": 1.0, "accuracy": 0.0},
     ],
 )
-def test_what_is_no_hack(changes):
+def test_no_alarm(changes):
     assert watching().watch(FIRST | changes) is None
 
 
 def test_the_measure_is_cohens_d():
-    """Over the root of the mean variance then and now: std 1 and 7 pool to 5, and a rise of 3 is 0.6."""
+    """The divisor is the root of the mean variance then and now: std 1 and 7 pool to 5, and a rise of 3 is 0.6."""
     alarm = watching().watch(FIRST | {"reward": 5.0, "reward_std": 7.0, "accuracy": 0.0})
     assert "reward rose 2 -> 5 (+0.6 std)" in alarm
     assert watching().watch(FIRST | {"reward": 4.0, "reward_std": 7.0, "accuracy": 0.0}) is None
 
 
 def test_an_accuracy_of_one_can_fall():
-    """No spread then, some now; and none at all is infinitely much."""
+    """The first spread may be 0; with no spread at all any change is infinite."""
     sure = {"accuracy": 1.0, "accuracy_std": 0.0}
-    for now, said in (
+    for now, message in (
         ({"accuracy": 0.8, "accuracy_std": 0.4}, "(-0.7 std)"),
         ({"accuracy": 0.0, "accuracy_std": 0.0}, "(-inf std)"),
     ):
         one = HackingMonitor(CONFIG, ("accuracy",))
         one.watch(FIRST | sure)
         assert one.watch(FIRST | UP | sure) is None
-        assert f"accuracy fell 1 -> {now['accuracy']:g} {said}" in one.watch(FIRST | UP | now)
+        assert f"accuracy fell 1 -> {now['accuracy']:g} {message}" in one.watch(FIRST | UP | now)
 
 
 def test_it_compares_with_the_first_validation_and_not_with_the_last():
@@ -97,8 +97,8 @@ def test_it_compares_with_the_first_validation_and_not_with_the_last():
     assert one.watch(FIRST | UP | {"accuracy": 0.29}) is not None
 
 
-def test_samples_of_a_prompt_that_become_alike_in_training():
-    """The mean since the last validation, against the first step."""
+def test_diversity_that_falls_in_training():
+    """The mean since the last validation is compared with the first training step."""
     one = watching()
     for value in (0.4, 0.3):
         one.note({"pixels/diversity": value})
@@ -108,7 +108,7 @@ def test_samples_of_a_prompt_that_become_alike_in_training():
     assert "train/pixels/diversity fell 0.4 -> 0.175" in one.watch(FIRST | UP)
 
 
-def test_off_says_nothing_and_still_keeps_its_reference():
+def test_off_reports_nothing_and_still_keeps_its_reference():
     one = watching(HackingMonitorConfig(action="off"))
     assert one.watch(FIRST | UP | {"accuracy": 0.0}) is None
     assert one.reference == FIRST
@@ -119,7 +119,7 @@ def test_a_held_out_metric_that_is_not_measured_is_ignored():
 
 
 @pytest.mark.parametrize("changes", [{"rise": 0.0}, {"fall": -0.1}, {"drift": 0.0}, {"collapse": 1.0}])
-def test_thresholds_that_cannot_be(changes):
+def test_wrong_thresholds_are_refused(changes):
     with pytest.raises(ValueError, match="hacking_monitor: rise, fall and drift must be above 0 and collapse in"):
         HackingMonitor(HackingMonitorConfig(**changes), ())
 
@@ -127,19 +127,19 @@ def test_thresholds_that_cannot_be(changes):
 # Runs.
 
 SHORT = flags(
-    {"method": "dance_grpo", "steps": 8, "validate-every": 8, "checkpoint-every": 0, "hacking_monitor.action": "stop"}
+    {"method": "dance_grpo", "steps": 8, "validate-every": 8, "checkpoint-every": 0, "hacking-monitor.action": "stop"}
     | {"validation.num-samples": 24, "validation.batch": 24, "validation.num-videos": 0}
     | {"algorithm.num-prompts": 4, "algorithm.num-samples": 6, "algorithm.prompts-per-update": 4}
     | {"algorithm.rollout-batch": 24, "algorithm.update-batch": 24}
     | {"student.learning-rate": 1e-3, "student.lr-schedule": "constant", "student.lr-decay-updates": 0}
 )
-# The planted shortcut: vivid colors pay more than what the prompt asks for.
+# The planted shortcut: saturated colors give more reward than following the prompt.
 PLANTED = flags({"reward.scorers.saturation.weight": 100, "reward.scorers.saturation.frames": "all"})
 
 
 @pytest.fixture(scope="module")
 def hacked(tmp_path_factory):
-    """A run of the tiny world that is to take sixteen steps and hacks its reward, and its exit code."""
+    """A run of the tiny world with sixteen steps that hacks its reward, and its exit code."""
     folder = tmp_path_factory.mktemp("hacked") / "run"
     return folder, main([*SHORT, *PLANTED, "--steps", "16", "--output", str(folder)])
 
@@ -160,14 +160,14 @@ def test_it_is_stopped_again_when_it_is_resumed(hacked, capsys):
     folder, _ = hacked
     before = metrics_of(folder)[0]["validation/pixels/saturation"]
     assert main(["--resume", str(folder), "--validate-every", "1"]) == 3
-    said = capsys.readouterr().out
-    assert f"pixels/saturation changed {before:.3g} ->" in said and "after step 9" in said
+    out = capsys.readouterr().out
+    assert f"pixels/saturation changed {before:.3g} ->" in out and "after step 9" in out
     assert (
-        main(["--resume", str(folder), "--validate-every", "1", "--hacking_monitor.action", "warn", "--steps", "10"])
+        main(["--resume", str(folder), "--validate-every", "1", "--hacking-monitor.action", "warn", "--steps", "10"])
         == 0
     )
-    said = capsys.readouterr().out
-    assert "warning: the reward looks hacked: reward rose" in said and "stopped" not in said
+    out = capsys.readouterr().out
+    assert "warning: reward hacking suspected: reward rose" in out and "stopped" not in out
 
 
 def test_a_healthy_run_is_left_alone(run_folder):
@@ -179,8 +179,8 @@ def test_a_healthy_run_is_left_alone(run_folder):
 def test_a_method_without_a_reward_has_no_monitor(run_folder, capsys):
     run("finetune", run_folder, "--validate-every", "1")
     assert all("validation/reward_hacking" not in line for line in metrics_of(run_folder))
-    assert main(["--method", "finetune", "--output", str(run_folder / "x"), "--hacking_monitor.action", "stop"]) == 2
-    assert "--hacking_monitor.*: finetune trains on no reward" in capsys.readouterr().err
+    assert main(["--method", "finetune", "--output", str(run_folder / "x"), "--hacking-monitor.action", "stop"]) == 2
+    assert "--hacking-monitor.*: finetune trains on no reward" in capsys.readouterr().err
 
 
 def test_action_stop_needs_validations(run_folder, capsys):

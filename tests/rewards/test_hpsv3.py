@@ -1,4 +1,4 @@
-"""HPSv3: parity with the package's scores, no silent numbers, and the small one of the tiny world."""
+"""HPSv3: parity with the package's scores, errors for wrong input, and the small model of the tiny world."""
 
 import importlib.util
 import json
@@ -35,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def damaged(folder, tmp_path) -> Path:
-    """A copy of the imported folder for a test to spoil."""
+    """A copy of the imported folder that a test may damage."""
     return Path(shutil.copytree(folder, tmp_path / "damaged"))
 
 
@@ -54,7 +54,7 @@ def load(folder: Path) -> HPSv3:
 
 
 def rewrite_checkpoint(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Replaces or adds keys (dots written as two underscores), drops those given as None."""
+    """Replace or add keys (dots written as two underscores), and drop those given as None."""
     changed = {key.replace("__", "."): value for key, value in changes.items()}
     weights = {**load_file(folder / CHECKPOINT), **changed}
     save_file({key: value for key, value in weights.items() if value is not None}, folder / CHECKPOINT)
@@ -123,7 +123,7 @@ def test_paths_pictures_and_tensors_score_alike(tiny):
     assert torch.equal(tiny.score(pixels, ["red circle moves up"]), expected)
 
 
-def test_a_score_carries_no_graph_and_the_network_does(tiny):
+def test_a_score_has_no_graph_and_the_network_has_one(tiny):
     frames = torch.rand(2, 3, 64, 64)
     prompts = ["red circle moves up", "blue square moves left"]
     assert not tiny.score(frames, prompts).requires_grad
@@ -132,7 +132,7 @@ def test_a_score_carries_no_graph_and_the_network_does(tiny):
     assert all(weight.grad is not None for weight in network.parameters())
 
 
-# Never a silent number.
+# Wrong input.
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_prompt_strings_without_a_reward_token_are_refused(damaged):
         load(damaged).score([IMAGES[0]], ["a dog"])
 
 
-# A folder that is not whole.
+# Incomplete folders.
 
 
 @pytest.mark.parametrize("name", FOLDER_FILES)
@@ -279,7 +279,7 @@ def test_without_spread_the_ranking_loss_is_bradley_terry():
 
 
 def test_with_spread_it_is_the_expectation_over_the_difference():
-    """z ~ N(0.7, e^0 + e^1): raw sigma is the log of a deviation, so variances are exp(2 raw sigma)."""
+    """z ~ N(0.7, e^0 + e^1): raw sigma is the log of a standard deviation, so variances are exp(2 raw sigma)."""
     z = torch.linspace(-40, 40, 400001, dtype=torch.float64)
     density = torch.distributions.Normal(0.7, (1 + torch.e) ** 0.5).log_prob(z).exp()
     integral = torch.trapezoid(density * torch.nn.functional.softplus(-z), z)
@@ -293,7 +293,7 @@ def test_its_gradient_raises_the_preferred_and_lowers_the_other():
     ranking_loss(preferred, other).backward()
     assert (preferred.grad[:, 0] < 0).all()
     torch.testing.assert_close(other.grad[:, 0], -preferred.grad[:, 0])
-    assert (preferred.grad[:, 1] > 0).all()  # -log sigmoid is convex: spread costs
+    assert (preferred.grad[:, 1] > 0).all()  # -log sigmoid is convex: spread raises the loss
     assert (other.grad[:, 1] > 0).all()
 
 
@@ -304,11 +304,11 @@ def test_it_is_a_mean_over_pairs():
     )
 
 
-# The small HPSv3 of the tiny world, on pictures drawn here.
+# The small HPSv3 of the tiny world, on frames drawn here.
 
 
 def drawn(subjects: list[tiny_world.Subject], seed: int) -> torch.Tensor:
-    """A frame of each subject at the same place and size for one seed; moments differ."""
+    """Return a frame of each subject, at the same place and size for one seed; frame numbers differ."""
     generator = torch.Generator().manual_seed(seed)
     clips = [tiny_world.draw_clip(subject, generator) for subject in subjects]
     return tiny_world.render(clips, frames=3)[:, :, seed % 3]
@@ -351,7 +351,7 @@ def pale(frames, subjects):
 
 
 def half_erased(frames, subjects):
-    """The left half of every object painted over."""
+    """Paint over the left half of every object."""
     ground = torch.tensor(tiny_world.BACKGROUND).view(1, 3, 1, 1)
     weight = (frames - ground).norm(dim=1).sum(1)
     left = weight.cumsum(-1) < 0.5 * weight.sum(-1, keepdim=True)
@@ -364,7 +364,7 @@ def empty(frames, subjects):
 
 @pytest.mark.parametrize("subjects", [tiny_world.HELD_OUT * 5, tiny_world.TRAINING], ids=["held out", "seen"])
 @pytest.mark.parametrize("spoil", [wrong_color, wrong_shape, noisy, blurred, pale, half_erased, empty])
-def test_the_tiny_hpsv3_prefers_what_was_asked(tiny, spoil, subjects):
+def test_the_tiny_hpsv3_prefers_what_the_prompt_says(tiny, spoil, subjects):
     frames = drawn(list(subjects), 5)
     captions = [subject.caption(i % len(tiny_world.PHRASINGS)) for i, subject in enumerate(subjects)]
     margins = tiny.score(frames, captions)[:, 0] - tiny.score(spoil(frames, subjects), captions)[:, 0]
@@ -382,7 +382,7 @@ def test_color_and_shape_weigh_alike(tiny):
     assert 1 / 3 < color / shape < 3
 
 
-def test_half_broken_scores_between(tiny):
+def test_half_damaged_frames_score_between(tiny):
     subjects = list(tiny_world.SUBJECTS)
     frames = drawn(subjects, 5)
     captions = [subject.caption() for subject in subjects]
@@ -391,7 +391,7 @@ def test_half_broken_scores_between(tiny):
     assert whole < half < none
 
 
-def test_the_tiny_hpsv3_is_small():
+def test_the_tiny_hpsv3_is_below_its_size_limit():
     assert sum(path.stat().st_size for path in TINY.iterdir()) < 2.5e6
 
 
@@ -399,7 +399,7 @@ def test_the_tiny_hpsv3_is_small():
 
 
 def test_features_are_the_mean_token_of_each_image(hpsv3):
-    """Of its own tokens alone, whatever else is in the batch and however large each image is."""
+    """The mean is over an image's own tokens, whatever the sizes of the others in the batch."""
     together = hpsv3.features(IMAGES)
     assert together.dtype == torch.float32 and len(together) == len(IMAGES)
     for image, row in zip(IMAGES, together, strict=True):

@@ -1,4 +1,4 @@
-"""A scorer outside the package: one file, named by a setting, with weights and prompts; and what is refused."""
+"""A scorer outside the package: one file, named by a setting, with weights and prompts."""
 
 import json
 
@@ -13,7 +13,7 @@ from unified_trainer.plugins import load_object
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.scorers import KINDS, check_reward, load_scorers
 
-# What a user writes: a probe of the mean color, whose weights are a file, plus a bonus for the word "red".
+# A user's file: a probe of the mean color with weights from a file, plus a bonus for the word "red".
 PROBE = """
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ PROMPTS = ("a red circle", "a blue square")
 
 @pytest.fixture
 def probe(tmp_path):
-    """The user's file; its weights are beside it."""
+    """The user's file, with its weights in the same folder."""
     save_file({"color": COLOR}, tmp_path / "probe.safetensors")
     file = tmp_path / "probe.py"
     file.write_text(PROBE)
@@ -103,7 +103,7 @@ def test_its_scores_are_those_of_the_file(probe):
         ("missing", {}, r"reward\.scorers\.own\.kind .*probe\.py defines no missing"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_before_a_weight_is_read(probe, name, changes, message):
+def test_wrong_settings_are_refused_before_a_weight_is_read(probe, name, changes, message):
     (probe.parent / "probe.safetensors").unlink()
     part = ScorerConfig(**({"kind": f"{probe}:{name}", "path": str(probe.parent), "frames": "all"} | changes))
     with pytest.raises(UserError, match=message):
@@ -124,7 +124,7 @@ def test_every_kind_of_the_package_is_found_under_its_name():
     assert all(kind.name == name for name, kind in KINDS.items())
 
 
-# Objects by their place.
+# Objects named by module or file.
 
 
 def test_a_file_is_executed_once_and_a_module_is_imported(tmp_path):
@@ -150,7 +150,7 @@ def test_a_file_is_executed_once_and_a_module_is_imported(tmp_path):
         ("unified_trainer.plugins:NAME", "unified_trainer.plugins defines no NAME"),
     ],
 )
-def test_what_is_not_there_names_its_key(spec, message):
+def test_a_missing_object_names_its_key(spec, message):
     with pytest.raises(UserError, match=message):
         load_object(spec, "key")
 
@@ -161,7 +161,7 @@ def test_what_is_not_there_names_its_key(spec, message):
 def test_an_error_inside_a_file_keeps_its_traceback(tmp_path, text, error):
     file = tmp_path / "broken.py"
     file.write_text(text)
-    for _ in range(2):  # also the second time: a half-executed module is forgotten
+    for _ in range(2):  # also the second time: a module that failed is forgotten
         with pytest.raises(error) as caught:
             load_object(f"{file}:NAME", "key")
         assert not isinstance(caught.value, UserError) and str(caught.traceback[-1].path) == str(file)

@@ -1,4 +1,4 @@
-"""Measures of pixels against closed forms, by hand, and against what each is to see and to overlook."""
+"""Pixel measures against closed forms, and what each one responds to."""
 
 import math
 
@@ -10,7 +10,7 @@ from unified_trainer.rewards import pixels
 
 
 def grey(values: torch.Tensor) -> torch.Tensor:
-    """Luma [t, h, w] as a video of one sample."""
+    """Return luma [t, h, w] as a video of one sample."""
     return values[None, None].expand(1, 3, *values.shape).float()
 
 
@@ -30,7 +30,7 @@ def test_luma_is_that_of_bt_709():
 
 
 def test_sharpness_of_one_bright_pixel():
-    """1 in the middle of 5 x 5: the Laplacian of the inner 3 x 3 is -4, four 1, four 0: mean 0, variance 20 / 9."""
+    """For a 1 in the middle of 5 x 5 the Laplacian is -4, four 1 and four 0: mean 0, variance 20 / 9."""
     values = torch.zeros(2, 5, 5)
     values[:, 2, 2] = 1.0
     assert float(pixels.sharpness(grey(values))) == pytest.approx(math.sqrt(20 / 9))
@@ -38,7 +38,7 @@ def test_sharpness_of_one_bright_pixel():
     assert float(pixels.sharpness(grey(values))) == pytest.approx(math.sqrt(20 / 9) / 2, abs=1e-5)
 
 
-def test_sharpness_overlooks_a_ramp_and_falls_with_blur():
+def test_sharpness_of_a_ramp_is_zero_and_falls_with_blur():
     ramp = grey(torch.arange(6.0).expand(1, 6, 6) / 6)
     assert float(pixels.sharpness(ramp)) < 1e-5
     blurred = torch.nn.functional.avg_pool3d(CLIP, (1, 3, 3), 1, (0, 1, 1))
@@ -46,7 +46,7 @@ def test_sharpness_overlooks_a_ramp_and_falls_with_blur():
 
 
 def test_motion_smoothness_by_hand():
-    """Means 0, 1, 3, 3: steps 1, 2, 0, bends 1 and 2, sums 3 and 2: 1 - 3 / 5."""
+    """Means 0, 1, 3, 3 have steps 1, 2, 0 and bends 1 and 2, sums 3 and 2: 1 - 3 / 5."""
     values = torch.tensor([0.0, 1.0, 3.0, 3.0])[:, None, None].expand(4, 8, 8) / 3
     assert float(pixels.motion_smoothness(grey(values))) == pytest.approx(0.4)
 
@@ -70,7 +70,7 @@ def test_dark_share_and_edge_density_count_pixels():
     values = torch.full((1, 5, 5), 0.5)
     values[0, 0, :2] = 0.0
     assert float(pixels.dark_share(grey(values))) == pytest.approx(2 / 25)
-    # Of the upper left 4 x 4: (0, 0) sees one below, (0, 1) one to its right and one below.
+    # Of the upper left 4 x 4: (0, 0) differs from one below, (0, 1) from one to its right and one below.
     assert float(pixels.edge_density(grey(values))) == pytest.approx(2 / 16)
     assert float(pixels.edge_density(grey(values * 0.1))) == 0  # a change of 0.05
 
@@ -92,8 +92,8 @@ def test_a_single_frame_has_no_statistic_of_motion():
 
 
 @pytest.mark.parametrize("name", ["sharpness", "motion_smoothness", "saturation", "motion_energy"])
-def test_samples_do_not_see_each_other_and_have_finite_gradients(name):
-    """Also where nothing moves and nothing differs."""
+def test_samples_are_independent_and_have_finite_gradients(name):
+    """Gradients are finite for a still, uniform clip too."""
     measure = getattr(pixels, name)
     video = torch.cat([NOISE, CLIP, torch.full_like(CLIP, 0.5)]).requires_grad_()
     together = measure(video)
@@ -103,14 +103,14 @@ def test_samples_do_not_see_each_other_and_have_finite_gradients(name):
 
 
 def test_diversity_by_hand():
-    """Rows 0 and 2 have variance 2, rows 1 and 1 none: sqrt(1); the group of one has no say."""
+    """Rows 0 and 2 have variance 2, rows 1 and 1 have 0: sqrt(1). A group of one does not count."""
     rows = torch.tensor([[0.0, 0.0], [1.0, 5.0], [2.0, 2.0], [1.0, 5.0], [9.0, 9.0]])
     assert pixels.diversity(rows, ["a", "b", "a", "b", "c"]) == pytest.approx(1.0)
     assert pixels.diversity(rows, list(range(5))) is None
 
 
-def test_a_thumbnail_keeps_what_differs():
-    """Samples that are equal have none; another place of the shape is enough."""
+def test_thumbnails_keep_differences_between_samples():
+    """Equal samples have diversity 0; a shape at another place has more."""
     random = torch.Generator().manual_seed(0)
     clips = render([draw_clip(SUBJECTS[0], random) for _ in range(4)])
     alike, apart = clips[:1].expand(4, *clips.shape[1:]), clips

@@ -1,5 +1,6 @@
 """How the samples of a training step divide into updates, ranks and micro-batches."""
 
+import math
 from dataclasses import dataclass
 
 from unified_trainer.errors import UserError
@@ -12,7 +13,7 @@ class BatchPlan:
     prompts: int  # prompts of one training step, over all ranks
     num_samples: int  # samples of each prompt
     prompts_per_update: int  # prompts of one optimizer update
-    micro_batch: int  # samples of one backward pass
+    micro_batch: int  # samples of one backward pass, at most: a rank takes the largest size that divides its share
     keys: tuple[str, str, str, str]  # the settings that these four come from, for messages
     by_failures: bool = False  # prompts are drawn in proportion to failures + 1, instead of epoch by epoch
 
@@ -23,18 +24,26 @@ class BatchPlan:
         return cls(batch_size, 1, batch_size, micro_batch, keys)
 
     def table(self, ranks: int) -> dict[str, int]:
-        """Return every count of the step; raise UserError, with the numbers, when one does not divide another."""
+        """Return every count of the step; UserError, with the nearest good sizes, if the ranks do not divide it."""
         counts = (self.prompts, self.num_samples, self.prompts_per_update, self.micro_batch)
         for key, count in zip(self.keys, counts, strict=True):
             if count < 1:
                 raise UserError(f"{key} must be at least 1, not {count}")
-        prompts, num_samples, prompts_per_update, micro_batch = self.keys
-        self._divide(self.prompts, prompts, self.prompts_per_update, prompts_per_update)
-        samples = prompts_per_update if num_samples == "1" else f"{prompts_per_update} x {num_samples}"
-        per_update = self._divide(self.prompts_per_update * self.num_samples, samples, ranks, "the number of ranks")
-        per_rank = samples if ranks == 1 else f"{samples} / ranks"
-        accumulation = self._divide(per_update, per_rank, self.micro_batch, micro_batch)
-        updates = self.prompts // self.prompts_per_update
+        prompts, num_samples, prompts_per_update, _ = self.keys
+        if self.prompts % self.prompts_per_update:
+            raise UserError(
+                f"{prompts} ({self.prompts}) must be divisible by {prompts_per_update} ({self.prompts_per_update}): "
+                f"set {prompts} to {_nearest(self.prompts, self.prompts_per_update)}"
+            )
+        samples, needed = self.prompts_per_update * self.num_samples, ranks // math.gcd(ranks, self.num_samples)
+        if samples % ranks:
+            name = prompts_per_update if num_samples == "1" else f"{prompts_per_update} x {num_samples}"
+            raise UserError(
+                f"{name} ({samples}) must be divisible by the number of ranks ({ranks}): "
+                f"set {prompts_per_update} to {_nearest(self.prompts_per_update, needed)}"
+            )
+        per_update, updates = samples // ranks, self.prompts // self.prompts_per_update
+        size = largest_divisor(per_update, self.micro_batch)
         return {
             "prompts": self.prompts,
             "samples per prompt": self.num_samples,
@@ -43,8 +52,8 @@ class BatchPlan:
             "samples per rank": per_update * updates,
             "optimizer updates": updates,
             "samples per update and rank": per_update,
-            "micro-batch": self.micro_batch,
-            "accumulation": accumulation,
+            "micro-batch": size,
+            "accumulation": per_update // size,
         }
 
     def rank_samples(self, rank: int, ranks: int) -> list[int]:
@@ -54,8 +63,13 @@ class BatchPlan:
         starts = range(rank * share, self.prompts * self.num_samples, per_update)
         return [position for start in starts for position in range(start, start + share)]
 
-    @staticmethod
-    def _divide(total: int, total_key: str, by: int, key: str) -> int:
-        if total % by:
-            raise UserError(f"{total_key} ({total}) must be divisible by {key} ({by})")
-        return total // by
+
+def largest_divisor(total: int, limit: int) -> int:
+    """Return the largest size of at most `limit` that divides `total`."""
+    return next(size for size in range(min(total, limit), 0, -1) if total % size == 0)
+
+
+def _nearest(value: int, unit: int) -> str:
+    """Name the multiples of `unit` below and above a value."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"

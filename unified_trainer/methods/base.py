@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
 from unified_trainer.errors import UserError
 from unified_trainer.numerics.flow import NoiseLevelLaw
 from unified_trainer.parallel.mesh import Mesh
@@ -138,7 +138,7 @@ class SingleUpdateConfig(MethodConfig):
     batch_size: int = 32
     """Samples per optimizer update, over all ranks."""
     micro_batch: int = 32
-    """Samples per backward pass."""
+    """Samples per backward pass, at most: a rank takes the largest size that divides its share."""
 
     def plan(self) -> BatchPlan:
         return BatchPlan.one_update(self.batch_size, self.micro_batch)
@@ -169,7 +169,7 @@ class Method:
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         """Return the parts of this rank's batch; `step` is called on each, and all advance in lockstep."""
-        return batch.split(self.config.micro_batch)
+        return batch.split(largest_divisor(len(batch), self.config.micro_batch))
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         """Yield the losses of one micro-batch in training step `step`, in the order of their backward passes."""

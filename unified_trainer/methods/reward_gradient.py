@@ -19,7 +19,7 @@ class RewardGradientConfig(SingleUpdateConfig):
     batch_size: int = 16
     """Samples per optimizer update, over all ranks, each of another prompt."""
     micro_batch: int = 16
-    """Samples per backward pass; each is decoded and scored with its graph."""
+    """Samples per backward pass, at most; each is decoded and scored with its graph."""
     last_calls: int = 1
     """The sample is the x0 that one of this many last network calls predicts, drawn equal on all ranks."""
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
 from unified_trainer.data.loader import Loader
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import MethodConfig, MethodSetup
@@ -35,9 +35,9 @@ class GroupConfig(MethodConfig):
     prompts_per_update: int = 8
     """Prompts of one optimizer update; a rollout has num_prompts / prompts_per_update updates."""
     rollout_batch: int = 32
-    """Samples generated, decoded and scored at a time."""
+    """Samples generated, decoded and scored at a time, at most."""
     update_batch: int = 32
-    """Samples per backward pass."""
+    """Samples per backward pass, at most: a rank takes the largest size that divides its share of an update."""
     init_same_noise: bool = False
     """Start all samples of a prompt from one initial noise instead of one each."""
     advantage: Estimator = "grpo"
@@ -116,7 +116,8 @@ def compute_advantages(
     if config.best_of_n:
         useful &= best_of_n(advantages, ids, config.best_of_n)
     updates = config.num_prompts // config.prompts_per_update
-    minibatches = plan_minibatches(useful, advantages, mesh.data_rank, mesh.data_size, updates, config.update_batch)
+    size = largest_divisor(len(batch) // updates, config.update_batch)
+    minibatches = plan_minibatches(useful, advantages, mesh.data_rank, mesh.data_size, updates, size)
     groups, equals, lows = (len(ids[rows].unique()) for rows in (slice(None), equal, below & ~equal))
     skipped = sum(not parts for parts in minibatches)
     in_groups, between_groups = spread(rewards, ids)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.errors import working_on
+from unified_trainer.errors import UserError, working_on
 from unified_trainer.models.base import VideoModel
 from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw, guide
 from unified_trainer.parallel.random import Streams
@@ -67,6 +67,15 @@ class TrainableConfig(LearnerConfig, RoleConfig):
     @property
     def experts(self) -> dict[Expert, ExpertConfig]:
         return {"high": self.high, "low": self.low}
+
+    def check(self, role: str) -> None:
+        """Raise UserError, naming the key, for settings that contradict each other."""
+        if not 0 <= self.ema_decay < 1:
+            raise UserError(f"{role}.ema_decay must be in [0, 1), not {self.ema_decay}")
+        if self.selective_checkpointing and not self.activation_checkpointing:
+            raise UserError(
+                f"{role}.selective_checkpointing needs {role}.activation_checkpointing: set both, or neither"
+            )
 
     def of(self, expert: Expert) -> "TrainableConfig":
         """Return the settings of one expert, or of a role's only network."""
