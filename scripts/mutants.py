@@ -3,8 +3,8 @@
     python scripts/mutants.py [--only PATTERN] [--every N] [--jobs N] [--check]
 
 Each mutant is planted into a copy of the package and the tests; the checkout is not changed. A mutant is killed if a
-test fails. The exit status is 1 if a mutant survives, does not apply, or runs no test. With `--check`, the tests of
-`make check` run instead of the mutant's own.
+test fails that passes without it. The exit status is 1 if a mutant survives or does not apply, or if its test fails
+without it. With `--check`, the tests of `make check` run instead of the mutant's own.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: killed, SURVIVED, does not apply or runs no test."""
+    """What became of a mutant: killed, SURVIVED, does not apply, runs no test, or fails without it."""
 
     mutant: Mutant
     word: str
@@ -83,7 +83,7 @@ def plant(mutant: Mutant, repository: Path, words: Sequence[str]) -> tuple[str, 
         return "does not apply", f"{mutant.file} holds the snippet {text.count(mutant.find)} times"
     _write(path, text.replace(mutant.find, mutant.replace))
     try:
-        code, printed = run_tests(repository, words)
+        code, printed = run_tests(repository, ("-x", *words))
     finally:
         _write(path, text)
     failed = FAILED.search(printed)
@@ -114,6 +114,15 @@ def run_tests(repository: Path, words: Sequence[str]) -> tuple[int | None, str]:
         return code, printed.read()
 
 
+def failing(repository: Path, tests: Sequence[str]) -> set[str]:
+    """Return those of the tests, path::function, that fail or do not exist without any mutant."""
+    code, printed = run_tests(repository, tests)
+    if code == pytest.ExitCode.OK:
+        return set()
+    failed = {name.partition("[")[0] for name in FAILED.findall(printed)}
+    return failed if code == pytest.ExitCode.TESTS_FAILED else set(tests)
+
+
 def _become_pytest(repository: Path, words: Sequence[str], output: int) -> None:
     code = 70
     try:
@@ -123,7 +132,7 @@ def _become_pytest(repository: Path, words: Sequence[str], output: int) -> None:
         os.chdir(repository)
         os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
         sys.path[:] = [str(repository), *(path for path in sys.path if not path.startswith(str(REPO / "scripts")))]
-        code = pytest.main(["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "-W", IMPORTED, *words])
+        code = pytest.main(["-q", "--tb=line", "-p", "no:cacheprovider", "-W", IMPORTED, *words])
     finally:
         sys.stdout.flush()
         os._exit(code)
@@ -146,10 +155,14 @@ def load_libraries() -> None:
     sys.path.remove(str(REPO))
 
 
-def _of_mutant(folders: "multiprocessing.Queue[Path]", check: bool, mutant: Mutant) -> Outcome:
+def _of_mutant(folders: "multiprocessing.Queue[Path]", broken: set[str], check: bool, mutant: Mutant) -> Outcome:
     folder, start = folders.get(), time.monotonic()
     try:
-        word, reason = plant(mutant, folder, CHECK if check else (f"tests/{mutant.killed_by}",))
+        test = f"tests/{mutant.killed_by}"
+        if test in broken:
+            word, reason = "fails without", test
+        else:
+            word, reason = plant(mutant, folder, CHECK if check else (test,))
     finally:
         folders.put(folder)
     return Outcome(mutant, word, reason, time.monotonic() - start)
@@ -171,8 +184,14 @@ def main() -> int:
         folders = manager.Queue()
         for i in range(options.jobs):
             folders.put(copy_of_repository(Path(folder) / str(i)))
+        unplanted = CHECK if options.check else sorted({f"tests/{mutant.killed_by}" for mutant in chosen})
+        broken = failing(Path(folder) / "0", unplanted)
+        if broken and options.check:
+            console.print(f"the tests of make check fail without any mutant: {', '.join(sorted(broken))}")
+            return 1
+        run = functools.partial(_of_mutant, folders, broken, options.check)
         with fork.Pool(options.jobs) as pool:
-            for found in pool.imap_unordered(functools.partial(_of_mutant, folders, options.check), chosen):
+            for found in pool.imap_unordered(run, chosen):
                 counts[found.word] += 1
                 console.print(f"{found.word:>14}  {found.seconds:5.1f} s  {found.mutant.name}  [{found.reason}]")
     console.print(f"{len(chosen)} mutants: " + ", ".join(f"{count} {word}" for word, count in counts.items()))
