@@ -41,7 +41,7 @@ def test_a_metric_keeps_no_graph():
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), max_size=5), min_size=1, max_size=6))
 def test_any_split_gives_the_mean_of_all(parts):
-    """What arrives in micro-batches averages as if it had arrived at once."""
+    """The average over micro-batches equals that over all values at once."""
     flat = [value for part in parts for value in part]
     got = over(*({"a": torch.tensor(part, dtype=torch.float64)} for part in parts))
     assert got == ({"a": pytest.approx(sum(flat) / len(flat), abs=1e-6)} if flat else {})

@@ -51,7 +51,7 @@ def test_noise_is_standard_normal():
 
 
 def test_the_shared_stream_is_equal_on_all_ranks_and_micro_batches():
-    """What a micro-batch draws for its samples does not move the stream of control flow."""
+    """Draws for the samples of a micro-batch do not advance the shared stream."""
     quiet, busy = Streams(3, 5), Streams(3, 5)
     busy.noise("x", range(7), SHAPE)
     busy.uniform("y", range(3))

@@ -260,11 +260,52 @@ def test_a_run_starts_from_a_student_of_0_1_0(tmp_path):
     assert saved["sampler"]["step_sigmas"] == [1.0, 0.75] and saved["sampler"]["solver"] == "sde"
 
 
+# A method of one's own whose settings have names that 0.1.0 used for others.
+OWN = """
+from dataclasses import dataclass
+
+from unified_trainer.methods.base import Loss, Method, SingleUpdateConfig, trained
+
+
+@dataclass(frozen=True)
+class OwnConfig(SingleUpdateConfig):
+    keep_samples: int = 0
+
+
+class Own(Method):
+    config_class = OwnConfig
+    roles = {"student": trained(), "teacher": trained()}
+
+    def step(self, batch, step, rng, mesh):
+        x_t = rng.noise("x_t", batch.sample_ids, batch.latent_shape)
+        for name in self.roles:
+            velocity = getattr(self, name).velocity(x_t, rng.uniform(name, batch.sample_ids), batch.cond)
+            yield Loss(name, velocity.square().mean())
+"""
+
+
+def test_a_setting_of_ones_own_may_have_an_old_name(tmp_path, capsys):
+    """Settings that the run has are neither refused nor translated, from flags, --config and --resume."""
+    (tmp_path / "own.py").write_text(OWN)
+    words = {"method": f"{tmp_path / 'own.py'}:Own", "steps": 1, "validate-every": 0, "reward.frames": "first"}
+    words |= {"video.frames": 5, "video.height": 32, "video.width": 32, "output": tmp_path / "run"}
+    words |= {"algorithm.keep-samples": 3, "teacher.activation-checkpointing": True, "algorithm.batch-size": 2}
+    assert main(flags(words | {"algorithm.micro-batch": 2})) == 0
+    config = tmp_path / "run" / "config.yaml"
+    assert main(["--config", str(config), "--output", str(tmp_path / "again")]) == 0
+    assert main(["--resume", str(tmp_path / "run"), "--steps", "2"]) == 0
+    for folder in ("run", "again"):
+        saved = yaml.safe_load((tmp_path / folder / "config.yaml").read_text())
+        assert saved["algorithm"]["keep_samples"] == 3 and saved["teacher"]["activation_checkpointing"] is True
+    assert "changed steps: 1 -> 2" in capsys.readouterr().out
+
+
 def test_settings_and_metadata_are_translated():
     """Sections of other roles are left out, and values with another unit or name are converted."""
     saved = flat(FOREIGN) | {"student.clip_norm": 2.0, "sampler.step_list": [1000.0, 750.0], "best_metric": "judge"}
     expected = {"student.max_grad_norm": 2.0, "sampler.step_sigmas": [1.0, 0.75], "best_metric": "accuracy"}
-    assert renamed.translate_settings(saved, "dance_grpo", ("student", "reference")) == expected
+    known = flat(plain(run_class(METHODS["dance_grpo"])()))
+    assert renamed.translate_settings(saved, "dance_grpo", known) == expected
     found = renamed.translate_metadata(
         {"sampler": None, "sentinel": {"judge": 0.5, "reward": 1.0}, "metrics": {"judge_colour": 1.0, "frechet": 3.0}}
     )

@@ -1,5 +1,7 @@
 """The trainer: accumulation, the lockstep of micro-batches, metrics of all of them, and methods it has never seen."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from helpers import (
@@ -75,7 +77,7 @@ class Scripted(Method):
     """Yields, for the part that starts with sample 0 or 2, the losses that `scripts` holds for it."""
 
     config_class = SingleUpdateConfig
-    roles = {"student": trained(), "other": trained()}
+    roles: ClassVar = {"student": trained(), "other": trained()}
 
     def step(self, batch, step, rng, mesh):
         for loss in self.scripts[batch.sample_ids[0]]:
@@ -143,7 +145,7 @@ class StudentAndCritic(Method):
     """The critic learns the student's velocity; every second step the student learns to be small, first."""
 
     config_class = SingleUpdateConfig
-    roles = {"student": trained(), "critic": trained()}
+    roles: ClassVar = {"student": trained(), "critic": trained()}
 
     def step(self, batch, step, rng, mesh):
         if step % 2 == 0:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -177,6 +177,7 @@ def parse(argv: Sequence[str], method_named: MethodNamed, trained_sampler_of: Sa
         raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out")
     method = method_named(name)
     kind = run_class(method)
+    known = _flat(plain(kind()))
     recipe = sources.recipe or saved.get("recipe", "tiny")
     must_know("recipe", recipe, [path.stem for path in sorted(RECIPES.glob("*.yaml"))])
     sampler = trained_sampler_of(sources.init_from) if sources.init_from else None
@@ -185,12 +186,12 @@ def parse(argv: Sequence[str], method_named: MethodNamed, trained_sampler_of: Sa
         f"recipe {recipe}": {**sections.get("common", {}), "method": name, "recipe": recipe},
         f"recipe {recipe}, {name}": sections.get(name, {}),
         f"--init-from {sources.init_from}": {"sampler": sampler} if sampler else {},
-        str(sources.saved): renamed.translate_settings(saved, name, tuple(method.roles)),
+        str(sources.saved): renamed.translate_settings(saved, name, known),
     }
     run = kind()
     for origin, layer in layers.items():
         run = _apply(kind, run, _flags(layer), origin)
-    _refuse_renamed(argv, name)
+    _refuse_renamed(argv, name, known)
     run = _apply(kind, run, list(argv), "")
     for key, value in _flat(plain(run)).items():
         if any(isinstance(one, float) and math.isnan(one) for one in (value if isinstance(value, list) else [value])):
@@ -241,8 +242,8 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
 
     ConfigError if one would change what a step computes, unless --allow names it.
     """
-    old = renamed.translate_settings(_flat(load_yaml(file)), run.method, tuple(run.roles))
     new, defaults = _flat(plain(run)), _flat(plain(type(run)()))
+    old = renamed.translate_settings(_flat(load_yaml(file)), run.method, defaults)
     old = {key: value for key, value in defaults.items() if key in new} | old  # a setting newer than the saved file
     keys = sorted(old.keys() | new.keys())
     changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)}
@@ -262,7 +263,7 @@ def must_know(what: str, name: str, known: Sequence[str]) -> None:
     """Raise ConfigError, with the nearest known name, unless `name` is known."""
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         flag = what if what == "command" else f"--{what}"
         raise ConfigError(f"{flag} {name!r} is not known{hint} Have: {', '.join(known)}")
 
@@ -271,13 +272,13 @@ def _is_resumable(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE_KEYS)
 
 
-def _refuse_renamed(argv: Sequence[str], method: str) -> None:
+def _refuse_renamed(argv: Sequence[str], method: str, known: Collection[str]) -> None:
     """Raise ConfigError, with the new name, for a flag of an earlier version."""
     for word in argv:
         if word.startswith("--"):
             flag = word.partition("=")[0]
             key = flag.removeprefix("--").replace("-", "_")
-            new = renamed.new_setting(key, method)
+            new = key if key in known else renamed.new_setting(key, method)
             if new is None:
                 raise ConfigError(f"{flag} was removed: a role that is not trained keeps no activations; leave it out")
             if new != key:

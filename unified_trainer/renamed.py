@@ -5,7 +5,7 @@ A renamed setting or metric on the command line is refused with its new name. Sa
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,26 +59,24 @@ def new_setting(key: str, method: str) -> str | None:
     return key
 
 
-def translate_settings(flat: Mapping[str, Any], method: str, roles: tuple[str, ...]) -> dict[str, Any]:
-    """Return the settings of a saved config file under their present names; `roles` are those of its method.
+def translate_settings(flat: Mapping[str, Any], method: str, known: Collection[str]) -> dict[str, Any]:
+    """Return the settings of a saved config file under their present names.
 
-    Files of 0.1.0 hold the settings of all roles of all methods: those of other roles are left out.
+    `known` are the settings that runs of the method have. A method of one's own may have one with an old name, which is
+    kept. Files of 0.1.0 hold the settings of all roles of all methods: those of other roles are left out.
     """
-    if all(new_setting(key, method) == key for key in flat):
+    if all(key in known or new_setting(key, method) == key for key in flat):
         return dict(flat)
     kept = {}
     for key, value in flat.items():
-        section = key.split(".")[0]
-        name = new_setting(key, method)
-        if name is None or (section in ("teacher", "critic") and section not in roles):
+        name = key if key in known else new_setting(key, method)
+        if name is None or (name not in known and name.split(".")[0] in ("teacher", "critic")):
             continue
         if key == "sampler.step_list":
             value = [step / 1000 for step in value]
         if key == "best_metric":
             value = METRICS.get(value, value)
         kept[name] = value
-    if "critic.expert_balance" in kept and "critic" not in roles:
-        del kept["critic.expert_balance"]
     return kept
 
 

@@ -334,7 +334,7 @@ def checkpointed(model, on):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_gradient_is_that_of_a_detached_context(checkpointing):
-    """Of every weight, the text's projections among them; against diffusers' own forward over [context | chunk]."""
+    """The gradient of every weight, text projections too, is that of diffusers' forward over [context | chunk]."""
     model, cond, chunks, x = checkpointed(causal(), checkpointing), condition(2), ChunkConfig(2), latents(6)
     cache = model.open_cache(chunks)
     for start in (0, 2):

@@ -82,7 +82,7 @@ def test_a_kernel_says_that_it_needs_the_second_level(kernel, sigma, sigma_max):
 
 @given(level=st.floats(0.0, 1.0), sigma=st.floats(0.05, 1.0), share=st.floats(0.0, 0.95))
 def test_cps_keeps_the_noise_level(level, sigma, share):
-    """What noise the mean keeps and what is drawn anew have sigma_next together: coefficients preserved."""
+    """The noise that the mean keeps and the new noise add up to sigma_next in variance: coefficients preserved."""
     sigma_next = share * sigma
     x0, noise = X_T - sigma * VELOCITY, X_T + (1 - sigma) * VELOCITY
     mean, std = transition("cps", X_T, VELOCITY, sigma, sigma_next, level)

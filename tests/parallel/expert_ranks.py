@@ -1,6 +1,6 @@
-"""What the ranks of tests/parallel/test_expert_ranks.py run: `python expert_ranks.py FOLDER`.
+"""The program of the ranks of tests/parallel/test_expert_ranks.py: `python expert_ranks.py FOLDER`.
 
-The same functions on one rank are what the test compares with.
+The test compares with the same functions on one rank.
 """
 
 import sys
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "one of them frozen": ("dmd2", {"two": ROLES, "frozen": ("high",), "rollout": "data", **ONE}),
     "one of them offloaded": ("finetune", {"two": ROLES, "frozen": ("low",), **ONE}),
     "teacher and critic alone": ("dmd2", {"two": ("teacher", "critic"), **ONE}),
-    "one side a step": ("dmd2", {"two": ROLES, "expert_balance": "equal", **ONE}),
+    "one expert a step": ("dmd2", {"two": ROLES, "expert_balance": "equal", **ONE}),
 }
 MESHES = {
     "sharded": (ParallelConfig(), tuple(case for case in CASES if case != "one of them offloaded")),
@@ -62,7 +62,7 @@ def refused(mesh: Mesh, work) -> str:
 
 
 def disagreements(mesh: Mesh) -> list[str]:
-    """What is said when ranks split one role at different levels, or ask for different experts of it."""
+    """Return the errors of ranks that split one role at different levels, or run different experts of it."""
     levels = torch.tensor([0.7, 0.7], dtype=torch.float64)
     x_t = torch.randn(2, 16, 3, 1, 3, generator=torch.Generator().manual_seed(0))
     apart = Trainable("student", networks("student", mesh, (0, 1), boundary=0.6 + 0.2 * mesh.rank), MOVES)

@@ -1,6 +1,6 @@
-"""What the ranks of tests/parallel/test_meshes.py run: `python meshes.py FOLDER` writes FOLDER/2 and FOLDER/4.
+"""The program of the ranks of tests/parallel/test_meshes.py: `python meshes.py FOLDER` writes FOLDER/2 and FOLDER/4.
 
-The same functions on one rank are what the test compares with. 9 tokens do not divide by two sequence ranks.
+The test compares with the same functions on one rank. 9 tokens do not divide by two sequence ranks.
 """
 
 import dataclasses
@@ -224,7 +224,7 @@ def samples_and_noise(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stale(mesh: Mesh) -> torch.Tensor:
-    """What a network makes of an input after its weights moved, when it had made something of it before."""
+    """Return the velocity after the weights changed, of a network that ran before the change."""
     role = own("student", RecordingTrainable, mesh, small_model())
     x_t = torch.randn(1, *SHAPE, generator=torch.Generator().manual_seed(0))
     cond = tiny_codec().encode_text([CAPTIONS[0]])
@@ -236,7 +236,7 @@ def stale(mesh: Mesh) -> torch.Tensor:
 
 
 def causal_passes(mesh: Mesh) -> dict[str, torch.Tensor]:
-    """A causal network's passes over three frames, the gradients they give, and what its cache holds and is said to."""
+    """Return passes of a causal network over three frames, their gradients, and the bytes that its cache takes."""
     backbone = Backbone(small_causal(), mesh, trained=True, activation_checkpointing=True)
     model, cond = backbone.model, tiny_codec().encode_text(CAPTIONS[:2])
     draw = torch.Generator().manual_seed(0)
@@ -284,7 +284,7 @@ def read(mesh: Mesh) -> dict[str, torch.Tensor]:
 
 
 def on_two(mesh: Mesh) -> tuple[dict[str, torch.Tensor], str]:
-    """What two ranks show on any mesh."""
+    """Return the results of two ranks that hold on any mesh."""
     found = {f"read/{key}": value for key, value in read(mesh).items()}
     for name, (config, micro_batch) in OPTIONS.items():
         one = Mesh.join("cpu", config)

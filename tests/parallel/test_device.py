@@ -111,7 +111,7 @@ def test_a_device_that_is_not_there_is_one_clear_line(device, said, capsys, run_
 
 
 def test_a_torch_npu_without_its_libraries_is_one_clear_line(tmp_path):
-    """As it fails where CANN is not installed."""
+    """The import fails like this where CANN is not installed."""
     (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file\\nmore')")
     done = python("from unified_trainer.parallel.device import pick_device; pick_device('npu', 0)", **path(tmp_path))
     last = done.stderr.strip().splitlines()[-1]

@@ -41,7 +41,7 @@ def learnt(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("mesh", "case"), [(mesh, case) for mesh, (_, cases) in MESHES.items() for case in cases])
 def test_two_ranks_learn_what_one_does(two, mesh, case):
-    """The same experts move in every update, by the same gradients; the same metrics, weights and averages."""
+    """In every update the same experts move, by equal gradients; metrics, weights and EMA weights are equal too."""
     ours, expected = below(two[1], f"{mesh}/{case}/"), alone(case)
     assert_one_trajectory(learnt(ours), learnt(expected))
     for kind in ("weights", "ema"):

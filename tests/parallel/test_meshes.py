@@ -24,7 +24,7 @@ TOLERANCE = 5e-6
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What two and four ranks found, and what the two said at the end."""
+    """The tensors of two and of four ranks, and the error message of the two."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, meshes.__file__, str(folder)]
     done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
@@ -53,7 +53,7 @@ def below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tens
 
 
 def assert_one_trajectory(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The same updates of the same weights, gradients near by their update's largest; the same metrics."""
+    """Assert equal metrics, and gradients that differ by little of the largest one of their update."""
     assert ours.keys() == expected.keys()
     gradients = {key: value for key, value in expected.items() if key.startswith("gradients/")}
     update = {key: re.match(r"gradients/\w+/\d+", key)[0] for key in gradients}
@@ -90,7 +90,7 @@ def test_a_causal_network_with_shared_tokens_is_that_of_one_rank(two):
 
 
 def test_a_rank_keeps_its_heads_of_the_cache(two):
-    """Half of what one rank holds, and as much as is said before anything is made."""
+    """Half of the bytes that one rank holds, and as many as `cache_bytes` computes in advance."""
     ours, expected = two[0], meshes.causal_passes(ALONE)
     assert expected["held"] == expected["said"] == 2 * ours["causal/held"] == 2 * ours["causal/said"] > 0
 

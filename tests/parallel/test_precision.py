@@ -1,4 +1,4 @@
-"""What is held and computed in half precision, and what is not."""
+"""Weights and passes in half precision, and everything that stays in float32."""
 
 import subprocess
 import sys

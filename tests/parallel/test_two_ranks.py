@@ -68,7 +68,7 @@ def test_gradients_are_those_of_one_rank(tensors, method):
 
 @pytest.mark.parametrize("method", two_ranks.METHODS)
 def test_metrics_are_those_of_one_rank(metrics, method):
-    """Of all ranks, not of the main one: rewards, losses, and the largest log-ratio."""
+    """Rewards, losses and the largest log-ratio are those of all ranks, not of the main one."""
     _, alone = two_ranks.gradients(method, ALONE)
     assert metrics[method] == pytest.approx(alone, rel=1e-4, abs=1e-6)
 

@@ -1,4 +1,4 @@
-"""What a validation measures does not depend on the number of ranks."""
+"""The metrics of a validation do not depend on the number of ranks."""
 
 import json
 import subprocess

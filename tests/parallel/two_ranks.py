@@ -1,4 +1,4 @@
-"""What the ranks of tests/parallel/test_two_ranks.py run: `python two_ranks.py FOLDER`, with torchrun's environment.
+"""The program of the ranks of tests/parallel/test_two_ranks.py: `python two_ranks.py FOLDER` under torchrun.
 
 Writes what each part gave into FOLDER, from the main rank; the test compares it with the same functions on one rank.
 """

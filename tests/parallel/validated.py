@@ -1,6 +1,6 @@
-"""What the ranks of tests/parallel/test_validation.py run: `python validated.py FOLDER` writes FOLDER/metrics.json.
+"""The program of the ranks of tests/parallel/test_validation.py: `python validated.py FOLDER`.
 
-The same function on one rank is what the test compares with.
+The test compares with the same function on one rank.
 """
 
 import json

@@ -210,7 +210,7 @@ def test_the_average_is_of_the_adapter():
 
 
 def test_the_names_are_pefts():
-    """What peft loads into a model with such an adapter, and what diffusers loads as transformer.*."""
+    """peft loads these names into a model with such an adapter, and diffusers loads them as transformer.*."""
     backbone = adapted()
     student, _, _ = roles_over(backbone)
     mine = {key: value.clone() for key, value in own(student).items()}

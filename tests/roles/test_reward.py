@@ -132,7 +132,7 @@ def test_a_scorer_of_weight_zero_is_held_out(codec):
 
 
 def test_metrics_of_a_set(codec):
-    """Of each part, and of the frames: all nine, so that motion is among them."""
+    """Metrics of each part and of the pixels of all nine frames, so that motion is among them."""
     one = reward_set(codec, {"n": count}, n={"frames": "all"})
     scores = one.score(LATENTS, PROMPTS)
     metrics = one.metrics(scores, ["a", "a", "a"])
