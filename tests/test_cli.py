@@ -272,7 +272,6 @@ def test_a_nan_in_the_reward_stops_the_run(run_folder, hpsv3, capsys, validate_e
             "algorithm.num_prompts (3) must be divisible by algorithm.prompts_per_update (2)",
         ),
         (["--algorithm.prompts-per-update", "0"], "algorithm.prompts_per_update must be at least 1, not 0"),
-        (["--algorithm.update-batch", "3"], "(4) must be divisible by algorithm.update_batch (3)"),
         (["--algorithm.update-batch", "0"], "algorithm.update_batch must be at least 1, not 0"),
         (["--algorithm.rollout-batch", "0"], "algorithm.rollout_batch must be at least 1"),
         (["--video.frames", "6"], "video.frames must be 4k + 1 for this VAE, not 6"),
@@ -292,7 +291,8 @@ def test_numbers_that_do_not_fit_name_their_key(refused, flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--algorithm.micro-batch", "3"], "algorithm.batch_size (2) must be divisible by algorithm.micro_batch (3)"),
+        (["--algorithm.micro-batch", "0"], "algorithm.micro_batch must be at least 1, not 0"),
+        (["--algorithm.batch-size", "0"], "algorithm.batch_size must be at least 1, not 0"),
         (["--video.frames", "5"], "video.frames"),
         (["--data.num-clips", "0"], "data.num_clips"),
     ],

@@ -277,7 +277,7 @@ def disagreement(mesh: Mesh) -> str:
 
 def read(mesh: Mesh) -> dict[str, torch.Tensor]:
     """The tiny world's weights as the ranks read them, and how much of them this rank holds."""
-    network = Backbone(WanModel.open(WAN), mesh, trained=True).model.network
+    network = Backbone(WanModel.open(WAN, "transformer"), mesh, trained=True).model.network
     share = sum(weight.to_local().numel() for weight in network.parameters())
     whole = sum(weight.numel() for weight in network.parameters())
     return {key: full(weight) for key, weight in network.state_dict().items()} | {"share": torch.tensor(share / whole)}
