@@ -37,11 +37,19 @@ def tool(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
+@pytest.mark.slow  # `make check` runs the tools themselves
 def test_the_layers_hold():
     done = shell(tool("lint-imports"), "--no-cache")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_the_types_hold():
+    done = shell(tool("mypy"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("check",), ("format", "--check")])
 def test_ruff_passes(words):
     done = shell(tool("ruff"), *words, "--no-cache", "unified_trainer", "tests", "scripts")
