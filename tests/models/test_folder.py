@@ -23,7 +23,7 @@ def folder(tmp_path):
 
 def test_it_is_what_diffusers_reads():
     """Weights, buffers and their types; an outline holds none of the weights before."""
-    outline = WanModel.open(WAN).network
+    outline = WanModel.open(WAN, "transformer").network
     assert {p.device.type for p in outline.parameters()} == {"meta"}
     assert {buffer.device.type for buffer in outline.buffers()} == {"cpu"}
     ours, theirs = WanModel.load(WAN, CPU).network, WanTransformer3DModel.from_pretrained(WAN / "transformer")
@@ -43,7 +43,7 @@ def test_a_folder_in_half_precision_becomes_float32(folder):
 def test_adapters_on_an_outline_stay_as_they_were_made():
     """Each on layers of its own: A drawn from its stream, B zero, and the base weights the folder's."""
     adapters = {"student": AdapterConfig(rank=2, layers=("to_q",)), "critic": AdapterConfig(rank=3, layers=("to_k",))}
-    backbone = Backbone(WanModel.open(WAN), ALONE, adapters=adapters)
+    backbone = Backbone(WanModel.open(WAN, "transformer"), ALONE, adapters=adapters)
     drawn = Backbone(WanModel.load(WAN, CPU), ALONE, adapters=adapters)
     for role in adapters:
         weights = backbone.weights(role)

@@ -236,7 +236,7 @@ def stale(mesh: Mesh) -> torch.Tensor:
 
 
 def causal_passes(mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Return passes of a causal network over three frames, their gradients, and the bytes its cache holds and expects."""
+    """Return passes of a causal network over three frames, their gradients, and the bytes that its cache takes."""
     backbone = Backbone(small_causal(), mesh, trained=True, activation_checkpointing=True)
     model, cond = backbone.model, tiny_codec().encode_text(CAPTIONS[:2])
     draw = torch.Generator().manual_seed(0)
@@ -277,7 +277,7 @@ def disagreement(mesh: Mesh) -> str:
 
 def read(mesh: Mesh) -> dict[str, torch.Tensor]:
     """The tiny world's weights as the ranks read them, and how much of them this rank holds."""
-    network = Backbone(WanModel.open(WAN), mesh, trained=True).model.network
+    network = Backbone(WanModel.open(WAN, "transformer"), mesh, trained=True).model.network
     share = sum(weight.to_local().numel() for weight in network.parameters())
     whole = sum(weight.numel() for weight in network.parameters())
     return {key: full(weight) for key, weight in network.state_dict().items()} | {"share": torch.tensor(share / whole)}

@@ -33,7 +33,7 @@ def asked(role) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@pytest.mark.parametrize("model", [small_model, lambda: WanModel.open(WAN)], ids=["there", "read"])
+@pytest.mark.parametrize("model", [small_model, lambda: WanModel.open(WAN, "transformer")], ids=["there", "read"])
 def test_held_weights_give_the_bits_of_rounded_ones(model):
     """Autocast rounds the weights of linear and convolutional layers in every pass: held so, nothing changes."""
     rounded, held = (Frozen("teacher", Backbone(model(), ALONE, half=half), HALF) for half in (False, True))
