@@ -22,7 +22,7 @@ demo: setup
 check: setup
 	$(VENV)/bin/ruff check unified_trainer tests scripts
 	$(VENV)/bin/ruff format --check unified_trainer tests scripts
-	$(VENV)/bin/lint-imports
+	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mypy
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist load -m "not slow and not ranks and not kill"
 

@@ -219,6 +219,7 @@ def no_sampler(spec: str) -> None:
     """As if the run of --init-from existed and its student fitted any sampler."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(settings.RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_recipe_parses_for_every_method(recipe, method):
@@ -258,6 +259,7 @@ def test_the_readme_shows_the_two_commands_first():
     assert [line.split()[:2] for line in lines[:2]] == [["make", "demo"], ["make", "test"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("document", "flags"), commands(), ids=lambda value: " ".join(value)[:60])
 def test_the_commands_of_the_documents_parse(document, flags, tmp_path, capsys):
     """A run directory of a document is one of the method that its name holds, such as runs/dmd2."""
@@ -294,6 +296,7 @@ def test_files_a_document_names_are_there(path):
     assert not [name for name in named if not (REPO / name).exists()]
 
 
+@functools.cache
 def known_names() -> set[str]:
     """Every function, class, method, attribute and setting of the package."""
     names = {flag for _, flag, _ in SETTINGS} | {flag.rpartition(".")[0] for _, flag, _ in SETTINGS}
