@@ -1,15 +1,36 @@
-# make demo: the default run. make test: the whole suite. Both set up their own venv first.
+# make demo      the default run
+# make check     lint, import layers, types and the fast tests, in less than a minute: run it before every commit
+# make test      the whole suite
+# make mutants   plant known faults into a copy of the package and run the tests that must find them
+#
+# Every target sets up its own venv first. The tests come in tiers, by marker:
+#   (none)   small networks, pure numbers, files and documents: milliseconds each
+#   slow     more than about a second, or the whole program on the tiny world
+#   ranks    starts processes with several ranks
+#   kill     kills running processes
+# make check runs those without a marker; one tier alone: .venv/bin/python -m pytest -m ranks
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= 2.13.0
+JOBS ?= 2
 
-.PHONY: demo test setup lint
+.PHONY: demo check test mutants setup
 
 demo: setup
 	$(VENV)/bin/python -m unified_trainer --method dance_grpo
 
+check: setup
+	$(VENV)/bin/ruff check unified_trainer tests scripts
+	$(VENV)/bin/ruff format --check unified_trainer tests scripts
+	$(VENV)/bin/lint-imports --no-cache
+	$(VENV)/bin/mypy
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist load -m "not slow and not ranks and not kill"
+
 test: setup
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+
+mutants: setup
+	$(VENV)/bin/python scripts/mutants.py --jobs $(JOBS)
 
 setup: $(VENV)/ready
 

@@ -7,6 +7,8 @@ from helpers import assert_same, checkpoint_of, flags
 from unified_trainer.__main__ import main
 from unified_trainer.checkpoint.manifest import find
 
+pytestmark = pytest.mark.slow
+
 SHORT = {"steps": 2, "validate-every": 0, "validation.num-samples": 2, "student.ema-decay": 0.5}
 PAIRS = {"algorithm.batch-size": 2, "algorithm.micro-batch": 2}
 STILL = {"student.learning-rate": 0, "video.frames": 5, "video.height": 32, "video.width": 32}

@@ -578,3 +578,32 @@ def test_a_refused_run_leaves_other_files_alone(run_folder, tmp_path, capsys):
     (run_folder / "notes.txt").write_text("mine")
     assert main([*SMALL["dance_grpo"], "--output", str(run_folder), "--video.frames", "6"]) == 2
     assert files_of(run_folder) == {"notes.txt": b"mine"}
+
+
+def test_the_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("unified-trainer ")
+
+
+def test_an_unknown_command_names_the_nearest(capsys):
+    assert main(["exprot", "runs/mine", "out"]) == 2
+    assert "command 'exprot' is not known; did you mean export?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_resuming_a_finished_run_changes_nothing(run_folder, capsys):
+    run("dance_grpo", run_folder)
+    before = files_of(run_folder)
+    assert main(["--resume", str(run_folder)]) == 0
+    assert "is at step 1 of 1: nothing to do" in capsys.readouterr().out
+    assert files_of(run_folder) == before
+
+
+@pytest.mark.slow
+def test_skipped_lines_of_a_prompt_file_are_said_once(run_folder, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text(
+        "a red circle moving left\n\na blue square moving up\na red circle moving left\n"
+    )
+    run("dance_grpo", run_folder, "--prompts", str(tmp_path / "prompts.txt"))
+    said = capsys.readouterr().out
+    assert said.count("2 prompts; skipped 1 blank and 1 repeated lines") == 1

@@ -41,6 +41,8 @@ from unified_trainer.checkpoint.dcp import CheckpointError
 from unified_trainer.parallel.random import generator
 from unified_trainer.trainer import stop_signal
 
+pytestmark = pytest.mark.kill
+
 STEPS = 6
 COMMON = {"student.ema-decay": 0.5, "student.learning-rate": 1e-3, "student.warmup-updates": 4, "device": "cpu"} | {
     "steps": STEPS,

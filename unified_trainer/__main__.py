@@ -4,15 +4,18 @@ import hashlib
 import json
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import transformers
 import tyro
+from rich.console import Console
 
 from unified_trainer import config as settings
 from unified_trainer.build import build
 from unified_trainer.checkpoint.dcp import trained_sampler
 from unified_trainer.checkpoint.manager import Saver
+from unified_trainer.checkpoint.manifest import steps_done
 from unified_trainer.checkpoint.run_lock import claimed
 from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
@@ -34,7 +37,10 @@ def main(argv: list[str]) -> int:
     """Run a command or a training and return the exit code; an exception that is not a UserError is raised."""
     transformers.utils.logging.disable_progress_bar()
     try:
-        if argv and argv[0] in COMMANDS:
+        if argv == ["--version"]:
+            Console().print(f"unified-trainer {version('unified-trainer')}, torch {version('torch')}", highlight=False)
+        elif argv and not argv[0].startswith("-"):
+            settings.must_know("command", argv[0], list(COMMANDS))
             tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"python -m unified_trainer {argv[0]}")
         else:
             return train(settings.parse(argv, method_named, trained_sampler))
@@ -59,6 +65,15 @@ def train(run: RunConfig) -> int:
     digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
     mesh.assert_same(f"{run.method} with settings {digest[:16]}")
     output = run.resume or run.output or _free_folder(run.method)
+    if run.resume and (done := steps_done(run.resume)) == run.steps:
+        Console(quiet=not mesh.is_main).print(
+            f"{run.resume} is at step {done} of {run.steps}: nothing to do; raise --steps to go on",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
+        mesh.leave()
+        return 0
     with claimed(output, mesh), memory_advice(run):
         changed: list[str] = []
         if run.resume:

@@ -68,7 +68,7 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
         monitor=_monitor(run, plan),
     )
     validation = Validation(run.validation, codec, reward, features, run.sampler, plan.latent_shape, mesh)
-    return Built(trainer, validation, plan.counts, _notes(roles, run.reward, mesh), plan.keep)
+    return Built(trainer, validation, plan.counts, (*_notes(roles, run.reward, mesh), *plan.notes), plan.keep)
 
 
 def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:

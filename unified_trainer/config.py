@@ -67,7 +67,10 @@ class ValidationConfig:
     frechet_stride: int = 4
     """Frames between two that enter the Frechet distance, which is measured in the tiny world only."""
     prompts: Path | None = None
-    """File with one prompt per line; by default tiny-world captions that are not trained on."""
+    """File with one prompt per line, or a .jsonl or .parquet file; by default tiny-world captions that are not trained
+    on."""
+    prompts_column: str = ""
+    """Column of a .jsonl or .parquet file of prompts; by default prompt, caption or text."""
     num_videos: int = 4
     """Samples written as mp4 and on the contact sheet."""
     ema: bool = True
@@ -122,7 +125,9 @@ class RunConfig:
     validate_every: int = 10
     """Training steps between validations; one runs before the first step and after the last too. 0 is never."""
     prompts: Path | None = None
-    """File with one training prompt per line, instead of the built-in prompts."""
+    """File with one training prompt per line, or a .jsonl or .parquet file, instead of the built-in prompts."""
+    prompts_column: str = ""
+    """Column of a .jsonl or .parquet file of prompts; by default prompt, caption or text."""
     device: Device = "auto"
     """Device to run on."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -259,7 +264,8 @@ def must_know(what: str, name: str, known: Sequence[str]) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else "."
-        raise ConfigError(f"--{what} {name!r} is not known{hint} Have: {', '.join(known)}")
+        flag = what if what == "command" else f"--{what}"
+        raise ConfigError(f"{flag} {name!r} is not known{hint} Have: {', '.join(known)}")
 
 
 def _is_resumable(key: str) -> bool:

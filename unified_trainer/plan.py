@@ -47,6 +47,7 @@ class RunPlan:
     batch: BatchPlan
     counts: dict[str, int | str]  # of one training step's batch
     prompts: tuple[str, ...]
+    notes: tuple[str, ...]  # warnings that do not stop the run
     keep: Keep
     family: Family  # of the student
     folder: Path  # of the student
@@ -79,7 +80,11 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     )
     run.algorithm.check(setup)
     counts = batch.table(mesh.data_size)
-    prompts = training_prompts() if run.prompts is None else read_prompts(run.prompts)
+    notes: list[str] = []
+    prompts = training_prompts()
+    if run.prompts is not None:
+        read = read_prompts(run.prompts, "--prompts", run.prompts_column)
+        prompts, notes = read.prompts, [read.note] if read.note else []
     family, folder = family_of("student", roles["student"].path)
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     if run.algorithm.needs_clips and run.data.path is None:
@@ -87,7 +92,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
     _check_networks(roles, mesh)
-    return RunPlan(method, roles, batch, counts, prompts, keep, family, folder, latent_shape)
+    return RunPlan(method, roles, batch, counts, prompts, tuple(notes), keep, family, folder, latent_shape)
 
 
 def plan_roles(run: RunConfig, method: type[Method]) -> dict[str, RolePlan]:

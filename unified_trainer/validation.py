@@ -53,7 +53,7 @@ class Validation:
         if config.prompts is None:
             self._prompts = validation_prompts(config.num_samples)
         else:
-            lines = read_prompts(config.prompts, "--validation.prompts")
+            lines = read_prompts(config.prompts, "--validation.prompts", config.prompts_column).prompts
             self._prompts = tuple(lines[i % len(lines)] for i in range(config.num_samples))
         self._config, self._codec, self._reward = config, codec, reward
         self._features, self._sampler = features, sampler

@@ -17,6 +17,8 @@ from unified_trainer.commands.sample import videos
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.registry import family_of
 
+pytestmark = pytest.mark.slow
+
 MOVING = flags({"student.learning-rate": 1e-2, "student.warmup-updates": 0, "student.ema-decay": 0.5})
 MOVING += flags({"algorithm.shift": 12})  # then 63% of the noise levels are above the boundary
 COMPONENTS = {"high": "transformer", "low": "transformer_2"}

@@ -19,6 +19,8 @@ from unified_trainer.models.wan.model import WanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.sampling import SamplerConfig
 
+pytestmark = pytest.mark.slow
+
 MOVING = flags({"student.ema-decay": 0.5, "student.learning-rate": 1e-2, "student.warmup-updates": 0})
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 

@@ -12,6 +12,8 @@ from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.sample import videos
 from unified_trainer.rewards import pixels
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ("a red circle moving left", "something else")
 ASKED = ("--prompts", *PROMPTS, "--num-samples", "3", "--seed", "5", "--batch", "4")
 OTHER = """

@@ -15,6 +15,8 @@ from unified_trainer.__main__ import main
 from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.commands.sample import of_length, pieces, videos
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["a red circle moving left", "blue square moves up", "something else"]
 MOVING = {"student.learning-rate": 1e-2, "student.warmup-updates": 0, "student.ema-decay": 0.5}
 SAMPLERS = {

@@ -1,9 +1,15 @@
 """Prompts: the built-in ones do not leak, and a file says exactly which line is wrong."""
 
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from unified_trainer.commands.sample import read_lines
 from unified_trainer.data.prompts import read_prompts, training_prompts, validation_prompts
 from unified_trainer.data.tiny_world import HELD_OUT, SUBJECT_OF_CAPTION, SUBJECTS, TRAINING
+from unified_trainer.errors import MissingFileError, UserError
 
 
 def written(tmp_path, text: str):
@@ -34,23 +40,69 @@ def test_validation_asks_as_often_as_told_and_all_subjects_before_any_again(coun
     assert validation_prompts(50)[:count] == validation_prompts(count)
 
 
-@pytest.mark.parametrize("text", ["one\ntwo words\n", "one\r\ntwo words\r\n", " one \ntwo words"])
+@pytest.mark.parametrize(
+    "text",
+    ["one\ntwo words\n", "one\r\ntwo words\r\n", " one \ntwo words", "\ufeffone\ntwo words", "one\n\ntwo words\none\n"],
+)
 def test_one_prompt_a_line(tmp_path, text):
-    assert read_prompts(written(tmp_path, text)) == ("one", "two words")
+    assert read_prompts(written(tmp_path, text)).prompts == ("one", "two words")
+
+
+def test_a_line_separator_of_unicode_is_part_of_a_prompt(tmp_path):
+    assert read_prompts(written(tmp_path, "one\u2028and\x0ctwo\nthree")).prompts == ("one\u2028and\x0ctwo", "three")
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "note"),
     [
-        ("one\n\ntwo\n", "prompts.txt: line 2 is blank; remove it"),
-        ("one\n  \n", "prompts.txt: line 2 is blank"),
-        ("one\ntwo\none \n", r"prompts.txt: line 3 repeats line 1 \('one'\); remove one"),
-        ("", "prompts.txt is empty"),
+        ("one\ntwo\n", ""),
+        ("one\n\ntwo\n  \n", "2 prompts; skipped 2 blank and 0 repeated lines"),
+        ("one\ntwo\none \none\n", "2 prompts; skipped 0 blank and 2 repeated lines"),
     ],
 )
-def test_a_bad_file_is_named_with_its_line(tmp_path, text, message):
-    with pytest.raises(ValueError, match=message):
-        read_prompts(written(tmp_path, text))
+def test_skipped_lines_are_counted_once(tmp_path, text, note):
+    said = read_prompts(written(tmp_path, text)).note
+    assert said.endswith(note) and bool(said) == bool(note)
+
+
+ROWS = [{"caption": "short", "extended": "a long text"}, {"caption": "other", "extended": "another long text"}]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("column", "expected"), [("", "short"), ("caption", "short"), ("extended", "a long text")])
+def test_a_column_of_a_table(tmp_path, kind, column, expected):
+    file = tmp_path / f"prompts.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    else:
+        pq.write_table(pa.Table.from_pylist(ROWS), file)
+    read = read_prompts(file, column=column)
+    assert read.prompts[0] == expected and len(read.prompts) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("prompts.txt", "", r"prompts\.txt is empty"),
+        ("prompts.txt", "\n \n", r"prompts\.txt is empty"),
+        ("prompts.jsonl", '{"prompt": "a"}\nnot json\n', r"prompts\.jsonl: line 2 is not JSON"),
+        ("prompts.jsonl", '["a"]\n', r"line 1 must be an object with a prompt, not a list"),
+        ("prompts.jsonl", '{"other": "a"}\n', r"line 1 has no column prompt or caption or text, only other"),
+        ("prompts.jsonl", '{"prompt": null}\n', r"row 1 holds None instead of a text"),
+        ("prompts.parquet", "not parquet", r"prompts\.parquet cannot be read"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_prompts(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["absent.txt", "absent.jsonl", "absent.parquet", "folder/absent"])
+def test_a_name_of_a_file_is_never_a_prompt(name):
+    with pytest.raises(MissingFileError, match="no such file"):
+        read_lines(["a red circle moving left", name])
+    assert read_lines(["a red circle moving left"]) == ["a red circle moving left"]
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -96,6 +96,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch():
     assert_near(split.roles["student"].gradients[0], whole.roles["student"].gradients[0])
 
 
+@pytest.mark.slow
 def test_one_step_comes_near_to_the_law_of_the_exact_teacher():
     """The distance falls from 1.26 to about 0.2."""
     sampler = SamplerConfig(num_steps=1, shift=1.0, solver="sde", guidance_scale=1.0)

@@ -228,6 +228,7 @@ def test_a_fraction_of_the_transitions(fraction, count):
     assert len(trained_sigmas(0, timestep_fraction=fraction)) == count
 
 
+@pytest.mark.slow
 def test_the_subset_is_a_function_of_seed_and_step():
     subsets = [trained_sigmas(step) for step in range(4)]
     assert subsets == [trained_sigmas(step) for step in range(4)]

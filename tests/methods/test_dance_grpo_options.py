@@ -299,6 +299,7 @@ def test_what_is_logged_does_not_depend_on_the_update_batch(changes):
     assert parts == pytest.approx(whole, rel=2e-3, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_default_run_keeps_its_numbers():
     """The tiny recipe with fewer samples gives the numbers it had before these settings existed."""
     sizes = {"num-prompts": 4, "num-samples": 4, "prompts-per-update": 2, "rollout-batch": 8, "update-batch": 8}

@@ -203,6 +203,7 @@ def test_a_step_with_nothing_to_learn():
     assert one.roles["student"].updates == 0 and metrics["skipped_updates"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--student.adapter.rank", "2"]], ids=["full", "adapter"])
 def test_four_steps_are_two_and_two(options, tmp_path):
     options = [*options, "--algorithm.kl-coefficient", "0.1", "--algorithm.old-decay-rise", "0.2"]

@@ -406,7 +406,7 @@ def test_the_weight_of_an_expert_scales_the_loss_and_no_metric(name, gan_weight,
         monkeypatch.setattr(critic, "draw_noise_levels", lambda *words, draw=draw, w=weight: (draw(*words)[0], w))
         x0 = torch.randn(4, *batch.latent_shape, generator=torch.Generator().manual_seed(1))
         loss = getattr(one.method.matching, f"{name}_loss")(x0, batch, rng)
-        values.append(float(loss.value))
+        values.append(float(loss.value.detach()))
         metrics.append({key: float(torch.as_tensor(value).sum()) for key, value in loss.metrics.items()})
     assert values[0] != 0 and values[1] == pytest.approx(3 * values[0], rel=1e-6)
     assert metrics[0] == metrics[1]

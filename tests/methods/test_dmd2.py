@@ -294,6 +294,7 @@ def test_wrong_settings_are_refused(tmp_path, capsys, options, message):
     assert message in refused(tmp_path, capsys, *options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["teacher", "critic"])
 def test_roles_of_different_latents_are_refused(tmp_path, capsys, role):
     """The folder holds configs and no weights, so channels are compared before weights are read."""
@@ -323,6 +324,7 @@ def test_a_teacher_has_nothing_to_train(capsys, tmp_path):
     assert "teacher.learning-rate" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_small_run_of_the_program(tmp_path):
     """Run the tiny world from the command line with adapters over one base, and resume it."""
     options = [

@@ -1,5 +1,6 @@
 """DMD2 with an exact teacher: in a world of a few templates the posterior mean has a closed form."""
 
+import pytest
 import torch
 from exact_world import (
     CLASSES,
@@ -63,6 +64,7 @@ def mean(metrics, name: str) -> float:
     return sum(m[name] for m in metrics) / len(metrics)
 
 
+@pytest.mark.slow
 def test_sixty_updates_bring_the_student_to_the_teachers_law():
     """The distance falls from 1.29 to .19-.22 over four seeds, at a relative critic error of .29 to .34."""
     before, after, metrics, student = distil()
@@ -71,6 +73,7 @@ def test_sixty_updates_bring_the_student_to_the_teachers_law():
     assert relative_critic_error(metrics[-10:]) < 0.4
 
 
+@pytest.mark.slow
 def test_with_a_critic_that_is_not_updated_the_samples_get_worse_while_the_loss_falls():
     """The loss measures the distance of the scores, not the quality of samples; the critic's error shows the fault."""
     before, after, metrics, _ = distil(critic_rate=0.0)

@@ -117,6 +117,7 @@ def test_a_causal_student_sees_each_chunk_at_every_level():
     assert all(len(set(row)) == 4 for row in seen)
 
 
+@pytest.mark.slow
 def test_a_student_learns_where_the_ode_of_the_exact_teacher_ends():
     """After regression, one step of the student is at most half as far from the templates as before."""
     sampler = SamplerConfig(num_steps=1, shift=1.0, solver="ode", guidance_scale=1.0)

@@ -31,6 +31,7 @@ def test_the_same_blocks_as_from_the_whole_mask(kind, tokens):
             assert torch.equal(mine.sort().values, theirs.sort().values), name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kind", MASKS)
 def test_both_masks_attend_alike(kind):

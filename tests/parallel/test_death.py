@@ -11,6 +11,8 @@ import pytest
 from helpers import REPO, SMALL, environment, flags
 from launch import torchrun, under_torchrun
 
+pytestmark = pytest.mark.ranks
+
 PROGRAM = str(Path(__file__).parent / "unlike.py")
 RUN = SMALL["dance_grpo"] + flags({"algorithm.update-batch": 2, "algorithm.rollout-batch": 2})
 

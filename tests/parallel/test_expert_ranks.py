@@ -19,6 +19,8 @@ from expert_ranks import CASES, MESHES, SAVED, STEPS, made
 from expert_world import trajectory
 from test_meshes import assert_one_trajectory, below
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):

@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent))
 import meshes
 
+pytestmark = pytest.mark.ranks
+
 TOLERANCE = 5e-6
 
 

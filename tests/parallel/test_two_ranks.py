@@ -18,6 +18,8 @@ from unified_trainer.__main__ import main
 sys.path.insert(0, str(Path(__file__).parent))
 import two_ranks
 
+pytestmark = pytest.mark.ranks
+
 RANKS = 2
 
 

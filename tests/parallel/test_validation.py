@@ -11,6 +11,8 @@ from helpers import ALONE, REPO, environment
 sys.path.insert(0, str(Path(__file__).parent))
 import validated
 
+pytestmark = pytest.mark.ranks
+
 
 def test_two_ranks_measure_what_one_does(tmp_path):
     """Rewards, accuracies, and the Frechet distance to the real clips, which go with the sample and not with the rank.

@@ -37,11 +37,19 @@ def tool(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
+@pytest.mark.slow  # `make check` runs the tools themselves
 def test_the_layers_hold():
     done = shell(tool("lint-imports"), "--no-cache")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_the_types_hold():
+    done = shell(tool("mypy"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("check",), ("format", "--check")])
 def test_ruff_passes(words):
     done = shell(tool("ruff"), *words, "--no-cache", "unified_trainer", "tests", "scripts")
@@ -211,6 +219,7 @@ def no_sampler(spec: str) -> None:
     """As if the run of --init-from existed and its student fitted any sampler."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(settings.RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_recipe_parses_for_every_method(recipe, method):
@@ -250,6 +259,7 @@ def test_the_readme_shows_the_two_commands_first():
     assert [line.split()[:2] for line in lines[:2]] == [["make", "demo"], ["make", "test"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("document", "flags"), commands(), ids=lambda value: " ".join(value)[:60])
 def test_the_commands_of_the_documents_parse(document, flags, tmp_path, capsys):
     """A run directory of a document is one of the method that its name holds, such as runs/dmd2."""
@@ -286,6 +296,7 @@ def test_files_a_document_names_are_there(path):
     assert not [name for name in named if not (REPO / name).exists()]
 
 
+@functools.cache
 def known_names() -> set[str]:
     """Every function, class, method, attribute and setting of the package."""
     names = {flag for _, flag, _ in SETTINGS} | {flag.rpartition(".")[0] for _, flag, _ in SETTINGS}

@@ -144,6 +144,7 @@ def hacked(tmp_path_factory):
     return folder, main([*SHORT, *PLANTED, "--steps", "16", "--output", str(folder)])
 
 
+@pytest.mark.slow
 def test_a_run_that_hacks_is_stopped_and_saved(hacked):
     folder, code = hacked
     assert code == 3
@@ -155,6 +156,7 @@ def test_a_run_that_hacks_is_stopped_and_saved(hacked):
     assert last["validation/pixels/saturation"] > first["pixels/saturation"] + first["pixels/saturation_std"]
 
 
+@pytest.mark.slow
 def test_it_is_stopped_again_when_it_is_resumed(hacked, capsys):
     """The reference is that of the first validation, not of the one after resuming."""
     folder, _ = hacked
@@ -170,12 +172,14 @@ def test_it_is_stopped_again_when_it_is_resumed(hacked, capsys):
     assert "warning: reward hacking suspected: reward rose" in out and "stopped" not in out
 
 
+@pytest.mark.slow
 def test_a_healthy_run_is_left_alone(run_folder):
     """The same student, steps and learning rate without the planted scorer."""
     run("dance_grpo", run_folder, *SHORT)
     assert metrics_of(run_folder)[-1]["validation/reward_hacking"] == 0
 
 
+@pytest.mark.slow
 def test_a_method_without_a_reward_has_no_monitor(run_folder, capsys):
     run("finetune", run_folder, "--validate-every", "1")
     assert all("validation/reward_hacking" not in line for line in metrics_of(run_folder))

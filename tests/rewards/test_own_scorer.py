@@ -66,6 +66,7 @@ def probe(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_a_scorer_with_weights_and_prompts_trains_a_step(probe, run_folder):
     own = ["--reward.scorers.own.kind", f"{probe}:COLOR_PROBE", "--reward.scorers.own.path", str(probe.parent)]
     bright = ["--reward.scorers.bright.kind", f"{probe}:brightness", "--reward.scorers.bright.weight", "0"]
@@ -110,6 +111,7 @@ def test_wrong_settings_are_refused_before_a_weight_is_read(probe, name, changes
         check_reward(RewardConfig(scorers={"own": part}), 5)
 
 
+@pytest.mark.slow
 def test_a_missing_weight_file_ends_the_run_with_one_line(probe, run_folder, capsys):
     (probe.parent / "probe.safetensors").unlink()
     own = ["--reward.scorers.own.kind", f"{probe}:COLOR_PROBE", "--reward.scorers.own.path", str(probe.parent)]

@@ -190,6 +190,7 @@ def test_a_failure_is_a_group_below_the_threshold():
     assert expected[:2] == [1, 1]  # 0.5 is not below 0.5
 
 
+@pytest.mark.slow
 def test_counts_go_into_the_checkpoint(tmp_path):
     """Four steps give the same metrics and checkpoint as two and two."""
     options = flags(

@@ -102,6 +102,7 @@ def test_there_is_no_reference_without_a_kl():
     assert reference_of(trainer) is None and not trainer.copies
 
 
+@pytest.mark.slow
 def test_for_a_student_of_full_weights_it_is_another_network_with_equal_weights():
     trainer = built()
     student, reference = trainer.roles["student"], reference_of(trainer)
@@ -122,6 +123,7 @@ def test_for_an_adapter_it_is_the_base_with_the_adapter_off():
     assert not torch.allclose(velocity(student, trainer), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ADAPTER], ids=["full", "adapter"])
 def test_with_init_from_it_is_the_initialised_student(options, tmp_path):
     """It copies the trained weights or the adapter and keeps them when the student changes; the base is shared."""
@@ -158,6 +160,7 @@ def test_a_weight_copy_is_a_copy_or_an_average():
 # Resuming.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "init"),
     [(ADAPTER, True), (CAUSAL, False), ([*CAUSAL, "--algorithm.kl-in", "reward"], True)],
@@ -182,6 +185,7 @@ def test_a_resumed_run_keeps_its_reference(options, init, tmp_path):
     assert lines[2]["train/kl_coefficient"] != lines[0]["train/kl_coefficient"]
 
 
+@pytest.mark.slow
 def test_resuming_with_another_init_from_is_refused(tmp_path, capsys):
     run("dance_grpo", tmp_path / "run")
     assert main(["--resume", str(tmp_path / "run"), "--steps", "2", "--init-from", str(tmp_path / "run")]) == 2

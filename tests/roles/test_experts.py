@@ -97,6 +97,7 @@ def test_each_expert_has_its_guidance_scale():
 # Two experts of equal weights are the one network.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("two", [("student",), ("teacher", "critic"), ALL])
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_experts_learn_what_one_network_does(method, two):
@@ -111,6 +112,7 @@ def test_equal_experts_learn_what_one_network_does(method, two):
             torch.testing.assert_close(experts[key], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_equal_adapters_over_one_base_learn_what_one_does():
     """Two adapters of the same weights on one network."""
     dense = trajectory(trainer("dmd2", adapters=True))
@@ -239,6 +241,7 @@ def test_the_average_is_of_both():
 # Checkpoints.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [(), ("high",)])
 @pytest.mark.parametrize("method", ["finetune", "dmd2"])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path, method, frozen):

@@ -69,6 +69,12 @@ def newest_sound(run: Path, mesh: Mesh) -> tuple[Path, Manifest, list[str]]:
     return *_first_of(run, skipped, lambda folder: damage(folder, mesh)), skipped
 
 
+def steps_done(run: Path) -> int:
+    """Return the step of a run's newest complete checkpoint, 0 if it has none."""
+    complete = [step_of(folder) for folder in folders(run / "checkpoints") if read(folder)[1] is None]
+    return max(complete, default=0)
+
+
 def folders(root: Path) -> list[Path]:
     """Return the folders step_N below `root`, lowest step first; their content is not verified."""
     found = [path for path in root.glob("step_*") if path.is_dir() and path.name[5:].isdigit()]

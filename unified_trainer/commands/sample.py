@@ -17,7 +17,7 @@ from torch import Tensor
 from unified_trainer.build import cache_memory
 from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.data.loader import make_batch
-from unified_trainer.data.prompts import read_prompts
+from unified_trainer.data.prompts import SUFFIXES, read_prompts
 from unified_trainer.data.video_files import Mp4, contact_sheet, to_uint8
 from unified_trainer.errors import OutputExistsError, UserError
 from unified_trainer.models.base import Codec
@@ -103,8 +103,19 @@ def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | N
 
 
 def read_lines(prompts: Sequence[str]) -> list[str]:
-    """Return the prompts, with a prompt file replaced by its lines; raise UserError if there are none."""
-    lines = [line for text in prompts for line in (read_prompts(Path(text)) if Path(text).is_file() else [text])]
+    """Return the prompts, with a file of prompts replaced by its prompts; raise UserError if there are none.
+
+    A text that ends in .txt, .jsonl or .parquet or holds a slash names a file, which must exist.
+    """
+    lines: list[str] = []
+    for text in prompts:
+        if not (text.endswith(SUFFIXES) or "/" in text or Path(text).is_file()):
+            lines.append(text)
+            continue
+        read = read_prompts(Path(text))
+        lines += read.prompts
+        if read.note:
+            Console().print(read.note, highlight=False, soft_wrap=True, markup=False)
     if not lines:
         raise UserError("--prompts needs at least one prompt or file of prompts")
     return lines

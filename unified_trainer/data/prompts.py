@@ -1,10 +1,18 @@
 """Prompts to generate from: those of the tiny world, or a file with one prompt per line."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
 from unified_trainer.errors import MissingFileError, UserError
+
+COLUMNS = ("prompt", "caption", "text")  # of a .jsonl or .parquet file, unless the settings name another
+SUFFIXES = (".txt", ".jsonl", ".parquet")  # a text that ends so names a file
 
 
 @dataclass(frozen=True)
@@ -42,24 +50,68 @@ def validation_prompts(count: int) -> tuple[str, ...]:
     return tuple(ordered[i % len(ordered)] for i in range(count))
 
 
-def read_prompts(file: Path, key: str = "--prompts") -> tuple[str, ...]:
-    """Read one prompt per line; raise UserError for a blank line, a repeated one or a file that cannot be read.
+@dataclass(frozen=True)
+class PromptFile:
+    """The prompts of a file, and a note on lines that were skipped."""
 
-    `key` is the setting that names the file, for messages.
+    prompts: tuple[str, ...]
+    note: str = ""  # empty if every line is a prompt of its own
+
+
+def read_prompts(file: Path, key: str = "--prompts", column: str = "") -> PromptFile:
+    """Read a text file with one prompt per line, or a column of a .jsonl or .parquet file.
+
+    Blank lines and repeated prompts are skipped and counted in the note. `key` is the setting that names the file, for
+    messages. Raise UserError, naming file and line, for a file that cannot be read or holds no prompt.
     """
     if not file.is_file():
         raise MissingFileError(f"{key} {file}: no such file")
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{key} {file} cannot be read as UTF-8 text: {error}") from error
-    first_at: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        if not line:
-            raise UserError(f"{key} {file}: line {number} is blank; remove it")
-        if line in first_at:
-            raise UserError(f"{key} {file}: line {number} repeats line {first_at[line]} ({line!r}); remove one")
-        first_at[line] = number
-    if not lines:
+        rows = _rows(file, key, column)
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise UserError(f"{key} {file} cannot be read: {error}") from error
+    texts = [row.strip() for row in rows]
+    prompts = tuple(dict.fromkeys(text for text in texts if text))
+    if not prompts:
         raise UserError(f"{key} {file} is empty; write one prompt per line")
-    return tuple(lines)
+    blank = sum(not text for text in texts)
+    repeated = len(texts) - blank - len(prompts)
+    skipped = f"{key} {file}: {len(prompts)} prompts; skipped {blank} blank and {repeated} repeated lines"
+    return PromptFile(prompts, skipped if blank or repeated else "")
+
+
+def _rows(file: Path, key: str, column: str) -> list[str]:
+    if file.suffix == ".parquet":
+        names = pq.read_schema(file).names
+        values = pq.read_table(file, columns=[_column(names, column, f"{key} {file}")]).column(0).to_pylist()
+    else:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+        lines = lines[:-1] if lines[-1] == "" else lines  # the end of the last line is no line of its own
+        if file.suffix != ".jsonl":
+            return lines
+        values = [
+            _of_json(line, number, f"{key} {file}", column) for number, line in enumerate(lines, 1) if line.strip()
+        ]
+    for number, value in enumerate(values, 1):
+        if not isinstance(value, str):
+            raise UserError(f"{key} {file}: row {number} holds {value!r} instead of a text")
+    return values
+
+
+def _of_json(line: str, number: int, place: str, column: str) -> object:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{place}: line {number} is not JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{place}: line {number} must be an object with a prompt, not a {type(row).__name__}")
+    return row[_column(list(row), column, f"{place}: line {number}")]
+
+
+def _column(names: Sequence[str], column: str, place: str) -> str:
+    """The column asked for, or the first usual one."""
+    found = [name for name in ([column] if column else COLUMNS) if name in names]
+    if not found:
+        wanted = column or " or ".join(COLUMNS)
+        raise UserError(f"{place} has no column {wanted}, only {', '.join(names)}: set prompts_column")
+    return found[0]

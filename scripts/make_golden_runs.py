@@ -1,0 +1,73 @@
+"""Write tests/golden/runs.json: flags and metrics of a short run of every method, which test_golden_runs.py repeats.
+
+    python scripts/make_golden_runs.py [NAME ...]
+
+Run it after an intended change of numbers, and look at the difference in git. Names limit it to some runs.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from unified_trainer.__main__ import main as program
+
+FILE = Path(__file__).resolve().parents[1] / "tests" / "golden" / "runs.json"
+MACHINE = ("train/samples_per_second", "train/peak_memory_gib_max")
+
+SHORT = "--device cpu --validation.num-samples 2 --validation.num-videos 1 --checkpoint-every 0"
+VIDEO = "--video.frames 5 --video.height 32 --video.width 32"
+CLIPS = "--data.num-clips 4 --validate-every 0 --algorithm.batch-size 2 --algorithm.micro-batch 1"
+PARTS = "--algorithm.batch-size 4 --algorithm.micro-batch 2"
+GROUPS = (
+    "--algorithm.num-prompts 4 --algorithm.num-samples 2 --algorithm.prompts-per-update 2 "
+    "--algorithm.rollout-batch 4 --algorithm.update-batch 2"
+)
+RUNS = {
+    "finetune": f"--method finetune {SHORT} {CLIPS} --steps 2 --validate-every 2 --sampler.num-steps 2",
+    "finetune_experts": f"--method finetune {SHORT} {CLIPS} --steps 3 --sampler.num-steps 2 --student.boundary 0.8 "
+    "--student.expert-balance equal --student.high.learning-rate 1e-4",
+    "finetune_teacher_forcing": f"--method finetune {SHORT} {CLIPS} --steps 2 --sampler.num-steps 2 "
+    "--algorithm.forcing teacher --sampler.chunks.chunk-frames 1",
+    "ode_init": f"--method ode_init {SHORT} {VIDEO} {PARTS} --steps 2 --validate-every 0",
+    "consistency": f"--method consistency {SHORT} {CLIPS} --steps 2",
+    "dmd2": f"--method dmd2 {SHORT} {VIDEO} {PARTS} --steps 3 --validate-every 0 --algorithm.student-every 2",
+    "dmd2_data_gan": f"--method dmd2 {SHORT} {CLIPS} --steps 3 --algorithm.student-every 2 --algorithm.rollout data "
+    "--algorithm.gan-weight 3e-3",
+    "self_forcing": f"--method self_forcing {SHORT} {VIDEO} {PARTS} --video.frames 13 --steps 3 --validate-every 0 "
+    "--algorithm.student-every 2 --algorithm.gradient-frames 2",
+    "dance_grpo": f"--method dance_grpo {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 2 --sampler.num-steps 4",
+    "dance_grpo_kl_window_guard": f"--method dance_grpo {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 "
+    "--sampler.num-steps 4 --algorithm.kl-coefficient 0.1 --algorithm.kl-target 0.01 --algorithm.guard True "
+    "--algorithm.clip-velocity 0.1 --algorithm.window.size 2 --algorithm.window.tail second_order "
+    "--algorithm.dynamic-sampling-rounds 1 --algorithm.failure-below 3 --sampler.guidance-scale 3",
+    "diffusion_nft": f"--method diffusion_nft {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 "
+    "--sampler.num-steps 3 --algorithm.kl-coefficient 0.1",
+    "reward_gradient": f"--method reward_gradient {SHORT} {VIDEO} {PARTS} --steps 2 --validate-every 0",
+}
+
+
+def metrics_of(flags: list[str], output: Path) -> list[dict[str, float]]:
+    """Run the program on one thread and return its metrics, without those that depend on the machine."""
+    torch.set_num_threads(1)
+    if code := program([*flags, "--output", str(output)]):
+        raise SystemExit(f"{' '.join(flags)}: exit code {code}")
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in MACHINE} for line in lines]
+
+
+def main(names: list[str]) -> None:
+    held = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names or RUNS:
+            flags = RUNS[name].split()
+            held[name] = {"flags": flags, "metrics": metrics_of(flags, Path(folder) / name)}
+    FILE.write_text(json.dumps({name: held[name] for name in RUNS}, indent=1) + "\n", encoding="utf-8")
+    Console().print(f"{FILE}: {len(RUNS)} runs", highlight=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
