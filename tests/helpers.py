@@ -93,7 +93,7 @@ def small_model(seed: int = 0) -> WanModel:
 
 
 def small_causal(seed: int = 0) -> CausalWanModel:
-    """The same, looking back in chunks."""
+    """A fresh causal Wan transformer of two blocks, the same for the same seed."""
     return CausalWanModel(small_model(seed).network)
 
 

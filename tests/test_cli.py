@@ -307,9 +307,8 @@ def test_finetune_numbers_that_do_not_fit_name_their_key(refused, flags, message
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("red\n\nblue\n", "prompts.txt: line 2 is blank"),
-        ("red\nblue\nred\n", "prompts.txt: line 3 repeats line 1"),
         ("", "prompts.txt is empty"),
+        (" \n\n", "prompts.txt is empty"),
     ],
 )
 @pytest.mark.parametrize("key", ["--prompts", "--validation.prompts"])

@@ -15,7 +15,7 @@ from unified_trainer import config as settings
 from unified_trainer.build import build
 from unified_trainer.checkpoint.dcp import trained_sampler
 from unified_trainer.checkpoint.manager import Saver
-from unified_trainer.checkpoint.manifest import steps_done
+from unified_trainer.checkpoint.manifest import finished
 from unified_trainer.checkpoint.run_lock import claimed
 from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
@@ -65,19 +65,15 @@ def train(run: RunConfig) -> int:
     digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
     mesh.assert_same(f"{run.method} with settings {digest[:16]}")
     output = run.resume or run.output or _free_folder(run.method)
-    if run.resume and (done := steps_done(run.resume)) == run.steps:
-        Console(quiet=not mesh.is_main).print(
-            f"{run.resume} is at step {done} of {run.steps}: nothing to do; raise --steps to go on",
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-        )
-        mesh.leave()
-        return 0
     with claimed(output, mesh), memory_advice(run):
         changed: list[str] = []
         if run.resume:
             changed = settings.check_resumable(run, output / "config.yaml")
+            if finished(run.resume, run.steps, mesh):
+                said = f"{run.resume} is at step {run.steps} of {run.steps}: nothing to do; raise --steps to go on"
+                Console(quiet=not mesh.is_main).print(said, highlight=False, soft_wrap=True, markup=False)
+                mesh.leave()
+                return 0
         elif (output / "config.yaml").exists():
             raise ConfigError(
                 f"--output {output} already holds a run: continue it with --resume {output}, or name another folder"

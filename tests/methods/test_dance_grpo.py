@@ -266,10 +266,10 @@ def test_with_other_batches_the_replay_differs_by_rounding_and_a_message_says_so
     one, metrics, _ = stepped(rollout_batch=8, update_batch=1)
     assert metrics["log_ratio_abs_max"] < 1e-4
     (message,) = one.messages
-    pattern = r"on-policy check: largest log-ratio before the first update is (\S+) of the clip range"
+    pattern = r"on-policy check: largest log-ratio before the first update is (\S+)% of the clip range"
     found = re.fullmatch(pattern, message)
     clip = one.method.config.clip_low
-    assert float(found[1]) == pytest.approx(metrics["log_ratio_abs_max"] / clip, rel=0.1)
+    assert float(found[1]) == pytest.approx(100 * metrics["log_ratio_abs_max"] / clip, rel=0.1)
     one.step(1)
     assert not one.messages
 

@@ -26,6 +26,7 @@ from policy_case import (
 
 from unified_trainer import config as settings
 from unified_trainer.build import build
+from unified_trainer.methods import dance_grpo as module
 from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.numerics.objectives import ObjectiveParameters, diagnostics, surrogate
 from unified_trainer.registry import method_named
@@ -247,15 +248,17 @@ def test_a_window_alone_is_stochastic_stored_and_trained():
             assert torch.allclose(x_next, euler, atol=1e-5) == (s not in trained)
 
 
-def test_only_the_states_of_the_window_are_kept():
+def test_only_the_states_of_the_window_are_kept(monkeypatch):
     kept = []
     one = dance_grpo(
         dataclasses.replace(CONFIG, window=WindowConfig(size=2)),
         sampler=dataclasses.replace(ODE, num_steps=9),
         scorer=ScriptedScorer(REWARDS),
     )
-    collect = one.method._collect
-    one.method._collect = lambda *args, **kwargs: (kept.append(collect(*args, **kwargs)), kept[0])[1]
+    sample = module.sample_and_score
+    monkeypatch.setattr(
+        module, "sample_and_score", lambda *args, **kwargs: (kept.append(sample(*args, **kwargs)), kept[0])[1]
+    )
     one.step(0)
     assert kept[0].rollout.states.shape[1] == 3 and kept[0].rollout.log_probs.shape[1] == 2
 

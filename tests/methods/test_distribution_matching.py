@@ -141,7 +141,7 @@ def tau_law(shift: float) -> ShiftedGrid:
 
 
 def all_levels(shift: float) -> torch.Tensor:
-    """Return the thousand levels of tau in thousandths; each is equally likely."""
+    """Return the thousand levels of tau times 1000; each is equally likely."""
     return 1000 * tau_law(shift)((torch.arange(1000, dtype=torch.float64) + 0.5) / 1000)
 
 

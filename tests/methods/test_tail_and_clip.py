@@ -161,4 +161,4 @@ def test_what_is_said_is_of_the_last_step():
     one.step(0)
     assert one.messages and not calls.where(graph=True)
     one.step(1)
-    assert list(one.messages) == ["on-policy check: largest log-ratio before the first update is 0 of the clip range"]
+    assert list(one.messages) == ["on-policy check: largest log-ratio before the first update is 0% of the clip range"]

@@ -26,6 +26,7 @@ from unified_trainer.__main__ import main
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods import dance_grpo as module
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.rl.dynamic_sampling import resample_groups
 from unified_trainer.rl.samples import ScoredSamples
@@ -168,7 +169,7 @@ def test_too_many_prompts_are_refused():
         loader(dataclasses.replace(BY_FAILURES, prompts=4, prompts_per_update=4), MANY[:3])
 
 
-def test_a_failure_is_a_group_below_the_threshold():
+def test_a_failure_is_a_group_below_the_threshold(monkeypatch):
     """Two prompts get 0.5 for every sample, which is not below 0.5; the means of the others are as scored."""
     stubborn = set(CAPTIONS[:2])
     one = dance_grpo(
@@ -178,9 +179,11 @@ def test_a_failure_is_a_group_below_the_threshold():
     metrics = one.step(0)
     assert one.loader.state_dict()["failures"].tolist() == [1, 1, 1, 1] and metrics["failed_groups"] == 1
     one.method.config = dataclasses.replace(one.method.config, failure_below=0.5)
-    batch, collect = one.loader.batch(1), one.method._collect
+    batch, sample = one.loader.batch(1), module.sample_and_score
     seen = []
-    one.method._collect = lambda *args, **kwargs: (seen.append(collect(*args, **kwargs)), seen[0])[1]
+    monkeypatch.setattr(
+        module, "sample_and_score", lambda *args, **kwargs: (seen.append(sample(*args, **kwargs)), seen[0])[1]
+    )
     one.step(1)
     means = {
         p: seen[0].scores.parts[:, 0][[i for i, q in enumerate(batch.prompt_ids) if q == p]].mean() for p in range(4)

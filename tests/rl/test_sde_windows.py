@@ -56,7 +56,7 @@ def test_a_window_never_leaves_the_table(size, every, stride, schedule, step):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"size": 6}, r"algorithm\.window\.size must be from 0 to 5, the transitions of sampler\.num_steps .*, not 6"),
+        ({"size": 6}, r"algorithm\.window\.size must be from 0 to 5, .* with this sampler\.num_steps, not 6"),
         ({"size": -1}, r"algorithm\.window\.size must be from 0 to 5, .*, not -1"),
         ({"every": 0}, r"algorithm\.window\.every and algorithm\.window\.stride must be at least 1"),
         ({"stride": 0}, r"must be at least 1"),

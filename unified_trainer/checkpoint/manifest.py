@@ -69,10 +69,10 @@ def newest_sound(run: Path, mesh: Mesh) -> tuple[Path, Manifest, list[str]]:
     return *_first_of(run, skipped, lambda folder: damage(folder, mesh)), skipped
 
 
-def steps_done(run: Path) -> int:
-    """Return the step of a run's newest complete checkpoint, 0 if it has none."""
-    complete = [step_of(folder) for folder in folders(run / "checkpoints") if read(folder)[1] is None]
-    return max(complete, default=0)
+def finished(run: Path, steps: int, mesh: Mesh) -> bool:
+    """Return whether a run's newest checkpoint is of its last step, and sound."""
+    newest = folders(run / "checkpoints")[-1:]
+    return bool(newest) and step_of(newest[0]) == steps and damage(newest[0], mesh) is None
 
 
 def folders(root: Path) -> list[Path]:
