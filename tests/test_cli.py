@@ -92,17 +92,20 @@ def test_a_key_of_another_method_is_unknown(refused):
     assert "eta" in refused("--algorithm.eta", "0.3", method="finetune")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--steps", "many"], ["--seed", "0.5"], ["--device", "tpu"]])
 def test_a_value_of_another_type_names_its_key(refused, flags):
     assert flags[0] in refused(*flags)
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_the_program_is_2(run_folder):
     done = shell(*command("--method", "dance_gpro", "--output", str(run_folder)))
     assert done.returncode == 2 and "did you mean dance_grpo?" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and not run_folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "key"),
     [
@@ -129,6 +132,7 @@ def test_a_missing_folder_is_named(refused, tmp_path, key):
     assert str(tmp_path / "absent") in refused(f"--{key}.path", str(tmp_path / "absent"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -153,6 +157,7 @@ def test_a_missing_tokenizer_is_named(refused, wan):
     assert str(wan / "tokenizer") in refused("--student.path", str(wan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [TRANSFORMER, VAE, TEXT_ENCODER])
 def test_a_file_cut_short_is_named(refused, wan, name):
     whole = (wan / name).read_bytes()
@@ -160,6 +165,7 @@ def test_a_file_cut_short_is_named(refused, wan, name):
     assert str(wan / name) in refused("--student.path", str(wan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "key"),
     [
@@ -175,6 +181,7 @@ def test_a_tensor_that_is_not_there_is_named(refused, wan, name, key):
     assert key in message and str((wan / name).parent) in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "key"),
     [
@@ -202,6 +209,7 @@ def test_another_pipeline_is_named(refused, wan):
 # Sets of scorers.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -228,6 +236,7 @@ def test_a_set_that_cannot_be_is_refused_before_any_weight_loads(refused, wan, f
     assert message in " ".join(refused(*paths, *flags).replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_a_set_of_scorers_from_flags_and_from_its_saved_config(run_folder, tmp_path):
     """Two scorers make the reward, a third is measured in validation alone; config.yaml says it all again."""
     some = ["--reward.scorers.sharpness.weight", "0.5", "--reward.scorers.sharpness.scale", "10"]
@@ -249,6 +258,7 @@ def test_a_set_of_scorers_from_flags_and_from_its_saved_config(run_folder, tmp_p
 # A score that is not finite.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validate_every", ["0", "1"])
 def test_a_nan_in_the_reward_stops_the_run(run_folder, hpsv3, capsys, validate_every):
     """It names the sample, in the first rollout or validation, and no metric or checkpoint is written."""
@@ -263,6 +273,7 @@ def test_a_nan_in_the_reward_stops_the_run(run_folder, hpsv3, capsys, validate_e
 # Numbers that do not fit.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -288,6 +299,7 @@ def test_numbers_that_do_not_fit_name_their_key(refused, flags, message):
     assert message in refused(*flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -304,6 +316,7 @@ def test_finetune_numbers_that_do_not_fit_name_their_key(refused, flags, message
 # Prompt files.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -335,6 +348,7 @@ def watched_run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_metrics_have_their_names(watched_run):
     validation, first, second, last = metrics_of(watched_run)
     assert [line["step"] for line in (validation, first, second, last)] == [0, 1, 2, 2]
@@ -368,6 +382,7 @@ def test_accuracy_is_measured_only_in_the_tiny_world(run_folder):
     assert not any("accuracy" in key for line in metrics_of(run_folder) for key in line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [("32", "64"), ("64", "32")])
 def test_a_size_that_shares_one_side_with_the_tiny_world(run_folder, size):
     flags = ["--validate-every", "1", "--video.height", size[0], "--video.width", size[1]]
@@ -375,6 +390,7 @@ def test_a_size_that_shares_one_side_with_the_tiny_world(run_folder, size):
     assert not any("accuracy" in key for line in metrics_of(run_folder) for key in line)
 
 
+@pytest.mark.slow
 def test_validation_is_the_same_before_any_learning(run_folder):
     """Fixed prompts and noise: with learning rate 0 every validation gives the first one's numbers."""
     flags = ["--steps", "2", "--validate-every", "1", "--student.learning-rate", "0", "--seed", "5"]
@@ -384,6 +400,7 @@ def test_validation_is_the_same_before_any_learning(run_folder):
     assert len(rows) == 3 and rows[0] == rows[1] == rows[2]
 
 
+@pytest.mark.slow
 def test_validation_does_not_touch_the_run(tmp_path):
     """With and without it the training is the same."""
     often, never = tmp_path / "often", tmp_path / "never"
@@ -392,6 +409,7 @@ def test_validation_does_not_touch_the_run(tmp_path):
     assert_same(checkpoint_of(often, 2), checkpoint_of(never, 2))
 
 
+@pytest.mark.slow
 def test_the_saved_settings_run_again(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     run("dance_grpo", first, "--steps", "2", "--algorithm.eta", "0.25", "--student.betas", "0.5", "0.9")
@@ -403,6 +421,7 @@ def test_the_saved_settings_run_again(tmp_path):
     assert one["algorithm"]["eta"] == 0.25 and one["student"]["betas"] == [0.5, 0.9]
 
 
+@pytest.mark.slow
 def test_a_seed_changes_the_run_and_the_same_repeats_it(tmp_path):
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
         run("dance_grpo", tmp_path / name, "--seed", seed)
@@ -410,6 +429,7 @@ def test_a_seed_changes_the_run_and_the_same_repeats_it(tmp_path):
     assert a == b and a != c
 
 
+@pytest.mark.slow
 def test_own_prompts(run_folder, tmp_path):
     (tmp_path / "mine.txt").write_text("a red circle moving left\nsomething of my own\n")
     (tmp_path / "held.txt").write_text("another of my own\n")
@@ -420,6 +440,7 @@ def test_own_prompts(run_folder, tmp_path):
     assert saved["prompts"] == str(tmp_path / "mine.txt")
 
 
+@pytest.mark.slow
 def test_without_a_name_a_run_gets_a_free_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
@@ -427,6 +448,7 @@ def test_without_a_name_a_run_gets_a_free_folder(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["dance_grpo-1", "dance_grpo-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_help_tells_every_key_with_its_meaning(method, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -443,6 +465,7 @@ def test_help_tells_every_key_with_its_meaning(method, capsys):
         assert words in said
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch: a slower kernel
 def test_bf16_trains(run_folder):
     """The replay is exact in bf16 too: both sides are rounded alike."""
@@ -501,6 +524,7 @@ def faulty_flags(folder, fault: str) -> list[str]:
     return flags(settings | {"algorithm.batch-size": 4, "algorithm.micro-batch": 2, "algorithm.fault": fault})
 
 
+@pytest.mark.slow
 def test_a_bug_keeps_its_traceback(faulty):
     """It ends with a note of what was at work, and the program with exit code 1."""
     done = shell(*command(*faulty_flags(faulty, "bug")))
@@ -512,12 +536,14 @@ def test_a_bug_keeps_its_traceback(faulty):
     assert "error:" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_error_of_the_user_is_one_line(faulty):
     done = shell(*command(*faulty_flags(faulty, "user")))
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["error: algorithm.fault must be none, not user"]
 
 
+@pytest.mark.slow
 def test_a_scorer_that_raises_is_named_with_its_prompts(faulty):
     """At most three prompts are named."""
     (faulty / "prompts.txt").write_text("a red circle\na blue square\n")
@@ -560,6 +586,7 @@ def test_a_run_out_of_memory_names_three_settings(faulty, more, advice):
 # Trackers.
 
 
+@pytest.mark.slow
 def test_tensorboard_and_wandb(run_folder):
     """In a process of its own: both bring threads and warnings that are not ours."""
     trackers = ["--tracking.tensorboard", "True", "--tracking.wandb", "offline"]

@@ -15,6 +15,7 @@ sys.path.insert(0, str(REPO / "scripts"))
 import compare_rl
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", compare_rl.KINDS)
 def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name):
     """Network calls per sample: those of the sampler, and of each trained transition or level."""

@@ -99,6 +99,7 @@ def test_every_row_of_the_table_is_tested():
     assert all(any(re.fullmatch(old, key) for key in known) for old, _ in renamed.SETTINGS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), SETTINGS.items())
 def test_a_renamed_setting_is_refused_with_its_new_name(refused, old, new):
     written = f"--{new.replace('_', '-')}"
@@ -116,12 +117,14 @@ def test_the_balance_of_experts_is_now_a_setting_of_the_role(refused, method, ne
     assert new in flat(plain(run_class(METHODS[method])()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", REMOVED)
 def test_a_removed_setting_is_refused_with_the_way_out(refused, old):
     flag = f"--{old.replace('_', '-')}"
     assert f"{flag} was removed" in refused(flag, "True", method="dmd2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), renamed.METRICS.items())
 def test_a_renamed_metric_is_refused_with_its_new_name(refused, old, new):
     message = refused(*SMALL["dance_grpo"], "--keep-best", "1", "--validate-every", "1", "--best-metric", old)
@@ -220,6 +223,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", RUNS)
 def test_a_run_of_0_1_0_resumes(tmp_path, capsys, method):
     """Bit for bit as the run that has the present names."""
@@ -246,6 +250,7 @@ def test_a_run_of_0_1_0_resumes(tmp_path, capsys, method):
     assert manifests[0] == manifests[1]
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_student_of_0_1_0(tmp_path):
     """The sampler that it was trained for comes along, with its step sigmas."""
     new, old = tmp_path / "new", tmp_path / "old"
@@ -284,6 +289,7 @@ class Own(Method):
 """
 
 
+@pytest.mark.slow
 def test_a_setting_of_ones_own_may_have_an_old_name(tmp_path, capsys):
     """Settings that the run has are neither refused nor translated, from flags, --config and --resume."""
     (tmp_path / "own.py").write_text(OWN)

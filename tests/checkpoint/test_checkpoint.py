@@ -66,6 +66,7 @@ def refused(capsys, *words: str) -> str:
 # Bit for bit.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHOD)
 def test_six_steps_are_three_and_three(method, tmp_path):
     straight, halved = tmp_path / "straight", tmp_path / "halved"
@@ -78,6 +79,7 @@ def test_six_steps_are_three_and_three(method, tmp_path):
     assert_same(checkpoint_of(halved, 6), checkpoint_of(straight, 6))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_weights_moments_average_and_counter(saved):
     held = checkpoint_of(saved, 3)
     kinds = {tuple(key.split("/")[1:2]) + tuple(key.split("/")[3:]) for key in held}
@@ -92,6 +94,7 @@ def test_a_checkpoint_holds_weights_moments_average_and_counter(saved):
     assert int(held["student/updates"]) == 3
 
 
+@pytest.mark.slow
 def test_lines_after_the_checkpoint_are_written_once(copied):
     """A run killed after step 3 whose newest whole checkpoint is of step 2 writes step 3 again, not twice."""
     before = metrics_of(copied)
@@ -201,6 +204,7 @@ def test_a_resumed_run_says_what_it_skipped(copied, capsys):
     assert checkpoint.newest_sound(copied, ALONE)[0].name == "step_3"  # written anew
 
 
+@pytest.mark.slow
 def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(copied):
     """Retention counts what this run has; step 3, which it passed over, is not among them."""
     flip_a_bit(copied / "checkpoints" / "step_3")
@@ -226,6 +230,7 @@ def test_a_folder_still_being_written_is_not_a_checkpoint(copied):
     assert checkpoint.find(copied)[0].name == "step_3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip_a_bit, drop_manifest])
 def test_no_whole_checkpoint_lists_what_was_wrong(copied, damage, capsys):
     for folder in (copied / "checkpoints").iterdir():
@@ -242,6 +247,7 @@ def test_resuming_needs_a_run(tmp_path, capsys):
     assert "absent: no config.yaml there, so it is not a run directory" in message
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_again(copied, capsys):
     shutil.rmtree(copied / "checkpoints")
     before, file = metrics_of(copied), copied / "metrics.jsonl"
@@ -326,6 +332,7 @@ def test_a_damaged_file_is_named_when_it_is_read(tmp_path, keep):
 # Resuming with other settings.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
@@ -344,6 +351,7 @@ def test_a_setting_that_changes_the_run_is_refused_by_name(copied, changed, key,
     assert files_of(copied) == before
 
 
+@pytest.mark.slow
 def test_allow_takes_it_and_the_run_says_so(copied, capsys):
     words = ["--student.learning-rate", "0.5", "--reward.scale", "2", "--steps", "4"]
     allowed = ["--allow", "student.learning-rate", "--allow", "reward.scale"]
@@ -368,6 +376,7 @@ def test_a_setting_that_does_not_is_taken(copied):
     assert [path.name for path in (copied / "checkpoints").iterdir()] == ["step_4"]
 
 
+@pytest.mark.slow
 def test_a_moved_run_continues_where_it_is(copied, saved):
     before = files_of(saved)
     assert main(["--resume", str(copied), "--steps", "4"]) == 0

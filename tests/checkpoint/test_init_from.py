@@ -157,6 +157,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "spec", "kind", "step"),
     [

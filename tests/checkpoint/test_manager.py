@@ -74,6 +74,7 @@ def test_the_best_are_known_after_a_resume(tmp_path):
     assert steps_in(tmp_path) == [1, 3]
 
 
+@pytest.mark.slow
 def test_what_is_best_must_be_measured(run_folder, capsys):
     words = [*SMALL["finetune"], "--output", str(run_folder), "--keep-best", "1"]
     assert main([*words, "--validate-every", "0"]) == 2
@@ -83,6 +84,7 @@ def test_what_is_best_must_be_measured(run_folder, capsys):
     assert not (run_folder / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_best(run_folder):
     words = ["--steps", "3", "--checkpoint-every", "1", "--validate-every", "1", "--keep-last", "1", "--keep-best", "1"]
     run("finetune", run_folder, *words, "--best-is", "lowest", "--student.learning-rate", "1e-3")
@@ -153,6 +155,7 @@ def test_a_fault_that_is_not_the_disks_is_an_error_too(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_asynchronous_and_synchronous_saves_are_equal(tmp_path):
     moving = [
         "--steps",
@@ -241,6 +244,7 @@ def test_space_and_quota_are_the_same_another_fault_is_not(tmp_path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
 
+@pytest.mark.slow
 def test_metrics_wait_for_space(small_disk):
     """The run's own lines too: a disk that is full to the last byte costs none of them."""
     program = """
@@ -288,6 +292,7 @@ def test_nothing_stays_of_a_run_that_wrote_nothing(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_killed_owner_is_none(tmp_path):
     """SIGKILL leaves the file and not the lock."""
     program = """
@@ -304,6 +309,7 @@ with claimed(Path(sys.argv[1]), Mesh(torch.device("cpu"))):
         pass
 
 
+@pytest.mark.slow
 def test_two_runs_into_one_folder(run_folder, capsys):
     """The second is refused while the first one runs, whether it starts or resumes; the first does not notice."""
     endless = ["--steps", "5000", "--checkpoint-every", "1"]

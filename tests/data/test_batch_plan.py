@@ -59,6 +59,7 @@ def test_a_micro_batch_is_an_upper_bound(limit, size):
     assert (counts["micro-batch"], counts["accumulation"]) == (size, 48 // size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_of_the_tiny_recipe_fits_any_usual_number_of_ranks(method, ranks):

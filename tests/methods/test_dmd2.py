@@ -52,6 +52,7 @@ def record_calls(one) -> dict[str, Calls]:
 # Calls: the minimum that the algorithm needs.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_schedule", ["every_step", "exclusive"])
 @pytest.mark.parametrize("critic_samples", ["fresh", "shared"])
 @pytest.mark.parametrize("rollout", ["simulate", "data"])
@@ -207,6 +208,7 @@ def updated(steps: int, **config) -> dict[str, list[int]]:
     return updates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "student", "critic"),
     [
@@ -280,6 +282,7 @@ def refused(tmp_path, capsys, *options: str) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -308,6 +311,7 @@ def test_roles_of_different_latents_are_refused(tmp_path, capsys, role):
     assert "one latent space" in message and f"'{role}': {channels + 1}" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["finetune", "dance_grpo"])
 @pytest.mark.parametrize("flag", ["--critic.learning-rate", "--teacher.precision"])
 def test_settings_of_a_role_that_the_method_lacks_are_refused(tmp_path, capsys, method, flag):

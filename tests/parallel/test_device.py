@@ -96,6 +96,7 @@ def test_the_cpu_is_measured_by_the_process():
     assert not can_pin(cpu)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "said"),
     [
@@ -110,6 +111,7 @@ def test_a_device_that_is_not_there_is_one_clear_line(device, said, capsys, run_
     assert lines[0].startswith(f"error: {said}")
 
 
+@pytest.mark.slow
 def test_a_torch_npu_without_its_libraries_is_one_clear_line(tmp_path):
     """The import fails like this where CANN is not installed."""
     (tmp_path / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file\\nmore')")
@@ -120,6 +122,7 @@ def test_a_torch_npu_without_its_libraries_is_one_clear_line(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_stand_in_npu_is_picked_measured_and_named(tmp_path):
     (tmp_path / "torch_npu.py").write_text(STAND_IN)
     done = python(WITH_NPU, **path(tmp_path))

@@ -54,6 +54,7 @@ def test_degrees_that_mean_nothing_are_refused(change):
         ParallelConfig(**change).degrees(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

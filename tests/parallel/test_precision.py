@@ -69,6 +69,7 @@ def test_a_role_says_its_precision():
     assert Frozen("t", Backbone(small_model(), ALONE), HALF).precision == "weights fp32, passes bf16"
 
 
+@pytest.mark.slow
 def test_a_run_says_on_what_and_in_which_precision_it_runs(run_folder, capsys):
     run("finetune", run_folder)
     said = " ".join(capsys.readouterr().out.split())
@@ -77,6 +78,7 @@ def test_a_run_says_on_what_and_in_which_precision_it_runs(run_folder, capsys):
     assert "; gradients and their sums over ranks, optimizers, " in said
 
 
+@pytest.mark.slow
 def test_compiled_blocks_learn_what_they_did(tmp_path):
     """One graph for all blocks, with recomputed activations; the sums are in another order."""
     program, file = Path(__file__).parent / "compiled.py", tmp_path / "gradients.safetensors"

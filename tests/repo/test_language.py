@@ -282,6 +282,7 @@ def old_words(path: Path, text: str) -> list[Hit]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", CHECKED)
 def test_words_are_those_of_the_field(place):
     hits = [hit for path, text in texts(place) for hit in old_words(path, text)]

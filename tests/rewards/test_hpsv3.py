@@ -362,6 +362,7 @@ def empty(frames, subjects):
     return torch.tensor(tiny_world.BACKGROUND).view(1, 3, 1, 1).expand_as(frames)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subjects", [tiny_world.HELD_OUT * 5, tiny_world.TRAINING], ids=["held out", "seen"])
 @pytest.mark.parametrize("spoil", [wrong_color, wrong_shape, noisy, blurred, pale, half_erased, empty])
 def test_the_tiny_hpsv3_prefers_what_the_prompt_says(tiny, spoil, subjects):

@@ -111,6 +111,7 @@ def test_for_a_student_of_full_weights_it_is_another_network_with_equal_weights(
     assert trainer.tensors().keys() == {key for key in trainer.tensors() if key.startswith("student/")}
 
 
+@pytest.mark.slow
 def test_for_an_adapter_it_is_the_base_with_the_adapter_off():
     trainer = built(*ADAPTER)
     student, reference = trainer.roles["student"], reference_of(trainer)

@@ -129,6 +129,7 @@ def test_equal_adapters_over_one_base_learn_what_one_does():
         assert_near(summed(experts, update), summed(dense, update), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["finetune", "dmd2"])
 def test_accumulation_over_batches_of_different_experts_is_one_large_batch(method):
     parts, whole = (trajectory(trainer(method, two=ALL, micro_batch=size)) for size in (1, 4))
@@ -209,6 +210,7 @@ def test_a_gradient_that_is_not_finite_moves_neither():
     assert_same(state(one), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("side", ["high", "low"])
 def test_a_frozen_expert_stays_bit_for_bit_and_the_other_learns(method, side):
@@ -286,6 +288,7 @@ def test_the_law_of_the_levels_is_kept(balance):
         assert counts[True] / 4000 == pytest.approx(share if balance == "natural" else 0.5, abs=0.025)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["finetune", "dmd2"])
 def test_a_balanced_batch_runs_one_expert_whatever_its_parts(method):
     """All samples of a step, in all micro-batches, are on one side; over steps both sides come."""

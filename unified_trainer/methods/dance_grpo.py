@@ -323,9 +323,8 @@ class DanceGRPO(Method):
         self._replay_error = max(self._replay_error, worst / min(low, high))
 
     def _replay_message(self) -> str:
-        return (
-            f"on-policy check: largest log-ratio before the first update is {self._replay_error:.2%} of the clip range"
-        )
+        percent = 100 * self._replay_error
+        return f"on-policy check: largest log-ratio before the first update is {percent:.2g}% of the clip range"
 
     def _metrics(self, stats: ReplayStats, trained: list[int], batch: Batch) -> dict[str, float]:
         """Metrics of one update over all ranks."""
