@@ -23,6 +23,7 @@ from helpers import (
 
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
+from unified_trainer.errors import UserError
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.wan.causal import CausalWanModel
@@ -219,3 +220,15 @@ def test_reinforcement_learning_replays_a_causal_rollout():
 def test_a_wrong_sampler_names_its_key(sampler, message):
     with pytest.raises(ValueError, match=message):
         CONFIG.check(setup_of(sampler))
+
+
+@pytest.mark.parametrize(("gradient_frames", "fits"), [(2, False), (3, True)])
+def test_gradient_frames_hold_at_least_a_chunk(gradient_frames, fits):
+    """With fewer frames than a chunk has, no chunk would be trained."""
+    sampler = dataclasses.replace(FEW_STEPS, chunks=ChunkConfig(chunk_frames=3))
+    config = SelfForcingConfig(gradient_frames=gradient_frames)
+    if fits:
+        config.check(setup_of(sampler))
+        return
+    with pytest.raises(UserError, match=r"gradient_frames must be at least sampler\.chunks\.chunk_frames \(3\).* not 2"):
+        config.check(setup_of(sampler))

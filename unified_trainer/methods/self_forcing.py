@@ -35,8 +35,12 @@ class SelfForcingConfig(MatchingConfig):
         super().check(setup)
         if not setup.sampler.chunks.causal:
             raise UserError("sampler.chunks.chunk_frames must be at least 1: self_forcing trains a causal student")
-        if self.gradient_frames < 1:
-            raise UserError(f"algorithm.gradient_frames must be at least 1, not {self.gradient_frames}")
+        least = setup.sampler.chunks.chunk_frames
+        if self.gradient_frames < least:
+            raise UserError(
+                f"algorithm.gradient_frames must be at least sampler.chunks.chunk_frames ({least}), so that a chunk is "
+                f"trained, not {self.gradient_frames}"
+            )
         if self.last_step_only:
             setup.require_trained("student", [setup.sampler.sigmas()[-2:-1].tolist()], "algorithm.last_step_only")
 
