@@ -230,5 +230,5 @@ def test_gradient_frames_hold_at_least_a_chunk(gradient_frames, fits):
     if fits:
         config.check(setup_of(sampler))
         return
-    with pytest.raises(UserError, match=r"gradient_frames must be at least sampler\.chunks\.chunk_frames \(3\).* not 2"):
+    with pytest.raises(UserError, match=r"at least sampler\.chunks\.chunk_frames \(3\).* not 2"):
         config.check(setup_of(sampler))

@@ -1,10 +1,11 @@
 """A scorer outside the package: one file, named by a setting, with weights and prompts."""
 
 import json
+import re
 
 import pytest
 import torch
-from helpers import CPU, SMALL, run
+from helpers import CPU, REPO, SMALL, run
 from safetensors.torch import save_file
 
 from unified_trainer.__main__ import main
@@ -167,3 +168,13 @@ def test_an_error_inside_a_file_keeps_its_traceback(tmp_path, text, error):
         with pytest.raises(error) as caught:
             load_object(f"{file}:NAME", "key")
         assert not isinstance(caught.value, UserError) and str(caught.traceback[-1].path) == str(file)
+
+
+def test_the_scorer_of_the_guide(tmp_path):
+    """The file of docs/rewards.md is a scorer as it stands: the mean red channel, negative for other prompts."""
+    (block,) = re.findall(r"```python\n# red\.py\n(.*?)```", (REPO / "docs/rewards.md").read_text(), re.S)
+    (tmp_path / "red.py").write_text(block)
+    score = load_object(f"{tmp_path / 'red.py'}:score", "--reward.kind")
+    videos = torch.rand(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    means = videos[:, 0].flatten(1).mean(1)
+    torch.testing.assert_close(score(videos, ["a red circle", "a blue one"]), means * torch.tensor([1.0, -1.0]))
