@@ -67,6 +67,7 @@ def refused(run_folder, capsys):
 # Keys and names.
 
 
+@pytest.mark.slow
 def test_an_unknown_key_comes_with_the_nearest(refused):
     message = refused("--student.learning-rat", "1")
     assert "--student.learning-rat" in message and "--student.learning-rate" in message
@@ -127,6 +128,7 @@ def test_a_saved_file_that_is_not_settings_is_named(refused, tmp_path, text):
 # Folders.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["student", "reward"])
 def test_a_missing_folder_is_named(refused, tmp_path, key):
     assert str(tmp_path / "absent") in refused(f"--{key}.path", str(tmp_path / "absent"))
@@ -196,6 +198,7 @@ def test_a_nan_in_the_weights_is_named(refused, wan, name, key):
     assert key in message and "not finite" in message and str((wan / name).parent) in message
 
 
+@pytest.mark.slow
 def test_a_half_written_reward_is_named(refused, hpsv3):
     (hpsv3 / "hpsv3.json").unlink()
     assert "hpsv3.json" in refused("--reward.path", str(hpsv3))
@@ -364,6 +367,7 @@ def test_metrics_have_their_names(watched_run):
     assert first["train/log_ratio_abs_max"] == 0
 
 
+@pytest.mark.slow
 def test_validation_can_be_looked_at(watched_run):
     for step in (0, 2):
         folder = watched_run / "validation" / f"step_{step}"
@@ -376,6 +380,7 @@ def test_validation_can_be_looked_at(watched_run):
             assert sheet.width == 6 * 128 and sheet.height == 3 * (128 + 14)
 
 
+@pytest.mark.slow
 def test_accuracy_is_measured_only_in_the_tiny_world(run_folder):
     """Other sizes and prompts have no attribute checker; a run of them still validates."""
     run("dance_grpo", run_folder, "--validate-every", "1")
@@ -560,6 +565,7 @@ def test_a_scorer_that_raises_is_named_with_its_prompts(faulty):
     assert lines[-1] == "while working on method DanceGRPO, training step 1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "advice"),
     [

@@ -156,6 +156,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_newest_checkpoint_that_is_not_whole_is_passed_over_by_name(copied, damage):
     damage(copied / "checkpoints" / "step_3")
@@ -194,6 +195,7 @@ def test_every_bit_of_the_manifest_counts(copied):
         assert "manifest.json is damaged, its own checksum is wrong" in checkpoint.newest_sound(copied, ALONE)[2][0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_what_it_skipped(copied, capsys):
     flip_a_bit(copied / "checkpoints" / "step_3")
     before = metrics_of(copied)
@@ -275,6 +277,7 @@ def test_a_folder_is_called_what_it_is_called(tmp_path):
     assert Spec.of("runs/a:ema") == (Path("runs/a"), None, True)
 
 
+@pytest.mark.slow
 def test_keeping_none_is_refused(run_folder, capsys):
     message = refused(capsys, *SMALL["dance_grpo"], "--output", str(run_folder), "--keep-last", "0")
     assert "keep_last" in message and not run_folder.exists()
@@ -369,6 +372,7 @@ def test_allowing_what_does_not_differ_is_refused(copied, capsys):
     assert "--allow seed: this setting does not differ" in message
 
 
+@pytest.mark.slow
 def test_a_setting_that_does_not_is_taken(copied):
     harmless = flags({"steps": 4, "checkpoint-every": 0, "keep-last": 1, "validate-every": 4})
     assert main(["--resume", str(copied), *harmless]) == 0

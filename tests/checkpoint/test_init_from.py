@@ -86,6 +86,7 @@ def test_no_role_in_common_is_an_error(moved):
         initialise({"teacher": weights_of(trainable("teacher"))}, source, ALONE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["shape", "more", "fewer"])
 def test_another_architecture_overwrites_nothing(moved, change):
     """The student would fit; the critic does not, and so neither is touched."""
@@ -187,6 +188,7 @@ def test_starting_from_nothing_is_refused(tmp_path, run_folder, capsys):
     assert not run_folder.exists()
 
 
+@pytest.mark.slow
 def test_starting_from_a_step_that_is_not_there_is_refused(saved, run_folder, capsys):
     words = [*SMALL["dance_grpo"], "--output", str(run_folder), "--init-from", f"{saved}@7"]
     assert main(words) == 2

@@ -322,6 +322,7 @@ def test_settings_of_a_role_that_the_method_lacks_are_refused(tmp_path, capsys, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_teacher_has_nothing_to_train(capsys, tmp_path):
     with pytest.raises(SystemExit, match="2"):
         main([*RUN, "--output", str(tmp_path / "run"), "--teacher.learning-rate", "1e-3"])

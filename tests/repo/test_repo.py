@@ -214,15 +214,17 @@ def test_every_setting_is_read(owner, flag, name):
     assert name in READ or name == "config", f"{owner.__name__}.{name} is read by nothing"
 
 
+CLASSES: dict[str, list[ast.ClassDef]] = {}
+for text in TEXTS.values():
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            CLASSES.setdefault(node.name, []).append(node)
+
+
 @pytest.mark.parametrize("kind", sorted({owner for owner, _, _ in SETTINGS}, key=lambda kind: kind.__name__))
 def test_every_setting_says_what_it_is(kind):
     """The docstring under each field is its help text; tyro prints it."""
-    (tree,) = [
-        node
-        for text in TEXTS.values()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ClassDef) and node.name == kind.__name__
-    ]
+    (tree,) = CLASSES[kind.__name__]
     for field, after in zip(tree.body, [*tree.body[1:], None], strict=True):
         nested = isinstance(field, ast.AnnAssign) and "default_factory" in ast.unparse(field)
         if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation) and not nested:

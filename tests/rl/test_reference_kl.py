@@ -41,6 +41,7 @@ def velocity(role, trainer) -> torch.Tensor:
 # In the reward.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", ["ode", "sde"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kl_in_the_reward(kind, sampler):
