@@ -73,14 +73,14 @@ def tiny_codec() -> WanCodec:
     return WanCodec.load(WAN, CPU)
 
 
-def small_model(seed: int = 0) -> WanModel:
+def small_model(seed: int = 0, heads: int = 2) -> WanModel:
     """A fresh Wan transformer of two blocks, the same for the same seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = WanTransformer3DModel(
             patch_size=(1, 1, 1),
-            num_attention_heads=2,
-            attention_head_dim=12,
+            num_attention_heads=heads,
+            attention_head_dim=24 // heads,
             in_channels=16,
             out_channels=16,
             text_dim=32,
@@ -92,9 +92,9 @@ def small_model(seed: int = 0) -> WanModel:
     return WanModel(network)
 
 
-def small_causal(seed: int = 0) -> CausalWanModel:
+def small_causal(seed: int = 0, heads: int = 2) -> CausalWanModel:
     """A fresh causal Wan transformer of two blocks, the same for the same seed."""
-    return CausalWanModel(small_model(seed).network)
+    return CausalWanModel(small_model(seed, heads).network)
 
 
 class Recording(Trainable):

@@ -236,8 +236,11 @@ def stale(mesh: Mesh) -> torch.Tensor:
 
 
 def causal_passes(mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Return passes of a causal network over three frames, their gradients, and the bytes that its cache takes."""
-    backbone = Backbone(small_causal(), mesh, trained=True, activation_checkpointing=True)
+    """Return passes of a causal network over three frames, their gradients, and the bytes that its cache takes.
+
+    It has four heads, so that each of two ranks has more than one: their order counts.
+    """
+    backbone = Backbone(small_causal(heads=4), mesh, trained=True, activation_checkpointing=True)
     model, cond = backbone.model, tiny_codec().encode_text(CAPTIONS[:2])
     draw = torch.Generator().manual_seed(0)
     x_t, clean = torch.randn(2, 2, *SHAPE, generator=draw)
