@@ -112,10 +112,10 @@ def plan_roles(run: RunConfig, method: type[Method]) -> dict[str, RolePlan]:
 
 def role_path(run: RunConfig, method: type[Method], name: str) -> str:
     """Return the folder that a role starts from: its own, or that of the role it starts from; no file is read."""
-    spec, names = method.roles[name], list(method.roles)
+    spec = method.roles[name]
     own = "" if spec.copy_of else run.roles[name].path
-    origin = spec.starts_from or names[0]
-    if own or names.index(origin) >= names.index(name):
+    origin = spec.starts_from or next(iter(method.roles))
+    if own or origin == name:
         return own or "tiny"
     return role_path(run, method, origin)
 

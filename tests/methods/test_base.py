@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from helpers import ALONE, CAPTIONS, LATENT_SHAPE, Recorder, frozen, tiny_codec, trainable
+from helpers import ALONE, CAPTIONS, LATENT_SHAPE, WAN, Recorder, frozen, tiny_codec, trainable
 
 from unified_trainer import config as settings
 from unified_trainer.data.loader import Loader
@@ -70,6 +70,10 @@ def constructor(self, config, sampler, *, student, teacher):
             {"roles": {"student": trained(), "critic": trained(starts_from="teacher")}},
             "starts from teacher, which is",
         ),
+        (
+            {"roles": {"student": trained(), "critic": trained(starts_from="teacher"), "teacher": declare_frozen()}},
+            "critic starts from teacher: a role starts from one declared before it",
+        ),
         ({"roles": {"student": trained(), "t": declare_frozen(), "c": updated_copy("t")}}, "which is not trained"),
         ({"step": Method.step}, "must define step"),
         ({"__init__": constructor}, "has a constructor with config, sampler, student, teacher, but declares"),
@@ -119,9 +123,10 @@ def test_the_settings_have_exactly_the_roles_of_the_method():
 
 def test_a_role_takes_the_folder_of_the_role_it_starts_from():
     run = settings.run_class(METHODS["dmd2"])()
-    run = dataclasses.replace(run, method="dmd2", teacher=RoleConfig(path="tiny", precision="bf16"))
+    own = str(WAN)  # the tiny folder by its path, so that it is told from the default
+    run = dataclasses.replace(run, method="dmd2", teacher=RoleConfig(path=own, precision="bf16"))
     plans = plan_roles(run, METHODS["dmd2"])
-    assert {name: role.path for name, role in plans.items()} == {"student": "tiny", "teacher": "tiny", "critic": "tiny"}
+    assert {name: role.path for name, role in plans.items()} == {"student": "tiny", "teacher": own, "critic": own}
     assert plans["critic"].config.precision == "fp32"  # settings are its own, whatever it starts from
 
 

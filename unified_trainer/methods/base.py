@@ -155,9 +155,7 @@ class Method:
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
     roles: ClassVar[Mapping[str, RoleSpec]] = {}
     uses_reward: ClassVar[bool] = False  # the reward and the data loader are constructor arguments
-    trained_for_sampler: ClassVar[bool] = (
-        False  # the student is trained for the run's sampler, which its checkpoints keep
-    )
+    trained_for_sampler: ClassVar[bool] = False  # the student fits the run's sampler alone: checkpoints keep it
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -210,6 +208,8 @@ def _check_declaration(cls: type[Method]) -> None:
         origin = spec.starts_from or first
         if origin not in roles:
             fail(f"declares that role {name} starts from {origin}, which is not one of its roles ({', '.join(roles)})")
+        if origin != first and list(roles).index(origin) >= list(roles).index(name):
+            fail(f"declares that role {name} starts from {origin}: a role starts from one declared before it")
         if spec.copy_of and not issubclass(roles[spec.copy_of].kind, Trainable):
             fail(f"declares role {name} as a copy of {spec.copy_of}, which is not trained")
     if cls.step is Method.step:
