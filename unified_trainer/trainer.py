@@ -94,7 +94,7 @@ class Trainer:
         self.mesh.assert_same(_kind(loss))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return everything a checkpoint holds; RuntimeError names a state that is no tensor."""
+        """Return everything a checkpoint holds; TypeError names a state that is no tensor."""
         found = {}
         for name, stateful in self._stateful.items():
             for key, value in stateful.state_dict().items():

@@ -268,9 +268,9 @@ class DanceGRPO(Method):
     ) -> Float[Tensor, ""]:
         """-objective + coefficient KL of one transition, weighted over the samples of the minibatch."""
         config = self.config
-        if (
-            sequence
-        ):  # the gradient of the sequence's ratio through this transition is 1 / s of it; the mean undoes that
+        if sequence:
+            # One ratio for all n transitions, each of which adds its part of the gradient in a pass of its own; the
+            # factor n cancels the mean over transitions in `update_losses`.
             steps = [replay.ratio if other == s else ratio for other, ratio in sequence.items()]
             objective = len(steps) * self._surrogate(torch.stack(steps, 1), advantage, replay.clip)
         else:

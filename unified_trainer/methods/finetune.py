@@ -8,7 +8,7 @@ import torch
 
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, trained
-from unified_trainer.numerics.flow import ShiftedUniform, add_noise, shift_sigma
+from unified_trainer.numerics.flow import ShiftedUniform, add_noise
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.types import Batch, PerFrame, PerSample
@@ -42,7 +42,12 @@ class FinetuneConfig(SingleUpdateConfig):
                 "student.expert_balance must be mixed for a causal student: its chunks differ in noise level"
             )
         setup.check_guidance("student", "sampler.guidance_scale", setup.sampler.guidance_scale)
-        setup.check_noise_levels("student", ShiftedUniform(self.shift))
+        setup.check_noise_levels("student", self.sigma_law)
+
+    @property
+    def sigma_law(self) -> ShiftedUniform:
+        """Law of the noise levels of clips and of chunks."""
+        return ShiftedUniform(self.shift)
 
 
 class Finetune(Method):
@@ -69,10 +74,10 @@ class Finetune(Method):
 
     def _noise_levels(self, batch: Batch, rng: Streams) -> tuple[PerSample | PerFrame, float]:
         """One noise level for each clip, or for each chunk of a causal student, and the weight of the loss."""
-        law = ShiftedUniform(self.config.shift)
+        law = self.config.sigma_law
         if self.config.forcing == "none":
             return self.student.draw_noise_levels("sigma", batch.sample_ids, rng, law)
         ranges = self.sampler.chunks.ranges(batch.latent_shape[1])
         levels = [rng.uniform(f"sigma {i}", batch.sample_ids) for i in range(len(ranges))]
         frames = [level for level, (start, stop) in zip(levels, ranges, strict=True) for _ in range(start, stop)]
-        return shift_sigma(torch.stack(frames, 1), self.config.shift), 1.0
+        return law(torch.stack(frames, 1)), 1.0

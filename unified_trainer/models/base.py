@@ -170,7 +170,5 @@ class Family:
     experts: tuple[str, str]  # components that an export of two experts is written to, high noise first
     # (weights by peft's names, alpha) -> the same weights by the names of the family's published adapters.
     published_adapter: Callable[[Mapping[str, Tensor], float], dict[str, Tensor]]
-    adapter_files: tuple[str, str] = (
-        "high_noise",
-        "low_noise",
-    )  # names of the experts' published adapters, without suffix
+    # names of the experts' published adapters, without suffix
+    adapter_files: tuple[str, str] = ("high_noise", "low_noise")

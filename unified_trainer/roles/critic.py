@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from unified_trainer.parallel.fsdp import exchange_gradients, shard
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.experts import Expert, ExpertPair, Rows, route
+from unified_trainer.roles.experts import Expert, ExpertPair, Rows, by_expert, route
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.types import Condition, Latents, PerSample
 
@@ -17,8 +17,9 @@ class Critic(Trainable):
     """
 
     def __init__(self, name: str, networks: Backbone | ExpertPair, config: TrainableConfig) -> None:
-        pair = {"high": networks.high, "low": networks.low} if isinstance(networks, ExpertPair) else {"": networks}
-        self._discriminators: dict[Expert, nn.Linear] = {expert: _discriminator(one) for expert, one in pair.items()}
+        self._discriminators: dict[Expert, nn.Linear] = {
+            expert: _discriminator(network) for expert, network in by_expert(networks).items()
+        }
         super().__init__(name, networks, config)
 
     def _own_weights(self, expert: Expert) -> dict[str, nn.Parameter]:

@@ -45,6 +45,11 @@ class ExpertPair:
     boundary: float
 
 
+def by_expert(networks: Backbone | ExpertPair) -> dict[Expert, Backbone]:
+    """Return a role's networks by name, high noise first."""
+    return {"high": networks.high, "low": networks.low} if isinstance(networks, ExpertPair) else {"": networks}
+
+
 @dataclass(frozen=True)
 class ExpertLayout:
     """The networks of a role, known from its folder and settings before any weight is read."""

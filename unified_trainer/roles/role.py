@@ -24,6 +24,7 @@ from unified_trainer.roles.experts import (
     RowMask,
     Rows,
     balanced_uniform,
+    by_expert,
     expert_at,
     route,
     row_masks,
@@ -92,12 +93,8 @@ class Role:
     def __init__(self, name: str, networks: Backbone | ExpertPair, config: RoleConfig) -> None:
         self.name = name
         self.config = config
-        self.boundary: float | None = None
-        self._backbones: dict[Expert, Backbone]
-        if isinstance(networks, ExpertPair):
-            self._backbones, self.boundary = {"high": networks.high, "low": networks.low}, networks.boundary
-        else:
-            self._backbones = {"": networks}
+        self.boundary = networks.boundary if isinstance(networks, ExpertPair) else None
+        self._backbones = by_expert(networks)
         self._mesh = next(iter(self._backbones.values())).mesh
         self.device = self._mesh.device
 

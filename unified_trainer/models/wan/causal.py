@@ -61,11 +61,6 @@ class CausalWanModel(WanModel):
         chunks: ChunkConfig,
         clean: Latents | None = None,
     ) -> Latents:
-        """Predict the velocities of all chunks in one pass.
-
-        A chunk attends to earlier chunks of `x_t`, or of `clean` (teacher forcing). Clean chunks must be at the context
-        noise of `chunks`, as a cache holds them.
-        """
         frames = x_t.shape[2]
         positions = list(range(frames))
         if clean is None:
@@ -76,7 +71,6 @@ class CausalWanModel(WanModel):
         return self._pass(both, levels, cond, positions * 2, teacher_forcing_mask(chunks, frames))[:, :, frames:]
 
     def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: WanCondition, cache: Cache) -> Latents:
-        """Predict the velocity of the next chunk, which attends to the cache; the cache stays as it is."""
         return self._pass(x_t, sigma, cond, _next_frames(x_t, cache), **_attended(cache))
 
     @torch.no_grad()
