@@ -69,7 +69,14 @@ def main(blocks: int = 12, width: int = 480, folder: Path | None = None) -> None
     """
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        words = ["--method", "finetune", "--student.path", str(pipeline(Path(scratch) / "wan", blocks, width))]
+        words = [
+            "--recipe",
+            "tiny",
+            "--method",
+            "finetune",
+            "--student.path",
+            str(pipeline(Path(scratch) / "wan", blocks, width)),
+        ]
         words += ["--algorithm.batch-size", "4", "--algorithm.micro-batch", "4", "--data.num-clips", "8"]
         run = config.parse(words, method_named, dcp.trained_sampler)
         mesh = Mesh.join(run.device)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.commands.sample import of_length, pieces
-from unified_trainer.data.prompts import validation_prompts
+from unified_trainer.data.prompts import validation_captions
 from unified_trainer.data.tiny_world import FRAMES, SUBJECT_OF_CAPTION, Subject, check_attributes, draw_clip, render
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.numerics.frechet import frechet_distance
@@ -42,7 +42,7 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console(width=200)
     codec = WanCodec.load(TINY / "wan", CPU)
-    captions = validation_prompts(arguments.samples)
+    captions = validation_captions(arguments.samples)
     real = features(decoded(codec, turning(captions)))
     console.print("| student | accuracy | Frechet distance | accuracy of each third | Frechet distance of chunks |")
     console.print("| --- | --- | --- | --- | --- |")
@@ -113,7 +113,7 @@ def accuracy(video: Video, captions: tuple[str, ...], *, turned: bool = False) -
 
 def speeds(causal: LoadedRole, whole: LoadedRole) -> list[str]:
     """Measure frames per second and the latency of the first frames of both students, timed in turn."""
-    prompt = [validation_prompts(1)[0]]
+    prompt = [validation_captions(1)[0]]
     seconds: dict[str, list[float]] = {"causal": [], "first": [], "whole": []}
     for _ in range(REPEATS + 1):  # the first warms up
         for name, one in (("causal", causal), ("whole", whole)):

@@ -51,7 +51,7 @@ def flags(settings: dict[str, object]) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
-SHORT = {"steps": 1, "validate-every": 0, "validation.num-samples": 2}
+SHORT = {"recipe": "tiny", "steps": 1, "validate-every": 0, "validation.num-samples": 2}
 # Flags of the smallest run of each method; later flags win.
 SMALL = {
     "dance_grpo": flags(
@@ -187,7 +187,7 @@ def mean_score(images, prompts):
 
 def reward_of(scorer=mean_score, codec=None, **config) -> Reward:
     """A reward of one outside scorer of images."""
-    config = RewardConfig(**config)
+    config = RewardConfig(**{"kind": "outside"} | config)
     return Reward({config.kind: of_images(scorer, config.batch)}, codec or tiny_codec(), config)
 
 

@@ -45,6 +45,7 @@ pytestmark = pytest.mark.kill
 
 STEPS = 6
 COMMON = {"student.ema-decay": 0.5, "student.learning-rate": 1e-3, "student.warmup-updates": 4, "device": "cpu"} | {
+    "recipe": "tiny",
     "steps": STEPS,
     "checkpoint-every": 1,
     "validate-every": 3,

@@ -5,6 +5,7 @@ import torch
 from helpers import ALONE, LATENT_SHAPE, reward_of, tiny_codec, trainable
 
 from unified_trainer.config import ValidationConfig
+from unified_trainer.data.prompts import validation_captions
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.validation import Validation
@@ -14,7 +15,9 @@ SAMPLER = SamplerConfig(num_steps=2, guidance_scale=1.0)
 
 def measured(student, folder, *, ema: bool = True) -> dict[str, float]:
     config = ValidationConfig(num_samples=2, batch=2, num_videos=0, ema=ema)
-    return Validation(config, tiny_codec(), reward_of(), None, SAMPLER, LATENT_SHAPE, ALONE).run(student, folder)
+    prompts = validation_captions(2)
+    validation = Validation(config, tiny_codec(), reward_of(), None, SAMPLER, prompts, LATENT_SHAPE, ALONE)
+    return validation.run(student, folder)
 
 
 def test_validation_samples_with_the_ema_weights_unless_told_not_to(tmp_path):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -67,7 +68,8 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
         trained_sampler=plain(run)["sampler"] if plan.method.trained_for_sampler else None,
         monitor=_monitor(run, plan),
     )
-    validation = Validation(run.validation, codec, reward, features, run.sampler, plan.latent_shape, mesh)
+    prompts = plan.validation_prompts or [source.prompt(i) for i in range(min(run.validation.num_samples, len(source)))]
+    validation = Validation(run.validation, codec, reward, features, run.sampler, prompts, plan.latent_shape, mesh)
     return Built(trainer, validation, plan.counts, (*_notes(roles, run.reward, mesh), *plan.notes), plan.keep)
 
 
@@ -137,9 +139,9 @@ def cache_memory(
 def _source(run: RunConfig, plan: RunPlan, codec: Codec) -> Source:
     if not run.algorithm.needs_clips:
         return Prompts(plan.prompts)
-    if run.data.path:
-        return ParquetClips(run.data.path, codec, plan.latent_shape)
-    return render_clips(run.data, codec, run.video, run.seed)
+    if run.data.path == "tiny":
+        return render_clips(run.data, codec, run.video, run.seed)
+    return ParquetClips(Path(run.data.path), codec, plan.latent_shape)
 
 
 def _monitor(run: RunConfig, plan: RunPlan) -> HackingMonitor | None:

@@ -66,9 +66,9 @@ class ValidationConfig:
     """Seed of the noise."""
     frechet_stride: int = 4
     """Frames between two that enter the Frechet distance, which is measured in the tiny world only."""
-    prompts: Path | None = None
-    """File with one prompt per line, or a .jsonl or .parquet file; by default tiny-world captions that are not trained
-    on."""
+    prompts: str = ""
+    """File with one prompt per line, or a .jsonl or .parquet file; "tiny": captions of the tiny world that are not
+    trained on. By default the first prompts of the training set."""
     prompts_column: str = ""
     """Column of a .jsonl or .parquet file of prompts; by default prompt, caption or text."""
     num_videos: int = 4
@@ -93,8 +93,8 @@ class RunConfig:
 
     method: str = "dance_grpo"
     """Method: a name, or path/to/file.py:Class or package.module:Class of your own."""
-    recipe: str = "tiny"
-    """Settings for a model: a name in unified_trainer/recipes."""
+    recipe: str = ""
+    """Settings for a model: a name in unified_trainer/recipes. By default tiny, while no path of a role is given."""
     config: Path | None = None
     """Saved config.yaml to start from."""
     steps: int = 60
@@ -124,8 +124,9 @@ class RunConfig:
     """Order of that metric."""
     validate_every: int = 10
     """Training steps between validations; one runs before the first step and after the last too. 0 is never."""
-    prompts: Path | None = None
-    """File with one training prompt per line, or a .jsonl or .parquet file, instead of the built-in prompts."""
+    prompts: str = ""
+    """File with one training prompt per line, or a .jsonl or .parquet file; "tiny": captions of the tiny world. Methods
+    that train on clips take the clips' captions instead."""
     prompts_column: str = ""
     """Column of a .jsonl or .parquet file of prompts; by default prompt, caption or text."""
     device: Device = "auto"
@@ -178,12 +179,13 @@ def parse(argv: Sequence[str], method_named: MethodNamed, trained_sampler_of: Sa
     method = method_named(name)
     kind = run_class(method)
     known = _flat(plain(kind()))
-    recipe = sources.recipe or saved.get("recipe", "tiny")
-    must_know("recipe", recipe, [path.stem for path in sorted(RECIPES.glob("*.yaml"))])
+    recipe = sources.recipe or saved.get("recipe") or _default_recipe(argv, saved, method)
+    sections = load_recipe(recipe) if recipe else {}
     sampler = trained_sampler_of(sources.init_from) if sources.init_from else None
-    sections = load_yaml(RECIPES / f"{recipe}.yaml")
     layers = {
-        f"recipe {recipe}": {**sections.get("common", {}), "method": name, "recipe": recipe},
+        f"recipe {recipe}": {**sections.get("common", {}), "method": name, "recipe": recipe}
+        if recipe
+        else {"method": name},
         f"recipe {recipe}, {name}": sections.get(name, {}),
         f"--init-from {sources.init_from}": {"sampler": sampler} if sampler else {},
         str(sources.saved): renamed.translate_settings(saved, name, known),
@@ -257,6 +259,39 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
             f"{' '.join(f'--allow {key}' for key in refused)}, or start a new run with --init-from {file.parent}"
         )
     return list(changed.values())
+
+
+def recipes() -> list[str]:
+    """Return the names of the recipes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def load_recipe(name: str) -> dict[str, Any]:
+    """Return the sections of a recipe: `fits`, `common` and one for each method; ConfigError for an unknown name.
+
+    The settings of the recipe that it names as its `base` are filled in.
+    """
+    must_know("recipe", name, recipes())
+    own = load_yaml(RECIPES / f"{name}.yaml")
+    base = own.pop("base", None)
+    return _merged(load_recipe(base), own) if base else own
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two trees of settings as one; where both have a value, `above` wins."""
+    both = {key: _merged(below[key], value) for key, value in above.items() if key in below and isinstance(value, dict)}
+    return {**below, **above, **both}
+
+
+def _default_recipe(argv: Sequence[str], saved: Mapping[str, Any], method: type[Method]) -> str:
+    """Return tiny, or "" where a role has a path of its own: the run's plan then asks for a recipe."""
+    keys = {f"{role}.path" for role, spec in method.roles.items() if spec.config_class}
+    given = {key: saved.get(key, "") for key in keys}
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, value = word.removeprefix("--").partition("=")
+        if name in keys:
+            given[name] = value if equals else following
+    return "tiny" if set(given.values()) <= {"", "tiny"} else ""
 
 
 def must_know(what: str, name: str, known: Sequence[str]) -> None:

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unified_trainer.checkpoint.manager import Keep
-from unified_trainer.config import ConfigError, RunConfig
+from unified_trainer.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.clips import check_tiny_clips
-from unified_trainer.data.prompts import read_prompts, training_prompts
+from unified_trainer.data.prompts import PromptFile, prompts_of, training_captions, validation_captions
 from unified_trainer.methods.base import Method, MethodSetup
 from unified_trainer.models.base import Family
+from unified_trainer.models.folder import read_json
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import family_of, method_named
 from unified_trainer.renamed import METRICS
@@ -46,7 +47,8 @@ class RunPlan:
     roles: Mapping[str, RolePlan]
     batch: BatchPlan
     counts: dict[str, int | str]  # of one training step's batch
-    prompts: tuple[str, ...]
+    prompts: tuple[str, ...]  # to train on; none for a method that takes the captions of its clips
+    validation_prompts: tuple[str, ...]  # none: the first training prompts
     notes: tuple[str, ...]  # warnings that do not stop the run
     keep: Keep
     family: Family  # of the student
@@ -60,6 +62,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     This is the only place where settings are checked against each other, and it reads no weights.
     """
     method = method_named(run.method)
+    _check_complete(run, method)
     keep = Keep(run.keep_last, run.keep_best, run.best_metric, run.best_is)
     keep.check()
     if run.best_metric in METRICS:
@@ -80,19 +83,60 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     )
     run.algorithm.check(setup)
     counts = batch.table(mesh.data_size)
-    notes: list[str] = []
-    prompts = training_prompts()
-    if run.prompts is not None:
-        read = read_prompts(run.prompts, "--prompts", run.prompts_column)
-        prompts, notes = read.prompts, [read.note] if read.note else []
+    notes = [_misfit(run, method)]
+    prompts = validation_prompts = PromptFile(())
+    if not run.algorithm.needs_clips:
+        prompts = prompts_of(run.prompts, training_captions(), "--prompts", run.prompts_column)
+    if run.validation.prompts:
+        captions = validation_captions(run.validation.num_samples)
+        column = run.validation.prompts_column
+        validation_prompts = prompts_of(run.validation.prompts, captions, "--validation.prompts", column)
+    notes += [prompts.note, validation_prompts.note]
     family, folder = family_of("student", roles["student"].path)
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
-    if run.algorithm.needs_clips and run.data.path is None:
+    if run.algorithm.needs_clips and run.data.path == "tiny":
         check_tiny_clips(run.data, run.video)
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
     _check_networks(roles, mesh)
-    return RunPlan(method, roles, batch, counts, prompts, tuple(notes), keep, family, folder, latent_shape)
+    said = tuple(note for note in notes if note)
+    known = (prompts.prompts, validation_prompts.prompts)
+    return RunPlan(method, roles, batch, counts, *known, said, keep, family, folder, latent_shape)
+
+
+def _check_complete(run: RunConfig, method: type[Method]) -> None:
+    """Raise ConfigError that names everything the run needs and was not given."""
+    paths = {name: role_path(run, method, name) for name in method.roles}
+    if not run.recipe:
+        name, path = next((name, path) for name, path in paths.items() if path not in ("", "tiny"))
+        fitting = [recipe for recipe in recipes() if fits(recipe, name, path)]
+        choice = f"have {', '.join(fitting)}" if fitting else f"none was made for it; have {', '.join(recipes())}"
+        raise ConfigError(f"--{name}.path {path} needs a --recipe that was made for this model: {choice}")
+    wanted = [("--student.path", "a diffusers pipeline folder", paths["student"])]
+    if method.uses_reward:
+        wanted.append(("--reward.path", "a folder that import-hpsv3 wrote", run.reward.named()))
+    if run.algorithm.needs_clips:
+        wanted.append(("--data.path", "a folder of FastVideo t2v parquet files", run.data.path))
+    else:
+        wanted.append(("--prompts", "a file with one prompt per line", run.prompts))
+    if missing := [f"{flag} ({what})" for flag, what, given in wanted if not given]:
+        raise ConfigError(f"--method {run.method} with recipe {run.recipe} needs {', '.join(missing)}")
+
+
+def fits(recipe: str, role: str, path: str) -> bool:
+    """Return whether a recipe was made for the model in a role's folder, by the configs of its networks."""
+    family, folder = family_of(role, path)
+    components, _ = family.networks(folder)
+    found = {"networks": len(components)} | read_json(folder / components[0] / "config.json")
+    return load_recipe(recipe)["fits"].items() <= found.items()
+
+
+def _misfit(run: RunConfig, method: type[Method]) -> str:
+    """Return a warning for a recipe that was made for another model than the student's."""
+    path = role_path(run, method, "student")
+    if fits(run.recipe, "student", path):
+        return ""
+    return f"warning: recipe {run.recipe} was made for another model than {path}; look at its settings"
 
 
 def plan_roles(run: RunConfig, method: type[Method]) -> dict[str, RolePlan]:
@@ -116,7 +160,7 @@ def role_path(run: RunConfig, method: type[Method], name: str) -> str:
     own = "" if spec.copy_of else run.roles[name].path
     origin = spec.starts_from or next(iter(method.roles))
     if own or origin == name:
-        return own or "tiny"
+        return own
     return role_path(run, method, origin)
 
 

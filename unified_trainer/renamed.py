@@ -29,6 +29,8 @@ SETTINGS: tuple[tuple[str, str | None], ...] = (
 )
 BALANCE = "algorithm.expert_balance"  # now a setting of the role whose noise levels it balances
 UNITS = {"sampler.step_list": ", in [0, 1] instead of thousandths"}  # added to the message of a renamed flag
+# Settings whose null was the tiny world's; now they are texts, and the empty one is "not given".
+TINY = ("prompts", "validation.prompts", "data.path")
 METRICS = {
     "k": "approx_kl",
     "k_noise": "log_ratio_noise_floor",
@@ -65,8 +67,9 @@ def translate_settings(flat: Mapping[str, Any], method: str, known: Collection[s
     `known` are the settings that runs of the method have. A method of one's own may have one with an old name, which is
     kept. Files of 0.1.0 hold the settings of all roles of all methods: those of other roles are left out.
     """
+    flat = {key: "tiny" if value is None and key in TINY else value for key, value in flat.items()}
     if all(key in known or new_setting(key, method) == key for key in flat):
-        return dict(flat)
+        return flat
     kept = {}
     for key, value in flat.items():
         name = key if key in known else new_setting(key, method)

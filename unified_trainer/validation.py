@@ -1,6 +1,6 @@
 """Validation: reward, accuracy and sample videos of the student, with the same prompts and noise every time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from unified_trainer.config import ValidationConfig
 from unified_trainer.data.loader import make_batch
-from unified_trainer.data.prompts import read_prompts, validation_prompts
 from unified_trainer.data.tiny_world import FRAMES, SIZE, SUBJECT_OF_CAPTION, Clip, check_attributes, draw_clip, render
 from unified_trainer.data.video_files import contact_sheet, to_uint8, write_mp4
 from unified_trainer.errors import UserError
@@ -43,18 +42,15 @@ class Validation:
         reward: Reward,
         features: Callable[[Tensor], Float[Tensor, "b d"]] | None,
         sampler: SamplerConfig,
+        prompts: Sequence[str],
         latent_shape: tuple[int, int, int, int],
         mesh: Mesh,
     ) -> None:
         """`features` maps frames to the vectors of the Frechet distance; None measures none.
 
-        Raises UserError for sizes that do not fit the ranks, or prompts that cannot be read.
+        Sample i is of prompt i, counted round and round.
         """
-        if config.prompts is None:
-            self._prompts = validation_prompts(config.num_samples)
-        else:
-            lines = read_prompts(config.prompts, "--validation.prompts", config.prompts_column).prompts
-            self._prompts = tuple(lines[i % len(lines)] for i in range(config.num_samples))
+        self._prompts = tuple(prompts[i % len(prompts)] for i in range(config.num_samples))
         self._config, self._codec, self._reward = config, codec, reward
         self._features, self._sampler = features, sampler
         self._scorers = (*reward.weights, *reward.held_out)
@@ -108,7 +104,9 @@ class Validation:
         return video, self._reward.parts(video, tuple(prompts), self._scorers)
 
     def _rewards(self, parts: Tensor) -> dict[str, float]:
-        """Return mean and std of the reward and of every scorer, including held-out ones."""
+        """Return mean and std of the reward and of every scorer, including held-out ones; nothing without scorers."""
+        if not self._scorers:
+            return {}
         parts = self._mesh.gather(parts.double())
         columns = {"reward": self._reward.total(parts[:, : len(self._reward.weights)])}
         columns |= {f"reward/{name}": part for name, part in zip(self._scorers, parts.unbind(1), strict=True)}

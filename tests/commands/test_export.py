@@ -176,7 +176,7 @@ def test_the_folder_says_what_it_is(saved, out, capsys):
 
 def test_an_export_is_where_another_run_starts(saved, out, tmp_path):
     exported(saved, out)
-    run("finetune", tmp_path / "next", "--student.path", str(out), "--student.learning-rate", "0")
+    run("finetune", tmp_path / "next", "--recipe", "tiny", "--student.path", str(out), "--student.learning-rate", "0")
     assert_same(held(tmp_path / "next", 1, "weights"), held(saved, 2, "weights"))
 
 

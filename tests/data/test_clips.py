@@ -8,13 +8,13 @@ from helpers import LATENT_SHAPE
 
 from unified_trainer.data.clips import DataConfig, VideoConfig, check_tiny_clips, render_clips
 from unified_trainer.data.parquet import ParquetClips
-from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, TRAINING
+from unified_trainer.data.tiny_world import FRAMES, SIZE, SUBJECT_OF_CAPTION, TRAINING
 
 RAW = torch.randn(3, *LATENT_SHAPE, generator=torch.Generator().manual_seed(4))
 
 
 def clips(codec):
-    return render_clips(DataConfig(num_clips=24), codec, VideoConfig(), seed=0)
+    return render_clips(DataConfig(num_clips=24), codec, VideoConfig(FRAMES, SIZE, SIZE), seed=0)
 
 
 def test_rendered_clips_are_named_rightly_and_repeat(codec):

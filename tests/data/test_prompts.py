@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from unified_trainer.commands.sample import read_lines
-from unified_trainer.data.prompts import read_prompts, training_prompts, validation_prompts
+from unified_trainer.data.prompts import read_prompts, training_captions, validation_captions
 from unified_trainer.data.tiny_world import HELD_OUT, SUBJECT_OF_CAPTION, SUBJECTS, TRAINING
 from unified_trainer.errors import MissingFileError, UserError
 
@@ -20,7 +20,7 @@ def written(tmp_path, text: str):
 
 def test_training_never_sees_what_validation_asks():
     """No caption of validation is trained on, and the subjects held out altogether in no phrasing at all."""
-    training, validation = training_prompts(), validation_prompts(len(SUBJECTS))
+    training, validation = training_captions(), validation_captions(len(SUBJECTS))
     assert len(set(training)) == len(training) and not set(training) & set(validation)
     assert {SUBJECT_OF_CAPTION[prompt] for prompt in training} == set(TRAINING)
     assert {SUBJECT_OF_CAPTION[prompt] for prompt in validation} == set(SUBJECTS)
@@ -34,10 +34,10 @@ def test_every_part_of_a_held_out_subject_is_seen_in_training():
 @pytest.mark.parametrize("count", [2, 8, 48, 50])
 def test_validation_asks_as_often_as_told_and_all_subjects_before_any_again(count):
     """The subjects held out altogether come first."""
-    subjects = [SUBJECT_OF_CAPTION[prompt] for prompt in validation_prompts(count)]
+    subjects = [SUBJECT_OF_CAPTION[prompt] for prompt in validation_captions(count)]
     assert len(subjects) == count and len(set(subjects)) == min(count, len(SUBJECTS))
     assert set(subjects[: len(HELD_OUT)]) <= set(HELD_OUT)
-    assert validation_prompts(50)[:count] == validation_prompts(count)
+    assert validation_captions(50)[:count] == validation_captions(count)
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ def test_the_settings_have_exactly_the_roles_of_the_method():
 
 def test_a_role_takes_the_folder_of_the_role_it_starts_from():
     run = settings.run_class(METHODS["dmd2"])()
-    own = str(WAN)  # the tiny folder by its path, so that it is told from the default
-    run = dataclasses.replace(run, method="dmd2", teacher=RoleConfig(path=own, precision="bf16"))
+    own, student = str(WAN), TrainableConfig(path="tiny")  # the same folder under two names
+    run = dataclasses.replace(run, method="dmd2", student=student, teacher=RoleConfig(path=own, precision="bf16"))
     plans = plan_roles(run, METHODS["dmd2"])
     assert {name: role.path for name, role in plans.items()} == {"student": "tiny", "teacher": own, "critic": own}
     assert plans["critic"].config.precision == "fp32"  # settings are its own, whatever it starts from
@@ -132,7 +132,7 @@ def test_a_role_takes_the_folder_of_the_role_it_starts_from():
 
 def test_a_role_that_the_settings_do_not_need_is_not_built():
     method = METHODS["dance_grpo"]
-    run = settings.run_class(method)(method="dance_grpo")
+    run = settings.run_class(method)(method="dance_grpo", student=TrainableConfig(path="tiny"))
     assert list(plan_roles(run, method)) == ["student"]
     algorithm = dataclasses.replace(run.algorithm, kl_coefficient=0.1)
     assert list(plan_roles(dataclasses.replace(run, algorithm=algorithm), method)) == ["student", "reference"]

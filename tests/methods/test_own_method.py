@@ -105,8 +105,20 @@ def two_stage(tmp_path_factory):
     return folder
 
 
-FAMILY = [*SMALL, "--method", "dmd2", "--student.path", "model", "--steps", "2", "--algorithm.student-every", "1"]
-FAMILY += ["--sampler.num-steps", "2", "--algorithm.gan-weight", "0.01"]
+FAMILY = [
+    *SMALL,
+    "--recipe",
+    "tiny",
+    "--method",
+    "dmd2",
+    "--student.path",
+    "model",
+    "--steps",
+    "2",
+    "--algorithm.student-every",
+    "1",
+]
+FAMILY += ["--algorithm.student-every", "1", "--sampler.num-steps", "2", "--algorithm.gan-weight", "0.01"]
 
 
 def test_the_family_of_the_guide_trains_and_is_exported(two_stage):

@@ -40,7 +40,7 @@ STEP = 2e-3  # in weights
 
 def hpsv3_reward(**config) -> Reward:
     """Return the tiny HPSv3 as a run loads it."""
-    settings = RewardConfig(**config)
+    settings = RewardConfig(**{"path": "tiny"} | config)
     return Reward(load_scorers(settings, CPU)[0], tiny_codec(), settings)
 
 
@@ -160,7 +160,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(sampler):
 
 def test_a_reward_without_gradient_is_refused():
     blind = reward_of(lambda images, prompts: mean_score(images, prompts).detach())
-    with pytest.raises(ValueError, match="none of hpsv3 has a gradient"):
+    with pytest.raises(ValueError, match="none of outside has a gradient"):
         trainer(blind).step(0)
 
 

@@ -16,6 +16,7 @@ from helpers import small_model, tiny_codec
 from launch import fork_ranks
 
 from unified_trainer.config import ValidationConfig
+from unified_trainer.data.prompts import validation_captions
 from unified_trainer.data.tiny_world import FRAMES, SIZE
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.rewards.scorers import load_scorers
@@ -26,7 +27,9 @@ from unified_trainer.sampling import SamplerConfig
 from unified_trainer.validation import Validation
 
 CONFIG = ValidationConfig(num_samples=4, batch=2, num_videos=0, frechet_stride=8)
-REWARD = RewardConfig(scorers={"sharpness": ScorerConfig(weight=0.5), "saturation": ScorerConfig(weight=0.0)})
+REWARD = RewardConfig(
+    path="tiny", scorers={"sharpness": ScorerConfig(weight=0.5), "saturation": ScorerConfig(weight=0.0)}
+)
 
 
 def measured(mesh: Mesh, folder: Path) -> dict[str, float]:
@@ -35,7 +38,8 @@ def measured(mesh: Mesh, folder: Path) -> dict[str, float]:
     reward, sampler = Reward(scorers, codec, REWARD), SamplerConfig(num_steps=2, guidance_scale=1.0)
     student = Trainable("student", Backbone(small_model(), mesh, trained=True), TrainableConfig())
     shape = codec.latent_shape(FRAMES, SIZE, SIZE)
-    return Validation(CONFIG, codec, reward, features, sampler, shape, mesh).run(student, folder)
+    prompts = validation_captions(CONFIG.num_samples)
+    return Validation(CONFIG, codec, reward, features, sampler, prompts, shape, mesh).run(student, folder)
 
 
 def work(folder: Path) -> None:

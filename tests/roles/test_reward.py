@@ -150,7 +150,9 @@ def test_the_first_frame_is_decoded_alone_only_if_all_scorers_look_at_it_alone(c
         one = Reward(
             {"hpsv3": brightness, "n": count, "w": count},
             codec,
-            RewardConfig(scorers={"n": ScorerConfig(**config), "w": ScorerConfig(frames="all", weight=0.0)}),
+            RewardConfig(
+                path="tiny", scorers={"n": ScorerConfig(**config), "w": ScorerConfig(frames="all", weight=0.0)}
+            ),
         )
         assert ("motion_energy" in one.score(LATENTS, PROMPTS).statistics) == (frames > 1)
 
@@ -198,7 +200,7 @@ def test_an_error_of_a_scorer_names_the_first_prompts_of_many(codec):
 
 def test_a_scorer_must_return_a_tensor_with_one_number_for_each_video(codec):
     for wrong in ([1.0, 2.0, 3.0], torch.zeros(3, 1)):
-        one = Reward({"hpsv3": lambda v, p, wrong=wrong: wrong}, codec, RewardConfig())
+        one = Reward({"hpsv3": lambda v, p, wrong=wrong: wrong}, codec, RewardConfig(path="tiny"))
         with pytest.raises(ValueError, match="reward: hpsv3 gave no tensor with one number for each of 3 videos"):
             of_video(one, VIDEO, PROMPTS)
 
@@ -230,4 +232,4 @@ def test_a_set_needs_a_scorer_for_each_name(codec):
 )
 def test_sets_that_cannot_be(config, message):
     with pytest.raises(ValueError, match=message):
-        RewardConfig(**config).check()
+        RewardConfig(**{"path": "tiny"} | config).check()

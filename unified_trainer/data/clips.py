@@ -1,7 +1,6 @@
 """Clips of the tiny world to train on, rendered and encoded when the run starts."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -18,11 +17,11 @@ ENCODE_BATCH = 32
 class VideoConfig:
     """The size of the videos that are trained on and generated."""
 
-    frames: int = 17
+    frames: int = 81
     """Pixel frames; a VAE that compresses time by 4 takes 4k + 1."""
-    height: int = 64
+    height: int = 480
     """Height in pixels."""
-    width: int = 64
+    width: int = 832
     """Width in pixels."""
 
 
@@ -30,10 +29,10 @@ class VideoConfig:
 class DataConfig:
     """The clips to train on, for methods that need some."""
 
-    path: Path | None = None
-    """Folder of FastVideo t2v parquet files to train on; by default clips of the tiny world."""
+    path: str = ""
+    """Folder of FastVideo t2v parquet files to train on; "tiny": clips of the tiny world."""
     num_clips: int = 512
-    """Number of rendered clips of the tiny world, if no path is given."""
+    """Number of rendered clips, if path is tiny."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Prompts to generate from: those of the tiny world, or a file with one prompt per line."""
+"""Prompts to generate from: captions of the tiny world, or a file with one prompt per line."""
 
 import json
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Prompts:
         return None
 
 
-def training_prompts() -> tuple[str, ...]:
+def training_captions() -> tuple[str, ...]:
     """Return captions of every training subject in all phrasings but the one that it is validated in."""
     return tuple(
         subject.caption(phrasing)
@@ -43,7 +43,7 @@ def training_prompts() -> tuple[str, ...]:
     )
 
 
-def validation_prompts(count: int) -> tuple[str, ...]:
+def validation_captions(count: int) -> tuple[str, ...]:
     """Return `count` captions that are no training prompts: each subject in one phrasing, held-out subjects first."""
     captions = [(subject not in HELD_OUT, subject.caption(i % len(PHRASINGS))) for i, subject in enumerate(SUBJECTS)]
     ordered = [caption for _, caption in sorted(captions, key=lambda row: row[0])]
@@ -56,6 +56,11 @@ class PromptFile:
 
     prompts: tuple[str, ...]
     note: str = ""  # empty if every line is a prompt of its own
+
+
+def prompts_of(path: str, tiny: tuple[str, ...], key: str, column: str) -> PromptFile:
+    """Return the captions `tiny` for the path "tiny", otherwise the prompts of that file; see `read_prompts`."""
+    return PromptFile(tiny) if path == "tiny" else read_prompts(Path(path), key, column)
 
 
 def read_prompts(file: Path, key: str = "--prompts", column: str = "") -> PromptFile:

@@ -55,9 +55,10 @@ class ScorerConfig:
 class RewardConfig(ScorerConfig):
     """The settings of a reward: those of its first scorer, and of more scorers by name."""
 
-    kind: str = "hpsv3"
-    """Kind of the first scorer, which the settings at this level describe; its name is the kind, or the NAME of it."""
-    path: str = "tiny"
+    kind: str = ""
+    """Kind of the first scorer, which the settings at this level describe; its name is the kind, or the NAME of it. By
+    default hpsv3 if a path is given; without kind and path there is no first scorer."""
+    path: str = ""
     """Folder of the first scorer's weights; "tiny" is the embedded HPSv3, others are written by import-hpsv3."""
     scorers: dict[str, ScorerConfig] = field(default_factory=dict)
     """Further scorers by name: scorers.NAME.weight and so on."""
@@ -66,14 +67,19 @@ class RewardConfig(ScorerConfig):
 
     @property
     def first(self) -> str:
-        """The name of the first scorer: its kind, or NAME of a kind package.module:NAME or path/to/file.py:NAME."""
-        return self.kind.rpartition(":")[2]
+        """The name of the first scorer: its kind, or NAME of a kind package.module:NAME or path/to/file.py:NAME.
+
+        It is empty if there is no first scorer.
+        """
+        kind = self.kind or ("hpsv3" if self.path else "")
+        return kind.rpartition(":")[2]
 
     def named(self) -> dict[str, ScorerConfig]:
-        """Return every scorer's settings by its name, with the kind filled in."""
-        first = ScorerConfig(**{f.name: getattr(self, f.name) for f in fields(ScorerConfig)})
+        """Return every scorer's settings by its name, with the kind filled in; none if the run measures no reward."""
+        own = {f.name: getattr(self, f.name) for f in fields(ScorerConfig)}
+        first = ScorerConfig(**own | {"kind": self.kind or self.first})
         rest = {name: replace(config, kind=config.kind or name) for name, config in self.scorers.items()}
-        return {self.first: first, **rest}
+        return {self.first: first, **rest} if self.first else rest
 
     def key(self, name: str) -> str:
         """Return the setting under which a scorer is described, for messages."""
@@ -84,7 +90,7 @@ class RewardConfig(ScorerConfig):
         if self.first in self.scorers:
             raise UserError(
                 f"reward.scorers.{self.first} has the name of the scorer that reward.path, reward.weight and so on "
-                f"describe: set those, or give this one another name and kind {self.kind}"
+                f"describe: set those, or give this one another name and kind {self.first}"
             )
         for name, config in self.named().items():
             key = self.key(name)
@@ -93,7 +99,7 @@ class RewardConfig(ScorerConfig):
             if not (math.isfinite(config.weight) and math.isfinite(config.scale)):
                 raise UserError(f"{key}.weight and {key}.scale must be finite numbers")
         weights = {name: config.weight for name, config in self.named().items()}
-        if abs(sum(weights.values())) < 1e-9 * max(1.0, *map(abs, weights.values())):
+        if weights and abs(sum(weights.values())) < 1e-9 * max(1.0, *map(abs, weights.values())):
             listed = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
             raise UserError(
                 f"the weights of the reward sum to zero ({listed}): what all scorers agree on would not count; change "

@@ -10,19 +10,24 @@ from unified_trainer.errors import UserError
 
 
 class EMA:
-    """An average that follows shadow <- decay shadow + (1 - decay) weight, once per update of the role."""
+    """An average that follows shadow <- decay shadow + (1 - decay) weight, once per update of the role.
 
-    def __init__(self, weights: dict[str, Tensor], decay: float) -> None:
+    In the first `start` updates it is the weight itself.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], decay: float, start: int = 0) -> None:
         if not 0 <= decay < 1:
             raise UserError(f"ema_decay must be in [0, 1), not {decay}")
-        self.decay = decay
+        self.decay, self.start = decay, start
         self._weights = weights
         self.shadow = {name: weight.detach().clone() for name, weight in weights.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, updates: int) -> None:
+        """Follow the weights after the role's update number `updates`, counted from 1."""
+        decay = self.decay if updates > self.start else 0.0
         for name, weight in self._weights.items():
-            self.shadow[name].lerp_(weight.detach(), 1 - self.decay)
+            self.shadow[name].lerp_(weight.detach(), 1 - decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

@@ -36,6 +36,8 @@ class LearnerConfig:
     """Lowest learning rate as a fraction of learning_rate."""
     ema_decay: float = 0.0
     """Decay of the exponential moving average (EMA) of the weights, per update; 0 keeps none."""
+    ema_start: int = 0
+    """Updates after which the averaging starts; until then the EMA weights are the weights."""
 
 
 class Learner:
@@ -52,7 +54,7 @@ class Learner:
             eps=config.eps,
             weight_decay=config.weight_decay,
         )
-        self._ema = EMA(self.weights, config.ema_decay) if config.ema_decay else None
+        self._ema = EMA(self.weights, config.ema_decay, config.ema_start) if config.ema_decay else None
 
     @property
     def has_gradient(self) -> bool:
@@ -82,13 +84,13 @@ class Learner:
         self._optimizer.zero_grad()
         self.updates += 1
         if self._ema:
-            self._ema.update()
+            self._ema.update(self.updates)
         return {f"{self.name}/grad_norm": float(norm), f"{self.name}/learning_rate": learning_rate}
 
     def restart_ema(self) -> None:
         """Start the EMA anew from the weights as they are, after they were loaded."""
         if self._ema:
-            self._ema = EMA(self.weights, self.config.ema_decay)
+            self._ema = EMA(self.weights, self.config.ema_decay, self.config.ema_start)
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:

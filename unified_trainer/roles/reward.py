@@ -96,7 +96,8 @@ class Reward:
         """
         if len(video) != len(prompts):
             raise ValueError(f"reward: {len(video)} videos but {len(prompts)} prompts")
-        return torch.stack([self._part(name, video, prompts) for name in names], 1)
+        columns = [self._part(name, video, prompts) for name in names]
+        return torch.stack(columns, 1) if columns else video.new_zeros(len(video), 0)
 
     def total(self, parts: Float[Tensor, "b r"]) -> PerSample:
         """Return the rewards: the weighted sum of parts in the order of `weights`."""

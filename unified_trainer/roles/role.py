@@ -73,6 +73,8 @@ class TrainableConfig(LearnerConfig, RoleConfig):
         """Raise UserError, naming the key, for settings that contradict each other."""
         if not 0 <= self.ema_decay < 1:
             raise UserError(f"{role}.ema_decay must be in [0, 1), not {self.ema_decay}")
+        if self.ema_start < 0:
+            raise UserError(f"{role}.ema_start must not be negative, but is {self.ema_start}")
         if self.selective_checkpointing and not self.activation_checkpointing:
             raise UserError(
                 f"{role}.selective_checkpointing needs {role}.activation_checkpointing: set both, or neither"

@@ -1,0 +1,166 @@
+"""Recipes: which models they fit, what a run on them must be given, and that every method passes all checks."""
+
+import json
+import re
+
+import pytest
+from helpers import ALONE, HPSV3, WAN
+
+from unified_trainer import config as settings
+from unified_trainer.config import ConfigError
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.plan import check, fits
+from unified_trainer.registry import METHODS, method_named
+
+# The sizes of published models that recipes are chosen by: networks, and values of the transformers' configs.
+SIZES = {
+    "wan2.1-1.3b": (1, {"num_layers": 30, "num_attention_heads": 12}),
+    "wan2.1-14b": (1, {"num_layers": 40, "num_attention_heads": 40}),
+    "wan2.2-a14b": (2, {"num_layers": 40, "num_attention_heads": 40}),
+}
+REAL = [recipe for recipe in settings.recipes() if not recipe.startswith("tiny")]
+
+
+def model_folder(folder, networks: int, changes: dict[str, int]):
+    """A pipeline folder with the configs of transformers of this size but without their weights."""
+    folder.mkdir()
+    (folder / "vae").symlink_to(WAN / "vae")
+    index = json.loads((WAN / "model_index.json").read_text())
+    network = json.loads((WAN / "transformer" / "config.json").read_text()) | {"text_dim": 4096} | changes
+    if networks == 2:
+        index |= {"transformer_2": index["transformer"], "boundary_ratio": 0.875}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    for component in ("transformer", "transformer_2")[:networks]:
+        (folder / component).mkdir()
+        (folder / component / "config.json").write_text(json.dumps(network))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {recipe: model_folder(root / recipe, *size) for recipe, size in SIZES.items()}
+
+
+def parsed(*words: object) -> settings.RunConfig:
+    return settings.parse([*map(str, words)], method_named, lambda spec: None)
+
+
+def test_every_real_recipe_has_a_published_size():
+    assert set(REAL) == set(SIZES)
+
+
+def given(recipe: str, method: str, folder, prompts) -> list[str]:
+    """The flags of a run that has everything it needs."""
+    words = ["--recipe", recipe, "--method", method, "--student.path", folder]
+    words += ["--data.path", prompts.parent] if METHODS[method].config_class().needs_clips else ["--prompts", prompts]
+    return [*words, "--reward.path", HPSV3] if METHODS[method].uses_reward else words
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a cat\na dog\n")
+    return file
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("recipe", REAL)
+def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe, method):
+    run = parsed(*given(recipe, method, models[recipe], prompts))
+    for ranks in (1, 8, 16):
+        plan = check(run, Mesh(ALONE.device, size=ranks, config=ParallelConfig(shard=ranks)))
+        assert plan.notes == () and plan.counts["micro-batch"] == 1
+        assert plan.prompts == (() if method in ("finetune", "consistency") else ("a cat", "a dog"))
+
+
+@pytest.mark.parametrize(("recipe", "steps"), [(recipe, 1) for recipe in REAL])
+@pytest.mark.parametrize("method", ["dance_grpo", "diffusion_nft"])
+def test_a_rollout_of_a_real_recipe_has_one_update(recipe, method, steps):
+    assert parsed("--recipe", recipe, "--method", method).algorithm.plan().table(8)["optimizer updates"] == steps
+
+
+@pytest.mark.parametrize("recipe", REAL)
+def test_real_recipes_save_and_validate_as_often_as_their_lengths_want(recipe):
+    for method in METHODS:
+        run = parsed("--recipe", recipe, "--method", method)
+        assert 4 <= run.steps / run.checkpoint_every <= 20, method
+        assert 10 <= run.steps / run.validate_every <= 40, method
+        assert run.sampler.negative_prompt.startswith("色调艳丽") and not run.prompts, method
+
+
+@pytest.mark.parametrize("recipe", REAL)
+def test_a_recipe_fits_the_model_it_was_made_for_and_no_other(models, recipe):
+    assert [name for name in models if fits(recipe, "student", str(models[name]))] == [recipe]
+    assert not fits("tiny", "student", str(models[recipe])) and fits("tiny", "student", "tiny")
+
+
+# What is missing is named, and nothing of the tiny world stands in for it.
+
+
+@pytest.mark.parametrize(
+    ("method", "missing"),
+    [
+        ("dance_grpo", ["--student.path", "--reward.path", "--prompts"]),
+        ("diffusion_nft", ["--student.path", "--reward.path", "--prompts"]),
+        ("dmd2", ["--student.path", "--prompts"]),
+        ("finetune", ["--student.path", "--data.path"]),
+    ],
+)
+def test_a_real_recipe_names_everything_that_is_missing(method, missing):
+    with pytest.raises(ConfigError, match=f"--method {method} with recipe wan2.1-1.3b needs ") as caught:
+        check(parsed("--recipe", "wan2.1-1.3b", "--method", method), ALONE)
+    assert re.findall(r"--[\w.]+(?= \()", str(caught.value)) == missing
+
+
+@pytest.mark.parametrize("flag", ["--student.path", "--reward.path", "--prompts"])
+def test_one_thing_that_is_missing_is_named_alone(models, prompts, flag):
+    words = given("wan2.1-1.3b", "dance_grpo", models["wan2.1-1.3b"], prompts)
+    at = words.index(flag)
+    with pytest.raises(ConfigError, match=rf"wan2\.1-1\.3b needs {flag} \([^,]*\)$"):
+        check(parsed(*words[:at], *words[at + 2 :]), ALONE)
+
+
+def test_nothing_of_the_tiny_world_is_a_default_of_the_code():
+    for name, method in METHODS.items():
+        run = settings.run_class(method)()
+        assert "tiny" not in json.dumps(settings.plain(run)), name
+        assert run.reward.named() == {}, name
+
+
+def test_the_tiny_recipe_is_the_default_without_a_path():
+    assert parsed("--method", "dmd2").recipe == parsed("--method", "dmd2", "--teacher.path", "tiny").recipe == "tiny"
+
+
+@pytest.mark.parametrize("form", ["--{}.path {}", "--{}.path={}"])
+@pytest.mark.parametrize("role", ["student", "teacher", "critic"])
+def test_a_path_needs_a_recipe_and_is_told_which_fit(models, role, form):
+    folder = models["wan2.1-14b"]
+    run = parsed("--method", "dmd2", *form.format(role, folder).split())
+    with pytest.raises(ConfigError, match=rf"--{role}\.path {folder} needs a --recipe .*: have wan2\.1-14b$"):
+        check(run, ALONE)
+
+
+def test_a_path_in_a_config_file_needs_a_recipe_too(models, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"student: {{path: {models['wan2.1-1.3b']}}}\n")
+    with pytest.raises(ConfigError, match=r"have wan2\.1-1\.3b$"):
+        check(parsed("--config", file, "--method", "dmd2"), ALONE)
+
+
+def test_a_model_that_no_recipe_fits_is_told_all(tmp_path):
+    folder = model_folder(tmp_path / "odd", 1, {"num_layers": 7})
+    with pytest.raises(ConfigError, match=r"none was made for it; have tiny, .*wan2\.2-a14b$"):
+        check(parsed("--method", "dmd2", "--student.path", folder), ALONE)
+
+
+def test_a_recipe_for_another_model_is_a_warning(models, prompts):
+    words = given("wan2.1-14b", "dmd2", models["wan2.1-1.3b"], prompts)
+    (note,) = check(parsed(*words), ALONE).notes
+    assert note.startswith(f"warning: recipe wan2.1-14b was made for another model than {models['wan2.1-1.3b']}")
+
+
+def test_a_recipe_inherits_from_its_base():
+    base, own = (settings.load_recipe(name) for name in ("wan2.1-1.3b", "wan2.1-14b"))
+    assert own["dmd2"]["student"] == base["dmd2"]["student"] | {"learning_rate": 1e-5}
+    assert own["common"]["video"] == base["common"]["video"] and own["fits"] != base["fits"]
