@@ -7,6 +7,7 @@ import pytest
 from helpers import ALONE, HPSV3, WAN
 
 from unified_trainer import config as settings
+from unified_trainer.__main__ import main
 from unified_trainer.config import ConfigError
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import check, fits
@@ -119,6 +120,25 @@ def test_one_thing_that_is_missing_is_named_alone(models, prompts, flag):
     at = words.index(flag)
     with pytest.raises(ConfigError, match=rf"wan2\.1-1\.3b needs {flag} \([^,]*\)$"):
         check(parsed(*words[:at], *words[at + 2 :]), ALONE)
+
+
+def test_a_best_checkpoint_by_reward_needs_a_reward(models, prompts):
+    words = given("wan2.1-1.3b", "dmd2", models["wan2.1-1.3b"], prompts)
+    with pytest.raises(ConfigError, match=r"best_metric reward is not measured without a scorer: give --reward\.path"):
+        check(parsed(*words, "--keep-best", "1"), ALONE)
+
+
+@pytest.mark.slow
+def test_a_distillation_without_reward_measures_none(run_folder, prompts):
+    """The tiny model as one's own: its validation has the first training prompts and no reward."""
+    words = ["--method", "dmd2", "--recipe", "tiny", "--reward.path", "", "--validation.prompts", ""]
+    words += ["--prompts", str(prompts), "--steps", "1", "--algorithm.batch-size", "2", "--output", str(run_folder)]
+    assert main([*words, "--validation.num-samples", "2", "--validate-every", "1"]) == 0
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    measured = {name for row in rows for name in row if name.startswith("validation/")}
+    assert "validation/pixels/saturation" in measured
+    assert not [name for name in measured if "reward" in name or "accuracy" in name]
+    assert len(list((run_folder / "validation" / "step_1").glob("*.mp4"))) == 2
 
 
 def test_nothing_of_the_tiny_world_is_a_default_of_the_code():

@@ -310,6 +310,8 @@ def test_settings_and_metadata_are_translated():
     """Sections of other roles are left out, and values with another unit or name are converted."""
     saved = flat(FOREIGN) | {"student.clip_norm": 2.0, "sampler.step_list": [1000.0, 750.0], "best_metric": "judge"}
     expected = {"student.max_grad_norm": 2.0, "sampler.step_sigmas": [1.0, 0.75], "best_metric": "accuracy"}
+    saved |= {"prompts": None, "validation.prompts": None, "data.path": None, "reward.device": ""}
+    expected |= {"prompts": "tiny", "validation.prompts": "tiny", "data.path": "tiny", "reward.device": ""}
     known = flat(plain(run_class(METHODS["dance_grpo"])()))
     assert renamed.translate_settings(saved, "dance_grpo", known) == expected
     found = renamed.translate_metadata(

@@ -90,6 +90,7 @@ def train(run: RunConfig) -> int:
             Tracker(output, run.tracking, settings.plain(run), run.steps, start, mesh.is_main) as tracker,
             Saver(output / "checkpoints", mesh, built.keep, tracker.say, asynchronous=run.async_save) as saver,
         ):
+            tracker.table(f"{run.method} with recipe {run.recipe}", built.summary)
             tracker.table(f"{run.method}: one training step", built.counts)
             for note in built.notes:
                 tracker.say(note)

@@ -22,9 +22,10 @@ from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import Causal
 from unified_trainer.roles.experts import Expert, ExpertPair
-from unified_trainer.roles.reward import Reward, RewardConfig
+from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.summary import summary
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 
@@ -35,6 +36,7 @@ class Built:
 
     trainer: Trainer
     validation: Validation
+    summary: dict[str, str]  # models, reward, prompts and video size
     counts: dict[str, int | str]  # of one training step's batch
     notes: tuple[str, ...]  # ranks and precision
     keep: Keep
@@ -70,7 +72,8 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     )
     prompts = plan.validation_prompts or [source.prompt(i) for i in range(min(run.validation.num_samples, len(source)))]
     validation = Validation(run.validation, codec, reward, features, run.sampler, prompts, plan.latent_shape, mesh)
-    return Built(trainer, validation, plan.counts, (*_notes(roles, run.reward, mesh), *plan.notes), plan.keep)
+    rows = summary(run, plan, roles, source)
+    return Built(trainer, validation, rows, plan.counts, (*_notes(mesh), *plan.notes), plan.keep)
 
 
 def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:
@@ -151,8 +154,6 @@ def _monitor(run: RunConfig, plan: RunPlan) -> HackingMonitor | None:
     return HackingMonitor(run.hacking_monitor, ("accuracy", *held_out))
 
 
-def _notes(roles: Mapping[str, Role], reward: RewardConfig, mesh: Mesh) -> tuple[str, ...]:
-    held = [f"{name} {role.precision}" for name, role in roles.items()]
-    held += [f"scorer {name} {scorer.precision}" for name, scorer in reward.named().items() if scorer.path]
+def _notes(mesh: Mesh) -> tuple[str, ...]:
     rest = "gradients and their sums over ranks, optimizers, guidance, losses and log-probabilities fp32; sigmas fp64"
-    return (f"ranks: {mesh}", f"precision: {'; '.join(held)}; text encoder and decoder fp32; {rest}")
+    return (f"ranks: {mesh}", f"precision: text encoder and decoder fp32; {rest}")

@@ -69,6 +69,8 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
         raise ConfigError(f"best_metric {run.best_metric}: renamed to {METRICS[run.best_metric]}")
     if keep.best and not run.validate_every:
         raise ConfigError(f"keep_best {keep.best} needs validations to compare: set validate_every")
+    if keep.best and keep.metric.startswith("reward") and not run.reward.named():
+        raise ConfigError(f"best_metric {keep.metric} is not measured without a scorer: give --reward.path")
     _check_monitor(run, method)
     run.sampler.check()
     check_reward(run.reward, run.video.frames)

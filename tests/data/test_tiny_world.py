@@ -1,5 +1,7 @@
 """The attribute checker: right on the caption that was drawn, wrong on all others and on an empty video."""
 
+import math
+
 import pytest
 import torch
 
@@ -114,3 +116,25 @@ def test_a_change_of_color_on_the_way_is_wrong(videos):
 def test_counts_must_match(videos):
     with pytest.raises(ValueError, match="check_attributes: 48 videos but 47 subjects"):
         check_attributes(videos, SUBJECTS[:-1])
+
+
+def test_only_the_upper_corner_of_a_triangle_leaves_the_frame():
+    """The half sizes follow from the area pi r^2; the numbers stand in the docstring of `draw_clip`."""
+    generator = torch.Generator().manual_seed(0)
+    inradius = math.sqrt(math.pi / (3 * math.sqrt(3)))
+    half = {"circle": 1.0, "square": math.sqrt(math.pi) / 2, "triangle": math.sqrt(3) * inradius}
+    above = half | {"triangle": 2 * inradius}  # of the centre
+    below = half | {"triangle": inradius}
+    outside: dict[str, list[float]] = {shape: [] for shape in half}
+    for subject in SUBJECTS * 100:
+        clip = draw_clip(subject, generator)
+        (x, y), shape = clip.centre, subject.shape
+        dx, dy = (abs(part) * clip.travel / 2 for part in DIRECTIONS[subject.direction])
+        side, top, bottom = (clip.radius * size[shape] for size in (half, above, below))
+        edges = (side + dx - x, x + side + dx - SIZE, y + bottom + dy - SIZE, top + dy - y)
+        assert max(edges[:3]) <= 0
+        outside[shape].append(edges[3])
+    assert max(*outside["circle"], *outside["square"]) <= 0
+    triangles = outside["triangle"]
+    assert max(triangles) == pytest.approx(2.8, abs=0.1)
+    assert sum(edge > 0 for edge in triangles) / len(triangles) == pytest.approx(0.23, abs=0.02)

@@ -165,6 +165,23 @@ def test_the_average_after_three_updates():
     assert_same(weights(role.network), history[3])
 
 
+def test_the_average_starts_after_so_many_updates():
+    """shadow = w2 after two updates, then d w2 + (1 - d) w3."""
+    role = student(learning_rate=0.1, ema_decay=0.75, ema_start=2)
+    history = moved(role, 2)
+    with role.ema_weights():
+        assert_same(weights(role.network), history[2])
+    (_, last) = moved(role, 1)
+    with role.ema_weights():
+        expected = {k: 0.75 * history[2][k] + 0.25 * last[k] for k in last}
+        assert_near(weights(role.network), expected, 1e-6)
+
+
+def test_the_start_of_the_average_must_not_be_negative():
+    with pytest.raises(ValueError, match=r"student\.ema_start must not be negative, but is -1"):
+        TrainableConfig(ema_start=-1).check("student")
+
+
 def test_the_average_is_put_back_after_an_error():
     role = student(learning_rate=0.1, ema_decay=0.75)
     last = moved(role, 1)[-1]

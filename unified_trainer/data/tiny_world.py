@@ -65,11 +65,15 @@ class Clip:
 
 
 def draw_clip(subject: Subject, generator: torch.Generator) -> Clip:
-    """Draw a clip whose shape stays inside the frame, uniformly over size, travel and position."""
+    """Draw a clip, uniformly over size, travel and position.
+
+    Circles and squares stay inside the frame. The upper corner of a triangle is 1.56 radii from its centre: in 23 % of
+    the clips of triangles it leaves the frame, by up to 2.9 pixels.
+    """
     u = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
     radius = RADIUS_RANGE[0] + u[0] * (RADIUS_RANGE[1] - RADIUS_RANGE[0])
     travel = TRAVEL_RANGE[0] + u[1] * (TRAVEL_RANGE[1] - TRAVEL_RANGE[0])
-    reach = radius * 1.35  # the farthest corner of a triangle or square of this area, and a pixel
+    reach = radius * 1.35  # more than circles and squares, less than the upper corner of a triangle
     centre = []
     for part, along in zip(u[2:], DIRECTIONS[subject.direction], strict=True):
         slack = SIZE / 2 - reach - abs(along) * travel / 2

@@ -163,6 +163,7 @@ class Family:
     latent_channels: Callable[[Path], int]  # folder -> channels of the latents; reads configs only
     # (folder, frames, height, width of a video in pixels) -> latent channels, frames, height, width; reads configs only
     latent_shape: Callable[[Path, int, int, int], tuple[int, int, int, int]]
+    tokens: Callable[[Path, tuple[int, int, int, int]], int]  # (folder, latent shape) -> tokens of one sample
     attention_heads: Callable[[Path], int]  # folder -> heads of self-attention, which sequence ranks divide
     # folder -> its networks, of high noise first, and the noise level in (0, 1) at which two experts meet; None where
     # the folder has one network or names no level.

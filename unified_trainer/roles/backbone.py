@@ -1,5 +1,6 @@
 """A network in memory: one role's own, or the shared base of several roles that each train an adapter on it."""
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -96,6 +97,12 @@ class Backbone:
             return dict(self.model.network.named_parameters())
         mine = f".{role}."
         return {key.replace(mine, "."): p for key, p in self.model.network.named_parameters() if mine in key}
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters of the whole network, without adapters."""
+        shapes = [p.shape for key, p in self.model.network.named_parameters() if ".lora_" not in key]
+        return sum(math.prod(shape) for shape in shapes)
 
     @contextmanager
     def running(self, role: str) -> Iterator[VideoModel]:

@@ -100,6 +100,11 @@ class Role:
         self._mesh = next(iter(self._backbones.values())).mesh
         self.device = self._mesh.device
 
+    @property
+    def parameters(self) -> int:
+        """The number of parameters of its networks, without adapters."""
+        return sum(backbone.parameters for backbone in self._backbones.values())
+
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         """Return velocity = noise - x0 of each sample at its own noise level, in float32."""
         if self.boundary is None:

@@ -1,5 +1,6 @@
 """The Wan family: how a WanPipeline folder is opened, and what its configs say."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,12 @@ def latent_channels(folder: Path) -> int:
 def latent_shape_of(folder: Path, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
     """Return the shape of a video's latents, from the VAE's config; its weights are not read."""
     return latent_shape(outline(AutoencoderKLWan, folder / "vae"), frames, height, width)
+
+
+def tokens(folder: Path, latent_shape: tuple[int, int, int, int]) -> int:
+    """Return the tokens that the transformer makes of one sample's latents, read from its config."""
+    patches = zip(latent_shape[1:], _setting(folder, "patch_size"), strict=True)
+    return math.prod(size // patch for size, patch in patches)
 
 
 def attention_heads(folder: Path) -> int:
@@ -62,7 +69,7 @@ def _config(folder: Path, component: str) -> dict[str, Any]:
     return read_json(file)
 
 
-def _setting(folder: Path, key: str) -> int:
+def _setting(folder: Path, key: str) -> Any:
     config = _config(folder, EXPERTS[0])
     if key not in config:
         raise UserError(f"{folder / EXPERTS[0] / 'config.json'}: {key} is missing; this is no Wan transformer")
@@ -75,6 +82,7 @@ WAN = Family(
     causal=CausalWanModel.open,
     latent_channels=latent_channels,
     latent_shape=latent_shape_of,
+    tokens=tokens,
     attention_heads=attention_heads,
     networks=networks,
     experts=EXPERTS,

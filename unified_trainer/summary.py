@@ -1,0 +1,53 @@
+"""The table that a run prints at its start: its models, reward, prompts and video size."""
+
+import math
+from collections.abc import Mapping
+
+from unified_trainer.config import RunConfig
+from unified_trainer.data.loader import Source
+from unified_trainer.plan import RunPlan
+from unified_trainer.rewards.base import ScorerConfig
+from unified_trainer.roles.role import Role, Trainable
+
+
+def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: Source) -> dict[str, str]:
+    """Return the rows of the table by name."""
+    rows = {name: _role(plan.roles[name].path, role) for name, role in roles.items()}
+    for name, config in run.reward.named().items():
+        rows["scorer " + name] = _scorer(config)
+    if not run.reward.named():
+        rows["reward"] = "none: validations measure pixels alone"
+    origin = run.data.path if run.algorithm.needs_clips else run.prompts
+    rows["clips" if run.algorithm.needs_clips else "prompts"] = f"{origin}: {len(source)}"
+    rows["validation prompts"] = (
+        f"{run.validation.prompts or f'the first of {origin}'}: {run.validation.num_samples} samples"
+    )
+    video, latent_shape = run.video, plan.latent_shape
+    tokens = plan.family.tokens(plan.folder, latent_shape)
+    rows["video"] = f"{video.frames} frames of {video.height} x {video.width} pixels"
+    rows["latents"] = f"{' x '.join(map(str, latent_shape))} (channels, frames, height, width), {tokens} tokens"
+    return rows
+
+
+def _role(path: str, role: Role) -> str:
+    """Folder, size, precision, and what is trained."""
+    said = f"{path}: {_millions(role.parameters)}, {role.precision}; "
+    if not isinstance(role, Trainable):
+        return said + "not trained"
+    trained = sum(math.prod(p.shape) for p in role.weights.values())
+    if role.config.adapter.rank:
+        return said + f"trains an adapter of rank {role.config.adapter.rank}, {_millions(trained)}"
+    return said + ("trains all" if trained == role.parameters else f"trains {_millions(trained)}")
+
+
+def _scorer(config: ScorerConfig) -> str:
+    frames = {"first": "first frame", "every": f"every {config.frame_stride}th frame", "all": "all frames"}[
+        config.frames
+    ]
+    what = f"weight {config.weight:g}" if config.weight else "held out: measured at validations only"
+    network = [f"{config.path}, {config.precision}"] if config.path else []
+    return ", ".join([*network, frames, f"scale {config.scale:g}", what])
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2f} B parameters" if count >= 1e9 else f"{count / 1e6:.2f} M parameters"
