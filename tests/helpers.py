@@ -187,7 +187,7 @@ def mean_score(images, prompts):
 
 def reward_of(scorer=mean_score, codec=None, **config) -> Reward:
     """A reward of one outside scorer of images."""
-    config = RewardConfig(**{"kind": "outside"} | config)
+    config = RewardConfig(**{"kind": "mean_score"} | config)
     return Reward({config.kind: of_images(scorer, config.batch)}, codec or tiny_codec(), config)
 
 

@@ -213,7 +213,10 @@ def read_reward(file: Path) -> RewardConfig:
     section = load_yaml(file).get("reward")
     if not isinstance(section, dict):
         raise ConfigError(f"--reward {file} must hold a section reward, as in a recipe")
-    return _apply(_RewardFile, _RewardFile(), _flags({"reward": section}), str(file)).reward
+    reward = _apply(_RewardFile, _RewardFile(), _flags({"reward": section}), str(file)).reward
+    if not reward.named():
+        raise ConfigError(f"--reward {file} names no scorer: set path, kind or scorers in its section reward")
+    return reward
 
 
 def save(run: RunConfig, file: Path) -> None:
@@ -287,7 +290,7 @@ def _default_recipe(argv: Sequence[str], saved: Mapping[str, Any], method: type[
     """Return tiny, or "" where a role has a path of its own: the run's plan then asks for a recipe."""
     keys = {f"{role}.path" for role, spec in method.roles.items() if spec.config_class}
     given = {key: saved.get(key, "") for key in keys}
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = word.removeprefix("--").partition("=")
         if name in keys:
             given[name] = value if equals else following

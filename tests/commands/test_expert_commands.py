@@ -223,7 +223,11 @@ def test_dmd2_with_experts_in_any_role(two, folder, tmp_path):
     small = {"data.num-clips": 4, "algorithm.batch-size": 2, "algorithm.micro-batch": 1, "steps": 2}
     small |= {"algorithm.student-every": 1, "validate-every": 0, "validation.num-samples": 2}
     small |= {"video.frames": 5, "video.height": 32, "video.width": 32}
-    options = flags({"method": "dmd2", "output": tmp_path / "run"} | small | {f"{k}.path": v for k, v in paths.items()})
+    options = flags(
+        {"method": "dmd2", "recipe": "tiny", "output": tmp_path / "run"}
+        | small
+        | {f"{k}.path": v for k, v in paths.items()}
+    )
     assert main([*options, "--student.adapter.rank", "2"]) == 0
     keys = checkpoint_of(tmp_path / "run", 2)
     for name in ("student", "critic"):

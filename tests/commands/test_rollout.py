@@ -160,7 +160,8 @@ def test_scores_of_another_reward_are_not_overwritten(rollouts, other, tmp_path,
     ("text", "message"),
     [
         ("steps: 3", "must hold a section reward"),
-        ("reward: {weight: 0}", "the weights of the reward sum to zero"),
+        ("reward: {path: tiny, weight: 0}", "the weights of the reward sum to zero"),
+        ("reward: {weight: 0}", "names no scorer: set path, kind or scorers"),
         ("reward: {scorers: {motion_smoothness: {weight: 1}}}", "motion_smoothness needs at least 3 frames"),
     ],
 )

@@ -160,7 +160,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(sampler):
 
 def test_a_reward_without_gradient_is_refused():
     blind = reward_of(lambda images, prompts: mean_score(images, prompts).detach())
-    with pytest.raises(ValueError, match="none of outside has a gradient"):
+    with pytest.raises(ValueError, match="none of mean_score has a gradient"):
         trainer(blind).step(0)
 
 

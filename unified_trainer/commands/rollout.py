@@ -54,6 +54,8 @@ def rollout(
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
     rewards = settings.read_reward(reward) if reward else loaded.run.reward
+    if not rewards.named():
+        raise UserError(f"{run} was trained without a reward: give one with --reward FILE")
     check_reward(rewards, loaded.run.video.frames)
     plain = settings.plain(loaded.run)
     about = {"run": run, "step": loaded.metadata["step"], "method": loaded.metadata["method"], "base": str(loaded.base)}

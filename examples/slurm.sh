@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Several nodes under Slurm, one launcher per node: sbatch --nodes 4 examples/slurm.sh --method dmd2 --recipe ...
+#SBATCH --job-name unified-trainer
+#SBATCH --ntasks-per-node 1
+#SBATCH --gpus-per-node 8
+#SBATCH --signal TERM@300
+set -euo pipefail
+GPUS=${GPUS:-8} # processes on each node
+PORT=${PORT:-29500}
+HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+# --signal TERM@300: five minutes before the time limit every rank finishes its step and saves; --resume continues.
+srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$GPUS" \
+    --rdzv-backend c10d --rdzv-endpoint "$HOST:$PORT" --rdzv-id "$SLURM_JOB_ID" \
+    -m unified_trainer "$@"
