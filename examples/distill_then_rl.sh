@@ -11,7 +11,7 @@ RUNS=${RUNS:-runs}       # folder for everything that is written
 RANKS=${RANKS:-1}        # processes, one per GPU
 
 train() {
-    torchrun --nproc-per-node "$RANKS" -m unified_trainer --recipe "$RECIPE" --student.path "$MODEL" \
+    torchrun --standalone --nproc-per-node "$RANKS" -m unified_trainer --recipe "$RECIPE" --student.path "$MODEL" \
         --reward.path "$REWARD" --prompts "$PROMPTS" "$@"
 }
 train --method dmd2 --output "$RUNS/dmd2" "$@"

@@ -10,6 +10,6 @@ PROMPTS=${PROMPTS:-tiny} # file with one prompt per line
 RUNS=${RUNS:-runs}       # folder for everything that is written
 RANKS=${RANKS:-1}        # processes, one per GPU
 
-torchrun --nproc-per-node "$RANKS" -m unified_trainer --method dance_grpo --recipe "$RECIPE" \
+torchrun --standalone --nproc-per-node "$RANKS" -m unified_trainer --method dance_grpo --recipe "$RECIPE" \
     --student.path "$MODEL" --reward.path "$REWARD" --prompts "$PROMPTS" --output "$RUNS/rl" "$@"
 python -m unified_trainer export "$RUNS/rl" "$RUNS/rl-student"

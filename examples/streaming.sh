@@ -14,7 +14,7 @@ RUNS=${RUNS:-runs} # folder for everything that is written
 RANKS=${RANKS:-1}  # processes, one per GPU
 
 train() {
-    torchrun --nproc-per-node "$RANKS" -m unified_trainer --recipe "$RECIPE" --student.path "$MODEL" \
+    torchrun --standalone --nproc-per-node "$RANKS" -m unified_trainer --recipe "$RECIPE" --student.path "$MODEL" \
         --prompts "$PROMPTS" --sampler.chunks.chunk-frames "$CHUNK" "$@"
 }
 train --method ode_init --output "$RUNS/ode-init" "$@"

@@ -1,0 +1,117 @@
+"""Every script of examples/, run as a user would run it, on the tiny world and on a folder of one's own."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import HPSV3, REPO, WAN, free_port
+
+EXAMPLES = REPO / "examples"
+SHORT = ["--steps", "1", "--validate-every", "1", "--validation.num-samples", "2", "--device", "cpu"]
+GROUPS = ["--algorithm.num-prompts", "2", "--algorithm.num-samples", "2", "--algorithm.prompts-per-update", "2"]
+PAIRS = ["--algorithm.batch-size", "2"]
+NODES = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
+
+
+def run(*words: object, where: Path, **environment: object) -> str:
+    """Run a script with the Python of this test; it must end with code 0. Gives what it printed."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    settings = {name: str(value) for name, value in environment.items()}
+    words = [str(word) for word in words]
+    done = subprocess.run(
+        words, cwd=where, env={**os.environ, "PATH": path, **settings}, text=True, capture_output=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A model, a reward and prompts outside the package: copies of the tiny ones, and subjects of no caption."""
+    folder = tmp_path_factory.mktemp("own")
+    shutil.copytree(WAN, folder / "model")
+    shutil.copytree(HPSV3, folder / "reward")
+    (folder / "prompts.txt").write_text("a red circle\na blue square\n\na green triangle\n")
+    return {"MODEL": folder / "model", "REWARD": folder / "reward", "PROMPTS": folder / "prompts.txt"}
+
+
+def test_every_script_is_tested_and_explained():
+    scripts = {path.name for path in EXAMPLES.glob("*.sh")}
+    assert scripts == set(re.findall(r"\w+\.sh", Path(__file__).read_text())) - {"install_torch.sh"}
+    for path in EXAMPLES.glob("*.sh"):
+        text = path.read_text()
+        assert text.startswith("#!/usr/bin/env bash\n# ") and "set -euo pipefail" in text and os.access(path, os.X_OK)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_try(tmp_path, ranks):
+    run(EXAMPLES / "try.sh", *SHORT, *GROUPS, where=tmp_path, RANKS=ranks)
+    assert (tmp_path / "runs" / "try-videos" / "0.mp4").is_file()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_own_model(tmp_path, own, ranks):
+    run(EXAMPLES / "own_model.sh", *SHORT, *GROUPS, where=tmp_path, RANKS=ranks, RECIPE="tiny", **own)
+    assert (tmp_path / "runs" / "rl-student" / "model_index.json").is_file()
+    settings = (tmp_path / "runs" / "rl" / "config.yaml").read_text()
+    assert all(str(path) in settings for path in own.values())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_distil_then_rl_and_compare(tmp_path, own, ranks):
+    """The flags of both trainings differ, so the script runs with those that they share."""
+    sizes = ["--sampler.num-steps", "2", *SHORT]
+    run(EXAMPLES / "distill_then_rl.sh", *sizes, where=tmp_path, RANKS=ranks, RECIPE="tiny", **own)
+    assert (tmp_path / "runs" / "dmd2-rl-student" / "transformer" / "config.json").is_file()
+    pair = ["runs/dmd2:ema", "runs/dmd2-rl@1", own["PROMPTS"]]
+    said = run(EXAMPLES / "compare.sh", *pair, where=tmp_path, SAMPLES=1)
+    assert len(re.findall(r"3 samples in runs/compare/\w+, 3 of them new, mean reward", said)) == 2
+    first, second = (
+        json.loads((tmp_path / f"runs/compare/{one}/rollout.json").read_text()) for one in ("first", "second")
+    )
+    assert first["seed"] == second["seed"] and first["prompts"] == second["prompts"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_streaming(tmp_path, ranks):
+    sizes = [*SHORT, *PAIRS, "--algorithm.micro-batch", "1"]
+    run(EXAMPLES / "streaming.sh", *sizes, where=tmp_path, RANKS=ranks, FRAMES=21)
+    assert (tmp_path / "runs" / "streamed" / "0.mp4").is_file()
+
+
+# Two nodes: two launchers with one rank each, on this machine.
+
+
+@pytest.mark.ranks
+def test_two_launchers_make_one_run(tmp_path):
+    """Slurm's own commands stand in: srun starts the command on both nodes, scontrol names the first host."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    scripts = {
+        "scontrol": "echo localhost; echo elsewhere",
+        "srun": '("$@" --output runs/two) & "$@" --output runs/two; wait $!',
+    }
+    for name, text in scripts.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\nset -e\n{text}\n")
+        (programs / name).chmod(0o755)
+    slurm = {
+        "SLURM_JOB_NUM_NODES": 2,
+        "SLURM_JOB_NODELIST": "nodes[1-2]",
+        "SLURM_JOB_ID": 7,
+        "GPUS": 1,
+        "PORT": free_port(),
+    }
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    words = ["--method", "dance_grpo", *SHORT, *GROUPS]
+    said = run(EXAMPLES / "slurm.sh", *words, where=tmp_path, **slurm | {"PATH": path})
+    assert said.count("ranks: 2 on cpu") == 1
+    assert (tmp_path / "runs" / "two" / "checkpoints" / "step_1").is_dir()
