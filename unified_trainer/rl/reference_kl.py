@@ -29,6 +29,12 @@ class KLSettings:
     batch: int  # samples per pass of the KL of whole rollouts
 
 
+def check_reference(coefficient: float, reference: Frozen | None) -> None:
+    """Raise UserError for a KL coefficient above 0 without a reference that the KL is measured to."""
+    if coefficient and reference is None:
+        raise UserError("algorithm.kl_coefficient above 0 needs a reference role: set it to 0")
+
+
 def divergence(
     kind: KL,
     policy: Policy,
@@ -55,8 +61,7 @@ class ReferenceKL:
     """The KL to a reference role, with a fixed or adaptive coefficient."""
 
     def __init__(self, settings: KLSettings, sampler: SamplerConfig, policy: Policy, reference: Frozen | None) -> None:
-        if settings.coefficient and reference is None:
-            raise UserError("algorithm.kl_coefficient above 0 needs a reference role: set it to 0")
+        check_reference(settings.coefficient, reference)
         self._settings, self._sampler, self._policy, self._reference = settings, sampler, policy, reference
         self._adaptive = (
             AdaptiveKL(settings.coefficient, settings.target, settings.horizon) if settings.target else None
