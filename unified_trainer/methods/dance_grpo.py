@@ -55,7 +55,8 @@ class DanceGRPOConfig(GroupConfig):
     """Use the policy's normalised density; without, -(x_next - mean)^2 as published for cps (experimental)."""
     window: WindowConfig = field(default_factory=WindowConfig)
     timestep_fraction: float = 0.6
-    """Fraction of the stochastic transitions trained, drawn anew in each training step."""
+    """Fraction of the stochastic transitions trained, drawn anew in each training step. It has no effect with
+    algorithm.window.size: a window is trained whole."""
     objective: Mode = "clip"
     """Policy objective; clip is measured, the others are experimental."""
     clip_low: float = 1e-4
@@ -205,8 +206,13 @@ class DanceGRPO(Method):
         yield from update_losses(advantages, trained, start_update, metrics)
 
     def _trained_transitions(self, window: range, rng: Streams) -> list[int]:
-        """Draw the transitions trained in this step, equal on all ranks; never the last, which has no density."""
+        """Return the transitions trained in this step, equal on all ranks; never the last, which has no density.
+
+        They are those of the window that trained experts make; without a window size, a drawn fraction of them.
+        """
         trainable = [s for s in window if self.student.trains(self.policy.sigmas[s])]
+        if self.config.window.size:
+            return trainable
         count = max(1, round(self.config.timestep_fraction * len(trainable)))
         return sorted(trainable[i] for i in rng.shared.permutation(len(trainable))[:count])
 
