@@ -186,10 +186,16 @@ def test_the_trust_region_reads_the_ratio_of_the_objective():
 # KL to a reference.
 
 
-@pytest.mark.parametrize("kind", ["exact", "k1", "k2", "k3", "velocity"])
-def test_kl_in_the_loss(kind):
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *((kind, {}) for kind in ("exact", "k1", "k2", "k3", "velocity")),
+        ("k3", {"kernel": "cps", "eta": 0.8, "normalised": False}),  # the KL is that of the normalised density
+    ],
+)
+def test_kl_in_the_loss(kind, changes):
     reference = frozen("reference", seed=1)
-    case = Case(reference=reference, kl=kind, kl_coefficient=0.7)
+    case = Case(reference=reference, kl=kind, kl_coefficient=0.7, **changes)
     with torch.no_grad():
         ref = case.steps(reference)
     values = []
