@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.numerics.flow import promote
+from unified_trainer.numerics.flow import promote, sample_mean
 
 Estimate = Literal["k1", "k2", "k3"]
 KL = Literal["exact", "k1", "k2", "k3", "velocity"]
@@ -38,22 +38,23 @@ def gaussian_kl_estimate(
     d = (mean - mean_ref) (2 x_next - mean - mean_ref) / (2 std^2); k2 and k3 of the mean log-ratio would be about 1/D
     of a KL. Over draws of the policy, k1 and k3 have the KL as their expectation, and k2 of an element is higher by
     half the square of that element's KL. The gradients of k2 and k3 have the gradient of the KL as their expectation,
-    the gradient of k1 has expectation zero. `mean` keeps its graph, x_next is detached. Raises ValueError where std
-    is 0.
+    the gradient of k1 has expectation zero. The result is float64; `mean` keeps its graph, x_next is detached. Raises
+    ValueError where std is 0.
     """
     std = _checked_std("gaussian_kl_estimate", std, mean)
     x_next, mean, mean_ref = promote(x_next).detach(), promote(mean), promote(mean_ref)
     log_ratio = (mean - mean_ref) * ((x_next - mean) + (x_next - mean_ref)) / (2 * std.square())
-    return kl_estimate(kind, log_ratio, log_ratio.new_zeros(())).flatten(1).mean(1)
+    return sample_mean(kl_estimate(kind, log_ratio, log_ratio.new_zeros(())))
 
 
 def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Float[Tensor, " b"]:
     """Return the KL per element between Gaussians of equal std: the mean of (mean - mean_ref)^2 / (2 std^2).
 
-    The mean is over the elements of each sample; `std` broadcasts over `mean`. Raises ValueError where std is 0.
+    The mean is over the elements of each sample, in float64; `std` broadcasts over `mean`. Raises ValueError where std
+    is 0.
     """
     std = _checked_std("gaussian_kl", std, mean)
-    return ((promote(mean) - promote(mean_ref)) / std).square().flatten(1).mean(1) / 2
+    return sample_mean(((promote(mean) - promote(mean_ref)) / std).square()) / 2
 
 
 def velocity_kl(velocity: Tensor, velocity_ref: Tensor) -> Float[Tensor, " b"]:
