@@ -28,9 +28,8 @@ def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name):
     if run.method == "diffusion_nft":
         assert kind.trained == 2 * run.sampler.num_steps * run.algorithm.timestep_fraction
     else:
-        assert (
-            kind.trained == (run.algorithm.window.size or run.sampler.num_steps - 1) * run.algorithm.timestep_fraction
-        )
+        fraction = (run.sampler.num_steps - 1) * run.algorithm.timestep_fraction
+        assert kind.trained == (run.algorithm.window.size or fraction)
 
 
 def test_the_table(tmp_path, capsys, monkeypatch):

@@ -122,8 +122,9 @@ def stream_chunks(
 ) -> Iterator[Latents]:
     """Yield the latents chunk by chunk (Self-Forcing, arXiv:2506.08009): x0 of chunk i from its call number exits[i].
 
-    Only that call keeps a graph, and only in chunks that start at `first_gradient_frame` or later. A yielded chunk is
-    then appended to the KV cache at the context noise, without gradient. From chunk i on the condition is prompts[i].
+    Only that call keeps a graph, and only in chunks that start at `first_gradient_frame` or later. A yielded chunk that
+    others follow is then appended to the KV cache at the context noise, without gradient. From chunk i on the condition
+    is prompts[i].
     """
     chunks, draw = sampler.chunks, functools.cache(draw)
     sigmas = sampler.sigmas()[: max(exits) + 1]
@@ -135,7 +136,8 @@ def stream_chunks(
         with torch.set_grad_enabled(torch.is_grad_enabled() and start >= first_gradient_frame):
             x0 = _sample_to_step(cache.velocity, noise[:, :, own], sampler, lambda s, own=own: draw(s)[:, :, own], step)
         yield x0
-        cache.append(_context(x0.detach(), sampler, lambda s, own=own: draw(s)[:, :, own]))
+        if stop < noise.shape[2]:
+            cache.append(_context(x0.detach(), sampler, lambda s, own=own: draw(s)[:, :, own]))
 
 
 @torch.no_grad()
@@ -171,8 +173,9 @@ def rollout(
             window,
             lambda s, own=own: draw(s)[:, :, own],
         )
-        cache.append(part.x0)
         parts.append(part)
+        if stop < noise.shape[2]:
+            cache.append(part.x0)
     fractions = [part.states.shape[3] / noise.shape[2] for part in parts]
     log_probs = sum(fraction * part.log_probs for fraction, part in zip(fractions, parts, strict=True))
     states, x0 = torch.cat([part.states for part in parts], 3), torch.cat([part.x0 for part in parts], 2)

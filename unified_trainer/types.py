@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Protocol, Self, runtime_checkable
 
 from jaxtyping import Float
-from torch import Tensor, cat
+from torch import Tensor, cat, float64
 
 Latents = Float[Tensor, "b c t h w"]
 Video = Float[Tensor, "b 3 frames height width"]  # in [0, 1]
@@ -92,7 +92,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The s stochastic transitions of b samples and their final latents, in float32."""
+    """The s stochastic transitions of b samples and their final latents, in float32; log_probs in float64."""
 
     states: Float[Tensor, "b s_plus_1 c t h w"]  # before the first transition and after each
     log_probs: Float[Tensor, "b s"]  # log-density of each transition, averaged over its elements
@@ -101,7 +101,7 @@ class Rollout:
     @classmethod
     def from_x0(cls, x0: Latents) -> "Rollout":
         """Return a rollout of deterministic samples: x0 and zero transitions."""
-        return cls(x0[:, None][:, :0], x0.new_zeros(len(x0), 0), x0)
+        return cls(x0[:, None][:, :0], x0.new_zeros(len(x0), 0, dtype=float64), x0)
 
     def take(self, rows: Sequence[int]) -> "Rollout":
         """Return the samples of these rows, in this order."""

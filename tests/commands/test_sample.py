@@ -140,12 +140,12 @@ def test_a_prompt_that_switches(runs):
 
 
 def test_a_stream_is_sampled_chunk_by_chunk(runs):
-    """The first chunk takes four calls, each further one four and the context pass."""
+    """The first chunk takes four calls, each further one four and the context pass of the chunk before."""
     one = trained(runs / "causal")
     calls = Calls.of(one.role)
     (stream,) = pieces(one, PROMPTS[:1], 0, 1, by_chunk=True)
     seen = [len(calls.x_t) for _ in stream]
-    assert seen == [4, 9, 14, 19, 24]
+    assert seen == [4, 9, 14, 19, 24] and len(calls.x_t) == 24
 
 
 def test_longer_than_in_training(runs):

@@ -378,7 +378,7 @@ def test_the_rollout_is_the_same_for_any_rollout_batch():
         ({"normalised": False}, r"algorithm\.normalised False needs algorithm\.kernel cps"),
         ({"kernel": "cps", "normalised": False, "guard": True}, r"set algorithm\.normalised True"),
         ({"kernel": "cps", "normalised": False, "step_weight": "equal"}, r"set algorithm\.normalised True"),
-        ({"kernel": "cps", "normalised": False, "kl_coefficient": 1.0, "kl": "k3"}, r"set algorithm\.normalised True"),
+        ({"kernel": "cps", "normalised": False, "clip_velocity": 0.1}, r"set algorithm\.normalised True"),
         ({"window": WindowConfig(size=4)}, r"algorithm\.window\.size must be from 0 to 3, .*, not 4"),
         ({"window": WindowConfig(size=-1)}, r"algorithm\.window\.size must be from 0 to 3, .*, not -1"),
         ({"window": WindowConfig(size=2), "sampler": RENOISED}, r"algorithm\.window\.size must be 0 for .* sde"),

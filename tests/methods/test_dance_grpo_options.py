@@ -186,10 +186,16 @@ def test_the_trust_region_reads_the_ratio_of_the_objective():
 # KL to a reference.
 
 
-@pytest.mark.parametrize("kind", ["exact", "k1", "k2", "k3", "velocity"])
-def test_kl_in_the_loss(kind):
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *((kind, {}) for kind in ("exact", "k1", "k2", "k3", "velocity")),
+        ("k3", {"kernel": "cps", "eta": 0.8, "normalised": False}),  # the KL is that of the normalised density
+    ],
+)
+def test_kl_in_the_loss(kind, changes):
     reference = frozen("reference", seed=1)
-    case = Case(reference=reference, kl=kind, kl_coefficient=0.7)
+    case = Case(reference=reference, kl=kind, kl_coefficient=0.7, **changes)
     with torch.no_grad():
         ref = case.steps(reference)
     values = []
@@ -263,9 +269,12 @@ def test_only_the_states_of_the_window_are_kept(monkeypatch):
     assert kept[0].rollout.states.shape[1] == 3 and kept[0].rollout.log_probs.shape[1] == 2
 
 
-def test_a_fraction_of_the_window_is_trained():
-    case = Case(sampler=dataclasses.replace(ODE, num_steps=9), window=WindowConfig(size=4), timestep_fraction=0.5)
-    assert len(case.calls.where(graph=True)) == 2
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 1.0])
+def test_a_window_is_trained_whole_whatever_the_fraction(fraction):
+    sampler, window = dataclasses.replace(ODE, num_steps=9), WindowConfig(size=4, every=1)
+    case = Case(sampler=sampler, window=window, step=3, timestep_fraction=fraction)
+    levels = [float(case.calls.sigma[i][0]) for i in case.calls.where(graph=True)]
+    assert levels == pytest.approx(sigma_table(9, 3.0)[3:7].tolist())
 
 
 # Metrics.

@@ -197,6 +197,16 @@ def test_half_precision_is_combined_in_float32(function, dtype):
     torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_mean_of_a_sample_is_accumulated_in_float64(dtype):
+    """Elements of 1 and 2^-20 alternate: their mean is exact in float64 alone; the gradient is 1 / D."""
+    x = torch.tensor([1.0, 2.0**-20]).repeat(2, 3, 50_000).to(dtype).requires_grad_()
+    mean = flow.sample_mean(x)
+    assert mean.dtype == torch.float64 and mean.tolist() == pytest.approx([(1 + 2.0**-20) / 2] * 2, rel=1e-14)
+    mean.sum().backward()
+    assert x.grad.dtype == dtype and float(x.grad.double().mean()) == pytest.approx(1 / 300_000, rel=5e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", [flow.shift_sigma, flow.unshift_sigma])
 def test_noise_levels_are_never_rounded_to_half_precision(function, dtype):

@@ -201,6 +201,39 @@ def test_the_gradient_of_the_guard_is_the_drawn_noise():
     torch.testing.assert_close(mean.grad, eps / 500)
 
 
+def test_clip_decisions_are_those_of_float64_arithmetic():
+    """Guarded ratios of 300,000 elements, 2e-4 of their distance to 1 beyond or before the end of the clip range.
+
+    That distance is about 1e-5, and the spacing of float32 numbers near 1 is 1e-7: in float32 arithmetic some of the
+    ratios are on the other side. Samples outside the range have no gradient, since the advantage pushes them outwards.
+    """
+    old, move, eps = torch.randn(3, 8, 300_000, generator=torch.Generator().manual_seed(0))
+    std = torch.full((1, 1), 0.07)
+    new, x_next = old + 0.05 * std * move, old + std * eps
+
+    def guarded(dtype: torch.dtype) -> torch.Tensor:
+        x, after, before, spread = (tensor.to(dtype) for tensor in (x_next, new, old, std))
+        densities = [-0.5 * ((x - mean) / spread).square() - spread.log() for mean in (after, before)]
+        log_ratio = densities[0].mean(1) - densities[1].mean(1)
+        return (log_ratio + ((after - before) / spread).square().mean(1) / 2) * spread[0]
+
+    exact = guarded(torch.float64)
+    beyond = torch.tensor([True, False]).repeat(4)
+    bound = exact.expm1().abs() * torch.where(beyond, 0.9998, 1.0002)
+    assert 1e-7 < float(bound.min()) < float(bound.max()) < 1e-4
+    rounded = (guarded(torch.float32).exp() - 1).abs() > bound.float()
+    assert not torch.equal(rounded, beyond)  # else the test shows nothing
+
+    mean = new.clone().requires_grad_()
+    log_ratio = log_prob(x_next, mean, std) - log_prob(x_next, old, std)
+    ratio = guarded_log_ratio(log_ratio, mean, old, std)
+    assert torch.equal(outside_clip(ratio.detach(), clip_low=bound, clip_high=bound), beyond)
+    objective = surrogate("clip", ratio, exact.sign().float(), clip_low=bound, clip_high=bound)
+    objective.sum().backward()
+    assert torch.equal(mean.grad.abs().amax(1) == 0, beyond)
+    assert log_ratio.dtype == ratio.dtype == objective.dtype == torch.float64 and mean.grad.dtype == torch.float32
+
+
 def test_who_leaves_the_trust_region():
     """Only where k has reached the bound and the ratio went where the advantage pushes it."""
     log_ratio = torch.tensor([0.1, 0.1, -0.1, -0.1, 0.1, 0.0])

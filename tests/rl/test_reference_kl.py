@@ -75,10 +75,11 @@ def test_one_kl_counts_once():
 # An adaptive coefficient.
 
 
+@pytest.mark.parametrize("kind", ["exact", "k3"])
 @pytest.mark.parametrize("where", ["loss", "reward"])
-def test_the_coefficient_follows_the_kl(where):
+def test_the_coefficient_follows_the_kl(where, kind):
     """The coefficient starts at .5 and changes after each update of 8 samples by the rule of MATH.md."""
-    changes = {"kl_in": where, "kl_coefficient": 0.5, "kl_target": 1e-3, "kl_horizon": 100.0}
+    changes = {"kl": kind, "kl_in": where, "kl_coefficient": 0.5, "kl_target": 1e-3, "kl_horizon": 100.0}
     case = Case(reference=frozen("reference", seed=1), **changes)
     assert case.metrics["kl_coefficient"] == 0.5 and case.metrics["kl"] > 1.2e-3
     expected = 0.5 * (1 + 0.2 * 8 / 100)

@@ -55,7 +55,8 @@ class DanceGRPOConfig(GroupConfig):
     """Use the policy's normalised density; without, -(x_next - mean)^2 as published for cps (experimental)."""
     window: WindowConfig = field(default_factory=WindowConfig)
     timestep_fraction: float = 0.6
-    """Fraction of the stochastic transitions trained, drawn anew in each training step."""
+    """Fraction of the stochastic transitions trained, drawn anew in each training step. It has no effect with
+    algorithm.window.size: a window is trained whole."""
     objective: Mode = "clip"
     """Policy objective; clip is measured, the others are experimental."""
     clip_low: float = 1e-4
@@ -73,7 +74,8 @@ class DanceGRPOConfig(GroupConfig):
     step_weight: Literal["none", "inverse_dt", "equal"] = "none"
     """Weight of transitions: none, 1 / (sigma - sigma'), or equal gradient per velocity (experimental)."""
     kl: KL = "exact"
-    """KL to the reference: exact per transition, its estimates k1, k2 or k3, or of the velocities."""
+    """KL to the reference per element: exact per transition, its estimates k1, k2 or k3, or of the velocities. In the
+    loss the gradient of k1 has expectation zero."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL to the loss of each trained transition, or subtract it from a sample's reward."""
     kl_coefficient: float = 0.0
@@ -149,11 +151,10 @@ class DanceGRPOConfig(GroupConfig):
             )
         if self.objective == "gspo" and self.step_weight != "none":
             raise UserError("algorithm.step_weight must be none for gspo, which has one ratio for all transitions")
-        estimates = self.kl_coefficient > 0 and self.kl in ("k1", "k2", "k3")
-        if not self.normalised and (self.guard or self.step_weight == "equal" or self.clip_velocity or estimates):
+        if not self.normalised and (self.guard or self.step_weight == "equal" or self.clip_velocity):
             raise UserError(
-                "algorithm.guard, algorithm.step_weight equal, algorithm.clip_velocity and the estimates of "
-                "algorithm.kl need the normalised density: set algorithm.normalised True"
+                "algorithm.guard, algorithm.step_weight equal and algorithm.clip_velocity need the normalised density: "
+                "set algorithm.normalised True"
             )
 
 
@@ -205,8 +206,13 @@ class DanceGRPO(Method):
         yield from update_losses(advantages, trained, start_update, metrics)
 
     def _trained_transitions(self, window: range, rng: Streams) -> list[int]:
-        """Draw the transitions trained in this step, equal on all ranks; never the last, which has no density."""
+        """Return the transitions trained in this step, equal on all ranks; never the last, which has no density.
+
+        They are those of the window that trained experts make; without a window size, a drawn fraction of them.
+        """
         trainable = [s for s in window if self.student.trains(self.policy.sigmas[s])]
+        if self.config.window.size:
+            return trainable
         count = max(1, round(self.config.timestep_fraction * len(trainable)))
         return sorted(trainable[i] for i in rng.shared.permutation(len(trainable))[:count])
 
@@ -253,7 +259,7 @@ class DanceGRPO(Method):
         mean_old = x_next - std * trajectories.noise(batch, s).to(std)
         ratio = guarded_log_ratio(log_ratio, mean, mean_old, std) if self.config.guard else log_ratio
         kl_old = gaussian_kl(mean.detach(), mean_old, std)
-        kl = self.kl.of_transition(s, x_t, x_next, mean, log_prob, batch, x0) if self.kl.in_loss else None
+        kl = self.kl.of_transition(s, x_t, x_next, mean, batch, x0) if self.kl.in_loss else None
         return Replay(log_ratio, ratio, kl_old, kl, self._clip(s, math.prod(batch.latent_shape)))
 
     @torch.no_grad()

@@ -14,6 +14,7 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.dynamic_sampling import resample_groups
 from unified_trainer.rl.groups import GroupConfig, compute_advantages
 from unified_trainer.rl.minibatches import Minibatch
+from unified_trainer.rl.reference_kl import check_reference
 from unified_trainer.rl.samples import ScoredSamples, sample_and_score
 from unified_trainer.rl.updates import LossAt, MinibatchLoss, update_losses
 from unified_trainer.roles.reward import Reward
@@ -84,8 +85,7 @@ class DiffusionNFT(Method):
         loader: Loader,
         reference: Frozen | None = None,
     ) -> None:
-        if config.kl_coefficient and reference is None:
-            raise UserError("algorithm.kl_coefficient above 0 needs a reference role: set it to 0")
+        check_reference(config.kl_coefficient, reference)
         self.config, self.sampler, self.loader = config, sampler, loader
         self.student, self.old, self.reward, self.reference = student, old, reward, reference
 

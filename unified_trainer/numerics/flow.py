@@ -146,6 +146,14 @@ def promote(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def sample_mean(x: Float[Tensor, "b ..."]) -> Float[Tensor, " b"]:
+    """Return the mean over the elements of each sample, accumulated and returned in float64.
+
+    Differences of such means decide whether a ratio is clipped. The gradient has the dtype of `x`.
+    """
+    return x.mean(tuple(range(1, x.ndim)), dtype=torch.float64)
+
+
 def as_level(sigma: Sigma) -> Tensor:
     """Convert a noise level, or any number per sample, to a float64 tensor."""
     return torch.as_tensor(sigma, dtype=torch.float64)

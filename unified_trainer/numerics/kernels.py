@@ -14,6 +14,7 @@ from unified_trainer.numerics.flow import (
     noise_from_velocity,
     per_sample,
     promote,
+    sample_mean,
     second_order_step,
     x0_from_velocity,
 )
@@ -78,7 +79,7 @@ def _diffusion(kernel: Kernel, sigma: Sigma, level: float, sigma_max: Sigma | No
 
 
 def log_prob(x_next: Tensor, mean: Tensor, std: Tensor, *, normalised: bool = True) -> Float[Tensor, " b"]:
-    """Return the Gaussian log-density of x_next, averaged over the elements of each sample.
+    """Return the Gaussian log-density of x_next, averaged over the elements of each sample, float64.
 
     It is the mean over elements of -(x_next - mean)^2 / (2 std^2) - ln std - ln(2 pi) / 2; `normalised` False gives the
     mean of -(x_next - mean)^2, as published for `cps`. `mean` keeps its graph, x_next is detached. Raises ValueError
@@ -90,9 +91,9 @@ def log_prob(x_next: Tensor, mean: Tensor, std: Tensor, *, normalised: bool = Tr
     std = torch.as_tensor(std, dtype=mean.dtype, device=mean.device)
     error = promote(x_next).detach() - mean
     if not normalised:
-        return -error.square().flatten(1).mean(1)
+        return -sample_mean(error.square())
     density = -0.5 * (error / std).square() - std.log() - 0.5 * math.log(2 * math.pi)
-    return density.flatten(1).mean(1)
+    return sample_mean(density)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.numerics.flow import promote
+from unified_trainer.numerics.flow import promote, sample_mean
 
 Estimate = Literal["k1", "k2", "k3"]
 KL = Literal["exact", "k1", "k2", "k3", "velocity"]
@@ -29,15 +29,32 @@ def kl_estimate(kind: Estimate, log_prob: Tensor, log_prob_ref: Tensor) -> Tenso
     return difference.square() / 2 if kind == "k2" else torch.expm1(-difference) + difference
 
 
+def gaussian_kl_estimate(
+    kind: Estimate, x_next: Tensor, mean: Tensor, mean_ref: Tensor, std: Tensor
+) -> Float[Tensor, " b"]:
+    """Estimate the KL per element between Gaussians of equal std, see `gaussian_kl`, from a draw of the policy.
+
+    It is the mean over the elements of each sample of `kl_estimate` at the log-ratio of one element,
+    d = (mean - mean_ref) (2 x_next - mean - mean_ref) / (2 std^2); k2 and k3 of the mean log-ratio would be about 1/D
+    of a KL. Over draws of the policy, k1 and k3 have the KL as their expectation, and k2 of an element is higher by
+    half the square of that element's KL. The gradients of k2 and k3 have the gradient of the KL as their expectation,
+    the gradient of k1 has expectation zero. The result is float64; `mean` keeps its graph, x_next is detached. Raises
+    ValueError where std is 0.
+    """
+    std = _checked_std("gaussian_kl_estimate", std, mean)
+    x_next, mean, mean_ref = promote(x_next).detach(), promote(mean), promote(mean_ref)
+    log_ratio = (mean - mean_ref) * ((x_next - mean) + (x_next - mean_ref)) / (2 * std.square())
+    return sample_mean(kl_estimate(kind, log_ratio, log_ratio.new_zeros(())))
+
+
 def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Float[Tensor, " b"]:
     """Return the KL per element between Gaussians of equal std: the mean of (mean - mean_ref)^2 / (2 std^2).
 
-    The mean is over the elements of each sample; `std` broadcasts over `mean`. Raises ValueError where std is 0.
+    The mean is over the elements of each sample, in float64; `std` broadcasts over `mean`. Raises ValueError where std
+    is 0.
     """
-    if bool((torch.as_tensor(std) <= 0).any()):
-        raise ValueError("gaussian_kl: a step with std 0 is deterministic and has no density")
-    std = torch.as_tensor(std, dtype=promote(mean).dtype, device=mean.device)
-    return ((promote(mean) - promote(mean_ref)) / std).square().flatten(1).mean(1) / 2
+    std = _checked_std("gaussian_kl", std, mean)
+    return sample_mean(((promote(mean) - promote(mean_ref)) / std).square()) / 2
 
 
 def velocity_kl(velocity: Tensor, velocity_ref: Tensor) -> Float[Tensor, " b"]:
@@ -68,3 +85,10 @@ class AdaptiveKL:
         error = min(STEP_BOUND, max(-STEP_BOUND, kl / self.target - 1))
         self.coefficient *= 1 + error * count / self.horizon
         return self.coefficient
+
+
+def _checked_std(name: str, std: Tensor, mean: Tensor) -> Tensor:
+    """Return std in the dtype and on the device of the mean; ValueError where it is 0."""
+    if bool((torch.as_tensor(std) <= 0).any()):
+        raise ValueError(f"{name}: a step with std 0 is deterministic and has no density")
+    return torch.as_tensor(std, dtype=promote(mean).dtype, device=mean.device)

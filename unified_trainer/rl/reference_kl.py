@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unified_trainer.errors import UserError
 from unified_trainer.numerics.kernels import Policy
-from unified_trainer.numerics.kl import KL, AdaptiveKL, gaussian_kl, kl_estimate, velocity_kl
+from unified_trainer.numerics.kl import KL, AdaptiveKL, gaussian_kl, gaussian_kl_estimate, velocity_kl
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rl.replay import Trajectories
 from unified_trainer.roles.role import Frozen
@@ -29,34 +29,33 @@ class KLSettings:
     batch: int  # samples per pass of the KL of whole rollouts
 
 
-def divergence(
-    kind: KL,
-    policy: Policy,
-    s: int,
-    x_t: Latents,
-    x_next: Latents,
-    mean: Latents,
-    log_prob: PerSample,
-    velocity_ref: Latents,
-) -> PerSample:
-    """Return the KL of transition s, made with this mean and density, to one with the reference's velocity.
+def check_reference(coefficient: float, reference: Frozen | None) -> None:
+    """Raise UserError for a KL coefficient above 0 without a reference that the KL is measured to."""
+    if coefficient and reference is None:
+        raise UserError("algorithm.kl_coefficient above 0 needs a reference role: set it to 0")
 
-    A mean is linear in its velocity, so the difference of means gives that of velocities.
+
+def divergence(
+    kind: KL, policy: Policy, s: int, x_t: Latents, x_next: Latents, mean: Latents, velocity_ref: Latents
+) -> PerSample:
+    """Return the KL per element of transition s, made with this mean, to one with the reference's velocity.
+
+    A mean is linear in its velocity, so the difference of means gives that of velocities. The Gaussian of the kernel is
+    normalised, whatever density the objective reads.
     """
     mean_ref, std = policy.step(s, x_t, velocity_ref)
     if kind == "velocity":
         return velocity_kl(mean, mean_ref) / policy.mean_gain(s) ** 2
     if kind == "exact":
         return gaussian_kl(mean, mean_ref, std)
-    return kl_estimate(kind, log_prob, policy.log_prob(x_next, mean_ref, std))
+    return gaussian_kl_estimate(kind, x_next, mean, mean_ref, std)
 
 
 class ReferenceKL:
     """The KL to a reference role, with a fixed or adaptive coefficient."""
 
     def __init__(self, settings: KLSettings, sampler: SamplerConfig, policy: Policy, reference: Frozen | None) -> None:
-        if settings.coefficient and reference is None:
-            raise UserError("algorithm.kl_coefficient above 0 needs a reference role: set it to 0")
+        check_reference(settings.coefficient, reference)
         self._settings, self._sampler, self._policy, self._reference = settings, sampler, policy, reference
         self._adaptive = (
             AdaptiveKL(settings.coefficient, settings.target, settings.horizon) if settings.target else None
@@ -76,12 +75,12 @@ class ReferenceKL:
         return self._settings.coefficient > 0 and self._settings.where == "reward"
 
     def of_transition(
-        self, s: int, x_t: Latents, x_next: Latents, mean: Latents, log_prob: PerSample, batch: Batch, x0: Latents
+        self, s: int, x_t: Latents, x_next: Latents, mean: Latents, batch: Batch, x0: Latents
     ) -> PerSample:
-        """Return the KL of transition s, made with this mean and density, to the reference's transition."""
+        """Return the KL of transition s, made with this mean, to the reference's transition."""
         with torch.no_grad():
             velocity = policy_velocity(self._reference, x_t, self._policy.sigmas[s], batch, self._sampler, x0)
-        return divergence(self._settings.kind, self._policy, s, x_t, x_next, mean, log_prob, velocity)
+        return divergence(self._settings.kind, self._policy, s, x_t, x_next, mean, velocity)
 
     @torch.no_grad()
     def of_samples(self, trajectories: Trajectories) -> PerSample:
@@ -90,10 +89,10 @@ class ReferenceKL:
         for rows in torch.arange(len(trajectories.batch)).split(self._settings.batch):
             steps = []
             for s in trajectories.window:
-                batch, x_t, x_next, log_prob, x0 = trajectories.transition(s, rows)
+                batch, x_t, x_next, _, x0 = trajectories.transition(s, rows)
                 _, std = self._policy.step(s, x_t, torch.zeros_like(x_t))
                 mean = x_next - std * trajectories.noise(batch, s).to(std)
-                steps.append(self.of_transition(s, x_t, x_next, mean, log_prob, batch, x0))
+                steps.append(self.of_transition(s, x_t, x_next, mean, batch, x0))
             parts.append(torch.stack(steps).mean(0))
         return torch.cat(parts)
 

@@ -19,7 +19,8 @@ from unified_trainer.numerics.kernels import Tail
 @dataclass(frozen=True)
 class WindowConfig:
     size: int = 0
-    """Stochastic transitions of a training step, which alone are stored and trained; others are Euler steps. 0: all."""
+    """Stochastic transitions of a training step, which alone are stored and which are all trained; others are Euler
+    steps. 0: all transitions are stochastic, and algorithm.timestep_fraction of them are trained."""
     schedule: Literal["progressive", "random", "decay"] = "progressive"
     """Where the window is: from noise to data (progressive), anywhere (random), or ever faster to data (decay). random
     and decay are experimental."""
