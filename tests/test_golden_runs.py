@@ -17,7 +17,9 @@ sys.path.insert(0, str(REPO / "scripts"))
 import make_golden_runs
 
 RUNS = json.loads(make_golden_runs.FILE.read_text(encoding="utf-8"))
-EXACT = re.compile(r"step|.*(_groups|_updates|_advantage|learning_rate|window_first|transitions_\w+|old_decay)")
+EXACT = re.compile(
+    r"step|.*(frac_\w+_groups|resampled_groups|failed_groups|_updates|_advantage|learning_rate|window_first|transitions_\w+|old_decay)"
+)
 LOSSES = re.compile(r".*(loss|grad_norm|sample_power)")
 
 
