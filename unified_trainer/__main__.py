@@ -13,10 +13,10 @@ from rich.console import Console
 
 from unified_trainer import config as settings
 from unified_trainer.build import build
-from unified_trainer.checkpoint.dcp import trained_sampler
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.checkpoint.manifest import finished
 from unified_trainer.checkpoint.run_lock import claimed
+from unified_trainer.command_line import parse
 from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
 from unified_trainer.commands.rollout import rollout
@@ -26,7 +26,6 @@ from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.errors import UserError
 from unified_trainer.memory import memory_advice
 from unified_trainer.parallel.mesh import Mesh, peer_lost, where
-from unified_trainer.registry import method_named
 from unified_trainer.tracking import Tracker
 
 COMMANDS = {"export": export, "import-hpsv3": import_hpsv3, "rollout": rollout, "sample": sample, "score": score}
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> int:
             settings.must_know("command", argv[0], list(COMMANDS))
             tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"python -m unified_trainer {argv[0]}")
         else:
-            return train(settings.parse(argv, method_named, trained_sampler))
+            return train(parse(argv))
     except UserError as error:
         sys.stderr.write(f"error{where()}: {error}\n")
         return 2

@@ -11,10 +11,12 @@ import pytest
 import tyro
 from helpers import REPO, shell
 
+from unified_trainer import command_line
 from unified_trainer import config as settings
 from unified_trainer.__main__ import COMMANDS
+from unified_trainer.command_line import RECIPES, parse
 from unified_trainer.config import run_class
-from unified_trainer.registry import METHODS, method_named
+from unified_trainer.registry import METHODS
 from unified_trainer.roles.reward import ScorerConfig
 
 PACKAGE = REPO / "unified_trainer"
@@ -232,20 +234,16 @@ def test_every_setting_says_what_it_is(kind):
             assert documented, f"{kind.__name__}.{ast.unparse(field.target)} has no docstring"
 
 
-def no_sampler(spec: str) -> None:
-    """As if the run of --init-from existed and its student fitted any sampler."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", sorted(settings.RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_recipe_parses_for_every_method(recipe, method):
-    run = settings.parse(["--recipe", recipe.stem, "--method", method], method_named, no_sampler)
+    run = parse(["--recipe", recipe.stem, "--method", method])
     assert (run.recipe, run.method) == (recipe.stem, method)
 
 
 def test_no_recipe_has_a_section_of_no_method():
-    for recipe in settings.RECIPES.glob("*.yaml"):
+    for recipe in RECIPES.glob("*.yaml"):
         assert settings.load_yaml(recipe).keys() <= {"common", *METHODS}, recipe
 
 
@@ -280,7 +278,7 @@ def test_the_readme_shows_the_two_commands_first():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("document", "flags"), commands(), ids=lambda value: " ".join(value)[:60])
-def test_the_commands_of_the_documents_parse(document, flags, tmp_path, capsys):
+def test_the_commands_of_the_documents_parse(document, flags, tmp_path, monkeypatch):
     """A run directory of a document is one of the method that its name holds, such as runs/dmd2."""
     if flags[0] in COMMANDS:
         tyro.cli(functools.wraps(COMMANDS[flags[0]])(lambda *_, **__: None), args=flags[1:])  # parsed, and not run
@@ -289,15 +287,16 @@ def test_the_commands_of_the_documents_parse(document, flags, tmp_path, capsys):
         (name for name in METHODS if "--resume" in flags and name in flags[flags.index("--resume") + 1]), None
     )
     chosen = ["--method", method] if method else []
-    settings.save(settings.parse(chosen, method_named, no_sampler), tmp_path / "config.yaml")
+    monkeypatch.setattr(command_line, "trained_sampler", lambda spec: None)  # --init-from names no run of this machine
+    settings.save(parse(chosen), tmp_path / "config.yaml")
     places = {"--resume": str(tmp_path), "--config": str(tmp_path / "config.yaml")}
     for i, flag in enumerate(flags[:-1]):
         flags[i + 1] = places.get(flag, flags[i + 1])
     if "--help" in flags:
         with pytest.raises(SystemExit, match="0"):
-            settings.parse(flags, method_named, no_sampler)
+            parse(flags)
     else:
-        settings.parse(flags, method_named, no_sampler)
+        parse(flags)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)

@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from unified_trainer import config as settings
+from unified_trainer.command_line import read_reward
 from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.rollout_folder import RolloutFolder
 from unified_trainer.commands.sample import draw_latents, read_lines
@@ -53,7 +54,7 @@ def rollout(
         raise UserError("--batch and --num-samples must be at least 1, --num-videos not negative")
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
-    rewards = settings.read_reward(reward) if reward else loaded.run.reward
+    rewards = read_reward(reward) if reward else loaded.run.reward
     check_reward(rewards, loaded.run.video.frames)
     plain = settings.plain(loaded.run)
     about = {"run": run, "step": loaded.metadata["step"], "method": loaded.metadata["method"], "base": str(loaded.base)}
