@@ -3,55 +3,59 @@
 import dataclasses
 import math
 import re
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
-
-import tyro
+from typing import Any
 
 from unified_trainer import renamed
 from unified_trainer.checkpoint.dcp import trained_sampler
-from unified_trainer.config import ConfigError, RunConfig, flat, load_yaml, must_know, plain, run_class
-from unified_trainer.registry import method_named
+from unified_trainer.config import ConfigError, RunConfig, flat, load_yaml, plain, run_class
+from unified_trainer.flags import Setting, UnknownFlagError, apply, settings_of, split, words_of
+from unified_trainer.registry import METHODS, method_named
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
+from unified_trainer.suggestions import must_know
 
-Run = TypeVar("Run", bound="RunConfig | _RewardFile")
 RECIPES = Path(__file__).parent / "recipes"
 
 
 def parse(argv: Sequence[str]) -> RunConfig:
-    """Return the run that the command line asks for; exit with code 2 and one message on a wrong key or value.
+    """Return the run that the command line asks for; UserError names a wrong flag, or a wrong key and its file."""
+    run = before_flags(argv)
+    _refuse_renamed(argv, run.method, flat(plain(type(run)())))
+    with _other_methods_named(run):
+        run = apply(_with_scorers(run, (name.removeprefix("--") for name, _ in split(argv))), argv)
+    for key, value in flat(plain(run)).items():
+        if any(isinstance(one, float) and math.isnan(one) for one in (value if isinstance(value, list) else [value])):
+            raise ConfigError(f"{key} is {value}: give a number")
+    return run
 
-    The sampler that the checkpoint of --init-from was trained for, if any, overrides the recipe; flags override it.
+
+def before_flags(argv: Sequence[str]) -> RunConfig:
+    """Return the run by the method, recipe and saved file that the command line names, without its other flags.
+
+    The sampler that the checkpoint of --init-from was trained for, if any, overrides the recipe.
     """
     sources = _Sources.read(argv)
     saved = flat(load_yaml(sources.saved)) if sources.saved else {}
-    name = sources.method or saved.get("method", "dance_grpo")
-    if saved and saved.get("method", name) != name:
+    name = sources.method or str(saved.get("method", "dance_grpo"))
+    if str(saved.get("method", name)) != name:
         raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out")
-    method = method_named(name)
-    kind = run_class(method)
-    known = flat(plain(kind()))
-    recipe = sources.recipe or saved.get("recipe", "tiny")
-    must_know("recipe", recipe, [path.stem for path in sorted(RECIPES.glob("*.yaml"))])
+    run = run_class(method_named(name))()
+    recipe = sources.recipe or str(saved.get("recipe", "tiny"))
+    must_know("--recipe", recipe, [path.stem for path in sorted(RECIPES.glob("*.yaml"))])
     sampler = trained_sampler(sources.init_from) if sources.init_from else None
     sections = load_yaml(RECIPES / f"{recipe}.yaml")
     layers = {
         f"recipe {recipe}": {**sections.get("common", {}), "method": name, "recipe": recipe},
         f"recipe {recipe}, {name}": sections.get(name, {}),
         f"--init-from {sources.init_from}": {"sampler": sampler} if sampler else {},
-        str(sources.saved): renamed.translate_settings(saved, name, known),
+        str(sources.saved): renamed.translate_settings(saved, name, flat(plain(run))),
     }
-    run = kind()
     for origin, layer in layers.items():
-        run = _apply(kind, run, _flags(layer), origin)
-    _refuse_renamed(argv, name, known)
-    run = _apply(kind, run, list(argv), "")
-    for key, value in flat(plain(run)).items():
-        if any(isinstance(one, float) and math.isnan(one) for one in (value if isinstance(value, list) else [value])):
-            raise ConfigError(f"{key} is {value}: give a number")
+        with _other_methods_named(run):
+            run = _with_file(run, flat(layer), origin)
     return run
 
 
@@ -61,13 +65,13 @@ class _RewardFile:
 
 
 def read_reward(file: Path) -> RewardConfig:
-    """Return the section `reward` of a YAML file; exit with code 2 on a wrong key or value."""
+    """Return the section `reward` of a YAML file; UserError names a wrong key or value."""
     if not file.is_file():
         raise ConfigError(f"--reward {file}: no such file")
     section = load_yaml(file).get("reward")
     if not isinstance(section, dict):
         raise ConfigError(f"--reward {file} must hold a section reward, as in a recipe")
-    return _apply(_RewardFile, _RewardFile(), _flags({"reward": section}), str(file)).reward
+    return _with_file(_RewardFile(), flat({"reward": section}), str(file)).reward
 
 
 def _refuse_renamed(argv: Sequence[str], method: str, known: Collection[str]) -> None:
@@ -95,12 +99,12 @@ class _Sources:
     @classmethod
     def read(cls, argv: Sequence[str]) -> "_Sources":
         found: dict[str, str] = {}
-        for position, word in enumerate(argv):
-            name, equals, value = word.partition("=")
-            if name in ("--method", "--recipe", "--config", "--resume", "--init-from", "--init_from"):
-                if not equals:
-                    value = argv[position + 1] if position + 1 < len(argv) else ""
-                found[name] = value
+        for name, values in split(argv):
+            flag = name.replace("_", "-")
+            if flag in ("--method", "--recipe", "--config", "--resume", "--init-from"):
+                if not values:
+                    raise ConfigError(f"{name} needs a value")
+                found[flag] = values[0]
         if "--config" in found and "--resume" in found:
             raise ConfigError("--config and --resume exclude each other: a resumed run has its config")
         saved = None
@@ -111,38 +115,35 @@ class _Sources:
         elif "--config" in found:
             saved = Path(found["--config"])
             if not saved.is_file():
-                raise ConfigError(f"--config {saved}: no such file")
-        init_from = found.get("--init-from") or found.get("--init_from")
-        return cls(found.get("--method"), found.get("--recipe"), saved, init_from)
+                folder = f"it is a folder; give a file, such as {saved / 'config.yaml'}"
+                raise ConfigError(f"--config {saved}: {folder if saved.is_dir() else 'no such file'}")
+        return cls(found.get("--method"), found.get("--recipe"), saved, found.get("--init-from"))
 
 
-def _apply(kind: Any, run: Run, flags: list[str], origin: str) -> Run:
-    """Apply flags to the settings; tyro explains what it refuses and exits with code 2."""
+@contextmanager
+def _other_methods_named(run: RunConfig) -> Iterator[None]:
+    """Say of a setting that does not exist which methods have it."""
     try:
-        return tyro.cli(
-            kind,
-            args=flags,
-            default=_with_scorers(run, flags),
-            prog="python -m unified_trainer",
-            config=(tyro.conf.FlagConversionOff,),
-        )
-    except SystemExit as stop:
-        if origin and stop.code:
-            sys.stderr.write(f"(the settings above come from {origin})\n")
-        raise
+        yield
+    except UnknownFlagError as error:
+        having = [name for name, method in METHODS.items() if error.key in _known(run_class(method)())]
+        if not having:
+            raise
+        raise ConfigError(f"{error.name} is a setting of {', '.join(having)}, not of {run.method}") from error
 
 
-def _with_scorers(run: Run, flags: Sequence[str]) -> Run:
-    """Add every scorer that a flag names, --reward.scorers.NAME.weight, so that tyro knows its settings."""
-    named = [re.match(r"--reward\.scorers\.([\w-]+)\.", flag) for flag in flags]
+def _with_file(tree: Any, values: Mapping[str, Any], file: str) -> Any:
+    """Apply the values of a file by the same parser as flags."""
+    tree = _with_scorers(tree, values)
+    return apply(tree, words_of(values, _known(tree), file), file) if values else tree
+
+
+def _with_scorers(tree: Any, keys: Iterable[str]) -> Any:
+    """Add every scorer that a key names, reward.scorers.NAME.weight, so that its settings are known."""
+    named = [re.match(r"reward\.scorers\.([\w-]+)", key) for key in keys]
     scorers = {match[1].replace("-", "_"): ScorerConfig() for match in named if match}
-    return dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers | run.reward.scorers))
+    return dataclasses.replace(tree, reward=dataclasses.replace(tree.reward, scorers=scorers | tree.reward.scorers))
 
 
-def _flags(tree: Mapping[str, Any]) -> list[str]:
-    """Write settings as flags, so that files and flags are checked by one parser."""
-    flags: list[str] = []
-    for key, value in flat(tree).items():
-        flags.append(f"--{key}")
-        flags += [str(item) for item in value] if isinstance(value, list) else [str(value)]
-    return flags
+def _known(tree: Any) -> dict[str, Setting]:
+    return {setting.key: setting for setting in settings_of(tree)}

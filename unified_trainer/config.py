@@ -1,10 +1,9 @@
 """The settings of a run: a frozen typed tree, how it is saved, and what may differ when a run is resumed."""
 
 import dataclasses
-import difflib
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -200,15 +199,6 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
             f"{' '.join(f'--allow {key}' for key in refused)}, or start a new run with --init-from {file.parent}"
         )
     return list(changed.values())
-
-
-def must_know(what: str, name: str, known: Sequence[str]) -> None:
-    """Raise ConfigError, with the nearest known name, unless `name` is known."""
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        flag = what if what == "command" else f"--{what}"
-        raise ConfigError(f"{flag} {name!r} is not known{hint} Have: {', '.join(known)}")
 
 
 def _is_resumable(key: str) -> bool:

@@ -58,7 +58,7 @@ def test_degrees_that_mean_nothing_are_refused(change):
     ("flags", "said"),
     [
         (("--parallel.replicate", "2"), "must be the 1 ranks, but 2 x (1 // 2) x 1 = 0"),
-        (("--parallel.offload", "True"), "parallel.offload needs more than one rank"),
+        (("--parallel.offload",), "parallel.offload needs more than one rank"),
         (("--parallel.sequence", "3"), "must be the 1 ranks"),
     ],
 )

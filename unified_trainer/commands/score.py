@@ -22,14 +22,14 @@ def score(
     device: Device = "auto",
     base: Path | None = None,
 ) -> None:
-    """Add the scores of another reward to a folder that `rollout` wrote; called again, it continues.
+    """Add the scores of another reward to a folder that the command rollout wrote; called again, it continues.
 
     Args:
-        folder: folder that `rollout` wrote
-        reward: YAML file with a section reward, as in a recipe
-        name: name of the scores in scores/NAME.jsonl, which must be absent or of this reward
-        device: where to run
-        base: pipeline folder whose VAE decodes the latents, if it is no longer where the rollouts found it
+        folder: Folder that the command rollout wrote.
+        reward: YAML file with a section reward, as in a recipe.
+        name: Name of the scores in scores/NAME.jsonl, which must be absent or of this reward.
+        device: Device to run on.
+        base: Pipeline folder whose VAE decodes the latents, if it is no longer where the rollouts found it.
     """
     rollouts, rewards = RolloutFolder.read(folder), read_reward(reward)
     check_reward(rewards, rollouts.about["video"]["frames"])
