@@ -64,7 +64,7 @@ class Setting:
 
     @property
     def shown(self) -> str:
-        """What messages call it: --student.learning-rate, or RUN if it is given without a flag."""
+        """Name of it in messages: --student.learning-rate, or RUN if it is given without a flag."""
         return self.key.upper() if self.positional else self.flag
 
     @property

@@ -31,7 +31,6 @@ USUAL: dict[str, tuple[str, ...]] = {
     "guidance": ("guidance_scale",),
     "lora_alpha": ("adapter.alpha",),
     "lora_rank": ("adapter.rank",),
-    "lora_target_modules": ("adapter.layers",),
     "lr": ("learning_rate",),
     "lr_scheduler": ("lr_schedule",),
     "lr_warmup_steps": ("warmup_updates",),

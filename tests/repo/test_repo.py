@@ -15,7 +15,7 @@ from unified_trainer import config as settings
 from unified_trainer.__main__ import COMMANDS, main
 from unified_trainer.command_line import RECIPES, parse
 from unified_trainer.config import run_class
-from unified_trainer.flags import apply
+from unified_trainer.flags import apply, settings_of
 from unified_trainer.registry import METHODS
 from unified_trainer.roles.reward import ScorerConfig
 
@@ -317,6 +317,8 @@ def test_files_a_document_names_are_there(path):
 def known_names() -> set[str]:
     """Every function, class, method, attribute and setting of the package."""
     names = {flag for _, flag, _ in SETTINGS} | {flag.rpartition(".")[0] for _, flag, _ in SETTINGS}
+    runs = [run_class(method)() for method in METHODS.values()]
+    names |= {one.off.removeprefix("--").replace("-", "_") for run in runs for one in settings_of(run) if one.switch}
     for text in TEXTS.values():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
