@@ -19,12 +19,11 @@ from diffusers import WanTransformer3DModel
 from rich.console import Console
 from rich.table import Table
 
-from unified_trainer import config
 from unified_trainer.build import build
-from unified_trainer.checkpoint import dcp
 from unified_trainer.checkpoint.manager import Keep, Saver
+from unified_trainer.command_line import parse
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import TINY, method_named
+from unified_trainer.registry import TINY
 from unified_trainer.trainer import Trainer
 
 ROUNDS = 5
@@ -78,7 +77,7 @@ def main(blocks: int = 12, width: int = 480, folder: Path | None = None) -> None
             str(pipeline(Path(scratch) / "wan", blocks, width)),
         ]
         words += ["--algorithm.batch-size", "4", "--algorithm.micro-batch", "4", "--data.num-clips", "8"]
-        run = config.parse(words, method_named, dcp.trained_sampler)
+        run = parse(words)
         mesh = Mesh.join(run.device)
         trainer = build(run, mesh).trainer
         trainer.step(0)

@@ -22,15 +22,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from unified_trainer import config
 from unified_trainer.build import build
-from unified_trainer.checkpoint import dcp
+from unified_trainer.command_line import parse
 from unified_trainer.models.wan.causal import Cache, CausalWanModel
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.device import peak_memory
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import method_named
 from unified_trainer.rewards.hpsv3 import HPSv3
 
 ROUNDS = 5
@@ -88,7 +86,7 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
 
 def main(argv: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
-    run = config.parse(argv, method_named, dcp.trained_sampler)
+    run = parse(argv)
     mesh = Mesh.join(run.device)
     trainer = build(run, mesh).trainer
     trainer.step(0)

@@ -41,7 +41,7 @@ RUNS = {
     "--algorithm.student-every 2 --algorithm.gradient-frames 2",
     "dance_grpo": f"--method dance_grpo {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 2 --sampler.num-steps 4",
     "dance_grpo_kl_window_guard": f"--method dance_grpo {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 "
-    "--sampler.num-steps 4 --algorithm.kl-coefficient 0.1 --algorithm.kl-target 0.01 --algorithm.guard True "
+    "--sampler.num-steps 4 --algorithm.kl-coefficient 0.1 --algorithm.kl-target 0.01 --algorithm.guard "
     "--algorithm.clip-velocity 0.1 --algorithm.window.size 2 --algorithm.window.tail second_order "
     "--algorithm.dynamic-sampling-rounds 1 --algorithm.failure-below 3 --sampler.guidance-scale 3",
     "diffusion_nft": f"--method diffusion_nft {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 "

@@ -27,7 +27,6 @@ from helpers import (
 from PIL import Image
 
 from unified_trainer.__main__ import main
-from unified_trainer.registry import METHODS
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -51,10 +50,7 @@ def refused(run_folder, capsys):
 
     def attempt(*flags: str, method: str = "dance_grpo") -> str:
         capsys.readouterr()
-        try:
-            code = main([*SMALL[method], "--output", str(run_folder), *flags])
-        except SystemExit as stop:  # how the parser ends
-            code = stop.code
+        code = main([*SMALL[method], "--output", str(run_folder), *flags])
         said = capsys.readouterr()
         assert code == 2, said
         assert not run_folder.exists()
@@ -64,46 +60,7 @@ def refused(run_folder, capsys):
     return attempt
 
 
-# Keys and names.
-
-
-@pytest.mark.slow
-def test_an_unknown_key_comes_with_the_nearest(refused):
-    message = refused("--student.learning-rat", "1")
-    assert "--student.learning-rat" in message and "--student.learning-rate" in message
-
-
-def test_an_unknown_key_in_a_file_names_the_file(refused, tmp_path):
-    file = tmp_path / "saved.yaml"
-    file.write_text("student: {learning_rat: 0.1}\n")
-    message = refused("--config", str(file))
-    assert "learning-rat" in message.replace("_", "-") and str(file) in message
-
-
-@pytest.mark.parametrize(
-    ("flag", "near"), [("--method=dance_gpro", "dance_grpo"), ("--recipe=tinny", "tiny"), ("--method=fine", "finetune")]
-)
-def test_an_unknown_method_or_recipe_comes_with_the_nearest(refused, flag, near):
-    message = refused(flag)
-    name = flag.split("=")[1]
-    assert f"{name!r} is not known; did you mean {near}?" in message
-
-
-def test_a_key_of_another_method_is_unknown(refused):
-    assert "eta" in refused("--algorithm.eta", "0.3", method="finetune")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [["--steps", "many"], ["--seed", "0.5"], ["--device", "tpu"]])
-def test_a_value_of_another_type_names_its_key(refused, flags):
-    assert flags[0] in refused(*flags)
-
-
-@pytest.mark.slow
-def test_the_exit_code_of_the_program_is_2(run_folder):
-    done = shell(*command("--method", "dance_gpro", "--output", str(run_folder)))
-    assert done.returncode == 2 and "did you mean dance_grpo?" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 and not run_folder.exists()
+# Values.
 
 
 @pytest.mark.slow
@@ -229,14 +186,14 @@ def test_another_pipeline_is_named(refused, wan):
             "motion_energy needs at least 2 frames of a video",
         ),
         (["--reward.scorers.hpsv3.weight", "1"], "reward.scorers.hpsv3 has the name of the scorer that reward.path"),
-        (["--reward.scorers.sharpness.wait", "1"], "--reward.scorers.sharpness.w"),
+        (["--reward.scorers.sharpness.wait", "1"], "did you mean --reward.scorers.sharpness.weight?"),
     ],
 )
 def test_a_set_that_cannot_be_is_refused_before_any_weight_loads(refused, wan, flags, message):
     """The VAE is damaged: reading it would be another message."""
     (wan / VAE).write_bytes(b"no weights")
     paths = [] if "nowhere" in flags else ["--student.path", str(wan)]
-    assert message in " ".join(refused(*paths, *flags).replace("│", " ").split())
+    assert message in refused(*paths, *flags)
 
 
 @pytest.mark.slow
@@ -454,23 +411,6 @@ def test_without_a_name_a_run_gets_a_free_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_help_tells_every_key_with_its_meaning(method, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--method", method, "--help"])
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert stop.value.code == 0
-    for words in (
-        "--steps",
-        "--student.learning-rate",
-        "after the warm-up",
-        "--init-from",
-        "in unified_trainer/recipes",
-    ):
-        assert words in said
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch: a slower kernel
 def test_bf16_trains(run_folder):
     """The replay is exact in bf16 too: both sides are rounded alike."""
@@ -571,13 +511,13 @@ def test_a_scorer_that_raises_is_named_with_its_prompts(faulty):
     [
         (
             [],
-            "set --student.activation-checkpointing True; lower --algorithm.micro-batch (now 2); "
+            "set --student.activation-checkpointing; lower --algorithm.micro-batch (now 2); "
             "train an adapter: --student.adapter.rank 16",
         ),
         (
-            ["--student.activation-checkpointing", "True", "--algorithm.micro-batch", "1"],
+            ["--student.activation-checkpointing", "--algorithm.micro-batch", "1"],
             "train an adapter: --student.adapter.rank 16; set --student.precision bf16; "
-            "use more ranks with --parallel.shard, or --parallel.offload True",
+            "use more ranks with --parallel.shard, or --parallel.offload",
         ),
     ],
 )
@@ -595,7 +535,7 @@ def test_a_run_out_of_memory_names_three_settings(faulty, more, advice):
 @pytest.mark.slow
 def test_tensorboard_and_wandb(run_folder):
     """In a process of its own: both bring threads and warnings that are not ours."""
-    trackers = ["--tracking.tensorboard", "True", "--tracking.wandb", "offline"]
+    trackers = ["--tracking.tensorboard", "--tracking.wandb", "offline"]
     done = shell(*command(*SMALL["dance_grpo"], "--output", str(run_folder), *trackers))
     assert done.returncode == 0, done.stderr
     (events,) = (run_folder / "tensorboard").iterdir()
@@ -610,16 +550,6 @@ def test_a_refused_run_leaves_other_files_alone(run_folder, tmp_path, capsys):
     (run_folder / "notes.txt").write_text("mine")
     assert main([*SMALL["dance_grpo"], "--output", str(run_folder), "--video.frames", "6"]) == 2
     assert files_of(run_folder) == {"notes.txt": b"mine"}
-
-
-def test_the_version_is_printed(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("unified-trainer ")
-
-
-def test_an_unknown_command_names_the_nearest(capsys):
-    assert main(["exprot", "runs/mine", "out"]) == 2
-    assert "command 'exprot' is not known; did you mean export?" in capsys.readouterr().err
 
 
 @pytest.mark.slow

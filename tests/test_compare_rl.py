@@ -7,9 +7,8 @@ import sys
 import pytest
 from helpers import ALONE, REPO
 
-from unified_trainer import config as settings
+from unified_trainer import command_line
 from unified_trainer.plan import check
-from unified_trainer.registry import method_named
 
 sys.path.insert(0, str(REPO / "scripts"))
 import compare_rl
@@ -17,12 +16,13 @@ import compare_rl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", compare_rl.KINDS)
-def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name):
+def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name, monkeypatch):
     """Network calls per sample: those of the sampler, and of each trained transition or level."""
     kind = compare_rl.KINDS[name]
     trained = {"num_steps": 4, "solver": "sde", "shift": 5.0, "guidance_scale": 1.0} if kind.from_dmd2 else None
     flags = kind.flags.split() + (["--init-from", "a"] if kind.from_dmd2 else [])
-    run = settings.parse(flags, method_named, lambda spec: trained)
+    monkeypatch.setattr(command_line, "trained_sampler", lambda spec: trained)
+    run = command_line.parse(flags)
     check(run, ALONE)
     assert kind.rollout == run.sampler.num_steps and run.sampler.guidance_scale == 1
     if run.method == "diffusion_nft":

@@ -8,10 +8,11 @@ from helpers import ALONE, HPSV3, WAN
 
 from unified_trainer import config as settings
 from unified_trainer.__main__ import main
+from unified_trainer.command_line import parse
 from unified_trainer.config import ConfigError
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import check, fits
-from unified_trainer.registry import METHODS, method_named
+from unified_trainer.registry import METHODS
 
 # The sizes of published models that recipes are chosen by: networks, and values of the transformers' configs.
 SIZES = {
@@ -44,7 +45,7 @@ def models(tmp_path_factory):
 
 
 def parsed(*words: object) -> settings.RunConfig:
-    return settings.parse([*map(str, words)], method_named, lambda spec: None)
+    return parse([*map(str, words)])
 
 
 def test_every_real_recipe_has_a_published_size():

@@ -4,19 +4,20 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import transformers
-import tyro
 from rich.console import Console
 
 from unified_trainer import config as settings
+from unified_trainer import help_pages
 from unified_trainer.build import build
-from unified_trainer.checkpoint.dcp import trained_sampler
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.checkpoint.manifest import finished
 from unified_trainer.checkpoint.run_lock import claimed
+from unified_trainer.command_line import before_flags, parse
 from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
 from unified_trainer.commands.rollout import rollout
@@ -24,12 +25,22 @@ from unified_trainer.commands.sample import sample
 from unified_trainer.commands.score import score
 from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.errors import UserError
+from unified_trainer.flags import apply
 from unified_trainer.memory import memory_advice
 from unified_trainer.parallel.mesh import Mesh, peer_lost, where
-from unified_trainer.registry import method_named
+from unified_trainer.registry import METHODS, method_named
+from unified_trainer.suggestions import must_know
 from unified_trainer.tracking import Tracker
 
-COMMANDS = {"export": export, "import-hpsv3": import_hpsv3, "rollout": rollout, "sample": sample, "score": score}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "export": export,
+    "import-hpsv3": import_hpsv3,
+    "rollout": rollout,
+    "sample": sample,
+    "score": score,
+}
+WIDEST = 120  # columns of a help page
+HELP = {"-h", "--help", "--help-all"}
 HACKED = 3  # exit code of a run that the hacking monitor stopped
 
 
@@ -37,13 +48,15 @@ def main(argv: list[str]) -> int:
     """Run a command or a training and return the exit code; an exception that is not a UserError is raised."""
     transformers.utils.logging.disable_progress_bar()
     try:
-        if argv == ["--version"]:
+        if not argv or HELP & {*argv}:
+            Console().print(_page(argv, min(Console().width, WIDEST)), markup=False, highlight=False, soft_wrap=True)
+            return 0 if argv else 2
+        if "--version" in argv:
             Console().print(f"unified-trainer {version('unified-trainer')}, torch {version('torch')}", highlight=False)
-        elif argv and not argv[0].startswith("-"):
-            settings.must_know("command", argv[0], list(COMMANDS))
-            tyro.cli(COMMANDS[argv[0]], args=argv[1:], prog=f"python -m unified_trainer {argv[0]}")
+        elif _names_command(argv):
+            apply(_command(argv[0]), argv[1:])()
         else:
-            return train(settings.parse(argv, method_named, trained_sampler))
+            return train(parse(argv))
     except UserError as error:
         sys.stderr.write(f"error{where()}: {error}\n")
         return 2
@@ -57,6 +70,29 @@ def main(argv: list[str]) -> int:
         sys.stderr.flush()
         os._exit(130)
     return 0
+
+
+def _page(argv: list[str], width: int) -> str:
+    """Return the help page that a command line with --help, or an empty one, asks for."""
+    words = [word for word in argv if word not in HELP]
+    if _names_command(words):
+        return help_pages.of_command(words[0], _command(words[0]), width)
+    if words or "--help-all" in argv:
+        run = before_flags(words)
+        return help_pages.of_method(method_named(run.method), run, width, everything="--help-all" in argv)
+    return help_pages.overview(COMMANDS, width)
+
+
+def _names_command(argv: list[str]) -> bool:
+    return bool(argv) and argv[0][:1].isalnum()
+
+
+def _command(name: str) -> Callable[..., None]:
+    """Return a command; UserError names the nearest one for an unknown name."""
+    if name in METHODS:
+        raise UserError(f"{name} is a method, not a command; did you mean --method {name}?")
+    must_know("command", name, list(COMMANDS))
+    return COMMANDS[name]
 
 
 def train(run: RunConfig) -> int:

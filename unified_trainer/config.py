@@ -1,16 +1,12 @@
-"""The settings of a run: a frozen typed tree, read from a recipe, a saved file and flags, in that order."""
+"""The settings of a run: a frozen typed tree, how it is saved, and what may differ when a run is resumed."""
 
 import dataclasses
-import difflib
 import functools
-import math
 import os
-import re
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import tyro
 import yaml
@@ -22,13 +18,11 @@ from unified_trainer.methods.base import DeclarationError, Method, MethodConfig,
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
-from unified_trainer.roles.reward import RewardConfig, ScorerConfig
+from unified_trainer.roles.reward import RewardConfig
 from unified_trainer.roles.role import RoleConfig
 from unified_trainer.sampling import SamplerConfig
+from unified_trainer.suggestions import must_know
 
-Run = TypeVar("Run", bound="RunConfig | _RewardFile")
-MethodNamed = Callable[[str], type[Method]]  # from the name of --method
-SamplerOf = Callable[[str], Mapping[str, Any] | None]  # the sampler that the checkpoint of --init-from was trained for
 RECIPES = Path(__file__).parent / "recipes"
 # Flags that say where a run is read from and written to; a saved config leaves them out.
 PATH_KEYS = ("config", "resume", "output", "allow")
@@ -165,60 +159,6 @@ def run_class(method: type[Method]) -> type[RunConfig]:
     return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True)
 
 
-def parse(argv: Sequence[str], method_named: MethodNamed, trained_sampler_of: SamplerOf) -> RunConfig:
-    """Return the run that the command line asks for; exit with code 2 and one message on a wrong key or value.
-
-    `trained_sampler_of` gives the sampler that the checkpoint of --init-from was trained for, if any: it overrides the
-    recipe, and flags override it.
-    """
-    sources = _Sources.read(argv)
-    saved = _flat(load_yaml(sources.saved)) if sources.saved else {}
-    name = sources.method or saved.get("method", "dance_grpo")
-    if saved and saved.get("method", name) != name:
-        raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out")
-    method = method_named(name)
-    kind = run_class(method)
-    known = _flat(plain(kind()))
-    recipe = sources.recipe or saved.get("recipe") or _default_recipe(argv, saved, method)
-    sections = load_recipe(recipe) if recipe else {}
-    sampler = trained_sampler_of(sources.init_from) if sources.init_from else None
-    layers = {
-        f"recipe {recipe}": {**sections.get("common", {}), "method": name, "recipe": recipe}
-        if recipe
-        else {"method": name},
-        f"recipe {recipe}, {name}": sections.get(name, {}),
-        f"--init-from {sources.init_from}": {"sampler": sampler} if sampler else {},
-        str(sources.saved): renamed.translate_settings(saved, name, known),
-    }
-    run = kind()
-    for origin, layer in layers.items():
-        run = _apply(kind, run, _flags(layer), origin)
-    _refuse_renamed(argv, name, known)
-    run = _apply(kind, run, list(argv), "")
-    for key, value in _flat(plain(run)).items():
-        if any(isinstance(one, float) and math.isnan(one) for one in (value if isinstance(value, list) else [value])):
-            raise ConfigError(f"{key} is {value}: give a number")
-    return run
-
-
-@dataclass(frozen=True)
-class _RewardFile:
-    reward: RewardConfig = field(default_factory=RewardConfig)
-
-
-def read_reward(file: Path) -> RewardConfig:
-    """Return the section `reward` of a YAML file; exit with code 2 on a wrong key or value."""
-    if not file.is_file():
-        raise ConfigError(f"--reward {file}: no such file")
-    section = load_yaml(file).get("reward")
-    if not isinstance(section, dict):
-        raise ConfigError(f"--reward {file} must hold a section reward, as in a recipe")
-    reward = _apply(_RewardFile, _RewardFile(), _flags({"reward": section}), str(file)).reward
-    if not reward.named():
-        raise ConfigError(f"--reward {file} names no scorer: set path, kind or scorers in its section reward")
-    return reward
-
-
 def save(run: RunConfig, file: Path) -> None:
     """Write the resolved settings atomically; --config FILE runs them again."""
     building = file.with_suffix(".tmp")
@@ -247,8 +187,8 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
 
     ConfigError if one would change what a step computes, unless --allow names it.
     """
-    new, defaults = _flat(plain(run)), _flat(plain(type(run)()))
-    old = renamed.translate_settings(_flat(load_yaml(file)), run.method, defaults)
+    new, defaults = flat(plain(run)), flat(plain(type(run)()))
+    old = renamed.translate_settings(flat(load_yaml(file)), run.method, defaults)
     old = {key: value for key, value in defaults.items() if key in new} | old  # a setting newer than the saved file
     keys = sorted(old.keys() | new.keys())
     changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)}
@@ -274,7 +214,7 @@ def load_recipe(name: str) -> dict[str, Any]:
 
     The settings of the recipe that it names as its `base` are filled in.
     """
-    must_know("recipe", name, recipes())
+    must_know("--recipe", name, recipes())
     own = load_yaml(RECIPES / f"{name}.yaml")
     base = own.pop("base", None)
     return _merged(load_recipe(base), own) if base else own
@@ -286,97 +226,8 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return {**below, **above, **both}
 
 
-def _default_recipe(argv: Sequence[str], saved: Mapping[str, Any], method: type[Method]) -> str:
-    """Return tiny, or "" where a role has a path of its own: the run's plan then asks for a recipe."""
-    keys = {f"{role}.path" for role, spec in method.roles.items() if spec.config_class}
-    given = {key: saved.get(key, "") for key in keys}
-    for word, following in zip(argv, [*argv, ""][1:], strict=True):
-        name, equals, value = word.removeprefix("--").partition("=")
-        if name in keys:
-            given[name] = value if equals else following
-    return "tiny" if set(given.values()) <= {"", "tiny"} else ""
-
-
-def must_know(what: str, name: str, known: Sequence[str]) -> None:
-    """Raise ConfigError, with the nearest known name, unless `name` is known."""
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else "."
-        flag = what if what == "command" else f"--{what}"
-        raise ConfigError(f"{flag} {name!r} is not known{hint} Have: {', '.join(known)}")
-
-
 def _is_resumable(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE_KEYS)
-
-
-def _refuse_renamed(argv: Sequence[str], method: str, known: Collection[str]) -> None:
-    """Raise ConfigError, with the new name, for a flag of an earlier version."""
-    for word in argv:
-        if word.startswith("--"):
-            flag = word.partition("=")[0]
-            key = flag.removeprefix("--").replace("-", "_")
-            new = key if key in known else renamed.new_setting(key, method)
-            if new is None:
-                raise ConfigError(f"{flag} was removed: a role that is not trained keeps no activations; leave it out")
-            if new != key:
-                raise ConfigError(f"{flag}: renamed to --{new.replace('_', '-')}{renamed.UNITS.get(key, '')}")
-
-
-@dataclass(frozen=True)
-class _Sources:
-    """The flags that decide which settings exist, read before the rest."""
-
-    method: str | None
-    recipe: str | None
-    saved: Path | None
-    init_from: str | None
-
-    @classmethod
-    def read(cls, argv: Sequence[str]) -> "_Sources":
-        found: dict[str, str] = {}
-        for position, word in enumerate(argv):
-            name, equals, value = word.partition("=")
-            if name in ("--method", "--recipe", "--config", "--resume", "--init-from", "--init_from"):
-                if not equals:
-                    value = argv[position + 1] if position + 1 < len(argv) else ""
-                found[name] = value
-        if "--config" in found and "--resume" in found:
-            raise ConfigError("--config and --resume exclude each other: a resumed run has its config")
-        saved = None
-        if "--resume" in found:
-            saved = Path(found["--resume"]) / "config.yaml"
-            if not saved.is_file():
-                raise ConfigError(f"--resume {found['--resume']}: no config.yaml there, so it is not a run directory")
-        elif "--config" in found:
-            saved = Path(found["--config"])
-            if not saved.is_file():
-                raise ConfigError(f"--config {saved}: no such file")
-        init_from = found.get("--init-from") or found.get("--init_from")
-        return cls(found.get("--method"), found.get("--recipe"), saved, init_from)
-
-
-def _apply(kind: Any, run: Run, flags: list[str], origin: str) -> Run:
-    """Apply flags to the settings; tyro explains what it refuses and exits with code 2."""
-    try:
-        return tyro.cli(
-            kind,
-            args=flags,
-            default=_with_scorers(run, flags),
-            prog="python -m unified_trainer",
-            config=(tyro.conf.FlagConversionOff,),
-        )
-    except SystemExit as stop:
-        if origin and stop.code:
-            sys.stderr.write(f"(the settings above come from {origin})\n")
-        raise
-
-
-def _with_scorers(run: Run, flags: Sequence[str]) -> Run:
-    """Add every scorer that a flag names, --reward.scorers.NAME.weight, so that tyro knows its settings."""
-    named = [re.match(r"--reward\.scorers\.([\w-]+)\.", flag) for flag in flags]
-    scorers = {match[1].replace("-", "_"): ScorerConfig() for match in named if match}
-    return dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers | run.reward.scorers))
 
 
 def load_yaml(file: Path) -> dict[str, Any]:
@@ -390,17 +241,9 @@ def load_yaml(file: Path) -> dict[str, Any]:
     return loaded
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one mapping from keys such as student.learning_rate."""
+    found: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
-
-
-def _flags(tree: Mapping[str, Any]) -> list[str]:
-    """Write settings as flags, so that files and flags are checked by one parser."""
-    flags: list[str] = []
-    for key, value in _flat(tree).items():
-        flags.append(f"--{key}")
-        flags += [str(item) for item in value] if isinstance(value, list) else [str(value)]
-    return flags
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

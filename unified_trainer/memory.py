@@ -28,7 +28,7 @@ def advice(run: RunConfig) -> list[str]:
     trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
     for name, config in trained.items():
         if not config.activation_checkpointing:
-            found.append(f"set --{name}.activation-checkpointing True")
+            found.append(f"set --{name}.activation-checkpointing")
     plan = run.algorithm.plan()
     if plan.micro_batch > 1:
         found.append(f"lower --{plan.keys[3].replace('_', '-')} (now {plan.micro_batch})")
@@ -38,6 +38,6 @@ def advice(run: RunConfig) -> list[str]:
         if config.precision == "fp32":
             found.append(f"set --{name}.precision bf16")
     if not run.parallel.offload:
-        found.append("use more ranks with --parallel.shard, or --parallel.offload True")
+        found.append("use more ranks with --parallel.shard, or --parallel.offload")
     found.append("lower --video.frames, --video.height or --video.width")
     return found

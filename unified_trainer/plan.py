@@ -1,8 +1,11 @@
 """The plan of a run: everything that can be known, and refused, before any weight is read."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import nn
 
 from unified_trainer.checkpoint.manager import Keep
 from unified_trainer.config import ConfigError, RunConfig, load_recipe, recipes
@@ -13,7 +16,7 @@ from unified_trainer.methods.base import Method, MethodSetup
 from unified_trainer.models.base import Family
 from unified_trainer.models.folder import read_json
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import family_of, method_named
+from unified_trainer.registry import family_of, method_named, open_model
 from unified_trainer.renamed import METRICS
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
 from unified_trainer.rewards.scorers import check_reward
@@ -101,6 +104,9 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
     _check_networks(roles, mesh)
+    for name, role in roles.items():
+        if role.trainable is not None:
+            _check_adapter(name, role)
     said = tuple(note for note in notes if note)
     known = (prompts.prompts, validation_prompts.prompts)
     return RunPlan(method, roles, batch, counts, *known, said, keep, family, folder, latent_shape)
@@ -181,6 +187,23 @@ def _check_monitor(run: RunConfig, method: type[Method]) -> None:
     run.hacking_monitor.check()
     if run.hacking_monitor.action == "stop" and not run.validate_every:
         raise ConfigError("hacking_monitor.action stop needs validations to compare: set validate_every")
+
+
+def _check_adapter(name: str, role: RolePlan) -> None:
+    """Every name of --ROLE.adapter.layers must be, or end, the name of a linear layer of each trained network."""
+    adapter = role.trainable.adapter
+    if adapter.layers and not adapter.rank:
+        raise ConfigError(f"{name}.adapter.layers is for an adapter: set {name}.adapter.rank, or leave it out")
+    for expert in role.layout.trained if adapter.layers else ():
+        model = open_model(name, role.path, role.layout.components[expert], causal=issubclass(role.kind, Causal))
+        layers = [key for key, module in model.network.named_modules() if isinstance(module, nn.Linear)]
+        for wanted in adapter.layers:
+            if not any(f".{key}".endswith(f".{wanted}") for key in layers):
+                numberless = {re.sub(r"^.*?\.\d+\.", "", key): None for key in layers}
+                raise ConfigError(
+                    f"{name}.adapter.layers: {role.path} has no linear layer {wanted}; usual are "
+                    f"{', '.join(model.adapter_layers)}; all are {', '.join(numberless)}"
+                )
 
 
 def _check_networks(roles: Mapping[str, RolePlan], mesh: Mesh) -> None:

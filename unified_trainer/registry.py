@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from unified_trainer.config import must_know
 from unified_trainer.errors import MissingFileError, UserError
 from unified_trainer.methods.base import Method
 from unified_trainer.methods.consistency import Consistency
@@ -19,6 +18,7 @@ from unified_trainer.methods.self_forcing import SelfForcing
 from unified_trainer.models.base import Family, VideoModel
 from unified_trainer.models.wan.family import WAN
 from unified_trainer.plugins import load_object
+from unified_trainer.suggestions import must_know
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -38,7 +38,7 @@ FAMILIES: dict[str, Family] = {"WanPipeline": WAN}
 def method_named(name: str) -> type[Method]:
     """Return the method of --method: a name of the table, or path/to/file.py:Class or package.module:Class."""
     if ":" not in name:
-        must_know("method", name, list(METHODS))
+        must_know("--method", name, list(METHODS))
         return METHODS[name]
     method = load_object(name, "--method")
     if not (isinstance(method, type) and issubclass(method, Method)):

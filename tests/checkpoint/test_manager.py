@@ -168,10 +168,10 @@ def test_asynchronous_and_synchronous_saves_are_equal(tmp_path):
         "1e-3",
     ]
     run("finetune", tmp_path / "a", *moving)
-    run("finetune", tmp_path / "b", *moving, "--async-save", "True")
+    run("finetune", tmp_path / "b", *moving, "--async-save")
     for step in (2, 3):
         assert_same(checkpoint_of(tmp_path / "b", step), checkpoint_of(tmp_path / "a", step))
-    assert main(["--resume", str(tmp_path / "b"), "--steps", "4", "--async-save", "False"]) == 0
+    assert main(["--resume", str(tmp_path / "b"), "--steps", "4", "--no-async-save"]) == 0
 
 
 # A full disk.

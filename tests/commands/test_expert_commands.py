@@ -85,7 +85,7 @@ def test_one_network_becomes_two_experts(tmp_path):
 
 def test_a_resumed_run_equals_the_uninterrupted_one(saved, tmp_path):
     straight = tmp_path / "straight"
-    options = ("--student.boundary", "0.6", "--student.high.trained", "False", *MOVING)
+    options = ("--student.boundary", "0.6", "--student.high.no-trained", *MOVING)
     run("finetune", straight, "--steps", "2", *options)
     run("finetune", tmp_path / "halved", "--steps", "1", *options)
     assert main(["--resume", str(tmp_path / "halved"), "--steps", "2"]) == 0
@@ -198,7 +198,7 @@ def test_init_from_initialises_both_or_says_why_not(saved, folder, tmp_path, cap
     run("finetune", tmp_path / "next", *path, "--init-from", str(saved), "--student.learning-rate", "0")
     for expert in COMPONENTS:
         assert_same(held(tmp_path / "next", step=1)[expert], held(saved)[expert])
-    one_of_two = ("--student.high.trained", "False", *path)
+    one_of_two = ("--student.high.no-trained", *path)
     for options, here in (((), "one network"), (one_of_two, "the low noise expert")):
         message = refused(capsys, *SMALL["finetune"], "--output", tmp_path / "refused", "--init-from", saved, *options)
         assert f"holds the high and low noise expert of student, this run trains {here}" in message
@@ -206,7 +206,7 @@ def test_init_from_initialises_both_or_says_why_not(saved, folder, tmp_path, cap
 
 
 def test_a_frozen_expert_is_exported_unchanged(folder, tmp_path):
-    run("finetune", tmp_path / "run", "--student.path", str(folder), "--student.low.trained", "False", *MOVING)
+    run("finetune", tmp_path / "run", "--student.path", str(folder), "--student.low.no-trained", *MOVING)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert_same(load_file(tmp_path / "out" / "transformer_2" / FILE), load_file(folder / "transformer_2" / FILE))
     written, before = (load_file(f / "transformer" / FILE) for f in (tmp_path / "out", folder))
@@ -239,7 +239,7 @@ def test_dmd2_with_experts_in_any_role(two, folder, tmp_path):
 
 DANCE, TUNE = SMALL["dance_grpo"], SMALL["finetune"]
 DMD = flags({"method": "dmd2"})
-ONE_EXPERT = ("--student.boundary", "0.5", "--student.low.trained", "False")
+ONE_EXPERT = ("--student.boundary", "0.5", "--student.low.no-trained")
 
 
 @pytest.mark.parametrize(
@@ -252,10 +252,10 @@ ONE_EXPERT = ("--student.boundary", "0.5", "--student.low.trained", "False")
         ),
         ((*DMD, "--teacher.boundary", "0.5"), "teacher.boundary: tiny holds one network"),
         (
-            (*TUNE, *ONE_EXPERT, "--student.high.trained", "False"),
-            "student.high.trained and student.low.trained are both False",
+            (*TUNE, *ONE_EXPERT, "--student.high.no-trained"),
+            "student.high.trained and student.low.trained are both off",
         ),
-        ((*TUNE, "--student.boundary", "0.5", "--student.low.offload", "True"), "set student.low.trained False"),
+        ((*TUNE, "--student.boundary", "0.5", "--student.low.offload"), "set --student.low.no-trained"),
         ((*TUNE, "--sampler.guidance-scale", "3", "2"), "(3.0, 2.0) is for two experts, but student is one network"),
         ((*DMD, "--algorithm.guidance-scale", "3", "2"), "but teacher is one network: give one number"),
         ((*TUNE, "--student.expert-balance", "equal"), "student.expert_balance must be mixed: it chooses between two"),
@@ -265,12 +265,12 @@ ONE_EXPERT = ("--student.boundary", "0.5", "--student.low.trained", "False")
             "has 0% of them",
         ),
         (
-            (*DMD, *ONE_EXPERT[:2], "--student.high.trained", "False"),
+            (*DMD, *ONE_EXPERT[:2], "--student.high.no-trained"),
             "sampler.step_sigmas lies wholly in the expert of student that is not trained: noise levels 1, 0.9375, "
             "0.8333",
         ),
         (
-            (*DANCE, "--student.boundary", "0.85", "--student.low.trained", "False", "--algorithm.window.size", "1"),
+            (*DANCE, "--student.boundary", "0.85", "--student.low.no-trained", "--algorithm.window.size", "1"),
             "algorithm.window lies wholly in the expert of student that is not trained: noise levels 0.8333, boundary "
             "0.85",
         ),

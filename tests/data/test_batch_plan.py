@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer import config as settings
+from unified_trainer.command_line import parse
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import check
-from unified_trainer.registry import METHODS, method_named
+from unified_trainer.registry import METHODS
 
 KEYS = ("P", "n", "G", "micro")
 
@@ -63,7 +63,7 @@ def test_a_micro_batch_is_an_upper_bound(limit, size):
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_of_the_tiny_recipe_fits_any_usual_number_of_ranks(method, ranks):
-    run = settings.parse(["--method", method], method_named, lambda spec: None)
+    run = parse(["--method", method])
     counts = check(run, Mesh(torch.device("cpu"), size=ranks, config=ParallelConfig(shard=ranks))).counts
     assert counts["micro-batch"] * counts["accumulation"] * ranks == counts["samples"] // counts["optimizer updates"]
 

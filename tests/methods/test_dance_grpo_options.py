@@ -24,12 +24,11 @@ from policy_case import (
     policy_gradient,
 )
 
-from unified_trainer import config as settings
 from unified_trainer.build import build
+from unified_trainer.command_line import parse
 from unified_trainer.methods import dance_grpo as module
 from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.numerics.objectives import ObjectiveParameters, diagnostics, surrogate
-from unified_trainer.registry import method_named
 from unified_trainer.rl.minibatches import Minibatch
 from unified_trainer.rl.replay import Replay
 from unified_trainer.rl.sde_windows import WindowConfig
@@ -316,7 +315,7 @@ def test_the_default_run_keeps_its_numbers():
     """The tiny recipe with fewer samples gives the numbers it had before these settings existed."""
     sizes = {"num-prompts": 4, "num-samples": 4, "prompts-per-update": 2, "rollout-batch": 8, "update-batch": 8}
     words = [word for name, size in sizes.items() for word in (f"--algorithm.{name}", str(size))]
-    run = settings.parse(["--method", "dance_grpo", *words], method_named, lambda spec: None)
+    run = parse(["--method", "dance_grpo", *words])
     metrics = build(run, ALONE).trainer.step(0)
     expected = {
         "reward": 2.8781769797205925,

@@ -123,7 +123,7 @@ FAMILY += ["--algorithm.student-every", "1", "--sampler.num-steps", "2", "--algo
 
 def test_the_family_of_the_guide_trains_and_is_exported(two_stage):
     python = command()[0]
-    shell(two_stage, python, "train.py", *FAMILY, "--student.activation-checkpointing", "True", "--output", "runs/one")
+    shell(two_stage, python, "train.py", *FAMILY, "--student.activation-checkpointing", "--output", "runs/one")
     saved = checkpoint_of(two_stage / "runs/one", 2)
     assert "student/weights/decoder.1.out.weight" in saved
     shell(two_stage, python, "train.py", "export", "runs/one", "out")

@@ -7,12 +7,11 @@ from helpers import CPU, SMALL
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer import config as settings
 from unified_trainer.__main__ import main
+from unified_trainer.command_line import parse
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig, where
 from unified_trainer.plan import check
-from unified_trainer.registry import method_named
 
 SIZES = st.integers(1, 5)
 
@@ -59,7 +58,7 @@ def test_degrees_that_mean_nothing_are_refused(change):
     ("flags", "said"),
     [
         (("--parallel.replicate", "2"), "must be the 1 ranks, but 2 x (1 // 2) x 1 = 0"),
-        (("--parallel.offload", "True"), "parallel.offload needs more than one rank"),
+        (("--parallel.offload",), "parallel.offload needs more than one rank"),
         (("--parallel.sequence", "3"), "must be the 1 ranks"),
     ],
 )
@@ -70,7 +69,7 @@ def test_a_single_process_has_one_mesh(flags, said, capsys, run_folder):
 
 
 def test_heads_that_do_not_divide_are_refused_from_the_config_alone():
-    run = settings.parse(SMALL["dance_grpo"], method_named, lambda spec: None)
+    run = parse(SMALL["dance_grpo"])
     with pytest.raises(UserError, match=r"parallel\.sequence \(3\) must divide the 4 attention heads of student\.path"):
         check(run, Mesh(CPU, 0, 3, ParallelConfig(shard=1, sequence=3)))
     check(run, Mesh(CPU, 0, 2, ParallelConfig(shard=1, sequence=2)))

@@ -8,13 +8,15 @@ import shlex
 from pathlib import Path
 
 import pytest
-import tyro
 from helpers import REPO, shell
 
+from unified_trainer import command_line
 from unified_trainer import config as settings
-from unified_trainer.__main__ import COMMANDS
-from unified_trainer.config import run_class
-from unified_trainer.registry import METHODS, method_named
+from unified_trainer.__main__ import COMMANDS, main
+from unified_trainer.command_line import parse
+from unified_trainer.config import RECIPES, run_class
+from unified_trainer.flags import apply, settings_of
+from unified_trainer.registry import METHODS
 from unified_trainer.roles.reward import ScorerConfig
 
 PACKAGE = REPO / "unified_trainer"
@@ -232,20 +234,16 @@ def test_every_setting_says_what_it_is(kind):
             assert documented, f"{kind.__name__}.{ast.unparse(field.target)} has no docstring"
 
 
-def no_sampler(spec: str) -> None:
-    """As if the run of --init-from existed and its student fitted any sampler."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", sorted(settings.RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_recipe_parses_for_every_method(recipe, method):
-    run = settings.parse(["--recipe", recipe.stem, "--method", method], method_named, no_sampler)
+    run = parse(["--recipe", recipe.stem, "--method", method])
     assert (run.recipe, run.method) == (recipe.stem, method)
 
 
 def test_no_recipe_has_a_section_of_no_method():
-    for recipe in settings.RECIPES.glob("*.yaml"):
+    for recipe in RECIPES.glob("*.yaml"):
         assert settings.load_yaml(recipe).keys() <= {"base", "fits", "common", *METHODS}, recipe
 
 
@@ -280,24 +278,24 @@ def test_the_readme_shows_the_two_commands_first():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("document", "flags"), commands(), ids=lambda value: " ".join(value)[:60])
-def test_the_commands_of_the_documents_parse(document, flags, tmp_path, capsys):
+def test_the_commands_of_the_documents_parse(document, flags, tmp_path, monkeypatch):
     """A run directory of a document is one of the method that its name holds, such as runs/dmd2."""
     if flags[0] in COMMANDS:
-        tyro.cli(functools.wraps(COMMANDS[flags[0]])(lambda *_, **__: None), args=flags[1:])  # parsed, and not run
+        apply(COMMANDS[flags[0]], flags[1:])  # parsed, and not run
         return
     method = next(
         (name for name in METHODS if "--resume" in flags and name in flags[flags.index("--resume") + 1]), None
     )
     chosen = ["--method", method] if method else []
-    settings.save(settings.parse(chosen, method_named, no_sampler), tmp_path / "config.yaml")
+    monkeypatch.setattr(command_line, "trained_sampler", lambda spec: None)  # --init-from names no run of this machine
+    settings.save(parse(chosen), tmp_path / "config.yaml")
     places = {"--resume": str(tmp_path), "--config": str(tmp_path / "config.yaml")}
     for i, flag in enumerate(flags[:-1]):
         flags[i + 1] = places.get(flag, flags[i + 1])
-    if "--help" in flags:
-        with pytest.raises(SystemExit, match="0"):
-            settings.parse(flags, method_named, no_sampler)
+    if {"--help", "--help-all"} & {*flags}:
+        assert main(flags) == 0
     else:
-        settings.parse(flags, method_named, no_sampler)
+        parse(flags)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
@@ -319,6 +317,8 @@ def test_files_a_document_names_are_there(path):
 def known_names() -> set[str]:
     """Every function, class, method, attribute and setting of the package."""
     names = {flag for _, flag, _ in SETTINGS} | {flag.rpartition(".")[0] for _, flag, _ in SETTINGS}
+    runs = [run_class(method)() for method in METHODS.values()]
+    names |= {one.off.removeprefix("--").replace("-", "_") for run in runs for one in settings_of(run) if one.switch}
     for text in TEXTS.values():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -7,11 +7,10 @@ import torch
 from helpers import ALONE, SMALL, assert_same, checkpoint_of, flags, frozen, metrics_of, run, small_model
 from policy_case import REWARDS, SDE, Case, divergence, log_ratios
 
-from unified_trainer import config as settings
 from unified_trainer.__main__ import main
 from unified_trainer.build import build
+from unified_trainer.command_line import parse
 from unified_trainer.numerics.kl import AdaptiveKL
-from unified_trainer.registry import method_named
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Frozen, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
@@ -24,7 +23,7 @@ CAUSAL = ["--sampler.chunks.chunk-frames", "1", "--sampler.guidance-scale", "1"]
 
 def built(*options: str):
     """Return the trainer of the small run, as the program builds it."""
-    return build(settings.parse([*SMALL["dance_grpo"], *KL, *options], method_named, lambda spec: None), ALONE).trainer
+    return build(parse([*SMALL["dance_grpo"], *KL, *options]), ALONE).trainer
 
 
 def reference_of(trainer) -> Frozen:
@@ -100,7 +99,7 @@ def test_an_update_uses_the_coefficient_before_its_own_change():
 
 
 def test_there_is_no_reference_without_a_kl():
-    trainer = build(settings.parse(SMALL["dance_grpo"], method_named, lambda spec: None), ALONE).trainer
+    trainer = build(parse(SMALL["dance_grpo"]), ALONE).trainer
     assert reference_of(trainer) is None and not trainer.copies
 
 

@@ -46,15 +46,16 @@ def export(
     """Write a role's weights as a folder that diffusers loads, and check them by loading them again.
 
     Args:
-        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the EMA weights with :ema
-        out: folder to write; must be empty or absent
-        role: role whose weights are written
-        dtype: precision of the written weights
-        adapter: merge an adapter into the weights, or write it alone: in peft's layout (peft), or by the names of the
-            family's published adapters (published), of two experts one file each
-        components: the base's text encoder, VAE and the rest: hard links (copies across file systems), copies, or none
-        max_shard_size: largest size of one file of weights
-        base: pipeline folder that the role started from, if it is no longer where the run found it
+        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
+        out: Folder to write; it must be empty or absent.
+        role: Role whose weights are written.
+        dtype: Precision of the written weights.
+        adapter: Merge an adapter into the weights, or write it alone: in peft's layout (peft), or by the names of the
+            family's published adapters (published), of two experts one file each.
+        components: Text encoder, VAE and the rest of the base: hard links (copies across file systems), copies, or
+            none.
+        max_shard_size: Largest size of one file of weights.
+        base: Pipeline folder that the role started from, if it is no longer where the run found it.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExistsError(f"{out} exists and is not an empty folder; choose another one or remove it")

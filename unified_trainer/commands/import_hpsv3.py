@@ -28,9 +28,9 @@ def import_hpsv3(base: Path, checkpoint: Path, out: Path) -> None:
     """Make a folder for the HPSv3 reward from its checkpoint, its base model's files and the package's prompt strings.
 
     Args:
-        base: folder of Qwen2-VL-7B-Instruct (config, tokenizer and processor files; its weights are not read)
-        checkpoint: the official HPSv3.safetensors; hard-linked where possible, else copied
-        out: folder to write; must be empty or absent
+        base: Folder of Qwen2-VL-7B-Instruct: config, tokenizer and processor files; its weights are not read.
+        checkpoint: Official HPSv3.safetensors; it is hard-linked where possible, else copied.
+        out: Folder to write; it must be empty or absent.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExistsError(f"{out} exists and is not an empty folder; choose another --out or remove it")

@@ -4,11 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_trainer import config as settings
 from unified_trainer.build import load_roles
-from unified_trainer.checkpoint import dcp
 from unified_trainer.checkpoint.init_from import initialise, roles_in
 from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec, find
+from unified_trainer.command_line import parse
 from unified_trainer.config import RunConfig
 from unified_trainer.models.base import Family
 from unified_trainer.parallel.mesh import Mesh
@@ -48,7 +47,7 @@ def load_role(spec: str, role: str, base: Path | None, mesh: Mesh, *, causal: bo
         raise CheckpointError(f"{file} is missing: {spec} must be a run directory")
     if role not in roles_in(metadata):
         raise CheckpointError(f"{spec} holds no weights of --role {role}; have {', '.join(roles_in(metadata))}")
-    run = settings.parse(["--config", str(file)], method_named, dcp.trained_sampler)
+    run = parse(["--config", str(file)])
     method = method_named(run.method)
     kind = Critic if issubclass(method.roles[role].kind, Critic) else Trainable
     if causal and run.sampler.chunks.causal:

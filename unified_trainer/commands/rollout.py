@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from unified_trainer import config as settings
+from unified_trainer.command_line import read_reward
 from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.rollout_folder import RolloutFolder
 from unified_trainer.commands.sample import draw_latents, read_lines
@@ -36,24 +37,24 @@ def rollout(
     """Write samples of the student, generated with the run's sampler, and their rewards; called again, it continues.
 
     Args:
-        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the EMA weights with :ema
-        prompts: each a prompt, or a file with one a line
-        output: folder to write: rollout.json, latents/N.safetensors, scores/NAME.jsonl; must be empty, absent or
-            written by this command
-        num_samples: samples of each prompt
-        seed: seed of the first sample's noise; sample i has seed + i
-        batch: samples at a time, and in one file
-        num_videos: number of samples that are also written as videos/N.mp4
-        name: name of these scores; `score` adds more under other names
-        reward: YAML file with a section reward, as in a recipe; by default the reward of the run
-        device: where to run
-        base: pipeline folder that the student started from, if it is no longer where the run found it
+        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
+        prompts: Prompts, or files with one prompt per line.
+        output: Folder to write: rollout.json, latents/N.safetensors, scores/NAME.jsonl; it must be empty, absent or
+            written by this command.
+        num_samples: Samples of each prompt.
+        seed: Seed of the first sample's noise; sample i has seed + i.
+        batch: Samples generated at a time, and in one file.
+        num_videos: Number of samples that are also written as videos/N.mp4.
+        name: Name of these scores; the command score adds more under other names.
+        reward: YAML file with a section reward, as in a recipe; by default the reward of the run.
+        device: Device to run on.
+        base: Pipeline folder that the student started from, if it is no longer where the run found it.
     """
     if min(batch, num_samples) < 1 or num_videos < 0:
         raise UserError("--batch and --num-samples must be at least 1, --num-videos not negative")
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
-    rewards = settings.read_reward(reward) if reward else loaded.run.reward
+    rewards = read_reward(reward) if reward else loaded.run.reward
     if not rewards.named():
         raise UserError(f"{run} was trained without a reward: give one with --reward FILE")
     check_reward(rewards, loaded.run.video.frames)

@@ -43,18 +43,18 @@ def sample(
     """Write videos of the student, generated with the steps, solver, guidance and size of its run.
 
     Args:
-        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's, the EMA weights with :ema
-        prompts: each a prompt, or a file with one a line; "a | b" with --stream switches from a to b in one video
-        output: folder to write: N.mp4 of prompt N, contact_sheet.png, samples.json; must be empty or absent
-        seed: seed of the first video's noise; video i has seed + i
-        batch: videos at a time
-        frames: pixel frames of a video; 0 takes the run's
-        stream: write the frames chunk by chunk as they are generated, and report the speed; causal students only
-        window_frames: finished latent frames that a causal student attends to; by default the run's. A video longer
-            than the run's, of a run without a window, has the longest past of the run
-        sink_frames: number of them that are always the first frames of the video; by default the run's
-        device: where to run
-        base: pipeline folder that the student started from, if it is no longer where the run found it
+        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
+        prompts: Prompts, or files with one prompt per line; "a | b" with --stream switches from a to b in one video.
+        output: Folder to write: N.mp4 of prompt N, contact_sheet.png, samples.json; it must be empty or absent.
+        seed: Seed of the first video's noise; video i has seed + i.
+        batch: Videos generated at a time.
+        frames: Pixel frames of a video; 0 takes the run's.
+        stream: Write the frames chunk by chunk as they are generated, and report the speed; causal students only.
+        window_frames: Finished latent frames that a causal student attends to; by default the run's. A video longer
+            than the run's, of a run without a window, has the longest past of the run.
+        sink_frames: Number of them that are always the first frames of the video; by default the run's.
+        device: Device to run on.
+        base: Pipeline folder that the student started from, if it is no longer where the run found it.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise OutputExistsError(f"{output} exists and is not an empty folder; choose another one or remove it")

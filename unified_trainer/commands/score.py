@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from unified_trainer import config as settings
+from unified_trainer.command_line import read_reward
 from unified_trainer.commands.rollout_folder import RolloutFolder
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
@@ -22,16 +22,16 @@ def score(
     device: Device = "auto",
     base: Path | None = None,
 ) -> None:
-    """Add the scores of another reward to a folder that `rollout` wrote; called again, it continues.
+    """Add the scores of another reward to a folder that the command rollout wrote; called again, it continues.
 
     Args:
-        folder: folder that `rollout` wrote
-        reward: YAML file with a section reward, as in a recipe
-        name: name of the scores in scores/NAME.jsonl, which must be absent or of this reward
-        device: where to run
-        base: pipeline folder whose VAE decodes the latents, if it is no longer where the rollouts found it
+        folder: Folder that the command rollout wrote.
+        reward: YAML file with a section reward, as in a recipe.
+        name: Name of the scores in scores/NAME.jsonl, which must be absent or of this reward.
+        device: Device to run on.
+        base: Pipeline folder whose VAE decodes the latents, if it is no longer where the rollouts found it.
     """
-    rollouts, rewards = RolloutFolder.read(folder), settings.read_reward(reward)
+    rollouts, rewards = RolloutFolder.read(folder), read_reward(reward)
     check_reward(rewards, rollouts.about["video"]["frames"])
     mesh = Mesh.join(device)
     family, path = family_of("--base", str(base or rollouts.about["base"]))

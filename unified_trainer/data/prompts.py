@@ -70,7 +70,7 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "") -> Prompt
     messages. Raise UserError, naming file and line, for a file that cannot be read or holds no prompt.
     """
     if not file.is_file():
-        raise MissingFileError(f"{key} {file}: no such file")
+        raise MissingFileError(f"{key} {file}: {'it is a folder, not a file' if file.is_dir() else 'no such file'}")
     try:
         rows = _rows(file, key, column)
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:

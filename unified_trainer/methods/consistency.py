@@ -25,7 +25,7 @@ class ConsistencyConfig(SingleUpdateConfig):
     teacher_shift: float = 5.0
     """Shift of the teacher's noise levels towards noise."""
     huber: float = 0.01
-    """c of the loss sqrt(d^2 + c^2) - c per element (arXiv:2310.14189); a large c gives squared error."""
+    """Constant c of the loss sqrt(d^2 + c^2) - c per element (arXiv:2310.14189); a large c gives squared error."""
     needs_clips: ClassVar[bool] = True
 
     def check(self, setup: MethodSetup) -> None:

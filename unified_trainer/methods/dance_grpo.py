@@ -124,7 +124,7 @@ class DanceGRPOConfig(GroupConfig):
                     f"from noise level {policy.sigmas[s]:.4g} to {policy.sigmas[s + 1]:.4g}"
                 )
         if not self.normalised and policy.kernel != "cps":
-            raise UserError("algorithm.normalised False needs algorithm.kernel cps")
+            raise UserError("--algorithm.no-normalised needs algorithm.kernel cps")
         self.window.check(sampler.num_steps - 1)
         if self.window.size and sampler.solver == "sde":
             raise UserError("algorithm.window.size must be 0 for sampler.solver sde, which has no deterministic steps")
@@ -154,7 +154,7 @@ class DanceGRPOConfig(GroupConfig):
         if not self.normalised and (self.guard or self.step_weight == "equal" or self.clip_velocity):
             raise UserError(
                 "algorithm.guard, algorithm.step_weight equal and algorithm.clip_velocity need the normalised density: "
-                "set algorithm.normalised True"
+                "set --algorithm.normalised"
             )
 
 

@@ -30,7 +30,7 @@ class ParallelConfig:
     sequence: int = 1
     """Ranks that share the tokens of the same samples (Ulysses, arXiv:2309.14509)."""
     reshard_after_forward: bool = True
-    """Free gathered weights after forward; False is faster and uses more memory."""
+    """Free gathered weights after forward; keeping them is faster and uses more memory."""
     reduce_gradients: Literal["last", "every"] = "last"
     """Reduce after the last backward (fast) or all (less memory)."""
     offload: bool = False

@@ -27,7 +27,7 @@ Balance = Literal["mixed", "natural", "equal"]
 @dataclass(frozen=True)
 class ExpertConfig:
     trained: bool = True
-    """Train this expert. False keeps its weights, which are then shared with other roles of the same path."""
+    """Train this expert. If not, its weights stay, and are shared with other roles of the same path."""
     learning_rate: float | None = None
     """Learning rate of this expert; None takes the role's."""
     max_grad_norm: float | None = None
@@ -98,10 +98,10 @@ def layout_of(
     for expert, config in (experts or {}).items():
         if config.offload and config.trained:
             raise UserError(
-                f"{role}.{expert}.offload needs an expert that is not trained: set {role}.{expert}.trained False"
+                f"{role}.{expert}.offload needs an expert that is not trained: set --{role}.{expert}.no-trained"
             )
     if experts and not trained:
-        raise UserError(f"{role}.high.trained and {role}.low.trained are both False: there is nothing to train")
+        raise UserError(f"{role}.high.trained and {role}.low.trained are both off: there is nothing to train")
     offloaded = tuple(expert for expert, config in (experts or {}).items() if config.offload)
     return ExpertLayout(at, {"high": components[0], "low": components[-1]}, trained, offloaded)
 

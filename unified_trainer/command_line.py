@@ -1,0 +1,155 @@
+"""The command line of a run: settings from a recipe, a saved file and flags, in that order."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unified_trainer import renamed
+from unified_trainer.checkpoint.dcp import trained_sampler
+from unified_trainer.config import ConfigError, RunConfig, flat, load_recipe, load_yaml, plain, run_class
+from unified_trainer.flags import Setting, UnknownFlagError, apply, settings_of, split, words_of
+from unified_trainer.registry import METHODS, method_named
+from unified_trainer.roles.reward import RewardConfig, ScorerConfig
+
+
+def parse(argv: Sequence[str]) -> RunConfig:
+    """Return the run that the command line asks for; UserError names a wrong flag, or a wrong key and its file."""
+    run = before_flags(argv)
+    _refuse_renamed(argv, run.method, flat(plain(type(run)())))
+    with _other_methods_named(run):
+        run = apply(_with_scorers(run, (name.removeprefix("--") for name, _ in split(argv))), argv)
+    for key, value in flat(plain(run)).items():
+        if any(isinstance(one, float) and math.isnan(one) for one in (value if isinstance(value, list) else [value])):
+            raise ConfigError(f"{key} is {value}: give a number")
+    return run
+
+
+def before_flags(argv: Sequence[str]) -> RunConfig:
+    """Return the run by the method, recipe and saved file that the command line names, without its other flags.
+
+    The sampler that the checkpoint of --init-from was trained for, if any, overrides the recipe.
+    """
+    sources = _Sources.read(argv)
+    saved = flat(load_yaml(sources.saved)) if sources.saved else {}
+    name = sources.method or str(saved.get("method", "dance_grpo"))
+    if str(saved.get("method", name)) != name:
+        raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out")
+    run = run_class(method_named(name))()
+    recipe = sources.recipe or str(saved.get("recipe", "")) or _default_recipe(argv, saved, run)
+    sections = load_recipe(recipe) if recipe else {}
+    sampler = trained_sampler(sources.init_from) if sources.init_from else None
+    layers = {
+        f"recipe {recipe}": {**sections.get("common", {}), "method": name, "recipe": recipe},
+        f"recipe {recipe}, {name}": sections.get(name, {}),
+        f"--init-from {sources.init_from}": {"sampler": sampler} if sampler else {},
+        str(sources.saved): renamed.translate_settings(saved, name, flat(plain(run))),
+    }
+    for origin, layer in layers.items():
+        with _other_methods_named(run):
+            run = _with_file(run, flat(layer), origin)
+    return run
+
+
+def _default_recipe(argv: Sequence[str], saved: Mapping[str, Any], run: RunConfig) -> str:
+    """Return tiny, or "" where a role has a path of its own: the run's plan then asks for a recipe."""
+    flags = {name.removeprefix("--").replace("-", "_"): values[0] for name, values in split(argv) if values}
+    given = {**saved, **flags}
+    return "tiny" if {given.get(f"{role}.path", "") for role in run.roles} <= {"", "tiny"} else ""
+
+
+@dataclass(frozen=True)
+class _RewardFile:
+    reward: RewardConfig = field(default_factory=RewardConfig)
+
+
+def read_reward(file: Path) -> RewardConfig:
+    """Return the section `reward` of a YAML file; UserError names a wrong key or value."""
+    if not file.is_file():
+        raise ConfigError(f"--reward {file}: no such file")
+    section = load_yaml(file).get("reward")
+    if not isinstance(section, dict):
+        raise ConfigError(f"--reward {file} must hold a section reward, as in a recipe")
+    reward = _with_file(_RewardFile(), flat({"reward": section}), str(file)).reward
+    if not reward.named():
+        raise ConfigError(f"--reward {file} names no scorer: set path, kind or scorers in its section reward")
+    return reward
+
+
+def _refuse_renamed(argv: Sequence[str], method: str, known: Collection[str]) -> None:
+    """Raise ConfigError, with the new name, for a flag of an earlier version."""
+    for word in argv:
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+            key = flag.removeprefix("--").replace("-", "_")
+            new = key if key in known else renamed.new_setting(key, method)
+            if new is None:
+                raise ConfigError(f"{flag} was removed: a role that is not trained keeps no activations; leave it out")
+            if new != key:
+                raise ConfigError(f"{flag}: renamed to --{new.replace('_', '-')}{renamed.UNITS.get(key, '')}")
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """The flags that decide which settings exist, read before the rest."""
+
+    method: str | None
+    recipe: str | None
+    saved: Path | None
+    init_from: str | None
+
+    @classmethod
+    def read(cls, argv: Sequence[str]) -> "_Sources":
+        found: dict[str, str] = {}
+        for name, values in split(argv):
+            flag = name.replace("_", "-")
+            if flag in ("--method", "--recipe", "--config", "--resume", "--init-from"):
+                if not values:
+                    raise ConfigError(f"{name} needs a value")
+                found[flag] = values[0]
+        if "--config" in found and "--resume" in found:
+            raise ConfigError("--config and --resume exclude each other: a resumed run has its config")
+        saved = None
+        if "--resume" in found:
+            saved = Path(found["--resume"]) / "config.yaml"
+            if not saved.is_file():
+                raise ConfigError(f"--resume {found['--resume']}: no config.yaml there, so it is not a run directory")
+        elif "--config" in found:
+            saved = Path(found["--config"])
+            if not saved.is_file():
+                folder = f"it is a folder; give a file, such as {saved / 'config.yaml'}"
+                raise ConfigError(f"--config {saved}: {folder if saved.is_dir() else 'no such file'}")
+        return cls(found.get("--method"), found.get("--recipe"), saved, found.get("--init-from"))
+
+
+@contextmanager
+def _other_methods_named(run: RunConfig) -> Iterator[None]:
+    """Say of a setting that does not exist which methods have it."""
+    try:
+        yield
+    except UnknownFlagError as error:
+        having = [name for name, method in METHODS.items() if error.key in _known(run_class(method)())]
+        if not having:
+            raise
+        raise ConfigError(f"{error.name} is a setting of {', '.join(having)}, not of {run.method}") from error
+
+
+def _with_file(tree: Any, values: Mapping[str, Any], file: str) -> Any:
+    """Apply the values of a file by the same parser as flags."""
+    tree = _with_scorers(tree, values)
+    return apply(tree, words_of(values, _known(tree), file), file) if values else tree
+
+
+def _with_scorers(tree: Any, keys: Iterable[str]) -> Any:
+    """Add every scorer that a key names, reward.scorers.NAME.weight, so that its settings are known."""
+    named = [re.match(r"reward\.scorers\.([\w-]+)", key) for key in keys]
+    scorers = {match[1].replace("-", "_"): ScorerConfig() for match in named if match}
+    return dataclasses.replace(tree, reward=dataclasses.replace(tree.reward, scorers=scorers | tree.reward.scorers))
+
+
+def _known(tree: Any) -> dict[str, Setting]:
+    return {setting.key: setting for setting in settings_of(tree)}
