@@ -119,7 +119,7 @@ def test_underscores_and_equals_signs_are_allowed():
 
 
 @pytest.mark.parametrize(
-    ("flag", "near"), [("--method=dance_gpro", "dance_grpo"), ("--recipe=tinny", "tiny"), ("--method=fine", "finetune")]
+    ("flag", "near"), [("--method=dance_gpro", "dance_grpo"), ("--recipe=tinny", "tiny"), ("--method=DMD", "dmd2")]
 )
 def test_an_unknown_method_or_recipe_comes_with_the_nearest(flag, near):
     name, _, value = flag.partition("=")
@@ -143,6 +143,7 @@ def test_an_unknown_method_or_recipe_comes_with_the_nearest(flag, near):
         ("--sampler.shift 1 --algorithm.kernel x", "--algorithm.kernel must be one of ode, dance, flow, flow_wan, cps"),
         ("--allow a b", "--allow must be a text, not 'a b'"),
         ("--student 5", "--student is a group of settings: name one of them, such as --student.path"),
+        ("-- --steps 3", "-- stands alone: write a flag, such as --steps"),
         ("./runs/a --steps 3", "'./runs/a' belongs to no flag"),
         ("--async-save True", "--async-save takes no value, not 'True': write --async-save or --no-async-save"),
         ("--async-save=false", "--async-save takes no value, not 'false': write --async-save or --no-async-save"),
@@ -243,9 +244,10 @@ def test_every_switch_has_two_flags_and_is_saved(method, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("train --steps 3", "command 'train' is not known. Have: "),
         ("exprot a b", "command 'exprot' is not known; did you mean export? Have: "),
         ("dance_grpo --steps 3", "dance_grpo is a method, not a command; did you mean --method dance_grpo?"),
-        ("export", "RUN and OUT must be given; --help says how"),
+        ("export", "RUN, OUT must be given; --help says how"),
         ("export a", "OUT must be given; --help says how"),
         ("export a b c", "'c' is one word too many: without a flag there is only RUN OUT"),
         ("export a b --dtype fp64", "--dtype must be one of fp32, bf16, not 'fp64'"),
@@ -255,7 +257,7 @@ def test_every_switch_has_two_flags_and_is_saved(method, tmp_path):
         ("sample a --prompts x", "--output must be given; --help says how"),
         ("sample a --output x --stream True", "--stream takes no value, not 'True': write --stream or --no-stream"),
         ("rollout a --prompts x --output o --batch x", "--batch must be a whole number, not 'x'"),
-        ("import-hpsv3 --base x", "--checkpoint and --out must be given; --help says how"),
+        ("import-hpsv3 --base x", "--checkpoint, --out must be given; --help says how"),
     ],
 )
 def test_a_wrong_word_of_a_command_is_named(words, message, capsys):

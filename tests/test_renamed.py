@@ -295,8 +295,8 @@ def test_a_setting_of_ones_own_may_have_an_old_name(tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
     words = {"method": f"{tmp_path / 'own.py'}:Own", "steps": 1, "validate-every": 0, "reward.frames": "first"}
     words |= {"video.frames": 5, "video.height": 32, "video.width": 32, "output": tmp_path / "run"}
-    words |= {"algorithm.keep-samples": 3, "teacher.activation-checkpointing": True, "algorithm.batch-size": 2}
-    assert main(flags(words | {"algorithm.micro-batch": 2})) == 0
+    words |= {"algorithm.keep-samples": 3, "algorithm.batch-size": 2, "algorithm.micro-batch": 2}
+    assert main([*flags(words), "--teacher.activation-checkpointing"]) == 0
     config = tmp_path / "run" / "config.yaml"
     assert main(["--config", str(config), "--output", str(tmp_path / "again")]) == 0
     assert main(["--resume", str(tmp_path / "run"), "--steps", "2"]) == 0

@@ -235,7 +235,7 @@ def load_yaml(file: Path) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"{file} must hold keys and values, not a {type(loaded).__name__}")
     return loaded

@@ -106,7 +106,7 @@ def split(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return each flag of a command line as it is written, with the words after it; the first flag is "", for none."""
     parts: list[tuple[str, list[str]]] = [("", [])]
     for word in words:
-        if word.startswith("--") and word != "--":
+        if word.startswith("--"):
             name, equals, value = word.partition("=")
             parts.append((name, [value] if equals else []))
         else:
@@ -214,6 +214,8 @@ def _look_up(words: Sequence[str], known: Mapping[str, Setting]) -> tuple[list[_
     Raise UnknownFlagError for a flag that does not exist.
     """
     for word in words:
+        if word == "--":
+            raise UserError("-- stands alone: write a flag, such as --steps")
         rest = DASHES.sub("", word, count=1)
         if DASHES.match(word) and rest.partition("=")[0].replace("-", "_") in known:
             raise UserError(f"{word} must begin with two hyphens: write --{rest}")
@@ -269,7 +271,7 @@ def _reason(flags: Sequence[_Given], stray: Sequence[str], known: Mapping[str, S
     seen = {one.setting.key for one in flags}
     missing = places[len(stray) :]
     missing += [s.flag for s in known.values() if s.default is REQUIRED and not s.positional and s.key not in seen]
-    return f"{' and '.join(missing)} must be given; --help says how" if missing else ""
+    return f"{', '.join(missing)} must be given; --help says how" if missing else ""
 
 
 def _fits(kind: Any, values: Sequence[str]) -> bool:
