@@ -1,7 +1,8 @@
 """Building a run from its settings: check everything, then load weights and connect the parts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.models.base import Codec
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.plan import RolePlan, RunPlan, check
@@ -25,7 +27,9 @@ from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.trainer import Trainer
-from unified_trainer.validation import Validation
+from unified_trainer.validation import Validation, prompts_of_samples
+
+EMBEDDINGS = "prompt_embeddings"  # folder in the run directory
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,19 @@ class Built:
     keep: Keep
 
 
-def build(run: RunConfig, mesh: Mesh) -> Built:
-    """Check a run, load its models and connect its parts."""
+def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
+    """Check a run, load its models and connect its parts.
+
+    Embeddings of prompts are kept below the run directory `output`, or without one only in memory.
+    """
     plan = check(run, mesh)
-    codec = plan.family.codec(plan.folder, mesh.device)
+    encoders = replace(run.encoders, cache=run.encoders.cache or (str(output / EMBEDDINGS) if output else ""))
+    codec = plan.family.codec(plan.folder, mesh.device, encoders)
     source = _source(run, plan, codec)
+    loader = Loader(source, codec, plan.batch, plan.latent_shape, run.sampler.negative_prompt, run.seed, mesh)
+    validated = prompts_of_samples(run.validation) if run.validate_every else ()
+    # Before other weights are read: the text encoder can be the largest network of a run, and is gone afterwards.
+    encoded = codec.encode_ahead([*validated, *loader.prompts(run.steps)], mesh)
     scorers, features = load_scorers(run.reward, mesh.device)
     reward = Reward(scorers, codec, run.reward)
     roles = load_roles(plan.roles, mesh)
@@ -55,7 +67,6 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
         samples = max(plan.batch.micro_batch, run.validation.batch)
         needed = cache_memory(run, roles["student"], plan.latent_shape, samples, way_out)
         plan.counts["KV cache of the student"] = needed
-    loader = Loader(source, codec, plan.batch, plan.latent_shape, run.sampler.negative_prompt, run.seed, mesh)
     parts = {"reward": reward, "loader": loader} if plan.method.uses_reward else {}
     trainer = Trainer(
         plan.method(run.algorithm, run.sampler, **roles, **parts),
@@ -68,7 +79,8 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
         monitor=_monitor(run, plan),
     )
     validation = Validation(run.validation, codec, reward, features, run.sampler, plan.latent_shape, mesh)
-    return Built(trainer, validation, plan.counts, (*_notes(roles, run.reward, mesh), *plan.notes), plan.keep)
+    notes = (*_notes(roles, run.reward, run.encoders, mesh), encoded, *plan.notes)
+    return Built(trainer, validation, plan.counts, notes, plan.keep)
 
 
 def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:
@@ -149,8 +161,10 @@ def _monitor(run: RunConfig, plan: RunPlan) -> HackingMonitor | None:
     return HackingMonitor(run.hacking_monitor, ("accuracy", *held_out))
 
 
-def _notes(roles: Mapping[str, Role], reward: RewardConfig, mesh: Mesh) -> tuple[str, ...]:
+def _notes(roles: Mapping[str, Role], reward: RewardConfig, encoders: EncoderConfig, mesh: Mesh) -> tuple[str, ...]:
     held = [f"{name} {role.precision}" for name, role in roles.items()]
     held += [f"scorer {name} {scorer.precision}" for name, scorer in reward.named().items() if scorer.path]
+    held.append(f"text encoder {encoders.text_precision}")
+    held.append(f"VAE {encoders.vae_precision}" + (", in CPU memory between uses" if encoders.offload else ""))
     rest = "gradients and their sums over ranks, optimizers, guidance, losses and log-probabilities fp32; sigmas fp64"
-    return (f"ranks: {mesh}", f"precision: {'; '.join(held)}; text encoder and decoder fp32; {rest}")
+    return (f"ranks: {mesh}", f"precision: {'; '.join(held)}; {rest}")

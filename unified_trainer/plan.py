@@ -92,6 +92,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
     _check_networks(roles, mesh)
+    run.encoders.check()
     return RunPlan(method, roles, batch, counts, prompts, tuple(notes), keep, family, folder, latent_shape)
 
 

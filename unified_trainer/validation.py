@@ -33,6 +33,14 @@ def check_validation(config: ValidationConfig, mesh: Mesh) -> None:
         )
 
 
+def prompts_of_samples(config: ValidationConfig) -> tuple[str, ...]:
+    """Return the prompt of every sample; UserError for prompts that cannot be read."""
+    if config.prompts is None:
+        return validation_prompts(config.num_samples)
+    lines = read_prompts(config.prompts, "--validation.prompts", config.prompts_column).prompts
+    return tuple(lines[i % len(lines)] for i in range(config.num_samples))
+
+
 class Validation:
     """Generates fixed samples with the student and measures them; every data rank generates an equal number."""
 
@@ -50,15 +58,10 @@ class Validation:
 
         Raises UserError for sizes that do not fit the ranks, or prompts that cannot be read.
         """
-        if config.prompts is None:
-            self._prompts = validation_prompts(config.num_samples)
-        else:
-            lines = read_prompts(config.prompts, "--validation.prompts", config.prompts_column).prompts
-            self._prompts = tuple(lines[i % len(lines)] for i in range(config.num_samples))
+        self._prompts = prompts_of_samples(config)
         self._config, self._codec, self._reward = config, codec, reward
         self._features, self._sampler = features, sampler
         self._scorers = (*reward.weights, *reward.held_out)
-        self._uncond = codec.encode_text([sampler.negative_prompt])
         self._latent_shape, self._mesh = latent_shape, mesh
         self._real: Tensor | None = None  # features of real clips, computed on first use
 
@@ -93,7 +96,7 @@ class Validation:
         batch = make_batch(
             self._codec,
             prompts,
-            self._uncond,
+            self._codec.encode_text([self._sampler.negative_prompt]),
             self._latent_shape,
             prompt_ids=samples,
             sample_ids=samples,
