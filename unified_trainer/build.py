@@ -27,7 +27,7 @@ from unified_trainer.roles.reward import Reward, RewardConfig
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.trainer import Trainer
-from unified_trainer.validation import Validation, prompts_of_samples
+from unified_trainer.validation import Validation
 
 EMBEDDINGS = "prompt_embeddings"  # folder in the run directory
 
@@ -52,10 +52,6 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     encoders = replace(run.encoders, cache=run.encoders.cache or (str(output / EMBEDDINGS) if output else ""))
     codec = plan.family.codec(plan.folder, mesh.device, encoders)
     source = _source(run, plan, codec)
-    loader = Loader(source, codec, plan.batch, plan.latent_shape, run.sampler.negative_prompt, run.seed, mesh)
-    validated = prompts_of_samples(run.validation) if run.validate_every else ()
-    # Before other weights are read: the text encoder can be the largest network of a run, and is gone afterwards.
-    encoded = codec.encode_ahead([*validated, *loader.prompts(run.steps)], mesh)
     scorers, features = load_scorers(run.reward, mesh.device)
     reward = Reward(scorers, codec, run.reward)
     roles = load_roles(plan.roles, mesh)
@@ -67,6 +63,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         samples = max(plan.batch.micro_batch, run.validation.batch)
         needed = cache_memory(run, roles["student"], plan.latent_shape, samples, way_out)
         plan.counts["KV cache of the student"] = needed
+    loader = Loader(source, codec, plan.batch, plan.latent_shape, run.sampler.negative_prompt, run.seed, mesh)
     parts = {"reward": reward, "loader": loader} if plan.method.uses_reward else {}
     trainer = Trainer(
         plan.method(run.algorithm, run.sampler, **roles, **parts),
@@ -79,6 +76,9 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         monitor=_monitor(run, plan),
     )
     validation = Validation(run.validation, codec, reward, features, run.sampler, plan.latent_shape, mesh)
+    # Last, so that a folder of weights that is not whole is refused before any file is written.
+    validated = validation.prompts if run.validate_every else ()
+    encoded = codec.encode_ahead([*validated, *loader.prompts(run.steps)], mesh)
     notes = (*_notes(roles, run.reward, run.encoders, mesh), encoded, *plan.notes)
     return Built(trainer, validation, plan.counts, notes, plan.keep)
 

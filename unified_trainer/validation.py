@@ -33,14 +33,6 @@ def check_validation(config: ValidationConfig, mesh: Mesh) -> None:
         )
 
 
-def prompts_of_samples(config: ValidationConfig) -> tuple[str, ...]:
-    """Return the prompt of every sample; UserError for prompts that cannot be read."""
-    if config.prompts is None:
-        return validation_prompts(config.num_samples)
-    lines = read_prompts(config.prompts, "--validation.prompts", config.prompts_column).prompts
-    return tuple(lines[i % len(lines)] for i in range(config.num_samples))
-
-
 class Validation:
     """Generates fixed samples with the student and measures them; every data rank generates an equal number."""
 
@@ -58,12 +50,21 @@ class Validation:
 
         Raises UserError for sizes that do not fit the ranks, or prompts that cannot be read.
         """
-        self._prompts = prompts_of_samples(config)
+        if config.prompts is None:
+            self._prompts = validation_prompts(config.num_samples)
+        else:
+            lines = read_prompts(config.prompts, "--validation.prompts", config.prompts_column).prompts
+            self._prompts = tuple(lines[i % len(lines)] for i in range(config.num_samples))
         self._config, self._codec, self._reward = config, codec, reward
         self._features, self._sampler = features, sampler
         self._scorers = (*reward.weights, *reward.held_out)
         self._latent_shape, self._mesh = latent_shape, mesh
         self._real: Tensor | None = None  # features of real clips, computed on first use
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompt of every sample, over all ranks."""
+        return self._prompts
 
     def run(self, student: Trainable, folder: Path) -> dict[str, float]:
         """Return the metrics over all samples of all ranks; the main rank writes its first videos into `folder`."""

@@ -52,7 +52,7 @@ class EncoderConfig:
 
 
 class FrozenNetwork:
-    """A frozen network that is read from its folder when it is first used.
+    """A frozen network that is read from its folder when it is first used, or by `load`.
 
     With `offload` its weights stay in CPU memory and are copied to the device for each use. A copy is a new tensor: a
     graph that was recorded during the use keeps it until the backward pass, and the weights in CPU memory never change.
@@ -64,17 +64,16 @@ class FrozenNetwork:
         self._home = torch.device("cpu") if offload else device
         self._network: nn.Module | None = None
 
-    @property
-    def loaded(self) -> bool:
-        """Whether the network is in memory."""
-        return self._network is not None
+    def load(self) -> nn.Module:
+        """Return the network, which is read unless it is in memory."""
+        if self._network is None:
+            self._network = self._read().to(self._home).eval().requires_grad_(False)
+        return self._network
 
     @contextmanager
     def in_use(self) -> Iterator[Any]:
         """Give the network, with its weights on the device; a use within a use copies nothing."""
-        if self._network is None:
-            self._network = self._read().to(self._home).eval().requires_grad_(False)
-        network = self._network
+        network = self.load()
         if self._home == self._device:
             yield network
             return

@@ -62,7 +62,10 @@ class WanCodec:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, config: EncoderConfig) -> "WanCodec":
-        """Open a WanPipeline folder; raise UserError for one that is not whole. Weights are read when first used."""
+        """Open a WanPipeline folder and read the VAE; raise UserError for a folder that is not whole.
+
+        The text encoder is read when a prompt has no embedding yet.
+        """
         tokenizer = folder / "tokenizer"
         if not any((tokenizer / name).is_file() for name in ("tokenizer.json", "spiece.model")):
             raise MissingFileError(f"{tokenizer} holds neither tokenizer.json nor spiece.model")
@@ -77,7 +80,7 @@ class WanCodec:
         def vae() -> AutoencoderKLWan:
             return load_strictly(AutoencoderKLWan, folder / "vae", dtype=DTYPES[config.vae_precision])
 
-        return cls(
+        codec = cls(
             folder,
             AutoTokenizer.from_pretrained(tokenizer),
             FrozenNetwork(text_encoder, device, offload=config.offload),
@@ -85,6 +88,8 @@ class WanCodec:
             device,
             config,
         )
+        codec._vae.load()
+        return codec
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         return latent_shape(self._outline, frames, height, width)
