@@ -21,6 +21,7 @@ from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
@@ -77,7 +78,7 @@ def trainer(method: str, adapter: bool) -> Trainer:
         }
         algorithm = DMD2(settings, FEW_STEPS, teacher=Frozen("teacher", owners["teacher"], RoleConfig()), **roles)
     clips = Clips(tuple(f"clip {i}" for i in range(SAMPLES)), torch.randn(SAMPLES, *SHAPE))
-    codec = WanCodec.load(TINY / "wan", MESH.device)
+    codec = WanCodec.load(TINY / "wan", MESH.device, EncoderConfig())
     loader = Loader(clips, codec, settings.plan(), SHAPE, "", 0, MESH)
     return Trainer(algorithm, roles, loader, MESH, seed=0)
 
@@ -90,7 +91,7 @@ def resident() -> float:
 
 def measure(setting: str) -> float:
     """Return the highest resident memory above that of the start, in MiB."""
-    WanCodec.load(TINY / "wan", MESH.device).encode_text(["warm up"])
+    WanCodec.load(TINY / "wan", MESH.device, EncoderConfig()).encode_text(["warm up"])
     before = resident()
     method, *adapter = setting.split()
     one = trainer(method, bool(adapter))

@@ -3,7 +3,8 @@
     python scripts/bench_step.py --method dance_grpo
 
 It records every call of the roles' networks, the decoder and the scorer in a step and whether it took a gradient, then
-repeats the calls alone. It measures processor time too, which other work on the machine does not change.
+repeats the calls alone. It measures processor time too, which other work on the machine does not change. With
+`--encoders.cache-memory-gib 0` every prompt is encoded anew in every step.
 """
 
 import sys
@@ -32,6 +33,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.hpsv3 import HPSv3
 
 ROUNDS = 5
+TEXT = "WanCodec.encode_text"
 FROZEN_CALLS = ((WanCodec, "encode_text"), (WanCodec, "decode"), (HPSv3, "score"), (CausalWanModel, "append"))
 TRAINED_CALLS = ((WanModel, "velocity"), (CausalWanModel, "velocity_cached"), (CausalWanModel, "velocity_masked"))
 
@@ -90,12 +92,13 @@ def main(argv: list[str]) -> None:
     mesh = Mesh.join(run.device)
     trainer = build(run, mesh).trainer
     trainer.step(0)
-    pairs, counts = [], Counter()
+    pairs, texts, counts = [], [], Counter()
     for n in range(1, ROUNDS + 1):
         calls: list[Call] = []
         with recorded(calls):
             step = seconds(lambda n=n: trainer.step(n))
         pairs.append((step, seconds(lambda calls=calls: [call.repeat() for call in calls])))
+        texts.append(seconds(lambda calls=calls: [call.repeat() for call in calls if call.name == TEXT]))
         counts.update((call.name, call.grad) for call in calls)
     table = Table("measure", "value", title=f"{run.method}, {Path(sys.argv[0]).name}")
     for (name, grad), count in counts.items():
@@ -104,6 +107,7 @@ def main(argv: list[str]) -> None:
         steps, bare = (sum(times[i] for times in column) for column in zip(*pairs, strict=True))
         table.add_row(f"{ROUNDS} steps, s{by}", f"{steps:.2f}")
         table.add_row(f"their calls alone, s{by}", f"{bare:.2f}")
+        table.add_row(f"{TEXT} alone, s{by}", f"{sum(times[i] for times in texts):.4f}")
         table.add_row(f"overhead ratio{by}", f"{steps / bare:.3f}")
     table.add_row("peak memory, GiB", f"{peak_memory(mesh.device):.2f}")
     Console().print(table)

@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5Config, UMT
 from unified_trainer.checkpoint import dcp, manifest
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.tiny_world import FRAMES, HELD_OUT, PHRASINGS, SIZE, SUBJECTS, check_attributes
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
@@ -146,7 +147,7 @@ def write_index(folder: Path) -> None:
 def measure_base(wan: Path, seed: int) -> dict[str, float]:
     """Measure the base model's accuracy on all 48 subjects: guided, and with the sampler of the default GRPO run."""
     device = torch.device("cpu")
-    codec = WanCodec.load(wan, device)
+    codec = WanCodec.load(wan, device, EncoderConfig())
     student = Frozen("base", Backbone(WanModel.open(wan), Mesh(device)), RoleConfig())
     subjects = [subject for subject in SUBJECTS for _ in range(4)]
     samples = list(range(len(subjects)))

@@ -20,6 +20,7 @@ from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.commands.sample import of_length, pieces
 from unified_trainer.data.prompts import validation_captions
 from unified_trainer.data.tiny_world import FRAMES, SUBJECT_OF_CAPTION, Subject, check_attributes, draw_clip, render
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.mesh import Mesh
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--sink-frames", type=int, help="how many of them are the first ones")
     arguments = parser.parse_args()
     console = Console(width=200)
-    codec = WanCodec.load(TINY / "wan", CPU)
+    codec = WanCodec.load(TINY / "wan", CPU, EncoderConfig())
     captions = validation_captions(arguments.samples)
     real = features(decoded(codec, turning(captions)))
     console.print("| student | accuracy | Frechet distance | accuracy of each third | Frechet distance of chunks |")

@@ -58,6 +58,9 @@ class ClassCodec:
     def encode_text(self, prompts):
         return ClassCondition(torch.tensor([int(prompt[-1]) if prompt else ANY for prompt in prompts]))
 
+    def encode_ahead(self, prompts, mesh):
+        return "classes need no text encoder"
+
     def encode(self, video):
         return video
 

@@ -25,6 +25,7 @@ from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
@@ -70,7 +71,7 @@ SMALL = {
 
 @functools.cache
 def tiny_codec() -> WanCodec:
-    return WanCodec.load(WAN, CPU)
+    return WanCodec.load(WAN, CPU, EncoderConfig())
 
 
 def small_model(seed: int = 0, heads: int = 2) -> WanModel:

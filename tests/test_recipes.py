@@ -4,12 +4,14 @@ import json
 import re
 
 import pytest
+import yaml
 from helpers import ALONE, HPSV3, WAN
 
 from unified_trainer import config as settings
 from unified_trainer.__main__ import main
 from unified_trainer.command_line import parse
 from unified_trainer.config import ConfigError
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import check, fits
 from unified_trainer.registry import METHODS
@@ -179,6 +181,17 @@ def test_a_recipe_for_another_model_is_a_warning(models, prompts):
     words = given("wan2.1-14b", "dmd2", models["wan2.1-1.3b"], prompts)
     (note,) = check(parsed(*words), ALONE).notes
     assert note.startswith(f"warning: recipe wan2.1-14b was made for another model than {models['wan2.1-1.3b']}")
+
+
+def test_a_resumed_run_takes_nothing_from_its_recipe_of_today(tmp_path):
+    """A setting that is newer than the run has the code's default; --config starts a new run, with the recipe's."""
+    saved = settings.plain(parsed("--recipe", "wan2.1-1.3b", "--method", "dmd2"))
+    assert saved.pop("encoders")["text_precision"] == "bf16"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert parsed("--resume", tmp_path).encoders == EncoderConfig()
+    assert parsed("--config", tmp_path / "config.yaml").encoders.text_precision == "bf16"
+    run = parsed("--resume", tmp_path)
+    assert settings.check_resumable(run, tmp_path / "config.yaml") == []
 
 
 def test_a_recipe_inherits_from_its_base():

@@ -4,7 +4,6 @@ One JSON line in, one out: {"start": flags, "ranks": n, "port": p, "log": file} 
 {"wait": pids} gives {"codes": [...]}, each an exit code or minus a signal.
 """
 
-import dataclasses
 import functools
 import json
 import os
@@ -14,18 +13,20 @@ from pathlib import Path
 
 import torch
 
-from unified_trainer import registry
 from unified_trainer.__main__ import main
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.wan import codec
 from unified_trainer.rewards import hpsv3
 
 
 def warm(folder: str) -> None:
     """Load what no run changes, once: the text encoder, the VAE and the scorer. The runs then find it loaded."""
     torch.set_num_threads(1)
-    family = registry.FAMILIES["WanPipeline"]
-    registry.FAMILIES["WanPipeline"] = dataclasses.replace(family, codec=functools.cache(family.codec))
+    codec.load_strictly = functools.cache(codec.load_strictly)
     hpsv3.HPSv3.load = functools.cache(hpsv3.HPSv3.load)
-    registry.FAMILIES["WanPipeline"].codec(Path(folder), torch.device("cpu"))
+    one = codec.WanCodec.load(Path(folder), torch.device("cpu"), EncoderConfig())
+    one.decode(one.encode(torch.zeros(1, 3, 1, 64, 64)))
+    one.encode_text(["warm up"])
     hpsv3.HPSv3.load(hpsv3.EMBEDDED, torch.device("cpu"), torch.float32)
 
 

@@ -114,7 +114,7 @@ def train(run: RunConfig) -> int:
             raise ConfigError(
                 f"--output {output} already holds a run: continue it with --resume {output}, or name another folder"
             )
-        built = build(run, mesh)
+        built = build(run, mesh, output)
         trainer = built.trainer
         start, skipped = trainer.resume(output) if run.resume else (0, [])
         if start > run.steps:

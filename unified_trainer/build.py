@@ -1,7 +1,7 @@
 """Building a run from its settings: check everything, then load weights and connect the parts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -29,6 +29,8 @@ from unified_trainer.summary import summary
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Validation
 
+EMBEDDINGS = "prompt_embeddings"  # folder in the run directory
+
 
 @dataclass(frozen=True)
 class Built:
@@ -42,10 +44,14 @@ class Built:
     keep: Keep
 
 
-def build(run: RunConfig, mesh: Mesh) -> Built:
-    """Check a run, load its models and connect its parts."""
+def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
+    """Check a run, load its models and connect its parts.
+
+    Embeddings of prompts are kept below the run directory `output`, or without one only in memory.
+    """
     plan = check(run, mesh)
-    codec = plan.family.codec(plan.folder, mesh.device)
+    encoders = replace(run.encoders, cache=run.encoders.cache or (str(output / EMBEDDINGS) if output else ""))
+    codec = plan.family.codec(plan.folder, mesh.device, encoders)
     source = _source(run, plan, codec)
     scorers, features = load_scorers(run.reward, mesh.device)
     reward = Reward(scorers, codec, run.reward)
@@ -72,8 +78,11 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
     )
     prompts = plan.validation_prompts or [source.prompt(i) for i in range(min(run.validation.num_samples, len(source)))]
     validation = Validation(run.validation, codec, reward, features, run.sampler, prompts, plan.latent_shape, mesh)
-    rows = summary(run, plan, roles, source)
-    return Built(trainer, validation, rows, plan.counts, (*_notes(mesh), *plan.notes), plan.keep)
+    # Last, so that a folder of weights that is not whole is refused before any file is written.
+    validated = prompts[: run.validation.num_samples] if run.validate_every else ()
+    encoded = codec.encode_ahead([*validated, *loader.prompts(run.steps)], mesh)
+    rows, notes = summary(run, plan, roles, source), (*_notes(mesh), encoded, *plan.notes)
+    return Built(trainer, validation, rows, plan.counts, notes, plan.keep)
 
 
 def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:
@@ -156,4 +165,4 @@ def _monitor(run: RunConfig, plan: RunPlan) -> HackingMonitor | None:
 
 def _notes(mesh: Mesh) -> tuple[str, ...]:
     rest = "gradients and their sums over ranks, optimizers, guidance, losses and log-probabilities fp32; sigmas fp64"
-    return (f"ranks: {mesh}", f"precision: text encoder and decoder fp32; {rest}")
+    return (f"ranks: {mesh}", f"precision: {rest}")

@@ -41,7 +41,8 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
         raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out")
     run = run_class(method_named(name))()
     recipe = sources.recipe or str(saved.get("recipe", "")) or _default_recipe(argv, saved, run)
-    sections = load_recipe(recipe) if recipe else {}
+    # A saved run has all its settings; those that are newer keep the code's defaults, whatever its recipe says today.
+    sections = load_recipe(recipe) if recipe and not sources.resumed else {}
     sampler = trained_sampler(sources.init_from) if sources.init_from else None
     layers = {
         f"recipe {recipe}": {**sections.get("common", {}), "method": name, "recipe": recipe},
@@ -100,6 +101,7 @@ class _Sources:
     method: str | None
     recipe: str | None
     saved: Path | None
+    resumed: bool  # whether the saved file is that of --resume
     init_from: str | None
 
     @classmethod
@@ -123,7 +125,8 @@ class _Sources:
             if not saved.is_file():
                 folder = f"it is a folder; give a file, such as {saved / 'config.yaml'}"
                 raise ConfigError(f"--config {saved}: {folder if saved.is_dir() else 'no such file'}")
-        return cls(found.get("--method"), found.get("--recipe"), saved, found.get("--init-from"))
+        resumed, init_from = "--resume" in found, found.get("--init-from")
+        return cls(found.get("--method"), found.get("--recipe"), saved, resumed, init_from)
 
 
 @contextmanager

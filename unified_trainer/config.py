@@ -15,6 +15,7 @@ from unified_trainer import renamed
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import DeclarationError, Method, MethodConfig, place_of
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
@@ -40,6 +41,10 @@ RESUMABLE_KEYS = (
     "hacking_monitor",
     "tracking",
     "parallel",
+    "encoders.offload",
+    "encoders.cache",
+    "encoders.cache_memory_gib",
+    "encoders.cache_disk_gib",
     "algorithm.micro_batch",
     "algorithm.rollout_batch",
     "algorithm.update_batch",
@@ -127,6 +132,7 @@ class RunConfig:
     """Device to run on."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
+    encoders: EncoderConfig = field(default_factory=EncoderConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)

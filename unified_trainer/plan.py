@@ -104,6 +104,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
     _check_networks(roles, mesh)
+    run.encoders.check()
     for name, role in roles.items():
         if role.trainable is not None:
             _check_adapter(name, role)

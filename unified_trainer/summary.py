@@ -13,6 +13,9 @@ from unified_trainer.roles.role import Role, Trainable
 def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: Source) -> dict[str, str]:
     """Return the rows of the table by name."""
     rows = {name: _role(plan.roles[name].path, role) for name, role in roles.items()}
+    encoders = run.encoders
+    rows["text encoder"] = encoders.text_precision
+    rows["VAE"] = encoders.vae_precision + (", in CPU memory between uses" if encoders.offload else "")
     for name, config in run.reward.named().items():
         rows["scorer " + name] = _scorer(config)
     if not run.reward.named():

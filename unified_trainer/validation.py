@@ -54,9 +54,13 @@ class Validation:
         self._config, self._codec, self._reward = config, codec, reward
         self._features, self._sampler = features, sampler
         self._scorers = (*reward.weights, *reward.held_out)
-        self._uncond = codec.encode_text([sampler.negative_prompt])
         self._latent_shape, self._mesh = latent_shape, mesh
         self._real: Tensor | None = None  # features of real clips, computed on first use
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompt of every sample, over all ranks."""
+        return self._prompts
 
     def run(self, student: Trainable, folder: Path) -> dict[str, float]:
         """Return the metrics over all samples of all ranks; the main rank writes its first videos into `folder`."""
@@ -89,7 +93,7 @@ class Validation:
         batch = make_batch(
             self._codec,
             prompts,
-            self._uncond,
+            self._codec.encode_text([self._sampler.negative_prompt]),
             self._latent_shape,
             prompt_ids=samples,
             sample_ids=samples,

@@ -45,7 +45,7 @@ def test_parquet_latents_are_normalised_by_the_vae(codec, tmp_path):
     write(tmp_path / "a.parquet")
     source = ParquetClips(tmp_path, codec, LATENT_SHAPE)
     assert len(source) == 3 and source.prompt(1) == "caption 1"
-    mean, std = (torch.tensor(codec._vae.config[f"latents_{name}"]).view(-1, 1, 1, 1) for name in ("mean", "std"))
+    mean, std = (torch.tensor(codec._outline.config[f"latents_{name}"]).view(-1, 1, 1, 1) for name in ("mean", "std"))
     torch.testing.assert_close(source.latents([2, 0]), (RAW[[2, 0]] - mean) / std)
 
 

@@ -49,6 +49,21 @@ def test_a_batch_is_a_function_of_the_step_alone(codec):
         assert torch.equal(one.cond.text, other.cond.text)
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_the_prompts_of_a_run_are_known_ahead(codec, steps):
+    """The negative prompt and those of the steps' batches, each once, as far as the steps go."""
+    drawn = {prompt for step in range(steps) for prompt in loader(codec, 2).batch(step).prompts}
+    negative, *known = loader(codec, 2).prompts(steps)
+    assert negative == "" and set(known) == drawn and len(known) == len(drawn)
+
+
+def test_a_run_that_may_draw_any_prompt_knows_all_ahead(codec):
+    for more in ({"by_failures": True}, {"further": True}):
+        plan = BatchPlan(2, 1, 2, 8, ("a", "b", "c", "d"), **more)
+        one = Loader(Prompts(PROMPTS), codec, plan, LATENT_SHAPE, "", 0, ALONE)
+        assert one.prompts(1) == ["", *PROMPTS]
+
+
 def test_a_group_is_the_samples_of_one_prompt(codec):
     batch = loader(codec, prompts=2, num_samples=3).batch(0)
     assert batch.prompts == (batch.prompts[0],) * 3 + (batch.prompts[3],) * 3

@@ -47,7 +47,7 @@ def load_role(spec: str, role: str, base: Path | None, mesh: Mesh, *, causal: bo
         raise CheckpointError(f"{file} is missing: {spec} must be a run directory")
     if role not in roles_in(metadata):
         raise CheckpointError(f"{spec} holds no weights of --role {role}; have {', '.join(roles_in(metadata))}")
-    run = parse(["--config", str(file)])
+    run = parse(["--resume", str(file.parent)])
     method = method_named(run.method)
     kind = Critic if issubclass(method.roles[role].kind, Critic) else Trainable
     if causal and run.sampler.chunks.causal:

@@ -62,7 +62,7 @@ def rollout(
     about = {"run": run, "step": loaded.metadata["step"], "method": loaded.metadata["method"], "base": str(loaded.base)}
     about |= {"sampler": plain["sampler"], "video": plain["video"], "seed": seed, "num_samples": num_samples}
     folder = RolloutFolder.begin(output, about | {"batch": batch, "prompts": lines})
-    codec = loaded.family.codec(loaded.base, loaded.role.device)
+    codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
     prompt_of_sample = [prompt for _, prompt in folder.samples]
     drawn = 0
     for part, numbers in enumerate(folder.parts):

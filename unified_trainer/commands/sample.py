@@ -82,13 +82,12 @@ def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | N
     """
     run, chunks = loaded.run, loaded.run.sampler.chunks
     video = dataclasses.replace(run.video, frames=frames or run.video.frames)
-    codec = loaded.family.codec(loaded.base, loaded.role.device)
-    shape = codec.latent_shape(video.frames, video.height, video.width)
+    shape = loaded.family.latent_shape(loaded.base, video.frames, video.height, video.width)
     if not chunks.causal:
         if window is not None or sink is not None:
             raise UserError("--window-frames and --sink-frames are for causal students: leave them out")
         return dataclasses.replace(loaded, run=dataclasses.replace(run, video=video))
-    frames_of_run = codec.latent_shape(run.video.frames, video.height, video.width)[1]
+    frames_of_run = loaded.family.latent_shape(loaded.base, run.video.frames, video.height, video.width)[1]
     if window is None:
         window = chunks.window_frames or (frames_of_run - chunks.chunk_frames if shape[1] > frames_of_run else 0)
     sink = chunks.sink_frames if sink is None else sink
@@ -131,7 +130,7 @@ def pieces(
     loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int, *, by_chunk: bool
 ) -> Iterator[Iterator[Video]]:
     """Generate the videos of the prompts, each batch as an iterator over its frames: all at once, or by chunks."""
-    codec = loaded.family.codec(loaded.base, loaded.role.device)
+    codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
     for start in range(0, len(prompts), batch):
         numbers = range(start, min(start + batch, len(prompts)))
         if by_chunk:

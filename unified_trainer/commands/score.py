@@ -8,6 +8,7 @@ from rich.console import Console
 
 from unified_trainer.command_line import read_reward
 from unified_trainer.commands.rollout_folder import RolloutFolder
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import family_of
@@ -35,7 +36,7 @@ def score(
     check_reward(rewards, rollouts.about["video"]["frames"])
     mesh = Mesh.join(device)
     family, path = family_of("--base", str(base or rollouts.about["base"]))
-    codec = family.codec(path, mesh.device)
+    codec = family.codec(path, mesh.device, EncoderConfig())
     scorers, _ = load_scorers(rewards, mesh.device)
     mean = rollouts.score(name, Reward(scorers, codec, rewards), codec, mesh.device)
     message = f"{len(rollouts.samples)} samples in {folder / 'scores' / name}.jsonl, mean reward {mean:.4g}"

@@ -16,6 +16,7 @@ class BatchPlan:
     micro_batch: int  # samples of one backward pass, at most: a rank takes the largest size that divides its share
     keys: tuple[str, str, str, str]  # the settings that these four come from, for messages
     by_failures: bool = False  # prompts are drawn in proportion to failures + 1, instead of epoch by epoch
+    further: bool = False  # a step may draw prompts outside its batch
 
     @classmethod
     def one_update(cls, batch_size: int, micro_batch: int) -> "BatchPlan":

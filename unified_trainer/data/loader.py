@@ -1,6 +1,6 @@
 """The batches of a run: the samples of a rank are a function of the step, and of failures where they are counted."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -44,8 +44,7 @@ class Loader:
         mesh: Mesh,
     ) -> None:
         self._source, self._codec, self._plan, self._mesh, self._seed = source, codec, plan, mesh, seed
-        self._latent_shape = latent_shape
-        self._uncond = codec.encode_text([negative_prompt])
+        self._latent_shape, self._negative_prompt = latent_shape, negative_prompt
         self.samples = plan.prompts * plan.num_samples  # of one training step, over all ranks
         self.samples_per_prompt = plan.num_samples
         if plan.by_failures and plan.prompts > len(source):
@@ -60,6 +59,13 @@ class Loader:
         positions = self._plan.rank_samples(self._mesh.data_rank, self._mesh.data_size)
         rows = self._rows(step)
         return self.batch_of([rows[position // self.samples_per_prompt] for position in positions], positions)
+
+    def prompts(self, steps: int) -> list[str]:
+        """Return the negative prompt, and the prompts that the batches of this many steps can hold."""
+        rows: Sequence[int] = range(len(self._source))
+        if not (self._plan.by_failures or self._plan.further):
+            rows = self._in_order(0, min(steps * self._plan.prompts, len(self._source)))
+        return [self._negative_prompt, *map(self._source.prompt, rows)]
 
     def further(self, step: int, skip: int, count: int) -> list[int]:
         """Return up to `count` rows outside the step's batch, after the first `skip` of them; none is repeated."""
@@ -84,7 +90,7 @@ class Loader:
         return make_batch(
             self._codec,
             [self._source.prompt(i) for i in indices],
-            self._uncond,
+            self._codec.encode_text([self._negative_prompt]),
             self._latent_shape,
             prompt_ids=indices,
             sample_ids=sample_ids,
@@ -95,8 +101,11 @@ class Loader:
         """Return the source's rows of the whole step, of all ranks."""
         if self._failures is not None:
             return self._drawn(step, "batch", self._plan.prompts)
-        size, count = len(self._source), self._plan.prompts
-        first = step * count
+        return self._in_order(step * self._plan.prompts, self._plan.prompts)
+
+    def _in_order(self, first: int, count: int) -> list[int]:
+        """Return `count` rows from position `first` on, epoch after epoch."""
+        size = len(self._source)
         epochs = range(first // size, (first + count - 1) // size + 1)
         order = [row for epoch in epochs for row in generator(self._seed, "epoch", epoch).permutation(size).tolist()]
         start = first - epochs.start * size

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.types import Condition, Latents, PerFrame, PerSample, Video
@@ -129,7 +130,14 @@ class Codec(Protocol):
         ...
 
     def encode_text(self, prompts: Sequence[str]) -> Condition:
-        """Encode prompts, without gradient."""
+        """Encode prompts, without gradient; a row is a function of its prompt alone, and may come from a cache."""
+        ...
+
+    def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
+        """Encode prompts that will be needed, each rank a share, and remove the text encoder from memory.
+
+        A collective. Return what was done in words, for the user.
+        """
         ...
 
     def encode(self, video: Video) -> Latents:
@@ -158,7 +166,8 @@ class Family:
     """
 
     model: Callable[[Path, str], VideoModel]  # (folder, component) -> the network in float32; `read` brings its weights
-    codec: Callable[[Path, torch.device], Codec]  # (folder, device) -> text encoder and VAE with their weights
+    # (folder, device, settings) -> text encoder and VAE, whose weights may be read when they are first used
+    codec: Callable[[Path, torch.device, EncoderConfig], Codec]
     causal: Callable[[Path, str], CausalVideoModel] | None  # as `model`, but chunk by chunk; None: no causal form
     latent_channels: Callable[[Path], int]  # folder -> channels of the latents; reads configs only
     # (folder, frames, height, width of a video in pixels) -> latent channels, frames, height, width; reads configs only

@@ -48,19 +48,25 @@ def check_component(folder: Path, weights: str) -> None:
             raise UserError(f"{file} is damaged or cut short ({error}): fetch or write it again") from error
 
 
-def load_strictly(kind: type[M], folder: Path, weights: str = WEIGHTS, spare: tuple[str, ...] = ()) -> M:
-    """Load a model in float32 that has exactly the keys and shapes of its config; all weights must be finite.
+def load_strictly(
+    kind: type[M],
+    folder: Path,
+    weights: str = WEIGHTS,
+    spare: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.float32,
+) -> M:
+    """Load a model that has exactly the keys and shapes of its config; all weights must be finite.
 
     Keys that end in one of `spare` may be there and are not read. Raise UserError naming the folder and the key.
     """
     check_component(folder, weights)
-    model, info = kind.from_pretrained(folder, output_loading_info=True)
+    model, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         _refuse(folder, what, [str(key) for key in info[what] if not str(key).endswith(spare)])
     for name, weight in model.state_dict().items():
         if not bool(weight.isfinite().all()):
             raise NotFiniteError(f"{folder}: weight {name} holds a value that is not finite")
-    return model.float()
+    return model
 
 
 def outline(kind: type[M], folder: Path) -> M:

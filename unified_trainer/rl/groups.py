@@ -72,7 +72,8 @@ class GroupConfig(MethodConfig):
         names = ("num_prompts", "num_samples", "prompts_per_update", "update_batch")
         keys = tuple(f"algorithm.{name}" for name in names)
         sizes = (self.num_prompts, self.num_samples, self.prompts_per_update, self.update_batch)
-        return BatchPlan(*sizes, keys, by_failures=self.failure_below is not None)
+        by_failures, further = self.failure_below is not None, self.dynamic_sampling_rounds > 0
+        return BatchPlan(*sizes, keys, by_failures=by_failures, further=further)
 
 
 @dataclass(frozen=True)

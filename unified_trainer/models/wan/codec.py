@@ -1,10 +1,11 @@
 """Wan's text encoder (UMT5) and VAE as a `Codec`, with the conditions that they make."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
@@ -13,7 +14,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderModel
 
 from unified_trainer.errors import MissingFileError, UserError
-from unified_trainer.models.folder import load_strictly, read_json
+from unified_trainer.models.encoders import DTYPES, EncoderConfig, FrozenNetwork
+from unified_trainer.models.folder import check_component, load_strictly, outline, read_json
+from unified_trainer.models.prompt_embeddings import PromptEmbeddings
+from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.types import Latents, Video
 
 MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
@@ -36,83 +40,131 @@ class WanCondition:
 
 
 class WanCodec:
-    """UMT5 and AutoencoderKLWan, both frozen and in float32."""
+    """UMT5 and AutoencoderKLWan, both frozen; latents, videos and conditions are float32 on the device."""
 
     def __init__(
         self,
         folder: Path,
         tokenizer: PreTrainedTokenizerBase,
-        text_encoder: UMT5EncoderModel,
-        vae: AutoencoderKLWan,
+        text_encoder: FrozenNetwork,
+        vae: FrozenNetwork,
+        device: torch.device,
+        config: EncoderConfig,
     ) -> None:
         self.folder = folder
-        self._tokenizer = tokenizer
-        self._text_encoder = text_encoder.eval().requires_grad_(False)
-        self._vae = vae.eval().requires_grad_(False)
+        self._tokenizer, self._text_encoder, self._vae, self._device = tokenizer, text_encoder, vae, device
+        self._outline = outline(AutoencoderKLWan, folder / "vae")
         self._text_tokens = min(MAX_TEXT_TOKENS, tokenizer.model_max_length)
-        statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std]).view(2, 1, -1, 1, 1, 1)
-        self._mean, self._std = statistics.to(vae.device)
+        settings = (config.text_precision, device.type, self._text_tokens)
+        self._embeddings = PromptEmbeddings(self._embed, f"{_identity(folder)} {settings}", config)
+        statistics = [self._outline.config.latents_mean, self._outline.config.latents_std]
+        self._mean, self._std = torch.tensor(statistics).view(2, 1, -1, 1, 1, 1).to(device)
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device) -> "WanCodec":
-        """Load tokenizer, text encoder and VAE of a WanPipeline folder; raise UserError for one that is not whole."""
+    def load(cls, folder: Path, device: torch.device, config: EncoderConfig) -> "WanCodec":
+        """Open a WanPipeline folder and read the VAE; raise UserError for a folder that is not whole.
+
+        The text encoder is read when a prompt has no embedding yet.
+        """
         tokenizer = folder / "tokenizer"
         if not any((tokenizer / name).is_file() for name in ("tokenizer.json", "spiece.model")):
             raise MissingFileError(f"{tokenizer} holds neither tokenizer.json nor spiece.model")
         for file in sorted(tokenizer.glob("*.json")):
             read_json(file)
-        return cls(
+        check_component(folder / "text_encoder", "model")
+
+        def text_encoder() -> UMT5EncoderModel:
+            dtype = DTYPES[config.text_precision]
+            return load_strictly(UMT5EncoderModel, folder / "text_encoder", "model", dtype=dtype)
+
+        def vae() -> AutoencoderKLWan:
+            return load_strictly(AutoencoderKLWan, folder / "vae", dtype=DTYPES[config.vae_precision])
+
+        codec = cls(
             folder,
             AutoTokenizer.from_pretrained(tokenizer),
-            load_strictly(UMT5EncoderModel, folder / "text_encoder", "model").to(device),
-            load_strictly(AutoencoderKLWan, folder / "vae").to(device),
+            FrozenNetwork(text_encoder, device, offload=config.offload),
+            FrozenNetwork(vae, device, offload=config.offload),
+            device,
+            config,
         )
+        codec._vae.load()
+        return codec
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        return latent_shape(self._vae, frames, height, width)
+        return latent_shape(self._outline, frames, height, width)
+
+    def encode_text(self, prompts: Sequence[str]) -> WanCondition:
+        rows = self._embeddings.rows([prompt_clean(prompt) for prompt in prompts])
+        text = torch.zeros(len(rows), self._text_tokens, rows[0].shape[1], device=self._device)
+        for padded, row in zip(text, rows, strict=True):
+            padded[: len(row)] = row
+        return WanCondition(text)
+
+    def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
+        distinct = list(dict.fromkeys(prompt_clean(prompt) for prompt in prompts))
+        counts = self._embeddings.encode_ahead(distinct, mesh)
+        self._text_encoder.free()
+        said = f"text encoder: {len(distinct)} distinct prompts, {counts.found} encoded before, {counts.encoded} now"
+        rest = f"{counts.left} when they are drawn" if counts.left else "not in memory"
+        return f"{said}, {rest}; embeddings in {self._embeddings.place}"
 
     @torch.no_grad()
-    def encode_text(self, prompts: Sequence[str]) -> WanCondition:
-        tokens = self._tokenizer(
-            [prompt_clean(prompt) for prompt in prompts],
-            padding="max_length",
-            max_length=self._text_tokens,
-            truncation=True,
-            return_tensors="pt",
-        ).to(self._text_encoder.device)
-        text = self._text_encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
-        return WanCondition(text * tokens.attention_mask[..., None])
+    def _embed(self, prompts: Sequence[str]) -> Generator[Tensor, None, None]:
+        """Encode prompts one by one, because the rounding of a row can depend on the other rows of a batch."""
+        with self._text_encoder.in_use() as encoder:
+            for prompt in prompts:
+                tokens = self._tokenizer(
+                    [prompt], padding="max_length", max_length=self._text_tokens, truncation=True, return_tensors="pt"
+                ).to(self._device)
+                text = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
+                yield text[0, tokens.attention_mask[0].bool()].cpu()
 
     @torch.no_grad()
     def encode(self, video: Video) -> Latents:
-        return self.normalise(self._vae.encode(video * 2 - 1).latent_dist.mean)
+        with self._vae.in_use() as vae:
+            return self.normalise(vae.encode((video.to(self._device) * 2 - 1).to(vae.dtype)).latent_dist.mean)
 
     def normalise(self, raw: Latents) -> Latents:
         return (raw.to(self._mean) - self._mean) / self._std
 
     def decode(self, latents: Latents) -> Video:
-        return (self._vae.decode(latents * self._std + self._mean).sample / 2 + 0.5).clamp(0, 1)
+        with self._vae.in_use() as vae:
+            return (vae.decode(self._raw(latents).to(vae.dtype)).sample.float() / 2 + 0.5).clamp(0, 1)
 
     def decoder(self) -> Callable[[Latents], Video]:
         """Return a decoder of consecutive chunks, without gradient.
 
         It runs the VAE's own loop over latent frames and keeps the VAE's feature cache from call to call.
         """
-        vae = self._vae
-        memory: list[Tensor | None] = [None] * vae._cached_conv_counts["decoder"]
+        memory: list[Tensor | None] = []
 
         @torch.no_grad()
         def decode_next(latents: Latents) -> Video:
             parts = []
-            for frame in vae.post_quant_conv(latents * self._std + self._mean).split(1, 2):
-                first = {"first_chunk": True} if memory[0] is None else {}
-                parts.append(vae.decoder(frame, feat_cache=memory, feat_idx=[0], **first))
-            video = torch.cat(parts, 2)
-            if vae.config.patch_size is not None:
-                video = unpatchify(video, patch_size=vae.config.patch_size)
+            with self._vae.in_use() as vae:
+                if not memory:
+                    memory.extend([None] * vae._cached_conv_counts["decoder"])
+                for frame in vae.post_quant_conv(self._raw(latents).to(vae.dtype)).split(1, 2):
+                    first = {"first_chunk": True} if memory[0] is None else {}
+                    parts.append(vae.decoder(frame, feat_cache=memory, feat_idx=[0], **first))
+            video = torch.cat(parts, 2).float()
+            if self._outline.config.patch_size is not None:
+                video = unpatchify(video, patch_size=self._outline.config.patch_size)
             return (video / 2 + 0.5).clamp(0, 1)
 
         return decode_next
+
+    def _raw(self, latents: Latents) -> Latents:
+        """Undo `normalise`, on the device."""
+        return latents.to(self._mean) * self._std + self._mean
+
+
+def _identity(folder: Path) -> str:
+    """Return what the embeddings of a prompt depend on: names, sizes and times of the files, and library versions."""
+    files = [file for part in ("text_encoder", "tokenizer") for file in (folder / part).rglob("*") if file.is_file()]
+    facts = [(str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, {facts}"
 
 
 def latent_shape(vae: AutoencoderKLWan, frames: int, height: int, width: int) -> tuple[int, int, int, int]:

@@ -1,0 +1,91 @@
+"""Text encoder and VAE of a run: their settings, and a frozen network that takes memory only where it is used."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from unified_trainer.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """The settings of the text encoder and of the VAE, which all roles share."""
+
+    text_precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the text encoder; a UMT5-XXL is 21 GiB in fp32 and 11 GiB in bf16."""
+    vae_precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the VAE; Wan's is usually run in fp32. Latents and videos are fp32 in either case."""
+    offload: bool = False
+    """Keep text encoder and VAE in CPU memory, copied to the device while they are used. Changes no result."""
+    cache: str = ""
+    """Folder for the embeddings of prompts on a disk that all ranks share; several runs may share it too. By default
+    prompt_embeddings in the run directory."""
+    cache_memory_gib: float = 1.0
+    """Embeddings of prompts that each rank keeps in CPU memory, in GiB."""
+    cache_disk_gib: float = 100.0
+    """Embeddings on disk, in GiB. The run's prompts are encoded before the first step as far as they fit; the text
+    encoder is then removed from memory, and read again only for a prompt that did not fit."""
+
+    def check(self) -> None:
+        """Raise UserError for a bound below 0 or a folder that cannot be written into; create the folder."""
+        for name, size in (("cache_memory_gib", self.cache_memory_gib), ("cache_disk_gib", self.cache_disk_gib)):
+            if not size >= 0:
+                raise UserError(f"encoders.{name} must not be negative, but is {size:g}")
+        if self.cache:
+            try:
+                Path(self.cache).mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.cache):
+                    pass
+            except OSError as error:
+                raise UserError(
+                    f"encoders.cache {self.cache} cannot be written into ({error.strerror}): name another folder, or "
+                    "leave it out to use the run directory"
+                ) from error
+
+
+class FrozenNetwork:
+    """A frozen network that is read from its folder when it is first used, or by `load`.
+
+    With `offload` its weights stay in CPU memory and are copied to the device for each use. A copy is a new tensor: a
+    graph that was recorded during the use keeps it until the backward pass, and the weights in CPU memory never change.
+    """
+
+    def __init__(self, read: Callable[[], nn.Module], device: torch.device, *, offload: bool) -> None:
+        """`read` returns the network with its weights; buffers that a state_dict leaves out are not supported."""
+        self._read, self._device = read, device
+        self._home = torch.device("cpu") if offload else device
+        self._network: nn.Module | None = None
+
+    def load(self) -> nn.Module:
+        """Return the network, which is read unless it is in memory."""
+        if self._network is None:
+            self._network = self._read().to(self._home).eval().requires_grad_(False)
+        return self._network
+
+    @contextmanager
+    def in_use(self) -> Iterator[Any]:
+        """Give the network, with its weights on the device; a use within a use copies nothing."""
+        network = self.load()
+        if self._home == self._device:
+            yield network
+            return
+        held = network.state_dict(keep_vars=True)
+        distinct = {id(weight): weight for weight in held.values()}  # tied weights are copied once
+        copies: dict[int, Tensor] = {key: weight.to(self._device) for key, weight in distinct.items()}
+        network.load_state_dict({name: copies[id(weight)] for name, weight in held.items()}, assign=True)
+        try:
+            yield network
+        finally:
+            network.load_state_dict(held, assign=True)
+
+    def free(self) -> None:
+        """Remove the network from memory; the next use reads it again."""
+        self._network = None
