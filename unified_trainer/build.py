@@ -67,7 +67,9 @@ def build(run: RunConfig, mesh: Mesh) -> Built:
         trained_sampler=plain(run)["sampler"] if plan.method.trained_for_sampler else None,
         monitor=_monitor(run, plan),
     )
-    validation = Validation(run.validation, codec, reward, features, run.sampler, plan.latent_shape, mesh)
+    validation = Validation(
+        run.validation, codec, reward, features, run.sampler, plan.latent_shape, mesh, run.video.fps
+    )
     return Built(trainer, validation, plan.counts, (*_notes(roles, run.reward, mesh), *plan.notes), plan.keep)
 
 

@@ -35,7 +35,7 @@ def measured(mesh: Mesh, folder: Path) -> dict[str, float]:
     reward, sampler = Reward(scorers, codec, REWARD), SamplerConfig(num_steps=2, guidance_scale=1.0)
     student = Trainable("student", Backbone(small_model(), mesh, trained=True), TrainableConfig())
     shape = codec.latent_shape(FRAMES, SIZE, SIZE)
-    return Validation(CONFIG, codec, reward, features, sampler, shape, mesh).run(student, folder)
+    return Validation(CONFIG, codec, reward, features, sampler, shape, mesh, 8.0).run(student, folder, 0).metrics
 
 
 def work(folder: Path) -> None:
