@@ -91,7 +91,9 @@ class Trainer:
         The batch plan knows one role's updates; a method that trains several roles makes more.
         """
         total = self.loader.updates
-        return (number, total) if 1 < total >= number else (number if number > 1 else 0, 0)
+        if total > 1:
+            return (number, total) if number <= total else (0, 0)  # after the last one
+        return (number, 0) if number > 1 else (0, 0)
 
     def _backward(self, loss: Loss, generators: int, means: Means, *, last: bool) -> None:
         self.roles[loss.role].backward(loss.value / generators, last=last and loss.step_after)
@@ -177,9 +179,8 @@ class Trainer:
             tracker.log(step, metrics | hacked | spent)
             tracker.log_samples(step, result.samples, result.contact_sheet)
             shown = {name: value for name, value in short.items() if "/" not in name}
-            tracker.say(
-                f"step {step}: validation: " + "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
-            )
+            said = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
+            tracker.say(f"step {step}: validation: {said}")
             if alarm is not None:
                 tracker.say(f"warning: reward hacking suspected: {alarm}; see {output / 'validation'}")
             saver.keep.check_metric(short)

@@ -75,20 +75,20 @@ def contact_sheet(rows: Sequence[Row], file: Path) -> None:
         [f"(prompt: see {page.name})"] if font is None else _lines(row.prompt, font, width * len(picks) - 2 * MARGIN)
         for row, font in zip(rows, fonts, strict=True)
     ]
-    text_height = TEXT_HEIGHT * (1 + max(map(len, texts)))
-    sheet = Image.new("RGB", (width * len(picks), (height + text_height) * len(rows)), "white")
-    pen = ImageDraw.Draw(sheet)
-    for number, (row, font, lines) in enumerate(zip(rows, fonts, texts, strict=True)):
-        top = number * (height + text_height)
-        pen.text((MARGIN, top), row.about, fill="gray", font=plain_font())
+    heights = [TEXT_HEIGHT * (1 + len(lines)) + height for lines in texts]
+    sheet = Image.new("RGB", (width * len(picks), sum(heights)), "white")
+    pen, top = ImageDraw.Draw(sheet), 0
+    for row, font, lines, row_height in zip(rows, fonts, texts, heights, strict=True):
+        pen.text((MARGIN, top), row.about, fill="dimgray", font=plain_font())
         for i, line in enumerate(lines, 1):
             pen.text((MARGIN, top + i * TEXT_HEIGHT), line, fill="black", font=font or plain_font())
         for column, pick in enumerate(picks):
             picture = Image.fromarray(row.frames[pick]).resize((width, height), Image.Resampling.NEAREST)
-            sheet.paste(picture, (column * width, top + text_height))
+            sheet.paste(picture, (column * width, top + row_height - height))
+        top += row_height
     sheet.save(file)
     if None in fonts:
-        page.write_text(_page(file.name, rows, height + text_height), encoding="utf-8")
+        page.write_text(_page(file.name, rows, heights), encoding="utf-8")
 
 
 def _lines(text: str, font: Font, width: int) -> list[str]:
@@ -108,9 +108,12 @@ def _lines(text: str, font: Font, width: int) -> list[str]:
     return lines
 
 
-def _page(picture: str, rows: Sequence[Row], height: int) -> str:
+def _page(picture: str, rows: Sequence[Row], heights: Sequence[int]) -> str:
     """Return a page with the picture, and each prompt beside its row."""
-    prompts = "\n".join(f'<p dir="auto" style="height:{height}px">{html.escape(row.prompt)}</p>' for row in rows)
+    prompts = "\n".join(
+        f'<p dir="auto" style="height:{height}px">{html.escape(row.prompt)}</p>'
+        for row, height in zip(rows, heights, strict=True)
+    )
     style = "body, p {margin: 0} body {display: flex} img {align-self: start} p {overflow: auto; padding-left: 1em}"
     head = f'<!doctype html>\n<meta charset="utf-8">\n<title>{picture}</title>\n<style>{style}</style>'
     return f'{head}\n<img src="{picture}" alt="">\n<div>\n{prompts}\n</div>\n'
