@@ -1,4 +1,4 @@
-"""What a run ran on: versions, the commit of this package, machine, command and seed, for environment.jsonl."""
+"""The environment of a run: versions, the commit of this package, machine, command and seed."""
 
 import json
 import platform

@@ -1,4 +1,4 @@
-"""What a training step does and what it costs: its present phase, seconds by phase, tokens and FLOPs of its networks.
+"""The cost of a training step: its phase and seconds by phase, and the tokens and FLOPs of its networks.
 
 The code that does the work marks it with `phase` and adds to `Meter.current()`. Whoever wants to know runs it inside
 `Meter.measure`; elsewhere the marks do nothing. No method needs code for it.

@@ -30,7 +30,7 @@ REWARD = RewardConfig(scorers={"sharpness": ScorerConfig(weight=0.5), "saturatio
 
 
 def measured(mesh: Mesh, folder: Path) -> dict[str, float]:
-    """One validation of an untrained student in the tiny world."""
+    """One validation of an untrained student in the tiny world; its samples are in samples.jsonl of the folder."""
     codec, (scorers, features) = tiny_codec(), load_scorers(REWARD, torch.device("cpu"))
     reward, sampler = Reward(scorers, codec, REWARD), SamplerConfig(num_steps=2, guidance_scale=1.0)
     student = Trainable("student", Backbone(small_model(), mesh, trained=True), TrainableConfig())
