@@ -1,6 +1,8 @@
 """The meter: FLOPs agree with torch's own counter, and every second belongs to one phase."""
 
 import functools
+import json
+import sys
 
 import pytest
 import torch
@@ -8,9 +10,12 @@ from helpers import (
     ALONE,
     FEW_STEPS,
     LATENT_SHAPE,
+    SMALL,
     adapted,
     dance_grpo,
+    free_port,
     frozen,
+    shell,
     small_batch,
     small_causal,
     small_model,
@@ -276,3 +281,19 @@ def test_sampling_outside_of_training_is_a_rollout(clock):
 def test_peaks_are_found_by_name(name, tflops):
     found = device.peak_flops(name)
     assert found == (None if tflops is None else pytest.approx(tflops * 1e12))
+
+
+# Ranks.
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("words", [(), ("--parallel.sequence", "2")])
+def test_two_ranks_count_the_work_of_one(tmp_path, words):
+    """Whether they share the samples or the tokens of each sample."""
+    ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    for folder, launch, more in ((tmp_path / "1", [sys.executable], ()), (tmp_path / "2", ranks, words)):
+        done = shell(*launch, "-m", "unified_trainer", *SMALL["dance_grpo"], *more, "--output", str(folder))
+        assert done.returncode == 0, done.stderr
+    one, two = (json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0]) for name in ("1", "2"))
+    for name in ("train/tokens_per_second", "train/model_flops_per_second"):
+        assert two[name] * two["train/seconds"] == pytest.approx(one[name] * one["train/seconds"]), name
