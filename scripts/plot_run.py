@@ -20,15 +20,16 @@ def main(run: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path]) -> No
     rows = rows_of(run)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     curve(left, rows, "train/reward", label="rollouts", color="0.7")
-    steps, reward = curve(left, rows, "validation/reward", label="held-out prompts", marker="o")
-    spread = column(rows, "validation/reward_std")[1][0]
-    left.axhspan(reward[0] - spread, reward[0] + spread, alpha=0.12, label="starting spread over samples, 1 std")
-    left.set(xlabel="training step", ylabel="reward", xlim=(0, steps[-1]))
+    _, reward = curve(left, rows, "validation/reward", label="held-out prompts", marker="o")
+    if reward:
+        spread = column(rows, "validation/reward_std")[1][0]
+        left.axhspan(reward[0] - spread, reward[0] + spread, alpha=0.12, label="starting spread over samples, 1 std")
+    left.set(xlabel="training step", ylabel="reward", xlim=(0, rows[-1]["step"]))
     left.legend(fontsize=8)
     for name in ("accuracy", "accuracy/color", "accuracy/shape", "accuracy/direction"):
         label = "all attributes" if name == "accuracy" else name.removeprefix("accuracy/")
         curve(right, rows, f"validation/{name}", label=label, linewidth=2.5 if name == "accuracy" else 1, marker="o")
-    right.set(xlabel="training step", ylabel="accuracy", ylim=(0, 1.02), xlim=(0, steps[-1]))
+    right.set(xlabel="training step", ylabel="accuracy", ylim=(0, 1.02), xlim=(0, rows[-1]["step"]))
     right.legend(fontsize=8)
     figure.savefig(out, dpi=120)
 

@@ -18,6 +18,7 @@ from torch import nn
 from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
+from unified_trainer.models.base import PassSize
 from unified_trainer.numerics.flow import add_noise, shift_sigma, velocity_from_x0
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.random import Streams
@@ -111,6 +112,12 @@ class Model:
 
     def share_tokens(self, mesh):
         raise NotImplementedError
+
+    def layer_kind(self, layer):
+        return "samples"
+
+    def pass_size(self, x_t, sigma, label):
+        return PassSize(len(x_t), {"samples": len(x_t)}, 0)
 
     def example(self):
         raise NotImplementedError

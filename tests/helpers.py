@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -339,10 +340,13 @@ def run(method: str, output: Path, *extra: str) -> None:
     assert main([*SMALL[method], "--output", str(output), *extra]) == 0
 
 
+MACHINE = re.compile(r"^time$|per_second|seconds|memory|mfu")  # metrics that depend on the machine
+
+
 def metrics_of(folder: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl without what depends on the machine."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "per_second" not in k and "memory" not in k} for line in lines]
+    return [{key: value for key, value in line.items() if not MACHINE.search(key)} for line in lines]
 
 
 def checkpoint_of(folder: Path, step: int) -> dict[str, torch.Tensor]:

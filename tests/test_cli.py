@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from datetime import datetime
 
 import av
 import pytest
@@ -328,13 +329,58 @@ def test_metrics_have_their_names(watched_run):
 def test_validation_can_be_looked_at(watched_run):
     for step in (0, 2):
         folder = watched_run / "validation" / f"step_{step}"
-        assert sorted(path.name for path in folder.iterdir()) == ["0.mp4", "1.mp4", "2.mp4", "contact_sheet.png"]
+        videos = ["0.mp4", "1.mp4", "2.mp4"]
+        assert sorted(path.name for path in folder.iterdir()) == [*videos, "contact_sheet.png", "samples.jsonl"]
         for file in folder.glob("*.mp4"):
             with av.open(str(file)) as video:
+                assert video.streams.video[0].average_rate == 8  # the tiny recipe's video.fps
                 frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
             assert len(frames) == 17 and frames[0].shape == (64, 64, 3)
         with Image.open(folder / "contact_sheet.png") as sheet:
-            assert sheet.width == 6 * 128 and sheet.height == 3 * (128 + 14)
+            assert sheet.width == 6 * 128 and sheet.height == 3 * (128 + 2 * 16)
+
+
+@pytest.mark.slow
+def test_every_validation_sample_has_a_line(watched_run):
+    """Of all samples, not only those with a video; their means are the metrics."""
+    metrics = metrics_of(watched_run)[-1]
+    lines = (watched_run / "validation" / "step_2" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [(row["sample"], row["seed"], row["video"]) for row in rows] == [
+        *((i, 1000, f"{i}.mp4") for i in range(3)),
+        (3, 1000, None),
+    ]
+    assert sum(row["reward"] for row in rows) / 4 == pytest.approx(metrics["validation/reward"])
+    assert sum(row["scores"]["hpsv3"] for row in rows) / 4 == pytest.approx(metrics["validation/reward/hpsv3"])
+    assert sum(row["accuracy"]["all"] for row in rows) / 4 == metrics["validation/accuracy"]
+    assert sum(row["accuracy"]["color"] for row in rows) / 4 == metrics["validation/accuracy/color"]
+    assert all(row["prompt"] for row in rows)
+
+
+@pytest.mark.slow
+def test_a_row_says_what_the_step_cost(watched_run):
+    lines = [json.loads(line) for line in (watched_run / "metrics.jsonl").read_text().splitlines()]
+    first, last = lines[1], lines[-1]
+    phases = {name.rpartition("/")[2] for name in first if name.startswith("train/seconds/")}
+    assert phases == {"other", "data", "rollout", "decode", "score", "update", "optimizer"}
+    parts = sum(value for name, value in first.items() if name.startswith("train/seconds/"))
+    assert parts == pytest.approx(first["train/seconds"])
+    assert first["train/tokens_per_second"] > 0 and "train/mfu" not in first
+    per_token = first["train/model_flops_per_second"] / first["train/tokens_per_second"]
+    assert 1e5 < per_token < 1e7  # two to six times the weights of the tiny network, and attention
+    assert last["validation/seconds"] > 0 and last["time"] >= first["time"]
+
+
+@pytest.mark.slow
+def test_a_start_notes_its_environment_and_a_continuation_adds_its_own(watched_run, tmp_path):
+    copied = copy_of(watched_run, tmp_path / "run")
+    assert main(["--resume", str(copied), "--steps", "3", "--validate-every", "0"]) == 0
+    start, again = [json.loads(line) for line in (copied / "environment.jsonl").read_text().splitlines()]
+    assert (start["step"], again["step"]) == (0, 2)
+    assert again["command"] == f"python -m unified_trainer --resume {copied} --steps 3 --validate-every 0"
+    assert start["seed"] == 0 and start["ranks"] == 1 and start["device"] == "cpu"
+    assert start["versions"].keys() >= {"python", "unified-trainer", "torch", "diffusers", "transformers", "cuda"}
+    assert datetime.fromisoformat(start["time"]) <= datetime.fromisoformat(again["time"])
 
 
 @pytest.mark.slow

@@ -1,9 +1,14 @@
-"""The tracker: text is printed as it is, and a continued run drops the lines that it writes again."""
+"""The tracker: lines or a bar that say how far a run is and what it came to, and metrics of a continued run."""
 
+import io
 import json
+import re
 
 import pytest
+from helpers import metrics_of
+from rich.console import Console
 
+from unified_trainer import tracking
 from unified_trainer.config import TrackingConfig
 from unified_trainer.errors import UserError
 from unified_trainer.tracking import Tracker
@@ -32,7 +37,9 @@ def test_a_continued_run_drops_the_lines_after_its_checkpoint(tmp_path):
     file.write_text(file.read_text() + '{"step": 4, "a"')  # cut by a kill
     with tracker(tmp_path, start=2) as one:
         one.log(3, {"a": 9.0})
-    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all(row["time"] > 1.7e9 for row in rows)
+    assert metrics_of(tmp_path) == [
         {"step": 0, "a": 0.0},
         {"step": 1, "a": 0.5},
         {"step": 2, "a": 1.0},
@@ -45,3 +52,70 @@ def test_damaged_metrics_are_named(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line)
     with pytest.raises(UserError, match=r"metrics\.jsonl is damaged"):
         tracker(tmp_path, start=1)
+
+
+# Without a terminal.
+
+
+def test_a_training_step_is_a_line_with_time_numbers_and_the_time_left(tmp_path, capsys):
+    with tracker(tmp_path) as one:
+        one.show_phase("rollout 1/2")
+        for step in (1, 2):
+            one.log(step, {"train/reward": step / 2, "train/secret": 7.0, "train/seconds": 3.25}, advance=True)
+    lines = capsys.readouterr().out.splitlines()
+    number = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  step %s/5  reward %s  3.25 s  ETA \d:\d\d:\d\d"
+    assert len(lines) == 2
+    for line, step, reward in zip(lines, ("1", "2"), ("0.5", "1"), strict=True):
+        assert re.fullmatch(number % (step, reward), line), line
+
+
+def test_the_last_line_compares_the_first_validation_with_the_last(tmp_path, capsys):
+    """Also those of the run before it was continued."""
+    with tracker(tmp_path) as one:
+        for step, reward in ((0, 2.81), (1, 3.5), (2, 4.0)):
+            one.log(step, {"validation/reward": reward, "validation/accuracy": 0.5 + step / 10})
+    with tracker(tmp_path, start=2) as one:
+        one.log(3, {"train/reward": 1.0}, advance=True)
+        one.log(3, {"validation/reward": 4.5, "validation/accuracy": 0.94})
+        one.finish(3)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "3/5 steps done; validation of step 0 -> 3: reward 2.810 -> 4.500, accuracy 0.500 -> 0.940;" in last
+    assert str(tmp_path) in last
+
+
+def test_a_run_without_validations_says_where_things_are(tmp_path, capsys):
+    with tracker(tmp_path) as one:
+        one.log(1, {"train/loss": 1.0}, advance=True)
+        one.finish(1)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"1/5 steps done; metrics, checkpoints and videos in {tmp_path}"
+    )
+
+
+# With a terminal.
+
+
+def bar(tmp_path, monkeypatch, width: int) -> str:
+    """The progress bar's last line in a terminal of this width, after 12 steps."""
+    terminal = Console(force_terminal=True, width=width, file=io.StringIO(), color_system=None, legacy_windows=False)
+    monkeypatch.setattr(tracking, "Console", lambda quiet: terminal)
+    with Tracker(tmp_path, TrackingConfig(), {}, 20, 0, True) as one:
+        one.log(0, {"validation/reward": 4.5, "validation/accuracy": 0.94})
+        for step in range(1, 13):
+            one.log(step, {"train/reward": float(step), "train/seconds": 1.0}, advance=True)
+        one.show_phase("rollout 3/8, step 1/2")
+        one._progress.refresh()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.file.getvalue())
+    return [line for line in re.split(r"[\r\n]+", text) if line.strip()][-1]
+
+
+def test_the_bar_shows_the_phase_the_validation_and_smoothed_training_values(tmp_path, monkeypatch):
+    """The mean of the rewards 3 to 12, the last ten, is 7.5."""
+    line = bar(tmp_path, monkeypatch, 120)
+    assert re.search(r"12/20 \d:\d\d:\d\d +rollout 3/8, step 1/2 +val reward 4.5 accuracy 0.94; reward 7.5", line), line
+
+
+def test_a_narrow_terminal_cuts_the_end_of_the_line(tmp_path, monkeypatch):
+    line = bar(tmp_path, monkeypatch, 60)
+    assert "12/20" in line and "rollout 3/8, step 1/2" in line and line.rstrip().endswith("…")
+    assert len(line) <= 60

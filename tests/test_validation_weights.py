@@ -16,8 +16,8 @@ SAMPLER = SamplerConfig(num_steps=2, guidance_scale=1.0)
 def measured(student, folder, *, ema: bool = True) -> dict[str, float]:
     config = ValidationConfig(num_samples=2, batch=2, num_videos=0, ema=ema)
     prompts = validation_captions(2)
-    validation = Validation(config, tiny_codec(), reward_of(), None, SAMPLER, prompts, LATENT_SHAPE, ALONE)
-    return validation.run(student, folder)
+    validation = Validation(config, tiny_codec(), reward_of(), None, SAMPLER, prompts, LATENT_SHAPE, ALONE, 8.0)
+    return validation.run(student, folder, 0).metrics
 
 
 def test_validation_samples_with_the_ema_weights_unless_told_not_to(tmp_path):

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from unified_trainer.commands.rollout import rollout
 from unified_trainer.commands.sample import sample
 from unified_trainer.commands.score import score
 from unified_trainer.config import ConfigError, RunConfig
+from unified_trainer.environment import note_environment
 from unified_trainer.errors import UserError
 from unified_trainer.flags import apply
 from unified_trainer.memory import memory_advice
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
         elif _names_command(argv):
             apply(_command(argv[0]), argv[1:])()
         else:
-            return train(parse(argv))
+            return train(parse(argv), argv)
     except UserError as error:
         sys.stderr.write(f"error{where()}: {error}\n")
         return 2
@@ -95,8 +96,11 @@ def _command(name: str) -> Callable[..., None]:
     return COMMANDS[name]
 
 
-def train(run: RunConfig) -> int:
-    """Build the run, start or continue it, write everything into its directory and return the exit code."""
+def train(run: RunConfig, argv: Sequence[str]) -> int:
+    """Build the run, start or continue it, write everything into its directory and return the exit code.
+
+    `argv` is the command line, for environment.jsonl.
+    """
     mesh = Mesh.join(run.device, run.parallel)
     digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
     mesh.assert_same(f"{run.method} with settings {digest[:16]}")
@@ -122,6 +126,7 @@ def train(run: RunConfig) -> int:
         initialised = trainer.init_from(run.init_from) if run.init_from and not start else None
         if mesh.is_main:
             settings.save(run, output / "config.yaml")
+            note_environment(output, argv, run.seed, start, mesh)
         with (
             Tracker(output, run.tracking, settings.plain(run), run.steps, start, mesh.is_main) as tracker,
             Saver(output / "checkpoints", mesh, built.keep, tracker.say, asynchronous=run.async_save) as saver,

@@ -77,7 +77,8 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         monitor=_monitor(run, plan),
     )
     prompts = plan.validation_prompts or [source.prompt(i) for i in range(min(run.validation.num_samples, len(source)))]
-    validation = Validation(run.validation, codec, reward, features, run.sampler, prompts, plan.latent_shape, mesh)
+    measured = (codec, reward, features, run.sampler, prompts, plan.latent_shape)
+    validation = Validation(run.validation, *measured, mesh, run.video.fps)
     # Last, so that a folder of weights that is not whole is refused before any file is written.
     validated = prompts[: run.validation.num_samples] if run.validate_every else ()
     encoded = codec.encode_ahead([*validated, *loader.prompts(run.steps)], mesh)

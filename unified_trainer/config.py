@@ -40,6 +40,7 @@ RESUMABLE_KEYS = (
     "validation",
     "hacking_monitor",
     "tracking",
+    "video.fps",
     "parallel",
     "encoders.offload",
     "encoders.cache",
@@ -84,6 +85,17 @@ class TrackingConfig:
     """Also log to Weights & Biases."""
     wandb_project: str = "unified-trainer"
     """Project on Weights & Biases."""
+    wandb_entity: str = ""
+    """User or team that owns the project; empty is your default."""
+    wandb_group: str = ""
+    """Group of runs that this one belongs to."""
+    wandb_tags: tuple[str, ...] = ()
+    """Tags of the run."""
+    wandb_name: str = ""
+    """Name of the run; empty takes that of the run directory."""
+    custom: tuple[str, ...] = ()
+    """Trackers of your own, each path/to/file.py:Class or package.module:Class derived from
+    unified_trainer.trackers.ExternalTracker."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import ExpertLayout, layout_of
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.trackers import check_tracking
 from unified_trainer.validation import check_validation
 
 
@@ -78,6 +79,8 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     run.sampler.check()
     check_reward(run.reward, run.video.frames)
     check_validation(run.validation, mesh)
+    check_tracking(run.tracking, mesh)
+    run.video.check()
     batch = run.algorithm.plan()
     roles = plan_roles(run, method)
     for name, role in roles.items():

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.errors import UserError
+from unified_trainer.meter import detail, phase
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import (
     GuidanceScale,
@@ -81,6 +82,7 @@ class SamplerConfig:
         return ("cps", 1.0) if self.solver == "sde" else ("ode", 0.0)
 
 
+@phase("rollout")
 @torch.no_grad()
 def generate(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw) -> Latents:
     """Return clean latents by the sampler's own solver; equal noise and draws give equal samples."""
@@ -91,12 +93,14 @@ def generate(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, d
     return predict_chunks(role, noise, batch, sampler, draw, exits)
 
 
+@phase("rollout")
 def predict_at(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
     """Return the x0 that network call number `step` predicts; only that call keeps a graph, and it is the last."""
     velocity = functools.partial(policy_velocity, role, batch=batch, sampler=sampler)
     return _sample_to_step(velocity, noise, sampler, draw, step)
 
 
+@phase("rollout")
 def predict_chunks(
     student: CausalStudent,
     noise: Latents,
@@ -140,6 +144,7 @@ def stream_chunks(
             cache.append(_context(x0.detach(), sampler, lambda s, own=own: draw(s)[:, :, own]))
 
 
+@phase("rollout")
 @torch.no_grad()
 def rollout(
     role: Role,
@@ -210,9 +215,11 @@ def _sample_to_step(velocity: Velocity, x_t: Latents, sampler: SamplerConfig, dr
     kernel, level = sampler.kernel
     with torch.no_grad():
         for s in range(step):
+            detail(f"step {s + 1}/{step + 1}")
             x_t, std = transition(kernel, x_t, velocity(x_t, sigmas[s]), sigmas[s], sigmas[s + 1], level)
             if level:
                 x_t = x_t + std * draw(s).to(x_t)
+    detail(f"step {step + 1}/{step + 1}")
     return x0_from_velocity(x_t, velocity(x_t, sigmas[step]), sigmas[step])
 
 
@@ -222,6 +229,7 @@ def _policy_walk(
     sigmas, states, log_probs = sampler.sigmas(), [], []
     x0_before = None  # the prediction before, for second-order steps after the window
     for s in range(sampler.num_steps - 1):
+        detail(f"step {s + 1}/{sampler.num_steps}")
         v = velocity(x_t, sigmas[s])
         if s not in window:
             x_next = policy.euler_step(s, x_t, v, x0_before)
@@ -235,6 +243,7 @@ def _policy_walk(
         x_t = mean + std * draw(s).to(mean)
         states.append(x_t)
         log_probs.append(policy.log_prob(x_t, mean, std))
+    detail(f"step {sampler.num_steps}/{sampler.num_steps}")
     x0 = x0_from_velocity(x_t, velocity(x_t, sigmas[-2]), sigmas[-2])
     return Rollout(torch.stack(states, 1), torch.stack(log_probs, 1), x0)
 

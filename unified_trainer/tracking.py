@@ -1,27 +1,31 @@
-"""Metrics and messages: metrics.jsonl, the terminal, and optionally TensorBoard and Weights & Biases."""
+"""Metrics and messages: metrics.jsonl, the terminal, and the trackers that the user asks for."""
 
 import errno
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
+from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 
 from unified_trainer.config import TrackingConfig
-from unified_trainer.errors import UserError
+from unified_trainer.errors import UserError, working_on
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.trackers import ExternalTracker, RunInfo, tracker_classes
+from unified_trainer.validation import ValidationSample
 
-SHOWN = {  # on the progress bar: training metric -> its name there
+SHOWN = {  # in the terminal: training metric -> its name there
     "reward": "reward",
     "loss": "loss",
     "critic_loss": "critic loss",
@@ -32,53 +36,57 @@ SHOWN = {  # on the progress bar: training metric -> its name there
 }
 
 
+PHASE_WIDTH = 23  # characters, so that the numbers behind it stay in place
+SMOOTHED = 10  # training steps whose mean the progress bar shows
+VALIDATED = {"validation/reward": "reward", "validation/accuracy": "accuracy", "validation/frechet": "Frechet"}
+
+
+class _Status(ProgressColumn):
+    """The time left, the phase and the numbers on one line, which a narrow terminal cuts off at its end."""
+
+    def render(self, task: Task) -> Text:
+        words = f"{task.fields['left']:<8}{task.fields['phase']:<{PHASE_WIDTH}} {task.fields['numbers']}"
+        return Text(words, no_wrap=True, overflow="ellipsis")
+
+
 class Tracker:
-    """Writes metrics and messages of a run; on ranks other than the main one it does nothing."""
+    """Writes metrics and messages of a run; on ranks other than the main one it does nothing.
+
+    A terminal shows a progress bar with the present phase. Elsewhere every training step is a line.
+    """
 
     def __init__(
         self, run: Path, config: TrackingConfig, settings: dict[str, Any], steps: int, start: int, active: bool
     ) -> None:
         """`start` is the number of steps already done; lines of metrics.jsonl after it are dropped.
 
-        `settings` goes to Weights & Biases. Raises UserError if a package is missing or metrics.jsonl is damaged.
+        `settings` go to the trackers. Raises UserError if a tracker cannot start or metrics.jsonl is damaged.
         """
-        self._active = active
+        self._active, self._run, self._start, self._steps = active, run, start, steps
         self.console = Console(quiet=not active)
+        self._bar = active and self.console.is_terminal
         self._progress = Progress(
             BarColumn(bar_width=10),
             MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[numbers]}", markup=False),
+            _Status(Column()),  # the only column that may shrink
             console=self.console,
-            disable=not active,
+            disable=not self._bar,
         )
-        self._task = self._progress.add_task("train", total=steps, completed=start, numbers="")
-        self._sinks: list[Any] = []
+        self._task = self._progress.add_task("train", total=steps, completed=start, left="", phase="", numbers="")
+        self._recent: dict[str, deque[float]] = {}
+        self._validations: list[tuple[int, dict[str, float]]] = []  # the first and the last of the run
+        self._trackers: list[ExternalTracker] = []
+        self._began = time.monotonic()
         if not active:
             return
         self._file = run / "metrics.jsonl"
-        _drop_after(self._file, start)
+        for row in _drop_after(self._file, start):
+            self._note_validation(row["step"], row)
         self._jsonl = self._file.open("ab", buffering=0)
         self._unwritten = b""  # lines that did not fit on a full disk
-        if config.tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise _missing_package("tensorboard") from error
-            self._board = SummaryWriter(str(run / "tensorboard"), purge_step=start + 1)
-            self._sinks.append(self._to_board)
-        if config.wandb != "off":
-            try:
-                import wandb
-            except ImportError as error:
-                raise _missing_package("wandb") from error
-            try:
-                self._wandb = wandb.init(
-                    project=config.wandb_project, dir=str(run), mode=config.wandb, config=settings, name=run.name
-                )
-            except wandb.Error as error:
-                raise UserError(f"--tracking.wandb {config.wandb}: {error}") from error
-            self._sinks.append(self._to_wandb)
+        for kind in tracker_classes(config):
+            with working_on(f"tracker {kind.__name__}"):
+                self._trackers.append(kind(RunInfo(run, settings, config, start)))
 
     def __enter__(self) -> "Tracker":
         self._progress.start()
@@ -92,23 +100,79 @@ class Tracker:
             return
         self._write("")
         self._jsonl.close()
-        for sink in self._sinks:
-            sink(None, {})
+        for tracker in self._trackers:
+            with working_on(f"tracker {type(tracker).__name__}"):
+                tracker.close(failed=kind is not None)
 
     def log(self, step: int, metrics: dict[str, float], *, advance: bool = False) -> None:
-        """Write the metrics, with `step`, as one line of metrics.jsonl and to the other trackers.
+        """Write the metrics, with `step` and the time, as one line of metrics.jsonl and to the other trackers.
 
-        With `advance`, the progress bar moves to `step` and shows those of the metrics that SHOWN names.
+        With `advance` a training step is done: it moves the progress bar, or is a line of the output.
         """
         if not self._active:
             return
-        self._write(json.dumps({"step": step, **metrics}) + "\n")
-        for sink in self._sinks:
-            sink(step, metrics)
+        self._write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
+        for tracker in self._trackers:
+            with working_on(f"tracker {type(tracker).__name__}"):
+                tracker.log(step, metrics)
+        self._note_validation(step, metrics)
         if advance:
-            shown = {short: metrics.get(f"train/{name}") for name, short in SHOWN.items()}
-            numbers = " ".join(f"{short} {value:.3g}" for short, value in shown.items() if value is not None)
-            self._progress.update(self._task, completed=step, numbers=numbers)
+            self._advance(step, metrics)
+        elif step == self._start:
+            self._began = time.monotonic()  # the time left is that of training steps and validations among them
+        self._show_numbers()
+
+    def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        """Give the samples of a validation to the other trackers."""
+        for tracker in self._trackers:
+            with working_on(f"tracker {type(tracker).__name__}"):
+                tracker.log_samples(step, samples, contact_sheet)
+
+    def show_phase(self, phase: str) -> None:
+        """Show what the run does now, on the progress bar."""
+        if self._bar:
+            self._progress.update(self._task, phase=phase)
+
+    def finish(self, step: int) -> None:
+        """End the progress bar and print what the run came to: first and last validation, and where things are."""
+        self._progress.update(self._task, left="", phase="done")
+        self._progress.stop()
+        parts = [f"{step}/{self._steps} steps done"]
+        if self._validations:
+            (first, before), (last, after) = self._validations[0], self._validations[-1]
+            values = [
+                f"{short} {before[name]:.3f} -> {after[name]:.3f}"
+                for name, short in VALIDATED.items()
+                if name in before and name in after
+            ]
+            parts += [f"validation of step {first} -> {last}: {', '.join(values)}"] if values else []
+        parts.append(f"metrics, checkpoints and videos in {self._run}")
+        self.say("; ".join(parts))
+
+    def _advance(self, step: int, metrics: dict[str, float]) -> None:
+        shown = {short: metrics[f"train/{name}"] for name, short in SHOWN.items() if f"train/{name}" in metrics}
+        for name, value in shown.items():
+            self._recent.setdefault(name, deque(maxlen=SMOOTHED)).append(value)
+        spent = time.monotonic() - self._began
+        left = timedelta(seconds=round(spent / (step - self._start) * (self._steps - step)))
+        self._progress.update(self._task, completed=step, left=str(left))
+        if not self._bar:
+            words = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}", f"step {step}/{self._steps}"]
+            words += [f"{name} {value:.4g}" for name, value in shown.items()]
+            words += [f"{metrics['train/seconds']:.3g} s"] if "train/seconds" in metrics else []
+            self.say("  ".join([*words, f"ETA {left}"]))
+
+    def _show_numbers(self) -> None:
+        """Show the last validation, which has no training noise, and means of the last training steps."""
+        validated = self._validations[-1][1] if self._validations else {}
+        values = [f"{short} {validated[name]:.3g}" for name, short in VALIDATED.items() if name in validated]
+        means = [f"{name} {sum(recent) / len(recent):.3g}" for name, recent in self._recent.items()]
+        groups = [" ".join(["val", *values])] if values else []
+        self._progress.update(self._task, numbers="; ".join([*groups, " ".join(means)]))
+
+    def _note_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        if any(name.startswith("validation/") for name in metrics):
+            self._validations = [*self._validations[:1], (step, dict(metrics))]
 
     def _write(self, lines: str) -> None:
         """Append to metrics.jsonl; lines that do not fit on a full disk are written with the next ones."""
@@ -132,54 +196,21 @@ class Tracker:
             table.add_row(Text(name), Text(str(value)))
         self.console.print(table)
 
-    def _to_board(self, step: int | None, metrics: dict[str, float]) -> None:
-        if step is None:
-            self._board.close()
-        for name, value in metrics.items():
-            self._board.add_scalar(name, value, step)
 
-    def _to_wandb(self, step: int | None, metrics: dict[str, float]) -> None:
-        if step is None:
-            self._wandb.finish()
-        else:
-            self._wandb.log(metrics | {"step": step})
-
-
-def _drop_after(file: Path, step: int) -> None:
-    """Remove the lines after `step`, which the continued run writes again; at step 0 all lines."""
+def _drop_after(file: Path, step: int) -> list[dict[str, Any]]:
+    """Remove the lines after `step`, which the continued run writes again; at step 0 all lines. Return the others."""
     if not file.is_file():
-        return
+        return []
     try:
         lines = file.read_text().splitlines(keepends=True) if step else []
-        kept = [
-            line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step
-        ]  # may end in a cut line
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # may end in a cut line
+        kept = [(line, row) for line, row in zip(lines, rows, strict=False) if row["step"] <= step]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is damaged ({error!r}): remove it, or its damaged lines") from error
     building = file.with_suffix(".tmp")
-    building.write_text("".join(kept))
+    building.write_text("".join(line for line, _ in kept))
     os.replace(building, file)
-
-
-def _missing_package(name: str) -> UserError:
-    return UserError(f"--tracking.{name} needs the package {name}: pip install '.[{name}]'")
-
-
-class Stopwatch:
-    """Measures samples per second between readings."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Start the measured time again."""
-        self._last = time.monotonic()
-
-    def rate(self, samples: int) -> float:
-        """Return samples per second since the last reading, and start again."""
-        now = time.monotonic()
-        spent, self._last = now - self._last, now
-        return samples / spent
+    return [row for _, row in kept]
 
 
 class Means:

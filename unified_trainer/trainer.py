@@ -15,14 +15,15 @@ from unified_trainer.checkpoint.init_from import initialise
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.data.loader import Loader
 from unified_trainer.errors import working_on
+from unified_trainer.meter import Meter, detail, phase
 from unified_trainer.methods.base import Loss, Method
-from unified_trainer.parallel.device import peak_memory
+from unified_trainer.parallel.device import device_name, peak_flops, peak_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.hacking_monitor import HackingMonitor, HackingMonitorConfig
 from unified_trainer.roles.role import Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
-from unified_trainer.tracking import Means, Stopwatch, Tracker
+from unified_trainer.tracking import Means, Tracker
 from unified_trainer.types import Stateful
 from unified_trainer.validation import Validation
 
@@ -63,21 +64,36 @@ class Trainer:
         """Run one training step: the method's generators in lockstep, with one graph alive at a time."""
         self.messages = {}
         with working_on(f"method {type(self.method).__name__}, training step {step + 1}"):
-            parts = self.method.micro_batches(self.loader.batch(step))
+            with phase("data"):
+                parts = self.method.micro_batches(self.loader.batch(step))
             generators = [self.method.step(part, step, Streams(self.seed, step), self.mesh) for part in parts]
-            means = Means()
+            means, updates, losses = Means(), 0, 0
             while True:
-                loss = None
-                for number, generator in enumerate(generators, 1):
-                    last_loss, loss = loss, next(generator, ENDED)
-                    self._check_lockstep(last_loss, loss)
-                    if loss is not ENDED:
-                        self._backward(loss, len(generators), means, last=number == len(generators))
+                loss, losses = None, losses + 1
+                with phase("update", *self._update_shown(updates + 1)):
+                    for number, generator in enumerate(generators, 1):
+                        detail(f"loss {losses}")
+                        last_loss, loss = loss, next(generator, ENDED)
+                        self._check_lockstep(last_loss, loss)
+                        if loss is not ENDED:
+                            self._backward(loss, len(generators), means, last=number == len(generators))
                 self._check_ranks(loss)
                 if loss is ENDED:
                     return means.over(self.mesh)
                 if loss.step_after:
-                    means.add(self.roles[loss.role].step())
+                    with phase("optimizer"):
+                        means.add(self.roles[loss.role].step())
+                    updates, losses = updates + 1, 0
+
+    def _update_shown(self, number: int) -> tuple[int, int]:
+        """Return the number of an update of this step and the number of all; 0 is not shown.
+
+        The batch plan knows one role's updates; a method that trains several roles makes more.
+        """
+        total = self.loader.updates
+        if total > 1:
+            return (number, total) if number <= total else (0, 0)  # after the last one
+        return (number, 0) if number > 1 else (0, 0)
 
     def _backward(self, loss: Loss, generators: int, means: Means, *, last: bool) -> None:
         self.roles[loss.role].backward(loss.value / generators, last=last and loss.step_after)
@@ -152,13 +168,19 @@ class Trainer:
 
         def validate(step: int) -> tuple[dict[str, float], str | None]:
             with working_on(f"the validation of step {step}"):
-                metrics = validation.run(self.roles["student"], output / "validation" / f"step_{step}")
+                meter = Meter(self.mesh.device, lambda label: tracker.show_phase(f"validation: {label}"))
+                with meter.measure():
+                    result = validation.run(self.roles["student"], output / "validation" / f"step_{step}", step)
+            metrics = result.metrics
             short = {name.removeprefix("validation/"): value for name, value in metrics.items()}
             alarm = self.monitor.watch(short)
             hacked = {"validation/reward_hacking": float(alarm is not None)} if self.monitor.on else {}
-            tracker.log(step, metrics | hacked)
+            spent = {"validation/seconds": sum(meter.seconds().values())}
+            tracker.log(step, metrics | hacked | spent)
+            tracker.log_samples(step, result.samples, result.contact_sheet)
             shown = {name: value for name, value in short.items() if "/" not in name}
-            tracker.say(f"step {step}: " + "  ".join(f"{name} {value:.3f}" for name, value in shown.items()))
+            said = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
+            tracker.say(f"step {step}: validation: {said}")
             if alarm is not None:
                 tracker.say(f"warning: reward hacking suspected: {alarm}; see {output / 'validation'}")
             saver.keep.check_metric(short)
@@ -168,13 +190,13 @@ class Trainer:
             if validate_every and start == 0:
                 validate(0)
             saver.forget(start)  # what a process that was killed had no time for
-            watch = Stopwatch()
             for step in range(start, steps):
-                metrics = self.step(step)
+                meter = Meter(self.mesh.device, tracker.show_phase)
+                with meter.measure():
+                    metrics = self.step(step)
                 done = step + 1
                 self.monitor.note(metrics)
-                metrics["samples_per_second"] = watch.rate(self.loader.samples)
-                metrics["peak_memory_gib_max"] = self.mesh.max(peak_memory(self.mesh.device))
+                metrics |= self._cost(meter)
                 tracker.log(done, {f"train/{name}": value for name, value in metrics.items()}, advance=True)
                 for message in self.messages:
                     tracker.say(f"step {done}: {message}")
@@ -184,14 +206,15 @@ class Trainer:
                 alarm = None
                 if validate_every and (done % validate_every == 0 or done == steps):
                     measured, alarm = validate(done)
-                    watch.restart()
                 hacked = self.monitor.stops and self.mesh.any(alarm is not None)
                 stop = stop or hacked
                 if stop or done == steps or (checkpoint_every and done % checkpoint_every == 0):
                     # after the step's validation, which a resumed run does not repeat
+                    tracker.show_phase("checkpoint")
                     saver.save(done, self.tensors(), self.metadata(measured))
                 if stop or done == steps:
                     saver.finish(done)
+                    tracker.finish(done)
                 if stop:
                     who = "stopped by the hacking monitor" if hacked else "stopped"
                     tracker.say(f"{who} after step {done}; continue with:")
@@ -199,6 +222,20 @@ class Trainer:
                     tracker.say(f"  python -m unified_trainer --resume {shlex.quote(str(output))}{again}")
                     return hacked
         return False
+
+    def _cost(self, meter: Meter) -> dict[str, float]:
+        """Return the cost of a training step: this rank's seconds, and rates and memory over all ranks (collective)."""
+        seconds, device = meter.seconds(), self.mesh.device
+        total, peak = sum(seconds.values()), peak_flops(device_name(device)) or 0.0
+        own = torch.tensor([[meter.tokens, meter.flops, peak, peak_memory(device)]], dtype=torch.float64)
+        tokens, flops, peaks, memory = self.mesh.all_gather_cpu(own).unbind(1)
+        cost = {"seconds": total, **{f"seconds/{name}": spent for name, spent in seconds.items()}}
+        cost["samples_per_second"] = self.loader.samples / total
+        cost["tokens_per_second"] = float(tokens.sum()) / total
+        cost["model_flops_per_second"] = float(flops.sum()) / total
+        if bool((peaks > 0).all()):
+            cost["mfu"] = cost["model_flops_per_second"] / float(peaks.sum())
+        return cost | {"peak_memory_gib_max": float(memory.max())}
 
     def metadata(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Return what a checkpoint's manifest says of the run and of this step."""

@@ -1,9 +1,13 @@
 """Validation: reward, accuracy and sample videos of the student, with the same prompts and noise every time."""
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -11,8 +15,9 @@ from torch import Tensor
 from unified_trainer.config import ValidationConfig
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.tiny_world import FRAMES, SIZE, SUBJECT_OF_CAPTION, Clip, check_attributes, draw_clip, render
-from unified_trainer.data.video_files import contact_sheet, to_uint8, write_mp4
+from unified_trainer.data.video_files import Row, contact_sheet, to_uint8, write_mp4
 from unified_trainer.errors import UserError
+from unified_trainer.meter import phase
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.mesh import Mesh
@@ -32,6 +37,39 @@ def check_validation(config: ValidationConfig, mesh: Mesh) -> None:
         )
 
 
+@dataclass(frozen=True)
+class ValidationSample:
+    """One sample of a validation with what was measured of it."""
+
+    sample: int  # number of the sample; its noise follows from seed and number
+    seed: int
+    prompt: str
+    reward: float | None  # None without scorers
+    scores: dict[str, float]  # scale x score of every scorer, held-out ones too
+    accuracy: dict[str, bool]  # tiny world: whether color, shape, direction and all of them match the prompt
+    video: Path | None  # mp4 file, where one was written
+
+    def row(self) -> dict[str, Any]:
+        """Return the sample's line of samples.jsonl."""
+        return {**vars(self), "video": None if self.video is None else self.video.name}
+
+    @property
+    def about(self) -> str:
+        """The sample's number, seed and scores in words."""
+        reward = "" if self.reward is None else f"   reward {self.reward:.3f}"
+        accuracy = f"   accuracy {self.accuracy['all']:d}" if self.accuracy else ""
+        return f"sample {self.sample}   seed {self.seed}{reward}{accuracy}"
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """The metrics of a validation, and its samples, both of all ranks."""
+
+    metrics: dict[str, float]
+    samples: tuple[ValidationSample, ...]
+    contact_sheet: Path | None  # picture of the samples with a video, if there are any
+
+
 class Validation:
     """Generates fixed samples with the student and measures them; every data rank generates an equal number."""
 
@@ -45,6 +83,7 @@ class Validation:
         prompts: Sequence[str],
         latent_shape: tuple[int, int, int, int],
         mesh: Mesh,
+        fps: float,
     ) -> None:
         """`features` maps frames to the vectors of the Frechet distance; None measures none.
 
@@ -54,21 +93,16 @@ class Validation:
         self._config, self._codec, self._reward = config, codec, reward
         self._features, self._sampler = features, sampler
         self._scorers = (*reward.weights, *reward.held_out)
-        self._latent_shape, self._mesh = latent_shape, mesh
+        self._latent_shape, self._mesh, self._fps = latent_shape, mesh, fps
         self._real: Tensor | None = None  # features of real clips, computed on first use
 
-    @property
-    def prompts(self) -> tuple[str, ...]:
-        """The prompt of every sample, over all ranks."""
-        return self._prompts
-
-    def run(self, student: Trainable, folder: Path) -> dict[str, float]:
-        """Return the metrics over all samples of all ranks; the main rank writes its first videos into `folder`."""
+    def run(self, student: Trainable, folder: Path, step: int) -> ValidationResult:
+        """Measure the student after `step` training steps; the main rank writes samples and videos into `folder`."""
         with student.ema_weights() if self._config.ema else nullcontext():
-            return self._measure(student, folder)
+            return self._measure(student, folder, step)
 
     @torch.no_grad()
-    def _measure(self, student: Trainable, folder: Path) -> dict[str, float]:
+    def _measure(self, student: Trainable, folder: Path, step: int) -> ValidationResult:
         count = self._config.num_samples // self._mesh.data_size
         samples = range(self._mesh.data_rank * count, (self._mesh.data_rank + 1) * count)
         parts, videos = [], []
@@ -78,14 +112,19 @@ class Validation:
             videos.append(video)
         video = torch.cat(videos)
         prompts = [self._prompts[i] for i in samples]
-        if self._mesh.is_main:
-            self._write(folder, video[: self._config.num_videos], prompts[: self._config.num_videos])
-        metrics = self._rewards(torch.cat(parts)) | self._pixels(video)
+        columns, hits = self._rewards(torch.cat(parts)), {}
+        metrics = mean_and_std(columns) | self._pixels(video)
         if self._is_tiny_world(video):
-            metrics |= self._attributes(video, prompts)
+            hits = self._attributes(video, prompts)
+            metrics |= _accuracies(hits)
             if self._features is not None:
                 metrics["frechet"] = self._frechet(video, samples)
-        return {f"validation/{name}": value for name, value in metrics.items()}
+        clips = to_uint8(video[: self._config.num_videos])
+        found = self._samples(columns, hits, folder, len(clips))
+        sheet = folder / "contact_sheet.png" if clips else None
+        if self._mesh.is_main:
+            self._write(folder, clips, found, step, sheet)
+        return ValidationResult({f"validation/{name}": value for name, value in metrics.items()}, found, sheet)
 
     def _generate(self, student: Trainable, samples: list[int]) -> tuple[Tensor, Tensor]:
         """Return the videos of these samples, and a column of scores for each scorer."""
@@ -104,17 +143,19 @@ class Validation:
             return streams.noise(name, samples, self._latent_shape).to(self._mesh.device)
 
         x0 = generate(student, draw("validation"), batch, self._sampler, lambda s: draw(f"transition {s}"))
-        video = self._codec.decode(x0)
+        with phase("decode"):
+            video = self._codec.decode(x0)
+        if not self._scorers:
+            return video, torch.empty(len(video), 0, device=video.device)
         return video, self._reward.parts(video, tuple(prompts), self._scorers)
 
-    def _rewards(self, parts: Tensor) -> dict[str, float]:
-        """Return mean and std of the reward and of every scorer, including held-out ones; nothing without scorers."""
+    def _rewards(self, parts: Tensor) -> dict[str, Tensor]:
+        """Return the reward of every sample of all ranks, and the score of every scorer, including held-out ones."""
         if not self._scorers:
             return {}
         parts = self._mesh.gather(parts.double())
-        columns = {"reward": self._reward.total(parts[:, : len(self._reward.weights)])}
-        columns |= {f"reward/{name}": part for name, part in zip(self._scorers, parts.unbind(1), strict=True)}
-        return mean_and_std(columns)
+        columns = {"reward": self._reward.total(parts[:, : len(self._reward.weights)])} if self._reward.weights else {}
+        return columns | {f"reward/{name}": part for name, part in zip(self._scorers, parts.unbind(1), strict=True)}
 
     def _pixels(self, video: Tensor) -> dict[str, float]:
         """Return mean and std of pixel statistics, and the diversity of samples of one prompt if there are several."""
@@ -122,13 +163,30 @@ class Validation:
         spread = diversity(self._mesh.gather(thumbnail(video)), self._prompts)
         return mean_and_std(columns) | ({} if spread is None else {"pixels/diversity": spread})
 
-    def _attributes(self, video: Tensor, prompts: list[str]) -> dict[str, float]:
-        """Return the share of samples with the color, shape and direction of their caption; no reward contains it."""
+    def _attributes(self, video: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        """Return which samples of all ranks have the color, shape and direction of their caption, and all of them."""
         parts = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
-        hits = {name: self._mesh.gather(right.double().to(self._mesh.device)) for name, right in parts.items()}
-        rates = {name: right.mean().item() for name, right in hits.items()}
-        found = {"accuracy": rates.pop("all"), "accuracy_std": hits["all"].std().item()}
-        return found | {f"accuracy/{name}": rate for name, rate in rates.items()}
+        return {name: self._mesh.gather(right.double().to(self._mesh.device)) for name, right in parts.items()}
+
+    def _samples(
+        self, columns: dict[str, Tensor], hits: dict[str, Tensor], folder: Path, videos: int
+    ) -> tuple[ValidationSample, ...]:
+        """Return the samples of all ranks; the first `videos` have a file."""
+        scores = {name: columns[f"reward/{name}"].tolist() for name in self._scorers}
+        rewards = columns["reward"].tolist() if "reward" in columns else [None] * len(self._prompts)
+        accuracies = {name: right.bool().tolist() for name, right in hits.items()}
+        return tuple(
+            ValidationSample(
+                i,
+                self._config.seed,
+                prompt,
+                reward,
+                {name: values[i] for name, values in scores.items()},
+                {name: values[i] for name, values in accuracies.items()},
+                folder / f"{i}.mp4" if i < videos else None,
+            )
+            for i, (prompt, reward) in enumerate(zip(self._prompts, rewards, strict=True))
+        )
 
     def _frechet(self, video: Tensor, samples: range) -> float:
         """Return the Frechet distance of frame features to as many real clips of the same captions, both decoded."""
@@ -150,16 +208,32 @@ class Validation:
     def _is_tiny_world(self, video: Tensor) -> bool:
         return video.shape[2:] == (FRAMES, SIZE, SIZE) and all(p in SUBJECT_OF_CAPTION for p in self._prompts)
 
-    def _write(self, folder: Path, video: Tensor, prompts: list[str]) -> None:
-        clips = to_uint8(video)
+    def _write(
+        self,
+        folder: Path,
+        clips: list[np.ndarray],
+        samples: tuple[ValidationSample, ...],
+        step: int,
+        sheet: Path | None,
+    ) -> None:
+        shown = list(zip(clips, samples, strict=False))  # the first samples
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for i, frames in enumerate(clips):
-                write_mp4(frames, folder / f"{i}.mp4")
-            if clips:
-                contact_sheet(clips, prompts, folder / "contact_sheet.png")
+            for frames, one in shown:
+                write_mp4(frames, folder / f"{one.sample}.mp4", self._fps)
+            if sheet is not None:
+                contact_sheet([Row(frames, f"step {step}   {one.about}", one.prompt) for frames, one in shown], sheet)
+            lines = "".join(json.dumps(one.row(), ensure_ascii=False) + "\n" for one in samples)
+            (folder / "samples.jsonl").write_text(lines, encoding="utf-8")
         except OSError as error:
             raise UserError(f"{error.filename or folder} cannot be written ({error.strerror or error})") from error
+
+
+def _accuracies(hits: dict[str, Tensor]) -> dict[str, float]:
+    """Return the share of samples that match their caption; no reward contains it."""
+    rates = {name: right.mean().item() for name, right in hits.items()}
+    found = {"accuracy": rates.pop("all"), "accuracy_std": hits["all"].std().item()}
+    return found | {f"accuracy/{name}": rate for name, rate in rates.items()}
 
 
 def mean_and_std(columns: dict[str, Tensor]) -> dict[str, float]:

@@ -184,7 +184,7 @@ def test_videos_and_their_table(runs, tmp_path, capsys):
             frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
         assert len(frames) == 17 and frames[0].shape == (64, 64, 3)
     with Image.open(tmp_path / "out" / "contact_sheet.png") as sheet:
-        assert sheet.height == 3 * (128 + 14)
+        assert sheet.height == 3 * (128 + 2 * 16)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,13 @@ def test_two_ranks_measure_what_one_does(tmp_path):
     command = [sys.executable, validated.__file__, str(tmp_path)]
     done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
     assert (tmp_path / "metrics.json").is_file(), done.stderr
-    two, one = json.loads((tmp_path / "metrics.json").read_text()), validated.measured(ALONE, tmp_path)
+    two, one = json.loads((tmp_path / "metrics.json").read_text()), validated.measured(ALONE, tmp_path / "one")
     assert one["validation/frechet"] > 1 and one["validation/reward_std"] > 0
     assert two == pytest.approx(one, rel=1e-3)
+    table, alone = (
+        [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        for folder in (tmp_path, tmp_path / "one")
+    )
+    assert [(row["sample"], row["prompt"]) for row in table] == [(row["sample"], row["prompt"]) for row in alone]
+    assert [row["reward"] for row in table] == pytest.approx([row["reward"] for row in alone], rel=1e-3)
+    assert len(table) == 4

@@ -33,13 +33,14 @@ REWARD = RewardConfig(
 
 
 def measured(mesh: Mesh, folder: Path) -> dict[str, float]:
-    """One validation of an untrained student in the tiny world."""
+    """One validation of an untrained student in the tiny world; its samples are in samples.jsonl of the folder."""
     codec, (scorers, features) = tiny_codec(), load_scorers(REWARD, torch.device("cpu"))
     reward, sampler = Reward(scorers, codec, REWARD), SamplerConfig(num_steps=2, guidance_scale=1.0)
     student = Trainable("student", Backbone(small_model(), mesh, trained=True), TrainableConfig())
     shape = codec.latent_shape(FRAMES, SIZE, SIZE)
     prompts = validation_captions(CONFIG.num_samples)
-    return Validation(CONFIG, codec, reward, features, sampler, prompts, shape, mesh).run(student, folder)
+    validation = Validation(CONFIG, codec, reward, features, sampler, prompts, shape, mesh, 8.0)
+    return validation.run(student, folder, 0).metrics
 
 
 def work(folder: Path) -> None:

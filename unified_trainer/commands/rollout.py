@@ -59,8 +59,9 @@ def rollout(
         raise UserError(f"{run} was trained without a reward: give one with --reward FILE")
     check_reward(rewards, loaded.run.video.frames)
     plain = settings.plain(loaded.run)
+    size = {key: plain["video"][key] for key in ("frames", "height", "width")}
     about = {"run": run, "step": loaded.metadata["step"], "method": loaded.metadata["method"], "base": str(loaded.base)}
-    about |= {"sampler": plain["sampler"], "video": plain["video"], "seed": seed, "num_samples": num_samples}
+    about |= {"sampler": plain["sampler"], "video": size, "seed": seed, "num_samples": num_samples}
     folder = RolloutFolder.begin(output, about | {"batch": batch, "prompts": lines})
     codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
     prompt_of_sample = [prompt for _, prompt in folder.samples]
@@ -70,18 +71,19 @@ def rollout(
             folder.write(part, draw_latents(loaded, codec, prompt_of_sample, numbers, seed))
             drawn += len(numbers)
     scorers, _ = load_scorers(rewards, loaded.role.device)
-    mean = folder.score(name, Reward(scorers, codec, rewards), codec, loaded.role.device, _videos(output, num_videos))
+    on_video = _videos(output, num_videos, loaded.run.video.fps)
+    mean = folder.score(name, Reward(scorers, codec, rewards), codec, loaded.role.device, on_video)
     message = f"{len(prompt_of_sample)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {loaded.said}"
     Console().print(message, highlight=False, markup=False, soft_wrap=True)
 
 
-def _videos(output: Path, count: int) -> Callable[[range, Video], None]:
+def _videos(output: Path, count: int, fps: float) -> Callable[[range, Video], None]:
     """Return a function that writes the first `count` of the videos it is given."""
 
     def write(numbers: range, video: Video) -> None:
         for number, frames in zip(numbers, to_uint8(video), strict=True):
             if number < count:
                 (output / "videos").mkdir(exist_ok=True)
-                write_mp4(frames, output / "videos" / f"{number}.mp4")
+                write_mp4(frames, output / "videos" / f"{number}.mp4", fps)
 
     return write

@@ -18,7 +18,7 @@ from unified_trainer.build import cache_memory
 from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import SUFFIXES, read_prompts
-from unified_trainer.data.video_files import Mp4, contact_sheet, to_uint8
+from unified_trainer.data.video_files import Mp4, Row, contact_sheet, to_uint8
 from unified_trainer.errors import OutputExistsError, UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
@@ -67,7 +67,8 @@ def sample(
         raise UserError(f"--stream needs a causal student, but {run} generates all frames at once: leave it out")
     output.mkdir(parents=True, exist_ok=True)
     clips, speed = _write(loaded, lines, seed, batch, output, stream)
-    contact_sheet(clips, lines, output / "contact_sheet.png")
+    sheet = [Row(clip, f"seed {seed + i}", line) for i, (clip, line) in enumerate(zip(clips, lines, strict=True))]
+    contact_sheet(sheet, output / "contact_sheet.png")
     rows = [{"video": f"{i}.mp4", "prompt": prompt, "seed": seed + i} for i, prompt in enumerate(lines)]
     (output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     message = f"{len(lines)} videos in {output}: {loaded.said}{speed}"
@@ -192,7 +193,7 @@ def _write(
                 first = first or time.perf_counter() - began
                 if not files:
                     names = [output / f"{len(clips) + i}.mp4" for i in range(len(part))]
-                    files = [open_files.enter_context(Mp4(name)) for name in names]
+                    files = [open_files.enter_context(Mp4(name, loaded.run.video.fps)) for name in names]
                 for file, frames in zip(files, seen[-1], strict=True):
                     file.add(frames)
         clips += [np.concatenate(of_one) for of_one in zip(*seen, strict=True)]

@@ -1,5 +1,6 @@
 """Clips of the tiny world to train on, rendered and encoded when the run starts."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,13 @@ class VideoConfig:
     """Height in pixels."""
     width: int = 832
     """Width in pixels."""
+    fps: float = 16.0
+    """Frames per second of written mp4 files; Wan's videos have 16."""
+
+    def check(self) -> None:
+        """Raise UserError for a frame rate that no file can have; sizes are checked by the codec."""
+        if not 0 < self.fps < math.inf:
+            raise UserError(f"video.fps must be above 0 and finite, not {self.fps}")
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Loader:
         self._latent_shape, self._negative_prompt = latent_shape, negative_prompt
         self.samples = plan.prompts * plan.num_samples  # of one training step, over all ranks
         self.samples_per_prompt = plan.num_samples
+        self.updates = plan.prompts // plan.prompts_per_update  # of one training step, for each role
         if plan.by_failures and plan.prompts > len(source):
             raise UserError(
                 f"{plan.keys[0]} must be at most the {len(source)} prompts that are drawn by failures, not "

@@ -1,31 +1,38 @@
 """Writing videos: mp4 files, and a contact sheet of several videos."""
 
+import html
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import av
 import numpy as np
 from PIL import Image, ImageDraw
 
+from unified_trainer.data.fonts import Font, font_for, plain_font
 from unified_trainer.types import Video
 
 COLUMNS = 6  # frames of a row of the contact sheet
 MIN_SIDE = 96  # pixels; smaller frames are enlarged
-TEXT_HEIGHT = 14  # pixels
+TEXT_HEIGHT = 16  # pixels of a line of text
+MARGIN = 2  # pixels left and right of it
+LINES = 3  # of a prompt; samples.jsonl has all of it
 
 
-def write_mp4(frames: np.ndarray, file: Path, frames_per_second: int = 8) -> None:
-    """Write frames [t, h, w, 3] uint8 as an H.264 file."""
-    with Mp4(file, frames_per_second) as video:
+def write_mp4(frames: np.ndarray, file: Path, fps: float) -> None:
+    """Write frames [t, h, w, 3] uint8 as an H.264 file of `fps` frames per second."""
+    with Mp4(file, fps) as video:
         video.add(frames)
 
 
 class Mp4:
     """An H.264 file to which frames [t, h, w, 3] uint8 are added; a context manager that closes it."""
 
-    def __init__(self, file: Path, frames_per_second: int = 8) -> None:
+    def __init__(self, file: Path, fps: float) -> None:
         self._container = av.open(str(file), "w")
-        self._stream = self._container.add_stream("libx264", rate=frames_per_second)
+        self._stream = self._container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         self._stream.pix_fmt = "yuv420p"
 
     def __enter__(self) -> "Mp4":
@@ -44,21 +51,72 @@ class Mp4:
         self._container.close()
 
 
-def contact_sheet(videos: Sequence[np.ndarray], captions: Sequence[str], file: Path) -> None:
-    """Write a picture with a row of frames for each video, first to last, below its caption."""
-    frames, height, width = videos[0].shape[:3]
+@dataclass(frozen=True)
+class Row:
+    """A row of a contact sheet: a video of frames [t, h, w, 3] uint8, and the text above it."""
+
+    frames: np.ndarray
+    about: str  # such as step, seed and score, in Latin letters
+    prompt: str
+
+
+def contact_sheet(rows: Sequence[Row], file: Path) -> None:
+    """Write a picture with a row of frames for each video, first to last, below its text.
+
+    A prompt for which this machine has no font is in a page of the picture's name with the suffix .html, beside it.
+    """
+    frames, height, width = rows[0].frames.shape[:3]
     picks = np.linspace(0, frames - 1, min(COLUMNS, frames)).round().astype(int)
     scale = max(1, -(-MIN_SIDE // min(height, width)))
     height, width = height * scale, width * scale
-    sheet = Image.new("RGB", (width * len(picks), (height + TEXT_HEIGHT) * len(videos)), "white")
-    pen = ImageDraw.Draw(sheet)
-    for row, (video, caption) in enumerate(zip(videos, captions, strict=True)):
-        top = row * (height + TEXT_HEIGHT)
-        pen.text((2, top + 1), caption, fill="black")
+    page = file.with_suffix(".html")
+    fonts = [font_for(row.prompt) for row in rows]
+    texts = [
+        [f"(prompt: see {page.name})"] if font is None else _lines(row.prompt, font, width * len(picks) - 2 * MARGIN)
+        for row, font in zip(rows, fonts, strict=True)
+    ]
+    heights = [TEXT_HEIGHT * (1 + len(lines)) + height for lines in texts]
+    sheet = Image.new("RGB", (width * len(picks), sum(heights)), "white")
+    pen, top = ImageDraw.Draw(sheet), 0
+    for row, font, lines, row_height in zip(rows, fonts, texts, heights, strict=True):
+        pen.text((MARGIN, top), row.about, fill="dimgray", font=plain_font())
+        for i, line in enumerate(lines, 1):
+            pen.text((MARGIN, top + i * TEXT_HEIGHT), line, fill="black", font=font or plain_font())
         for column, pick in enumerate(picks):
-            picture = Image.fromarray(video[pick]).resize((width, height), Image.Resampling.NEAREST)
-            sheet.paste(picture, (column * width, top + TEXT_HEIGHT))
+            picture = Image.fromarray(row.frames[pick]).resize((width, height), Image.Resampling.NEAREST)
+            sheet.paste(picture, (column * width, top + row_height - height))
+        top += row_height
     sheet.save(file)
+    if None in fonts:
+        page.write_text(_page(file.name, rows, heights), encoding="utf-8")
+
+
+def _lines(text: str, font: Font, width: int) -> list[str]:
+    """Break a text into lines of at most `width` pixels, between words if it has them; cut it after LINES lines."""
+    lines, line = [], ""
+    for word in re.findall(r"\s*\S+", " ".join(text.split())):
+        pieces = [word] if font.getlength(word.strip()) <= width else list(word)
+        for piece in pieces:
+            if line and font.getlength(line + piece) > width:
+                lines.append(line)
+                line = piece.lstrip()
+            else:
+                line += piece
+    lines.append(line)
+    if len(lines) > LINES:
+        lines = [*lines[: LINES - 1], lines[LINES - 1][:-1].rstrip() + " ..."]
+    return lines
+
+
+def _page(picture: str, rows: Sequence[Row], heights: Sequence[int]) -> str:
+    """Return a page with the picture, and each prompt beside its row."""
+    prompts = "\n".join(
+        f'<p dir="auto" style="height:{height}px">{html.escape(row.prompt)}</p>'
+        for row, height in zip(rows, heights, strict=True)
+    )
+    style = "body, p {margin: 0} body {display: flex} img {align-self: start} p {overflow: auto; padding-left: 1em}"
+    head = f'<!doctype html>\n<meta charset="utf-8">\n<title>{picture}</title>\n<style>{style}</style>'
+    return f'{head}\n<img src="{picture}" alt="">\n<div>\n{prompts}\n</div>\n'
 
 
 def to_uint8(video: Video) -> list[np.ndarray]:

@@ -17,6 +17,15 @@ from unified_trainer.types import Condition, Latents, PerFrame, PerSample, Video
 CheckpointContexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
 
 
+@dataclass(frozen=True)
+class PassSize:
+    """The size of one pass of a network, from which its FLOPs are counted."""
+
+    tokens: int  # latent tokens of all samples
+    rows: Mapping[str, int]  # rows that a matrix is multiplied with, by the kind of its layer
+    attention: int  # FLOPs of the forward pass in products of two activations
+
+
 class VideoModel(Protocol):
     """A network that predicts velocities; all unit conversion happens inside."""
 
@@ -58,6 +67,14 @@ class VideoModel(Protocol):
 
     def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
         """Write the network as a component of a pipeline folder; the weights in memory are rounded to `dtype` too."""
+        ...
+
+    def layer_kind(self, layer: str) -> str:
+        """Return the kind of a linear or convolution layer by its name: a key of the rows of `pass_size`."""
+        ...
+
+    def pass_size(self, *inputs: Tensor) -> PassSize:
+        """Return the size of the pass of `network` that just ran on these inputs, of whole samples."""
         ...
 
     def checkpoint_activations(self, contexts: CheckpointContexts) -> None:

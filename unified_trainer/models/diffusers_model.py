@@ -1,6 +1,7 @@
 """A diffusers network as a video model: opening, reading and writing it, features, and recomputed activations."""
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unified_trainer.errors import UserError
-from unified_trainer.models.base import CheckpointContexts
+from unified_trainer.models.base import CheckpointContexts, PassSize
 from unified_trainer.models.folder import outline, read_weights
 from unified_trainer.parallel.mesh import Mesh
 
@@ -64,6 +65,16 @@ class DiffusersModel:
 
     def share_tokens(self, mesh: Mesh) -> None:
         raise UserError(f"{type(self).__name__} cannot share tokens between ranks: set parallel.sequence 1")
+
+    def layer_kind(self, layer: str) -> str:
+        """Return one kind for all layers: every matrix is applied at every latent position."""
+        return "tokens"
+
+    def pass_size(self, *inputs: Tensor) -> PassSize:
+        """Count the positions of the first input [b, c, t, h, w], and no attention; a family with attention adds it."""
+        x = inputs[0]
+        positions = len(x) * math.prod(x.shape[2:])
+        return PassSize(positions, {"tokens": positions}, 0)
 
     def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
         kept = self.network._keep_in_fp32_modules or []  # diffusers does not load these in half precision either

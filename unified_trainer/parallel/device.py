@@ -1,6 +1,9 @@
 """Devices and their backends: cuda with nccl, npu with hccl, cpu with gloo. No other file names a device."""
 
-from typing import Literal
+import itertools
+import re
+import time
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -10,6 +13,26 @@ from unified_trainer.errors import UserError
 Device = Literal["auto", "cuda", "npu", "cpu"]
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gloo"}
 CONTROL_BACKEND = "gloo"  # of the control group, whose collectives run on the CPUs
+# Published dense bf16 matrix products of one device in TFLOP/s with fp32 sums, by words of its name; the first row that
+# matches counts. Vendors' data sheets print twice these numbers where they assume 2:4 sparsity.
+PEAK_TFLOPS = (
+    (r"GB200", 2500.0),  # NVIDIA GB200 NVL72: 360 PFLOP/s with sparsity by 72 devices
+    (r"B200", 2250.0),  # NVIDIA DGX B200: 72 PFLOP/s fp8 with sparsity by 8 devices; bf16 is half of fp8
+    (r"H[12]00 NVL", 835.0),  # NVIDIA H100 and H200 data sheets: 1671 with sparsity
+    (r"H100 PCIe", 756.0),  # NVIDIA H100 data sheet: 1513 with sparsity
+    (r"GH200|H[128]00", 989.0),  # NVIDIA H100 and H200 data sheets, SXM: 1979 with sparsity
+    (r"H20", 148.0),  # NVIDIA H20 data sheet
+    (r"A[18]00", 312.0),  # NVIDIA A100 data sheet, for all its forms
+    (r"A30", 165.0),  # NVIDIA A30 data sheet
+    (r"A40", 149.7),  # NVIDIA A40 data sheet
+    (r"A10", 125.0),  # NVIDIA A10 data sheet
+    (r"L40S", 362.0),  # NVIDIA L40S data sheet: 733 with sparsity
+    (r"L40", 181.0),  # NVIDIA L40 data sheet: 362 with sparsity
+    (r"L4", 121.0),  # NVIDIA L4 data sheet: 242 with sparsity
+    (r"RTX 4090", 165.2),  # NVIDIA Ada architecture white paper, appendix A
+    (r"RTX 3090", 71.0),  # NVIDIA GA102 white paper, appendix A
+    (r"MI300X|MI325X", 1307.4),  # AMD Instinct MI300X and MI325X data sheets
+)
 
 
 def pick_device(name: Device, local_rank: int) -> torch.device:
@@ -45,6 +68,51 @@ def peak_memory(device: torch.device) -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def peak_flops(name: str) -> float | None:
+    """Return the published dense bf16 FLOP/s of the device of this name; None if unknown, or for a part of a device."""
+    if re.search(r"\b(?:MIG|Laptop|4090 D)\b", name):
+        return None
+    return next((1e12 * peak for words, peak in PEAK_TFLOPS if re.search(rf"\b(?:{words})\b", name)), None)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name that the device's driver gives it; that of a CPU is "cpu"."""
+    return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+
+
+def driver_versions() -> dict[str, str | None]:
+    """Return the versions of the accelerator libraries that torch was built with."""
+    return {"cuda": torch.version.cuda, "hip": torch.version.hip}
+
+
+class Timeline:
+    """Points in time and the seconds between them.
+
+    A point of an accelerator is an event in its queue: marking one waits for nothing, and the seconds between two are
+    those that the device took, or waited for more work, between the ends of the work queued before them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._points: list[Any] = []
+
+    def mark(self) -> None:
+        """Add a point."""
+        if self._device.type == "cpu":
+            self._points.append(time.perf_counter())
+            return
+        event = torch.get_device_module(self._device).Event(enable_timing=True)
+        event.record()
+        self._points.append(event)
+
+    def seconds(self) -> list[float]:
+        """Return the seconds between neighboring points; wait until the device has reached the last."""
+        if self._device.type == "cpu":
+            return [after - before for before, after in itertools.pairwise(self._points)]
+        self._points[-1].synchronize()
+        return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(self._points)]
 
 
 def has_flex_attention(device: torch.device) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from unified_trainer.meter import phase
 from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.types import Batch, Rollout
 
@@ -28,7 +29,9 @@ class ScoredSamples:
 def sample_and_score(batch: Batch, size: int, sample: Callable[[Batch], Rollout], reward: Reward) -> ScoredSamples:
     """Sample, decode and score `size` samples at a time."""
     rollouts, scores = [], []
-    for part in batch.split(size):
-        rollouts.append(sample(part))
+    parts = batch.split(size)
+    for number, part in enumerate(parts, 1):
+        with phase("rollout", number, len(parts)):
+            rollouts.append(sample(part))
         scores.append(reward.score(rollouts[-1].x0, part.prompts))
     return ScoredSamples(batch, Rollout.cat(rollouts), Scores.cat(scores))

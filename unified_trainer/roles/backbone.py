@@ -11,10 +11,11 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from unified_trainer.errors import UserError
+from unified_trainer.meter import Meter
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.fsdp import exchange_gradients, reshard, set_reshard_policy, shard
 from unified_trainer.parallel.mesh import Mesh
@@ -85,6 +86,8 @@ class Backbone:
                 block.compile()
         shard(model.network, model.blocks, mesh)
         model.read(mesh)
+        self._matrices = _matrices(model)
+        model.network.register_forward_hook(self._count)
 
     def weights(self, role: str) -> dict[str, nn.Parameter]:
         """Return what this role trains: its adapter by peft's names, or every trained weight of the model."""
@@ -134,6 +137,28 @@ class Backbone:
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         _lora(self.model, self.adapters[role]).save_pretrained(str(folder))
 
+    def _count(self, _network: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        """Count tokens and FLOPs of a pass, and the FLOPs of its backward pass when a gradient reaches its output.
+
+        A product with a matrix of p weights takes 2 p FLOPs a row, and as many for the gradient of its input and for
+        that of the matrix where it is trained; attention takes twice its own in the backward pass. What activation
+        checkpointing recomputes is not counted. A sequence rank counts its share.
+        """
+        meter = Meter.current()
+        if meter is None:
+            return
+        size, ranks = self.model.pass_size(*inputs), self.mesh.config.sequence
+        forward, backward = size.attention, 2 * size.attention
+        for matrix in self._matrices:
+            if matrix.adapter in ("", self._running):
+                products = 2 * matrix.weights * size.rows[matrix.kind]
+                forward += products
+                backward += (1 + matrix.trained) * products
+        meter.add(size.tokens / ranks, forward / ranks)
+        first = output[0] if isinstance(output, tuple) else output
+        if first.requires_grad:
+            first.register_hook(lambda _gradient: meter.add(0, backward / ranks))
+
     @contextmanager
     def _adapter(self, adapter: str) -> Iterator[None]:
         before = self._running
@@ -164,6 +189,26 @@ class Backbone:
 def _both(first: AbstractContextManager[object], second: AbstractContextManager[object]) -> Iterator[None]:
     with first, second:
         yield
+
+
+@dataclass(frozen=True)
+class _Matrices:
+    """All matrices and convolution kernels of one kind that run together."""
+
+    kind: str  # a key of PassSize.rows
+    adapter: str  # the adapter that they belong to, or "" for the model's own
+    trained: bool
+    weights: int
+
+
+def _matrices(model: VideoModel) -> list[_Matrices]:
+    found: dict[tuple[str, str, bool], int] = {}
+    for name, layer in model.network.named_modules():
+        if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            base, is_lora, adapter = name.partition(".lora_")
+            key = (model.layer_kind(base), adapter.partition(".")[2] if is_lora else "", layer.weight.requires_grad)
+            found[key] = found.get(key, 0) + layer.weight.numel()
+    return [_Matrices(*key, weights) for key, weights in found.items()]
 
 
 def _inject(model: VideoModel, name: str, config: AdapterConfig, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.errors import NotFiniteError, UserError, working_on
+from unified_trainer.meter import phase
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.advantages import Ids, spread
 from unified_trainer.parallel.mesh import Mesh
@@ -85,10 +86,12 @@ class Reward:
             )
         return reward
 
+    @phase("decode")
     def _decode(self, x0: Latents) -> Video:
         first = all(self._configs[name].frames == "first" for name in self.weights)
         return self._codec.decode(x0[:, :, :1] if first else x0)
 
+    @phase("score")
     def parts(self, video: Video, prompts: tuple[str, ...], names: Iterable[str]) -> Float[Tensor, "b r"]:
         """Return scale x score of decoded videos, a column for each named scorer.
 

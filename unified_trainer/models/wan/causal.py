@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from unified_trainer.errors import UserError
+from unified_trainer.models.base import PassSize
 from unified_trainer.models.masked_attention import token_mask
 from unified_trainer.models.wan.attention import Finished, KeysValues, Pass, set_attention
 from unified_trainer.models.wan.codec import WanCondition
@@ -51,6 +52,7 @@ class CausalWanModel(WanModel):
         if network.config.added_kv_proj_dim is not None:
             raise UserError("a causal Wan takes no image condition, but this one has added_kv_proj_dim")
         self._positions = network.rope = _Positions(network.rope)
+        self._pairs, self._text_cached = 0, False  # of a sample's queries and keys in the last pass, and its text
         set_attention(network.blocks)
 
     def velocity_masked(
@@ -114,6 +116,7 @@ class CausalWanModel(WanModel):
     ) -> Latents:
         """Run the network's own forward, so that hooks and wrappers of it and of its blocks take part."""
         tokens = self._frame_tokens(x)
+        self._pairs, self._text_cached = _pairs(len(frames) * tokens, tokens, frame_mask, **seen)
         mask = None
         if frame_mask is not None and not bool(frame_mask.all()):
             mask = token_mask(frame_mask.to(x.device), tokens, flex=has_flex_attention(x.device))
@@ -123,6 +126,10 @@ class CausalWanModel(WanModel):
         self._positions.expect(frames, mask=mask, **seen)
         x = self._shared.whole_gradient(x) if self._shared else x
         return self.network(x, time, cond.text, return_dict=False)[0].float()
+
+    def pass_size(self, x: Latents, time: Tensor, text: Tensor) -> PassSize:
+        tokens, text_keys = x.shape[2] * self._frame_tokens(x), 0 if self._text_cached else text.shape[1]
+        return self._size(x, time, text, tokens, pairs=self._pairs, text_keys=text_keys)
 
     def _frame_tokens(self, x: Latents) -> int:
         _, patch_height, patch_width = self.network.config.patch_size
@@ -171,6 +178,20 @@ def _next_frames(x: Latents, cache: Cache) -> list[int]:
 def _attended(cache: Cache) -> dict[str, object]:
     """What a pass that begins now attends to."""
     return {"past": cache.past, "text": None if torch.is_grad_enabled() else cache.text}
+
+
+def _pairs(
+    tokens: int,
+    frame_tokens: int,
+    frame_mask: Bool[Tensor, "t t"] | None,
+    past: tuple[Finished, ...] = (),
+    text: KeysValues | None = None,
+    recorded: KeysValues | None = None,
+) -> tuple[int, bool]:
+    """Count the pairs of query and key of one sample in a pass; also return whether the text's keys are cached."""
+    known = sum(chunk.own[0][0].shape[1] for chunk in past)
+    pairs = tokens * (tokens + known) if frame_mask is None else int(frame_mask.sum()) * frame_tokens**2
+    return pairs, bool(text)
 
 
 def _cut(chunk: Finished, kept: frozenset[int]) -> Finished:
