@@ -1,0 +1,81 @@
+"""The commands of the README, in their order and in one folder: each finds what the ones before it wrote.
+
+Training commands are shortened (fewer steps and samples); commands with the names of real models stop before their
+weights are read, in folders that hold the configs of those models.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ALONE, HPSV3, REPO, shell
+from test_recipes import SIZES, model_folder
+
+from unified_trainer.__main__ import COMMANDS, main
+from unified_trainer.command_line import parse
+from unified_trainer.plan import check
+
+MODELS = {"Wan2.1-T2V-1.3B-Diffusers": "wan2.1-1.3b", "Wan2.2-T2V-A14B-Diffusers": "wan2.2-a14b"}
+STEPS = {"20": "1", "40": "2", "100": "2", "500": "3"}  # in the README: here
+SHORT = ["--steps", "2", "--checkpoint-every", "1", "--validate-every", "1"]
+SHORT += ["--validation.num-samples", "2", "--validation.num-videos", "1"]
+GROUPS = ["--algorithm.num-prompts", "2", "--algorithm.num-samples", "2", "--algorithm.prompts-per-update", "2"]
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+PAIRS = ["--algorithm.batch-size", "2"]
+
+
+def readme_lines() -> list[str]:
+    """The lines of the README's shell blocks behind the installation, continuations joined."""
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.S)[1:]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The flags of a training command, with fewer steps, samples and clips; a resumed run has its sizes."""
+    words = [re.sub("@200", "@1", word) for word in words]
+    if "--steps" in words:
+        at = words.index("--steps") + 1
+        words[at] = STEPS[words[at]]
+    if "--resume" in words or "--config" in words:
+        return words
+    return [*SHORT, *(GROUPS if "dance_grpo" in words else PAIRS), *words]
+
+
+def run(line: str) -> None:
+    """Run one line of the README."""
+    words = shlex.split(line, comments=True)
+    if "unified_trainer" not in words:
+        subprocess.run(["bash", "-c", line], check=True)
+        return
+    ranks, words = words[0] == "torchrun", words[words.index("unified_trainer") + 1 :]
+    if words[0] == "import-hpsv3":
+        return  # it reads 17 GB that are no part of this repository; tests/rewards run it on a small one
+    if any(model in words for model in MODELS):
+        assert check(parse(words), ALONE).notes == ()
+    elif words[0] in COMMANDS or "--help" in words:
+        assert main(words) == 0, line
+    elif ranks:
+        done = shell(*LAUNCHER, "-m", "unified_trainer", *shortened(words), cwd=Path.cwd())
+        assert done.returncode == 0, done.stderr
+    else:
+        assert main(shortened(words)) == 0, line
+
+
+@pytest.mark.ranks
+def test_the_commands_run_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, recipe in MODELS.items():
+        model_folder(tmp_path / name, *SIZES[recipe])
+    (tmp_path / "hpsv3").symlink_to(HPSV3)
+    for file in ("prompts.txt", "held_out.txt"):
+        (tmp_path / file).write_text("a cat\na dog\n")
+    for line in readme_lines():
+        run(line)
+    assert (tmp_path / "dmd2-student" / "model_index.json").is_file()
+    assert len(list((tmp_path / "videos").glob("*.mp4"))) == 9
+    assert (tmp_path / "streamed" / "0.mp4").is_file()
