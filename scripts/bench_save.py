@@ -21,7 +21,7 @@ from rich.table import Table
 
 from unified_trainer.build import build
 from unified_trainer.checkpoint.manager import Keep, Saver
-from unified_trainer.command_line import parse
+from unified_trainer.cli.command_line import parse
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
 from unified_trainer.trainer import Trainer

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from unified_trainer.build import build
-from unified_trainer.command_line import parse
+from unified_trainer.cli.command_line import parse
 from unified_trainer.models.wan.causal import Cache, CausalWanModel
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel

@@ -50,7 +50,12 @@ CAPTIONS = ("a red circle moving left", "a blue square moving up", "a green tria
 
 
 def flags(settings: dict[str, object]) -> list[str]:
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    """Settings as flags; True is a switch that is turned on."""
+    return [
+        word
+        for key, value in settings.items()
+        for word in ([f"--{key}"] if value is True else [f"--{key}", str(value)])
+    ]
 
 
 SHORT = {"recipe": "tiny", "steps": 1, "validate-every": 0, "validation.num-samples": 2}

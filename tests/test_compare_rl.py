@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers import ALONE, REPO
 
-from unified_trainer import command_line
+from unified_trainer.cli import command_line
 from unified_trainer.plan import check
 
 sys.path.insert(0, str(REPO / "scripts"))

@@ -15,7 +15,7 @@ from helpers import ALONE, HPSV3, REPO, shell
 from test_recipes import SIZES, model_folder
 
 from unified_trainer.__main__ import COMMANDS, main
-from unified_trainer.command_line import parse
+from unified_trainer.cli.command_line import parse
 from unified_trainer.plan import check
 
 MODELS = {"Wan2.1-T2V-1.3B-Diffusers": "wan2.1-1.3b", "Wan2.2-T2V-A14B-Diffusers": "wan2.2-a14b"}

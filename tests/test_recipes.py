@@ -9,7 +9,7 @@ from helpers import ALONE, HPSV3, WAN
 
 from unified_trainer import config as settings
 from unified_trainer.__main__ import main
-from unified_trainer.command_line import parse
+from unified_trainer.cli.command_line import parse
 from unified_trainer.config import ConfigError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -68,6 +68,7 @@ def prompts(tmp_path):
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("recipe", REAL)
 def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe, method):
@@ -84,6 +85,7 @@ def test_a_rollout_of_a_real_recipe_has_one_update(recipe, method, steps):
     assert parsed("--recipe", recipe, "--method", method).algorithm.plan().table(8)["optimizer updates"] == steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", REAL)
 def test_real_recipes_save_and_validate_as_often_as_their_lengths_want(recipe):
     for method in METHODS:

@@ -8,10 +8,10 @@ import pytest
 from helpers import metrics_of
 from rich.console import Console
 
-from unified_trainer import tracking
 from unified_trainer.config import TrackingConfig
 from unified_trainer.errors import UserError
-from unified_trainer.tracking import Tracker
+from unified_trainer.tracking import tracker as tracking
+from unified_trainer.tracking.tracker import Tracker
 
 TEXT = "runs/[bold]a[/] :smile: [red]"
 

@@ -24,7 +24,7 @@ from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.tracking import Means
+from unified_trainer.tracking.tracker import Means
 from unified_trainer.trainer import Trainer
 
 X_T = torch.randn(4, *LATENT_SHAPE, generator=torch.Generator().manual_seed(2))

@@ -12,26 +12,26 @@ import transformers
 from rich.console import Console
 
 from unified_trainer import config as settings
-from unified_trainer import help_pages
 from unified_trainer.build import build
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.checkpoint.manifest import finished
 from unified_trainer.checkpoint.run_lock import claimed
-from unified_trainer.command_line import before_flags, parse
+from unified_trainer.cli import help_pages
+from unified_trainer.cli.command_line import before_flags, parse
+from unified_trainer.cli.flags import apply
 from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
 from unified_trainer.commands.rollout import rollout
 from unified_trainer.commands.sample import sample
 from unified_trainer.commands.score import score
 from unified_trainer.config import ConfigError, RunConfig
-from unified_trainer.environment import note_environment
 from unified_trainer.errors import UserError
-from unified_trainer.flags import apply
 from unified_trainer.memory import memory_advice
 from unified_trainer.parallel.mesh import Mesh, peer_lost, where
 from unified_trainer.registry import METHODS, method_named
 from unified_trainer.suggestions import must_know
-from unified_trainer.tracking import Tracker
+from unified_trainer.tracking.environment import note_environment
+from unified_trainer.tracking.tracker import Tracker
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,

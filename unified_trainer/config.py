@@ -95,7 +95,7 @@ class TrackingConfig:
     """Name of the run; empty takes that of the run directory."""
     custom: tuple[str, ...] = ()
     """Trackers of your own, each path/to/file.py:Class or package.module:Class derived from
-    unified_trainer.trackers.ExternalTracker."""
+    unified_trainer.tracking.external.ExternalTracker."""
 
 
 @dataclass(frozen=True)

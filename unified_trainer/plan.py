@@ -24,7 +24,7 @@ from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import ExpertLayout, layout_of
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
-from unified_trainer.trackers import check_tracking
+from unified_trainer.tracking.external import check_tracking
 from unified_trainer.validation import check_validation
 
 

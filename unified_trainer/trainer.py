@@ -23,7 +23,7 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.hacking_monitor import HackingMonitor, HackingMonitorConfig
 from unified_trainer.roles.role import Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
-from unified_trainer.tracking import Means, Tracker
+from unified_trainer.tracking.tracker import Means, Tracker
 from unified_trainer.types import Stateful
 from unified_trainer.validation import Validation
 

@@ -251,7 +251,7 @@ def test_metrics_wait_for_space(small_disk):
 import sys
 from pathlib import Path
 from unified_trainer.config import TrackingConfig
-from unified_trainer.tracking import Tracker
+from unified_trainer.tracking.tracker import Tracker
 disk = Path(sys.argv[1])
 with Tracker(disk, TrackingConfig(), {}, 3, 0, True) as tracker:
     tracker.log(1, {"a": 1.0})

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.command_line import parse
+from unified_trainer.cli.command_line import parse
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import check

@@ -25,7 +25,7 @@ from policy_case import (
 )
 
 from unified_trainer.build import build
-from unified_trainer.command_line import parse
+from unified_trainer.cli.command_line import parse
 from unified_trainer.methods import dance_grpo as module
 from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.numerics.objectives import ObjectiveParameters, diagnostics, surrogate

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unified_trainer.__main__ import main
-from unified_trainer.command_line import parse
+from unified_trainer.cli.command_line import parse
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig, where
 from unified_trainer.plan import check

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from helpers import REPO, shell
 
-from unified_trainer import command_line
 from unified_trainer import config as settings
 from unified_trainer.__main__ import COMMANDS, main
-from unified_trainer.command_line import parse
+from unified_trainer.cli import command_line
+from unified_trainer.cli.command_line import parse
+from unified_trainer.cli.flags import apply, settings_of
 from unified_trainer.config import RECIPES, run_class
-from unified_trainer.flags import apply, settings_of
 from unified_trainer.registry import METHODS
 from unified_trainer.roles.reward import ScorerConfig
 

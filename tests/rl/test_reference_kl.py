@@ -9,7 +9,7 @@ from policy_case import REWARDS, SDE, Case, divergence, log_ratios
 
 from unified_trainer.__main__ import main
 from unified_trainer.build import build
-from unified_trainer.command_line import parse
+from unified_trainer.cli.command_line import parse
 from unified_trainer.numerics.kl import AdaptiveKL
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Frozen, Trainable, TrainableConfig

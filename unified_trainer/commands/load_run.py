@@ -7,7 +7,7 @@ from pathlib import Path
 from unified_trainer.build import load_roles
 from unified_trainer.checkpoint.init_from import initialise, roles_in
 from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec, find
-from unified_trainer.command_line import parse
+from unified_trainer.cli.command_line import parse
 from unified_trainer.config import RunConfig
 from unified_trainer.models.base import Family
 from unified_trainer.parallel.mesh import Mesh

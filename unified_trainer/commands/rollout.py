@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 
 from unified_trainer import config as settings
-from unified_trainer.command_line import read_reward
+from unified_trainer.cli.command_line import read_reward
 from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.rollout_folder import RolloutFolder
 from unified_trainer.commands.sample import draw_latents, read_lines

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from unified_trainer.command_line import read_reward
+from unified_trainer.cli.command_line import read_reward
 from unified_trainer.commands.rollout_folder import RolloutFolder
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device

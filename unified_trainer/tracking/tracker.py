@@ -22,7 +22,7 @@ from torch import Tensor
 from unified_trainer.config import TrackingConfig
 from unified_trainer.errors import UserError, working_on
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.trackers import ExternalTracker, RunInfo, tracker_classes
+from unified_trainer.tracking.external import ExternalTracker, RunInfo, tracker_classes
 from unified_trainer.validation import ValidationSample
 
 SHOWN = {  # in the terminal: training metric -> its name there

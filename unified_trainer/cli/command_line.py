@@ -11,8 +11,8 @@ from typing import Any
 
 from unified_trainer import renamed
 from unified_trainer.checkpoint.dcp import trained_sampler
+from unified_trainer.cli.flags import Setting, UnknownFlagError, apply, settings_of, split, words_of
 from unified_trainer.config import ConfigError, RunConfig, flat, load_recipe, load_yaml, plain, run_class
-from unified_trainer.flags import Setting, UnknownFlagError, apply, settings_of, split, words_of
 from unified_trainer.registry import METHODS, method_named
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 

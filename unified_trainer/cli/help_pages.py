@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import docstring_parser
 
+from unified_trainer.cli.flags import REQUIRED, Setting, choices, of_one_flag, settings_of
 from unified_trainer.config import RunConfig
-from unified_trainer.flags import REQUIRED, Setting, choices, of_one_flag, settings_of
 from unified_trainer.methods.base import Method, MethodConfig
 from unified_trainer.registry import METHODS
 from unified_trainer.roles.reward import ScorerConfig

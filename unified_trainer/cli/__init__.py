@@ -1,0 +1,1 @@
+"""The command line: settings from recipe, file and flags, and the help pages."""

@@ -1,0 +1,1 @@
+"""Where metrics, samples and messages of a run go."""
