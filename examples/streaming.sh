@@ -2,20 +2,18 @@
 # Train a causal student that generates chunk by chunk, and stream a video longer than those it was trained on:
 #   MODEL=Wan2.1-T2V-1.3B-Diffusers RECIPE=wan2.1-1.3b CHUNK=3 FRAMES=241 PROMPTS=prompts.txt RANKS=8 \
 #       SCENES="a cat walks | a cat sleeps" examples/streaming.sh
-# Without these, the tiny world stands in. Flags go to both trainings.
+# MODEL is a diffusers pipeline folder, PROMPTS a file with one prompt per line. Without any of them the tiny world is
+# trained. Flags go to both trainings.
 set -euo pipefail
-MODEL=${MODEL:-tiny}     # diffusers pipeline folder
-RECIPE=${RECIPE:-tiny}   # name of a recipe
-PROMPTS=${PROMPTS:-tiny} # file with one prompt per line
-CHUNK=${CHUNK:-1}        # latent frames of a chunk, as the recipe's self_forcing has them
-FRAMES=${FRAMES:-49}     # frames of the streamed video
+CHUNK=${CHUNK:-1}    # latent frames of a chunk, as the recipe's self_forcing has them
+FRAMES=${FRAMES:-49} # frames of the streamed video
 SCENES=${SCENES:-a red circle moving left | a red circle moving right}
 RUNS=${RUNS:-runs} # folder for everything that is written
 RANKS=${RANKS:-1}  # processes, one per GPU
 
 train() {
-    torchrun --standalone --nproc-per-node "$RANKS" -m unified_trainer --recipe "$RECIPE" --student.path "$MODEL" \
-        --prompts "$PROMPTS" --sampler.chunks.chunk-frames "$CHUNK" "$@"
+    torchrun --standalone --nproc-per-node "$RANKS" -m unified_trainer ${RECIPE:+--recipe "$RECIPE"} \
+        ${MODEL:+--student.path "$MODEL"} ${PROMPTS:+--prompts "$PROMPTS"} --sampler.chunks.chunk-frames "$CHUNK" "$@"
 }
 train --method ode_init --output "$RUNS/ode-init" "$@"
 train --method self_forcing --init-from "$RUNS/ode-init:ema" --output "$RUNS/self-forcing" "$@"

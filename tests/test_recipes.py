@@ -11,6 +11,7 @@ from unified_trainer import config as settings
 from unified_trainer.__main__ import main
 from unified_trainer.cli.command_line import parse
 from unified_trainer.config import ConfigError
+from unified_trainer.errors import UserError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import check, fits
@@ -95,6 +96,14 @@ def test_real_recipes_save_and_validate_as_often_as_their_lengths_want(recipe):
         assert run.sampler.negative_prompt.startswith("色调艳丽") and not run.prompts, method
 
 
+@pytest.mark.parametrize(("samples", "good"), [(16, "64"), (100, "64 or 128")])
+def test_validation_samples_that_the_ranks_do_not_divide_come_with_good_ones(models, prompts, samples, good):
+    run = parsed(*given("wan2.1-1.3b", "dmd2", models["wan2.1-1.3b"], prompts), "--validation.num-samples", samples)
+    message = rf"validation\.num_samples \({samples}\) must be divisible .* \(64\): set it to {good}$"
+    with pytest.raises(UserError, match=message):
+        check(run, Mesh(ALONE.device, size=64, config=ParallelConfig(shard=64)))
+
+
 @pytest.mark.parametrize("recipe", REAL)
 def test_a_recipe_fits_the_model_it_was_made_for_and_no_other(models, recipe):
     assert [name for name in models if fits(recipe, "student", str(models[name]))] == [recipe]
@@ -134,7 +143,7 @@ def test_a_best_checkpoint_by_reward_needs_a_reward(models, prompts):
 
 
 @pytest.mark.slow
-def test_a_distillation_without_reward_measures_none(run_folder, prompts):
+def test_a_distillation_without_reward_measures_none(run_folder, prompts, capsys):
     """The tiny model as one's own: its validation has the first training prompts and no reward."""
     words = ["--method", "dmd2", "--recipe", "tiny", "--reward.path", "", "--validation.prompts", ""]
     words += ["--prompts", str(prompts), "--steps", "1", "--algorithm.batch-size", "2", "--output", str(run_folder)]
@@ -142,6 +151,7 @@ def test_a_distillation_without_reward_measures_none(run_folder, prompts):
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     measured = {name for row in rows for name in row if name.startswith("validation/")}
     assert "validation/pixels/saturation" in measured
+    assert "step 1: validation: no reward is measured" in capsys.readouterr().out
     assert not [name for name in measured if "reward" in name or "accuracy" in name]
     assert len(list((run_folder / "validation" / "step_1").glob("*.mp4"))) == 2
 

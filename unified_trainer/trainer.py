@@ -179,7 +179,7 @@ class Trainer:
             tracker.log(step, metrics | hacked | spent)
             tracker.log_samples(step, result.samples, result.contact_sheet)
             shown = {name: value for name, value in short.items() if "/" not in name}
-            said = "  ".join(f"{name} {value:.3f}" for name, value in shown.items())
+            said = "  ".join(f"{name} {value:.3f}" for name, value in shown.items()) or "no reward is measured"
             tracker.say(f"step {step}: validation: {said}")
             if alarm is not None:
                 tracker.say(f"warning: reward hacking suspected: {alarm}; see {output / 'validation'}")

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.config import ValidationConfig
+from unified_trainer.data.batch_plan import nearest
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.tiny_world import FRAMES, SIZE, SUBJECT_OF_CAPTION, Clip, check_attributes, draw_clip, render
 from unified_trainer.data.video_files import Row, contact_sheet, to_uint8, write_mp4
@@ -30,10 +31,15 @@ from unified_trainer.sampling import SamplerConfig, generate
 
 def check_validation(config: ValidationConfig, mesh: Mesh) -> None:
     """Raise UserError for counts of samples that cannot be divided over the ranks."""
-    if config.num_samples < 2 or config.num_samples % mesh.data_size or config.batch < 1:
+    if config.num_samples < 2 or config.batch < 1:
         raise UserError(
-            f"validation.num_samples must be at least 2 and divisible by the {mesh.data_size} data ranks, "
-            f"not {config.num_samples}; validation.batch must be at least 1, not {config.batch}"
+            f"validation.num_samples must be at least 2, not {config.num_samples}, "
+            f"and validation.batch at least 1, not {config.batch}"
+        )
+    if config.num_samples % mesh.data_size:
+        raise UserError(
+            f"validation.num_samples ({config.num_samples}) must be divisible by the number of data ranks "
+            f"({mesh.data_size}): set it to {nearest(config.num_samples, mesh.data_size)}"
         )
 
 

@@ -34,14 +34,14 @@ class BatchPlan:
         if self.prompts % self.prompts_per_update:
             raise UserError(
                 f"{prompts} ({self.prompts}) must be divisible by {prompts_per_update} ({self.prompts_per_update}): "
-                f"set {prompts} to {_nearest(self.prompts, self.prompts_per_update)}"
+                f"set {prompts} to {nearest(self.prompts, self.prompts_per_update)}"
             )
         samples, needed = self.prompts_per_update * self.num_samples, ranks // math.gcd(ranks, self.num_samples)
         if samples % ranks:
             name = prompts_per_update if num_samples == "1" else f"{prompts_per_update} x {num_samples}"
             raise UserError(
                 f"{name} ({samples}) must be divisible by the number of ranks ({ranks}): "
-                f"set {prompts_per_update} to {_nearest(self.prompts_per_update, needed)}"
+                f"set {prompts_per_update} to {nearest(self.prompts_per_update, needed)}"
             )
         per_update, updates = samples // ranks, self.prompts // self.prompts_per_update
         size = largest_divisor(per_update, self.micro_batch)
@@ -70,7 +70,7 @@ def largest_divisor(total: int, limit: int) -> int:
     return next(size for size in range(min(total, limit), 0, -1) if total % size == 0)
 
 
-def _nearest(value: int, unit: int) -> str:
-    """Name the multiples of `unit` below and above a value."""
+def nearest(value: int, unit: int) -> str:
+    """Return the multiples of `unit` below and above a value, in words."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
