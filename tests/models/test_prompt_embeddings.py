@@ -232,7 +232,7 @@ def test_a_run_keeps_its_embeddings_and_may_share_them(run_folder, tmp_path, cap
     assert "5 encoded before, 2 now" in said(capsys, "--resume", str(run_folder), "--steps", "2")
     moved = tmp_path / "embeddings"
     (run_folder / "prompt_embeddings").rename(moved)
-    shared = ("--encoders.cache", str(moved), "--encoders.offload", "True")
+    shared = ("--encoders.cache", str(moved), "--encoders.offload")
     other = ("--output", str(tmp_path / "other"), "--validate-every", "1", "--steps", "2")
     loads.clear()
     assert "7 encoded before, 0 now" in said(capsys, *SMALL["dance_grpo"], *other, *shared) and not loads
