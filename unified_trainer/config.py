@@ -235,12 +235,12 @@ def load_recipe(name: str) -> dict[str, Any]:
     must_know("--recipe", name, recipes())
     own = load_yaml(RECIPES / f"{name}.yaml")
     base = own.pop("base", None)
-    return _merged(load_recipe(base), own) if base else own
+    return merged(load_recipe(base), own) if base else own
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Return two trees of settings as one; where both have a value, `above` wins."""
-    both = {key: _merged(below[key], value) for key, value in above.items() if key in below and isinstance(value, dict)}
+    both = {key: merged(below[key], value) for key, value in above.items() if key in below and isinstance(value, dict)}
     return {**below, **above, **both}
 
 

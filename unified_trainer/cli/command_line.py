@@ -12,7 +12,7 @@ from typing import Any
 from unified_trainer import renamed
 from unified_trainer.checkpoint.dcp import trained_sampler
 from unified_trainer.cli.flags import Setting, UnknownFlagError, apply, settings_of, split, words_of
-from unified_trainer.config import ConfigError, RunConfig, flat, load_recipe, load_yaml, plain, run_class
+from unified_trainer.config import ConfigError, RunConfig, flat, load_recipe, load_yaml, merged, plain, run_class
 from unified_trainer.registry import METHODS, method_named
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 
@@ -44,9 +44,9 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     # A saved run has all its settings; those that are newer keep the code's defaults, whatever its recipe says today.
     sections = load_recipe(recipe) if recipe and not sources.resumed else {}
     sampler = trained_sampler(sources.init_from) if sources.init_from else None
+    settings = merged(sections.get("common", {}), sections.get(name, {}))
     layers = {
-        f"recipe {recipe}": {**sections.get("common", {}), "method": name, "recipe": recipe},
-        f"recipe {recipe}, {name}": sections.get(name, {}),
+        f"recipe {recipe}": {**settings, "method": name, "recipe": recipe},
         f"--init-from {sources.init_from}": {"sampler": sampler} if sampler else {},
         str(sources.saved): renamed.translate_settings(saved, name, flat(plain(run))),
     }

@@ -201,9 +201,10 @@ class _Given:
 
 def _tyro(kind: Any, words: Sequence[str], **options: Any) -> Any:
     said = io.StringIO()
+    unread = (tyro.conf.HelptextFromCommentsOff,)  # else it reads every class's source again, for help that is ours
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return tyro.cli(kind, args=words, add_help=False, **options)
+            return tyro.cli(kind, args=words, add_help=False, config=unread, **options)
     except SystemExit:
         raise _RefusedError(" ".join(BOX.sub(" ", said.getvalue()).split())) from None
 
