@@ -1,26 +1,42 @@
-"""Types and shapes of the product are checked while the tests run; runs are deterministic and on one thread."""
+"""Types and shapes of the product are checked while the tests run; runs are deterministic and on one thread.
+
+Nothing here imports torch or the product before a test needs it: the process that only hands tests to others would
+spend seconds on it before they start.
+"""
+
+import gc
 
 import hypothesis
 import jaxtyping
 import pytest
-import torch
 
 jaxtyping.install_import_hook("unified_trainer", "checking.check")  # before the first import of the product
-
-import helpers  # noqa: E402
-
-torch.set_num_threads(1)
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_collection_finish():
+    """Leave everything imported so far out of the garbage collector's passes, which otherwise take seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=0, help="how often test_kill.py kills each run; 0 is a few times")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """Tests that draw with torch's own generator draw the same every time."""
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -35,7 +51,9 @@ def unchecked():
 @pytest.fixture(scope="session")
 def codec():
     """The tiny world's text encoder and causal VAE."""
-    return helpers.tiny_codec()
+    from helpers import tiny_codec
+
+    return tiny_codec()
 
 
 @pytest.fixture
