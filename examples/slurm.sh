@@ -7,7 +7,8 @@
 set -euo pipefail
 GPUS=${GPUS:-8} # processes on each node
 PORT=${PORT:-29500}
-HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+HOST=${HOSTS%%$'\n'*} # the first line
 
 # --signal TERM@300: five minutes before the time limit every rank finishes its step and saves; --resume continues.
 srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$GPUS" \

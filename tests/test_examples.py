@@ -97,7 +97,7 @@ def test_two_launchers_make_one_run(tmp_path):
     programs = tmp_path / "bin"
     programs.mkdir()
     scripts = {
-        "scontrol": "echo localhost; echo elsewhere",
+        "scontrol": "echo localhost; seq -f elsewhere-%g 10000",  # more names than a pipe holds
         "srun": '("$@" --output runs/two) & "$@" --output runs/two; wait $!',
     }
     for name, text in scripts.items():
