@@ -15,6 +15,7 @@ from helpers import (
     copy_of,
     replicated,
     reward_of,
+    reward_parts,
     rewrite,
     small_model,
     tiny_codec,
@@ -147,7 +148,8 @@ def trainer(
     if method == "finetune":
         algorithm = Finetune(config, sampler or SamplerConfig(), student=student)
     elif method == "dance_grpo":
-        algorithm = DanceGRPO(config, sampler or POLICY, student=student, reward=reward_of(), loader=loader)
+        parts = reward_parts(DanceGRPO, config, sampler or POLICY, student, reward_of(), loader)
+        algorithm = DanceGRPO(config, sampler or POLICY, student=student, **parts)
     else:
         learning = TrainableConfig(**{**vars(role), "high": ExpertConfig(), "low": ExpertConfig()})
         critic = RecordingCritic("critic", made["critic"](), learning, moves=moves)

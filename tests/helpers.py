@@ -33,6 +33,7 @@ from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
+from unified_trainer.rl.rollouts import LocalRollouts
 from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.experts import ExpertLayout
@@ -278,8 +279,29 @@ def dance_grpo(
     student = Recorder(mesh=mesh, **recorder)
     reward = reward or reward_of(scorer)
     loader = Loader(Prompts(captions), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
-    method = DanceGRPO(config, sampler, student=student, reward=reward, loader=loader, reference=reference)
+    parts = reward_parts(DanceGRPO, config, sampler, student, reward, loader)
+    method = DanceGRPO(config, sampler, student=student, reference=reference, **parts)
     return Trainer(method, {"student": student}, loader, mesh, seed=seed)
+
+
+def reward_parts(method, config, sampler: SamplerConfig, role, reward: Reward, loader: Loader) -> dict[str, object]:
+    """What a method that learns from the rewards of its samples is given; the role makes them in this process."""
+    sample = functools.partial(method.sample, config, sampler, role)
+    return {"reward": reward, "loader": loader, "rollouts": LocalRollouts(sample, reward, config.rollout_batch)}
+
+
+class WatchedRollouts:
+    """Rollouts, and a list of the samples that they gave."""
+
+    def __init__(self, rollouts) -> None:
+        self.rollouts, self.seen, self.uniform = rollouts, [], rollouts.uniform
+
+    def samples(self, batch, step, rng):
+        self.seen.append(self.rollouts.samples(batch, step, rng))
+        return self.seen[-1]
+
+    def metrics(self):
+        return self.rollouts.metrics()
 
 
 FEW_STEPS = SamplerConfig(num_steps=4, shift=5.0, solver="sde", guidance_scale=1.0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from unified_trainer.data.clips import render_clips
 from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods.base import Method
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh
@@ -19,6 +21,7 @@ from unified_trainer.plan import RolePlan, RunPlan, check
 from unified_trainer.registry import open_model
 from unified_trainer.rewards.hacking_monitor import HackingMonitor
 from unified_trainer.rewards.scorers import load_scorers
+from unified_trainer.rl.rollouts import LocalRollouts
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import Causal
 from unified_trainer.roles.experts import Expert, ExpertPair
@@ -66,6 +69,8 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         plan.counts["KV cache of the student"] = needed
     loader = Loader(source, codec, plan.batch, plan.latent_shape, run.sampler.negative_prompt, run.seed, mesh)
     parts = {"reward": reward, "loader": loader} if plan.method.uses_reward else {}
+    if plan.method.sampled_by:
+        parts["rollouts"] = local_rollouts(run, plan.method, roles[plan.method.sampled_by], reward)
     trainer = Trainer(
         plan.method(run.algorithm, run.sampler, **roles, **parts),
         {name: role for name, role in roles.items() if isinstance(role, Trainable)},
@@ -84,6 +89,11 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     encoded = codec.encode_ahead([*validated, *loader.prompts(run.steps)], mesh)
     rows, notes = summary(run, plan, roles, source), (*_notes(mesh), encoded, *plan.notes)
     return Built(trainer, validation, rows, plan.counts, notes, plan.keep)
+
+
+def local_rollouts(run: RunConfig, method: type[Method], role: Role, reward: Reward) -> LocalRollouts:
+    """Return the source of samples that this role makes in this process."""
+    return LocalRollouts(partial(method.sample, run.algorithm, run.sampler, role), reward, run.algorithm.rollout_batch)
 
 
 def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import ALONE, Calls, ScriptedScorer, assert_near, dance_grpo, frozen, gradients, trainable
+from helpers import ALONE, Calls, ScriptedScorer, WatchedRollouts, assert_near, dance_grpo, frozen, gradients, trainable
 from policy_case import (
     CONFIG,
     ELEMENTS,
@@ -26,7 +26,6 @@ from policy_case import (
 
 from unified_trainer.build import build
 from unified_trainer.cli.command_line import parse
-from unified_trainer.methods import dance_grpo as module
 from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.numerics.objectives import ObjectiveParameters, diagnostics, surrogate
 from unified_trainer.rl.minibatches import Minibatch
@@ -253,19 +252,29 @@ def test_a_window_alone_is_stochastic_stored_and_trained():
             assert torch.allclose(x_next, euler, atol=1e-5) == (s not in trained)
 
 
-def test_only_the_states_of_the_window_are_kept(monkeypatch):
-    kept = []
+def test_only_the_states_of_the_window_are_kept():
     one = dance_grpo(
         dataclasses.replace(CONFIG, window=WindowConfig(size=2)),
         sampler=dataclasses.replace(ODE, num_steps=9),
         scorer=ScriptedScorer(REWARDS),
     )
-    sample = module.sample_and_score
-    monkeypatch.setattr(
-        module, "sample_and_score", lambda *args, **kwargs: (kept.append(sample(*args, **kwargs)), kept[0])[1]
-    )
+    one.method.rollouts = watched = WatchedRollouts(one.method.rollouts)
     one.step(0)
-    assert kept[0].rollout.states.shape[1] == 3 and kept[0].rollout.log_probs.shape[1] == 2
+    kept = watched.seen[0].rollout
+    assert kept.states.shape[1] == 3 and kept.log_probs.shape[1] == 2
+
+
+def test_a_random_window_is_one_for_all_parts_of_a_rollout():
+    """The window is drawn anew for each part and for the update, from the same stream."""
+    for step in range(3):
+        rollouts = []
+        for size in (2, 8):
+            config = dataclasses.replace(CONFIG, window=WindowConfig(size=2, schedule="random"), rollout_batch=size)
+            one = dance_grpo(config, sampler=dataclasses.replace(ODE, num_steps=9), scorer=ScriptedScorer(REWARDS))
+            one.method.rollouts = watched = WatchedRollouts(one.method.rollouts)
+            one.step(step)
+            rollouts.append(watched.seen[0].rollout)
+        torch.testing.assert_close(rollouts[0].states, rollouts[1].states, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 1.0])

@@ -19,6 +19,7 @@ from helpers import (
     gradients,
     metrics_of,
     reward_of,
+    reward_parts,
     setup_of,
     small_model,
     tiny_codec,
@@ -54,7 +55,8 @@ def trainer(*, old_seed: int = 1, reference=None, rewards=REWARDS, moves: bool =
     old = WeightCopy("old", Backbone(small_model(old_seed), ALONE), TrainableConfig())
     reward = reward_of(ScriptedScorer(rewards))
     loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
-    method = DiffusionNFT(config, SAMPLER, student=student, old=old, reward=reward, loader=loader, reference=reference)
+    parts = reward_parts(DiffusionNFT, config, SAMPLER, old, reward, loader)
+    method = DiffusionNFT(config, SAMPLER, student=student, old=old, reference=reference, **parts)
     return Trainer(method, {"student": student}, loader, ALONE, copies={"old": (old, "student")}, seed=0)
 
 

@@ -16,6 +16,7 @@ from helpers import (
     RecordingCritic,
     assert_near,
     reward_of,
+    reward_parts,
     setup_of,
     small_model,
     tiny_codec,
@@ -206,9 +207,9 @@ def test_reinforcement_learning_replays_a_causal_rollout():
         clip_high=1e-3,
     )
     student = causal_student()
-    reward = reward_of()
     loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), SHAPE, "", 0, ALONE)
-    method = DanceGRPO(config, SAMPLER, student=student, reward=reward, loader=loader)
+    parts = reward_parts(DanceGRPO, config, SAMPLER, student, reward_of(), loader)
+    method = DanceGRPO(config, SAMPLER, student=student, **parts)
     calls = Calls.of(student)
     metrics = Trainer(method, {"student": student}, loader, ALONE, seed=0).step(0)
     assert 0 <= metrics["log_ratio_abs_max"] < 1e-5

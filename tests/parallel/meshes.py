@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers import CAPTIONS, WAN, gradients, reward_of, small_causal, small_model, tiny_codec
+from helpers import CAPTIONS, WAN, gradients, reward_of, reward_parts, small_causal, small_model, tiny_codec
 from launch import fork_ranks
 
 from unified_trainer.data.clips import Clips
@@ -181,11 +181,11 @@ def dance_grpo_in_chunks(mesh: Mesh, micro_batch: int = 1) -> tuple[DanceGRPO, d
 
 def policy_gradient(student: Trainable, chunks: ChunkConfig, micro_batch: int):
     config = dataclasses.replace(GRPO, update_batch=micro_batch)
-    reward = reward_of()
     sampler = SamplerConfig(num_steps=3, guidance_scale=2.0, chunks=chunks)
     clips = Clips(CAPTIONS, torch.zeros(4, *SHAPE))
     loader = Loader(clips, tiny_codec(), config.plan(), SHAPE, "", 0, student._mesh)
-    return DanceGRPO(config, sampler, student=student, reward=reward, loader=loader), {"student": student}, clips
+    parts = reward_parts(DanceGRPO, config, sampler, student, reward_of(), loader)
+    return DanceGRPO(config, sampler, student=student, **parts), {"student": student}, clips
 
 
 PARTS: dict[str, Callable] = {

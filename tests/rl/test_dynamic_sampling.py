@@ -10,6 +10,7 @@ from helpers import (
     LATENT_SHAPE,
     SMALL,
     StubbornScorer,
+    WatchedRollouts,
     assert_near,
     assert_same,
     checkpoint_of,
@@ -26,10 +27,10 @@ from unified_trainer.__main__ import main
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.methods import dance_grpo as module
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
-from unified_trainer.rl.dynamic_sampling import resample_groups
-from unified_trainer.rl.samples import ScoredSamples
+from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.dynamic_sampling import collect_samples
+from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.roles.reward import Scores
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Rollout
@@ -41,6 +42,24 @@ CONFIG = DanceGRPOConfig(
 )
 
 
+@dataclasses.dataclass
+class EqualRewards:
+    """Samples whose x0 and reward are their id, but 0 is the reward of some prompts."""
+
+    prompts: set[int]
+    uniform: bool = True
+
+    def samples(self, batch, step, rng) -> ScoredSamples:
+        ids = zip(batch.prompt_ids, batch.sample_ids, strict=True)
+        rewards = torch.tensor([0.0 if prompt in self.prompts else float(i) for prompt, i in ids])
+        x0 = torch.tensor(batch.sample_ids).float().view(-1, 1, 1, 1, 1).expand(-1, *LATENT_SHAPE)
+        scores = Scores(rewards[:, None], {"of": rewards}, rewards[:, None])
+        return ScoredSamples(batch, Rollout.from_x0(x0), scores, torch.full((len(batch),), step))
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
 def loader(plan: BatchPlan = PLAN, captions=MANY) -> Loader:
     return Loader(Prompts(captions), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE)
 
@@ -50,19 +69,10 @@ def resampled(rounds: int, equal) -> tuple[ScoredSamples, dict[str, float], list
 
     Return the samples, the metrics, and the number of samples collected in each round.
     """
-    made = []
-
-    def collect(batch) -> ScoredSamples:
-        made.append(len(batch))
-        rewards = torch.tensor(
-            [0.0 if p in equal else float(i) for p, i in zip(batch.prompt_ids, batch.sample_ids, strict=True)]
-        )
-        x0 = torch.tensor(batch.sample_ids).float().view(-1, 1, 1, 1, 1).expand(-1, *LATENT_SHAPE)
-        return ScoredSamples(batch, Rollout.from_x0(x0), Scores(rewards[:, None], {"of": rewards}, rewards[:, None]))
-
     one, config = loader(), dataclasses.replace(CONFIG, dynamic_sampling_rounds=rounds)
-    samples, metrics = resample_groups(collect(one.batch(0)), config, collect, reward_of(), one, 0, ALONE)
-    return samples, metrics, made
+    made = WatchedRollouts(EqualRewards(equal))
+    samples, metrics = collect_samples(config, made, reward_of(), one, one.batch(0), 0, Streams(0, 0), ALONE)
+    return samples, metrics, [len(part.batch) for part in made.seen]
 
 
 def first_prompts() -> list[int]:
@@ -169,7 +179,7 @@ def test_too_many_prompts_are_refused():
         loader(dataclasses.replace(BY_FAILURES, prompts=4, prompts_per_update=4), MANY[:3])
 
 
-def test_a_failure_is_a_group_below_the_threshold(monkeypatch):
+def test_a_failure_is_a_group_below_the_threshold():
     """Two prompts get 0.5 for every sample, which is not below 0.5; the means of the others are as scored."""
     stubborn = set(CAPTIONS[:2])
     one = dance_grpo(
@@ -179,15 +189,11 @@ def test_a_failure_is_a_group_below_the_threshold(monkeypatch):
     metrics = one.step(0)
     assert one.loader.state_dict()["failures"].tolist() == [1, 1, 1, 1] and metrics["failed_groups"] == 1
     one.method.config = dataclasses.replace(one.method.config, failure_below=0.5)
-    batch, sample = one.loader.batch(1), module.sample_and_score
-    seen = []
-    monkeypatch.setattr(
-        module, "sample_and_score", lambda *args, **kwargs: (seen.append(sample(*args, **kwargs)), seen[0])[1]
-    )
+    batch = one.loader.batch(1)
+    one.method.rollouts = watched = WatchedRollouts(one.method.rollouts)
     one.step(1)
-    means = {
-        p: seen[0].scores.parts[:, 0][[i for i, q in enumerate(batch.prompt_ids) if q == p]].mean() for p in range(4)
-    }
+    parts = watched.seen[0].scores.parts[:, 0]
+    means = {p: parts[[i for i, q in enumerate(batch.prompt_ids) if q == p]].mean() for p in range(4)}
     expected = [1 + int(means[p] < 0.5) for p in range(4)]
     assert one.loader.state_dict()["failures"].tolist() == expected
     assert expected[:2] == [1, 1]  # 0.5 is not below 0.5

@@ -1,7 +1,6 @@
 """Several rewards in dance_grpo: each part is compared in its group before weighting (GDPO, arXiv:2601.05242)."""
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from helpers import ALONE, ScriptedScorer, dance_grpo, tiny_codec
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.groups import compute_advantages
-from unified_trainer.rl.samples import sample_and_score
 from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
 
 REWARDS = (1.0, 2.0, 4.0, 5.0, -1.0, 2.0, -3.0, 1.0)  # of two groups of four
@@ -36,8 +34,7 @@ def test_gdpo_compares_each_part_with_its_group_before_they_are_weighted():
     scorers = {name: column_of(row) for name, row in zip(("first", "second"), parts, strict=True)}
     one = dance_grpo(dataclasses.replace(CONFIG, advantage="gdpo"), reward=Reward(scorers, tiny_codec(), config))
     batch = one.loader.batch(0)
-    sample = functools.partial(one.method._rollout, window=range(3), rng=Streams(0, 0))
-    scores = sample_and_score(batch, len(batch), sample, one.method.reward).scores
+    scores = one.method.rollouts.samples(batch, 0, Streams(0, 0)).scores
     computed = compute_advantages(one.method.config, one.method.reward, scores, None, batch, one.loader, ALONE)
     advantages, metrics = computed.values, computed.metrics
     by_group = [torch.stack([standard(row[:4]), standard(row[4:])]).flatten() for row in parts]

@@ -20,9 +20,9 @@ from unified_trainer.roles.experts import ExpertLayout, check_balance
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.types import Batch
+from unified_trainer.types import Batch, Rollout
 
-PARTS = ("reward", "loader")  # constructor arguments of a method with `uses_reward`, beside its roles
+PARTS = ("reward", "loader", "rollouts")  # constructor arguments besides roles: see `Method.parts`
 
 
 class DeclarationError(UserError):
@@ -148,13 +148,14 @@ class Method:
     """An algorithm: roles in, a generator of losses out.
 
     A subclass sets `config_class` and `roles` and defines `step`; everything else has a default. Its constructor
-    takes the settings, the sampler and, by name, its roles (and `reward` and `loader` if it sets `uses_reward`);
-    without a constructor of its own they become attributes.
+    takes the settings, the sampler and, by name, its roles (and `reward` and `loader` if it sets `uses_reward`, and
+    `rollouts` if it sets `sampled_by`); without a constructor of its own they become attributes.
     """
 
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
     roles: ClassVar[Mapping[str, RoleSpec]] = {}
     uses_reward: ClassVar[bool] = False  # the reward and the data loader are constructor arguments
+    sampled_by: ClassVar[str] = ""  # the role that makes the samples of `rollouts`, a constructor argument then
     trained_for_sampler: ClassVar[bool] = False  # the student fits the run's sampler alone: checkpoints keep it
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -164,6 +165,19 @@ class Method:
     def __init__(self, config: Any, sampler: SamplerConfig, **parts: Any) -> None:
         self.config, self.sampler = config, sampler
         vars(self).update(parts)
+
+    @classmethod
+    def parts(cls) -> tuple[str, ...]:
+        """Return the names of the constructor arguments besides settings, sampler and roles."""
+        return (("reward", "loader") if cls.uses_reward else ()) + (("rollouts",) if cls.sampled_by else ())
+
+    @staticmethod
+    def sample(config: Any, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams) -> Rollout:
+        """Generate the samples of a batch in training step `step`, for a method that sets `sampled_by`.
+
+        It may run in another process than the method, with a copy of the role: it must be a function of its arguments.
+        """
+        raise NotImplementedError
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         """Return the parts of this rank's batch; `step` is called on each, and all advance in lockstep."""
@@ -212,11 +226,13 @@ def _check_declaration(cls: type[Method]) -> None:
             fail(f"declares that role {name} starts from {origin}: a role starts from one declared before it")
         if spec.copy_of and not issubclass(roles[spec.copy_of].kind, Trainable):
             fail(f"declares role {name} as a copy of {spec.copy_of}, which is not trained")
+    if cls.sampled_by and not (cls.uses_reward and cls.sampled_by in roles and cls.sample is not Method.sample):
+        fail("sets sampled_by: it must name one of its roles, set uses_reward, and define sample(...)")
     if cls.step is Method.step:
         fail("must define step(batch, step, rng, mesh), a generator of losses")
     if cls.__init__ is not Method.__init__:
         given = [p.name for p in inspect.signature(cls.__init__).parameters.values() if p.kind is not p.VAR_KEYWORD][1:]
-        wanted = ["config", "sampler", *roles, *(PARTS if cls.uses_reward else ())]
+        wanted = ["config", "sampler", *roles, *cls.parts()]
         if sorted(given) != sorted(wanted):
             fail(f"has a constructor with {', '.join(given)}, but declares {', '.join(wanted)}")
 

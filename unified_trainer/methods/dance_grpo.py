@@ -27,16 +27,16 @@ from unified_trainer.numerics.objectives import (
 )
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.dynamic_sampling import resample_groups
+from unified_trainer.rl.dynamic_sampling import collect_samples
 from unified_trainer.rl.groups import GroupConfig, compute_advantages
 from unified_trainer.rl.minibatches import Minibatch
 from unified_trainer.rl.reference_kl import KLSettings, ReferenceKL
 from unified_trainer.rl.replay import Replay, ReplayCollector, ReplayStats, Trajectories, transition_noise
-from unified_trainer.rl.samples import sample_and_score
+from unified_trainer.rl.rollouts import Rollouts
 from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.rl.updates import LossAt, MinibatchLoss, update_losses
-from unified_trainer.roles.reward import Reward
-from unified_trainer.roles.role import Frozen, Trainable
+from unified_trainer.roles.reward import RewardSum
+from unified_trainer.roles.role import Frozen, Role, Trainable
 from unified_trainer.sampling import SamplerConfig, policy_velocity, rollout
 from unified_trainer.types import Batch, PerSample, Rollout
 
@@ -167,6 +167,7 @@ class DanceGRPO(Method):
         "reference": initial_copy("student", when=lambda config: config.kl_coefficient > 0),
     }
     uses_reward = True
+    sampled_by = "student"
     trained_for_sampler = True
 
     def __init__(
@@ -175,14 +176,25 @@ class DanceGRPO(Method):
         sampler: SamplerConfig,
         *,
         student: Trainable,
-        reward: Reward,
+        reward: RewardSum,
         loader: Loader,
+        rollouts: Rollouts,
         reference: Frozen | None = None,
     ) -> None:
         self.config, self.sampler, self.policy = config, sampler, config.policy(sampler)
-        self.student, self.reward, self.loader = student, reward, loader
+        self.student, self.reward, self.loader, self.rollouts = student, reward, loader, rollouts
         self.kl = ReferenceKL(config.kl_settings, sampler, self.policy, reference)
         self._checked, self._replay_error = False, 0.0  # the error is a fraction of the clip range, before any update
+
+    @staticmethod
+    def sample(
+        config: DanceGRPOConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
+    ) -> Rollout:
+        window = config.window.at(step, sampler.num_steps - 1, rng.shared)
+        keys = batch.prompt_ids if config.init_same_noise else batch.sample_ids
+        noise = rng.noise("initial", keys, batch.latent_shape).to(role.device)
+        draw = partial(transition_noise, rng, batch)
+        return rollout(role, noise, batch, sampler, config.policy(sampler), window, draw)
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # all samples of the rank: groups are compared before the first update
@@ -190,15 +202,17 @@ class DanceGRPO(Method):
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         window = self.config.window.at(step, self.sampler.num_steps - 1, rng.shared)
         trained = self._trained_transitions(window, rng)
-        sample = partial(self._rollout, window=window, rng=rng)
-        collect = partial(sample_and_score, size=self.config.rollout_batch, sample=sample, reward=self.reward)
-        samples, resampled = resample_groups(collect(batch), self.config, collect, self.reward, self.loader, step, mesh)
+        samples, collected = collect_samples(
+            self.config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh
+        )
+        if "lag" in collected:
+            self._checked = True  # a replay with newer weights than the rollout's differs
         trajectories = Trajectories(samples.batch, samples.rollout, window, rng)
         penalty, kl_metrics = self.kl.penalty(trajectories, mesh)
         advantages = compute_advantages(
             self.config, self.reward, samples.scores, penalty, samples.batch, self.loader, mesh
         )
-        metrics = advantages.metrics | resampled | kl_metrics
+        metrics = advantages.metrics | collected | kl_metrics
         if self.config.window.size:
             metrics["window_first"] = float(window.start)
         metrics |= self.student.transition_counts(self.policy.sigmas[trained])
@@ -215,12 +229,6 @@ class DanceGRPO(Method):
             return trainable
         count = max(1, round(self.config.timestep_fraction * len(trainable)))
         return sorted(trainable[i] for i in rng.shared.permutation(len(trainable))[:count])
-
-    def _rollout(self, batch: Batch, window: range, rng: Streams) -> Rollout:
-        keys = batch.prompt_ids if self.config.init_same_noise else batch.sample_ids
-        noise = rng.noise("initial", keys, batch.latent_shape).to(self.student.device)
-        draw = partial(transition_noise, rng, batch)
-        return rollout(self.student, noise, batch, self.sampler, self.policy, window, draw)
 
     def _start_update(
         self,

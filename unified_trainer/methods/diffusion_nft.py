@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from unified_trainer.data.loader import Loader
 from unified_trainer.errors import UserError
@@ -11,14 +10,15 @@ from unified_trainer.numerics.flow import Sigma, add_noise, x0_from_velocity
 from unified_trainer.numerics.kl import velocity_kl
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.dynamic_sampling import resample_groups
+from unified_trainer.rl.dynamic_sampling import collect_samples
 from unified_trainer.rl.groups import GroupConfig, compute_advantages
 from unified_trainer.rl.minibatches import Minibatch
 from unified_trainer.rl.reference_kl import check_reference
-from unified_trainer.rl.samples import ScoredSamples, sample_and_score
+from unified_trainer.rl.replay import transition_noise
+from unified_trainer.rl.rollouts import Rollouts, ScoredSamples
 from unified_trainer.rl.updates import LossAt, MinibatchLoss, update_losses
-from unified_trainer.roles.reward import Reward
-from unified_trainer.roles.role import Frozen, Trainable
+from unified_trainer.roles.reward import RewardSum
+from unified_trainer.roles.role import Frozen, Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling import SamplerConfig, generate, policy_velocity, trainable_steps
 from unified_trainer.types import Batch, Latents, PerSample, Rollout
@@ -72,6 +72,7 @@ class DiffusionNFT(Method):
         "reference": initial_copy("student", when=lambda config: config.kl_coefficient > 0),
     }
     uses_reward = True
+    sampled_by = "old"
     trained_for_sampler = True
 
     def __init__(
@@ -81,13 +82,25 @@ class DiffusionNFT(Method):
         *,
         student: Trainable,
         old: WeightCopy,
-        reward: Reward,
+        reward: RewardSum,
         loader: Loader,
+        rollouts: Rollouts,
         reference: Frozen | None = None,
     ) -> None:
         check_reference(config.kl_coefficient, reference)
-        self.config, self.sampler, self.loader = config, sampler, loader
+        self.config, self.sampler, self.loader, self.rollouts = config, sampler, loader, rollouts
         self.student, self.old, self.reward, self.reference = student, old, reward, reference
+
+    @staticmethod
+    def sample(
+        config: DiffusionNFTConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
+    ) -> Rollout:
+        def draw(s: int) -> Latents:
+            return transition_noise(rng, batch, s).to(role.device)
+
+        keys = batch.prompt_ids if config.init_same_noise else batch.sample_ids
+        noise = rng.noise("initial", keys, batch.latent_shape).to(role.device)
+        return Rollout.from_x0(generate(role, noise, batch, sampler, draw))
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # all samples of the rank: groups are compared before the first update
@@ -96,28 +109,20 @@ class DiffusionNFT(Method):
         calls = trainable_steps(self.student, self.sampler)
         count = max(1, round(self.config.timestep_fraction * len(calls)))
         levels = sorted(calls[i] for i in rng.shared.permutation(len(calls))[:count])
-        sample = partial(self._rollout, rng=rng)
-        collect = partial(sample_and_score, size=self.config.rollout_batch, sample=sample, reward=self.reward)
-        samples, resampled = resample_groups(collect(batch), self.config, collect, self.reward, self.loader, step, mesh)
+        samples, collected = collect_samples(
+            self.config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh
+        )
         advantages = compute_advantages(
             self.config, self.reward, samples.scores, None, samples.batch, self.loader, mesh
         )
         decay = min(self.config.old_decay, self.config.old_decay_rise * step)
-        metrics = advantages.metrics | resampled | {"old_decay": decay}
+        metrics = advantages.metrics | collected | {"old_decay": decay}
 
         def start_update(minibatches: list[Minibatch]) -> LossAt:
             return lambda minibatch, s, last: self._loss(samples, advantages.values, minibatch, s, rng)
 
         yield from update_losses(advantages, levels, start_update, metrics)
         self.old.update_from(self.student, decay)
-
-    def _rollout(self, batch: Batch, rng: Streams) -> Rollout:
-        def draw(name: str | int) -> Latents:
-            return rng.noise(f"transition {name}", batch.sample_ids, batch.latent_shape).to(self.old.device)
-
-        keys = batch.prompt_ids if self.config.init_same_noise else batch.sample_ids
-        noise = rng.noise("initial", keys, batch.latent_shape).to(self.old.device)
-        return Rollout.from_x0(generate(self.old, noise, batch, self.sampler, draw))
 
     def _loss(
         self, samples: ScoredSamples, advantages: PerSample, minibatch: Minibatch, s: int, rng: Streams

@@ -25,6 +25,10 @@ class Streams:
         self._key = (seed, step)
         self.shared = generator(seed, step, "shared")  # for decisions that must be equal on all ranks and micro-batches
 
+    def restarted(self) -> "Streams":
+        """Return the streams of the same step with nothing drawn yet from `shared`."""
+        return Streams(*self._key)
+
     def noise(self, name: str, keys: Sequence[int], shape: Sequence[int]) -> Float[Tensor, "b ..."]:
         """Return standard normal noise [len(keys), *shape], float32 on the CPU; equal keys give equal noise."""
         drawn = [generator(*self._key, name, key).standard_normal(shape, dtype=np.float32) for key in keys]

@@ -1,33 +1,34 @@
 """Dynamic sampling: groups of equal rewards are replaced by groups of further prompts (DAPO, arXiv:2503.14476)."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from unified_trainer.data.loader import Loader
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.groups import GroupConfig, equal_groups, gather_ids
-from unified_trainer.rl.samples import ScoredSamples
-from unified_trainer.roles.reward import Reward
+from unified_trainer.rl.rollouts import Rollouts, ScoredSamples
+from unified_trainer.roles.reward import RewardSum
 from unified_trainer.types import Batch
 
 
-def resample_groups(
-    samples: ScoredSamples,
+def collect_samples(
     config: GroupConfig,
-    collect: Callable[[Batch], ScoredSamples],
-    reward: Reward,
+    rollouts: Rollouts,
+    reward: RewardSum,
     loader: Loader,
+    batch: Batch,
     step: int,
+    rng: Streams,
     mesh: Mesh,
 ) -> tuple[ScoredSamples, dict[str, float]]:
-    """Replace groups of equal rewards until none is left, or for `dynamic_sampling_rounds` rounds.
+    """Return the samples of a batch and their metrics, with groups of equal rewards replaced.
 
-    A new group takes the place of an old one on the same ranks. All ranks make as many samples as the rank that must
-    replace most; a rank that replaces fewer drops the rest.
+    Groups are replaced until none is left, or for `dynamic_sampling_rounds` rounds. A new group takes the place of an
+    old one on the same ranks. Where rollouts must be uniform, all ranks make as many samples as the rank that must
+    replace most, and a rank that replaces fewer drops the rest.
     """
-    drawn = 0
+    samples, drawn = rollouts.samples(batch, step, rng), 0
     for number in range(1, config.dynamic_sampling_rounds + 1):
         parts = samples.scores.gathered(mesh).parts
         equal = equal_groups(config, reward, parts, gather_ids(samples.batch, parts, mesh))
@@ -39,13 +40,22 @@ def resample_groups(
         drawn += len(prompts)
         places = torch.tensor([slot in prompts for slot in slots.tolist()]).reshape(mesh.data_size, -1)
         rows = places[mesh.data_rank].nonzero().flatten().tolist()
-        padding = [0] * (int(places.sum(1).max()) - len(rows))  # sampled because other ranks sample, then dropped
-        positions = [samples.batch.sample_ids[row] % loader.samples for row in [*rows, *padding]]
+        if not rows and not rollouts.uniform:
+            continue
+        padding = int(places.sum(1).max()) - len(rows) if rollouts.uniform else 0  # samples that are dropped
+        positions = [samples.batch.sample_ids[row] % loader.samples for row in [*rows, *[0] * padding]]
         spare = next(iter(prompts.values()))
         indices = [prompts.get(position // loader.samples_per_prompt, spare) for position in positions]
-        batch = loader.batch_of(indices, [position + number * loader.samples for position in positions])
-        samples = samples.replaced(rows, collect(batch))
-    return samples, {"resampled_groups": float(drawn)} if config.dynamic_sampling_rounds else {}
+        further = loader.batch_of(indices, [position + number * loader.samples for position in positions])
+        samples = samples.replaced(rows, rollouts.samples(further, step, rng))
+    resampled = {"resampled_groups": float(drawn)} if config.dynamic_sampling_rounds else {}
+    return samples, resampled | _lag(samples, step, mesh) | rollouts.metrics()
+
+
+def _lag(samples: ScoredSamples, step: int, mesh: Mesh) -> dict[str, float]:
+    """Return how many training steps older than the present weights those are that made the samples, if any are."""
+    lag = (step - mesh.all_gather_cpu(samples.versions)).double()
+    return {"lag": float(lag.mean()), "lag_max": float(lag.max())} if bool(lag.any()) else {}
 
 
 def _slots(samples: ScoredSamples, loader: Loader) -> Tensor:

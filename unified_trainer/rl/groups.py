@@ -20,7 +20,7 @@ from unified_trainer.numerics.advantages import (
 )
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rl.minibatches import Minibatch, plan_minibatches
-from unified_trainer.roles.reward import Reward, Scores
+from unified_trainer.roles.reward import RewardSum, Scores
 from unified_trainer.types import Batch, PerSample
 
 
@@ -88,7 +88,7 @@ class Advantages:
 
 def compute_advantages(
     config: GroupConfig,
-    reward: Reward,
+    reward: RewardSum,
     scores: Scores,
     penalty: PerSample | None,
     batch: Batch,
@@ -148,7 +148,7 @@ def compute_advantages(
 
 
 def equal_groups(
-    config: GroupConfig, reward: Reward, parts: Float[Tensor, "all r"], ids: Int[Tensor, " all"]
+    config: GroupConfig, reward: RewardSum, parts: Float[Tensor, "all r"], ids: Int[Tensor, " all"]
 ) -> Bool[Tensor, " all"]:
     """Return the samples of groups of equal rewards; for gdpo, of groups whose parts are all equal."""
     if config.advantage == "gdpo":

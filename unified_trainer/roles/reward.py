@@ -16,7 +16,7 @@ from unified_trainer.rewards.base import RewardConfig, Scorer, ScorerConfig, of_
 from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 from unified_trainer.types import Latents, PerSample, Video
 
-__all__ = ["Reward", "RewardConfig", "Scorer", "ScorerConfig", "Scores", "of_images"]
+__all__ = ["Reward", "RewardConfig", "RewardSum", "Scorer", "ScorerConfig", "Scores", "of_images"]
 
 FAULTS = (OSError, RuntimeError)  # of a device, a disk or a connection: another call may succeed
 PROMPTS_NAMED = 3  # prompts that the traceback of a scorer names
@@ -52,18 +52,41 @@ class Scores:
         return Scores(mesh.gather(self.parts.double()), measured, mesh.gather(self.thumbnails.double()))
 
 
-class Reward:
-    """The reward of a sample: the weighted sum of its scaled scores."""
+class RewardSum:
+    """The arithmetic of a reward: the weighted sum of its scorers' scores, and their metrics. It needs no scorer."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        """Raise UserError for settings that cannot be."""
+        config.check()
+        self.config, self._configs = config, config.named()
+        self.weights = {name: part.weight for name, part in self._configs.items() if part.weight}
+        self.held_out = tuple(name for name, part in self._configs.items() if not part.weight)
+
+    def total(self, parts: Float[Tensor, "b r"]) -> PerSample:
+        """Return the rewards: the weighted sum of parts in the order of `weights`."""
+        return parts @ parts.new_tensor(list(self.weights.values()))
+
+    def metrics(self, scores: Scores, ids: Ids) -> dict[str, float]:
+        """Return means over the samples: of each part with its standard deviation within groups, and of the pixels."""
+        found = {}
+        for name, part in zip(self.weights, scores.parts.unbind(1), strict=True):
+            found[f"reward/{name}"] = part.mean().item()
+            found[f"reward/{name}_std_in_groups"] = spread(part, ids)[0]
+        found |= {f"pixels/{name}": values.mean().item() for name, values in scores.statistics.items()}
+        apart = diversity(scores.thumbnails, ids)
+        return found if apart is None else found | {"pixels/diversity": apart}
+
+
+class Reward(RewardSum):
+    """The reward of a sample: its scorers, and the weighted sum of their scaled scores."""
 
     def __init__(self, scorers: Mapping[str, Scorer], codec: Codec, config: RewardConfig) -> None:
         """Take a scorer for each name of the config, held-out ones too; raise UserError for settings that cannot be."""
-        config.check()
-        self.scorers, self.config, self._codec, self._configs = dict(scorers), config, codec, config.named()
+        super().__init__(config)
+        self.scorers, self._codec = dict(scorers), codec
         if scorers.keys() != self._configs.keys():
             raise ValueError(f"reward: scorers {', '.join(scorers)} for settings of {', '.join(self._configs)}")
-        self.weights = {name: part.weight for name, part in self._configs.items() if part.weight}
-        self.held_out = tuple(name for name, part in self._configs.items() if not part.weight)
-        self.retried = 0  # calls that were repeated after a fault, on this rank
+        self.retried = 0  # calls that were repeated after a fault, in this process
 
     @torch.no_grad()
     def score(self, x0: Latents, prompts: tuple[str, ...]) -> Scores:
@@ -101,22 +124,6 @@ class Reward:
             raise ValueError(f"reward: {len(video)} videos but {len(prompts)} prompts")
         columns = [self._part(name, video, prompts) for name in names]
         return torch.stack(columns, 1) if columns else video.new_zeros(len(video), 0)
-
-    def total(self, parts: Float[Tensor, "b r"]) -> PerSample:
-        """Return the rewards: the weighted sum of parts in the order of `weights`."""
-        return parts @ parts.new_tensor(list(self.weights.values()))
-
-    def metrics(self, scores: Scores, ids: Ids) -> dict[str, float]:
-        """Return means over the samples: of each part with its standard deviation within groups, and of the pixels."""
-        found = {}
-        for name, part in zip(self.weights, scores.parts.unbind(1), strict=True):
-            found[f"reward/{name}"] = part.mean().item()
-            found[f"reward/{name}_std_in_groups"] = spread(part, ids)[0]
-        found |= {f"pixels/{name}": values.mean().item() for name, values in scores.statistics.items()}
-        apart = diversity(scores.thumbnails, ids)
-        if apart is not None:
-            found["pixels/diversity"] = apart
-        return found | ({"reward/retried": float(self.retried)} if self.config.retries else {})
 
     def _part(self, name: str, video: Video, prompts: tuple[str, ...]) -> PerSample:
         config = self._configs[name]

@@ -1,0 +1,75 @@
+"""Where the scored samples of a training step come from: this process, or workers that may make them ahead of training.
+
+A method asks its `Rollouts` for the samples of a step and cannot tell who made them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from unified_trainer.meter import phase
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.reward import Reward, Scores
+from unified_trainer.types import Batch, Rollout
+
+Sample = Callable[[Batch, int, Streams], Rollout]  # batch, training step and its random numbers -> rollout
+
+
+@dataclass(frozen=True)
+class ScoredSamples:
+    """This rank's samples of one training step: prompts, rollouts, scores and versions of the weights, row by row."""
+
+    batch: Batch
+    rollout: Rollout
+    scores: Scores
+    versions: Int[Tensor, " b"]  # training steps that the weights which made each sample had behind them; on the CPU
+
+    def replaced(self, rows: Sequence[int], others: "ScoredSamples") -> "ScoredSamples":
+        """Return these samples with the first of the others in the given rows."""
+        order = list(range(len(self.batch)))
+        for i, row in enumerate(rows):
+            order[row] = len(order) + i
+        rollout = Rollout.cat([self.rollout, others.rollout]).take(order)
+        scores = Scores.cat([self.scores, others.scores]).take(order)
+        versions = torch.cat([self.versions, others.versions])[order]
+        return ScoredSamples(self.batch.cat(others.batch).take(order), rollout, scores, versions)
+
+
+class Rollouts(Protocol):
+    """A source of scored samples."""
+
+    uniform: bool  # whether all ranks must ask for equally many samples, because their networks run in collectives
+
+    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
+        """Return the samples of a batch of this training step."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the samples that were made last."""
+        ...
+
+
+class LocalRollouts:
+    """Samples, decodes and scores in this process, `size` samples at a time."""
+
+    uniform = True
+
+    def __init__(self, sample: Sample, reward: Reward, size: int) -> None:
+        self._sample, self._reward, self._size = sample, reward, size
+
+    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
+        rollouts, scores = [], []
+        parts = batch.split(self._size)
+        for number, part in enumerate(parts, 1):
+            with phase("rollout", number, len(parts)):
+                rollouts.append(self._sample(part, step, rng.restarted()))
+            scores.append(self._reward.score(rollouts[-1].x0, part.prompts))
+        versions = torch.full((len(batch),), step)
+        return ScoredSamples(batch, Rollout.cat(rollouts), Scores.cat(scores), versions)
+
+    def metrics(self) -> dict[str, float]:
+        return {"reward/retried": float(self._reward.retried)} if self._reward.config.retries else {}
