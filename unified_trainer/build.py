@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,19 +14,18 @@ from unified_trainer.data.clips import render_clips
 from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.methods.base import Method
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import require_memory
-from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.plan import RolePlan, RunPlan, check
-from unified_trainer.registry import open_model
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.plan import RolePlan, RunPlan, check, plan_roles
+from unified_trainer.registry import family_of, method_named, open_model
 from unified_trainer.rewards.hacking_monitor import HackingMonitor
 from unified_trainer.rewards.scorers import load_scorers
-from unified_trainer.rl.rollouts import LocalRollouts
+from unified_trainer.rl.rollouts import LocalRollouts, Rollouts, Sampling
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.causal import Causal
+from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import Expert, ExpertPair
-from unified_trainer.roles.reward import Reward
+from unified_trainer.roles.reward import Reward, RewardSum
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.summary import summary
@@ -45,6 +45,12 @@ class Built:
     counts: dict[str, int | str]  # of one training step's batch
     notes: tuple[str, ...]  # ranks and precision
     keep: Keep
+    rollouts: Rollouts | None = None  # of a method that asks for samples
+
+    def close(self) -> None:
+        """End the workers of the run."""
+        if self.rollouts is not None:
+            self.rollouts.close()
 
 
 def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
@@ -53,24 +59,41 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     Embeddings of prompts are kept below the run directory `output`, or without one only in memory.
     """
     plan = check(run, mesh)
+    workers = None
     encoders = replace(run.encoders, cache=run.encoders.cache or (str(output / EMBEDDINGS) if output else ""))
     codec = plan.family.codec(plan.folder, mesh.device, encoders)
     source = _source(run, plan, codec)
-    scorers, features = load_scorers(run.reward, mesh.device)
-    reward = Reward(scorers, codec, run.reward)
+    if run.rollouts.workers:
+        from unified_trainer.engine.workers import WorkerGroup  # Ray is an extra
+
+        workers = WorkerGroup.start(replace(run, encoders=encoders), build_sampling, mesh)
+    reward, features = RewardSum(run.reward), None
+    if run.validate_every or workers is None:
+        scorers, features = load_scorers(run.reward, mesh.device)
+        reward = Reward(scorers, codec, run.reward)
     roles = load_roles(plan.roles, mesh)
     copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
-    for name, role in copies.items():
-        role.update_from(roles[plan.method.roles[name].copy_of])
+    for name, copy in copies.items():
+        copy.update_from(roles[plan.method.roles[name].copy_of])
     if run.sampler.chunks.causal:
         way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
         samples = max(plan.batch.micro_batch, run.validation.batch)
         needed = cache_memory(run, roles["student"], plan.latent_shape, samples, way_out)
         plan.counts["KV cache of the student"] = needed
-    loader = Loader(source, codec, plan.batch, plan.latent_shape, run.sampler.negative_prompt, run.seed, mesh)
+    data = (source, codec, plan.batch, plan.latent_shape, run.sampler.negative_prompt, run.seed, mesh)
+    loader = Loader(*data, ahead=run.rollouts.ahead)
     parts = {"reward": reward, "loader": loader} if plan.method.uses_reward else {}
+    places: list[str] = []
     if plan.method.sampled_by:
-        parts["rollouts"] = local_rollouts(run, plan.method, roles[plan.method.sampled_by], reward)
+        role, size = roles[plan.method.sampled_by], run.algorithm.rollout_batch
+        if workers is None:
+            sample = partial(plan.method.sample, run.algorithm, run.sampler, role)
+            parts["rollouts"] = LocalRollouts(sample, reward, size)
+        else:
+            from unified_trainer.engine.rollouts import RemoteRollouts
+
+            places = workers.check(role.weights, 60 * run.ray.timeout_minutes)
+            parts["rollouts"] = RemoteRollouts(workers, role, loader, mesh, size=size, ahead=run.rollouts.ahead)
     trainer = Trainer(
         plan.method(run.algorithm, run.sampler, **roles, **parts),
         {name: role for name, role in roles.items() if isinstance(role, Trainable)},
@@ -80,6 +103,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         seed=run.seed,
         trained_sampler=plain(run)["sampler"] if plan.method.trained_for_sampler else None,
         monitor=_monitor(run, plan),
+        rollouts=parts.get("rollouts"),
     )
     prompts = plan.validation_prompts or [source.prompt(i) for i in range(min(run.validation.num_samples, len(source)))]
     measured = (codec, reward, features, run.sampler, prompts, plan.latent_shape)
@@ -87,13 +111,29 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     # Last, so that a folder of weights that is not whole is refused before any file is written.
     validated = prompts[: run.validation.num_samples] if run.validate_every else ()
     encoded = codec.encode_ahead([*validated, *loader.prompts(run.steps)], mesh)
-    rows, notes = summary(run, plan, roles, source), (*_notes(mesh), encoded, *plan.notes)
-    return Built(trainer, validation, rows, plan.counts, notes, plan.keep)
+    rows = summary(run, plan, roles, source) | {f"worker {i}": where for i, where in enumerate(places)}
+    notes = (*_notes(mesh), encoded, *plan.notes)
+    return Built(trainer, validation, rows, plan.counts, notes, plan.keep, parts.get("rollouts"))
 
 
-def local_rollouts(run: RunConfig, method: type[Method], role: Role, reward: Reward) -> LocalRollouts:
-    """Return the source of samples that this role makes in this process."""
-    return LocalRollouts(partial(method.sample, run.algorithm, run.sampler, role), reward, run.algorithm.rollout_batch)
+def build_sampling(run: RunConfig, device: torch.device, samples: bool, scores: bool) -> Sampling:
+    """Load what a worker needs to make samples, or to score them: one role without an optimizer, encoders, scorers."""
+    run = replace(run, parallel=ParallelConfig())  # that of the training processes
+    method, mesh = method_named(run.method), Mesh(device)
+    plan = plan_roles(run, method)[method.sampled_by]
+    family, folder = family_of(method.sampled_by, plan.path)
+    codec = family.codec(folder, device, run.encoders)
+    video = run.video
+    parts: dict[str, Any] = {"sample": None, "weights": {}, "reward": None}
+    if samples:
+        kind = causal_form(WeightCopy) if run.sampler.chunks.causal else WeightCopy
+        role = load_roles({method.sampled_by: replace(plan, kind=kind)}, mesh)[method.sampled_by]
+        parts |= {"sample": partial(method.sample, run.algorithm, run.sampler, role), "weights": role.weights}
+    if scores:
+        parts["reward"] = Reward(load_scorers(run.reward, device)[0], codec, run.reward)
+    return Sampling(
+        **parts, codec=codec, latent_shape=codec.latent_shape(video.frames, video.height, video.width), device=device
+    )
 
 
 def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:

@@ -13,6 +13,7 @@ import yaml
 
 from unified_trainer import renamed
 from unified_trainer.data.clips import DataConfig, VideoConfig
+from unified_trainer.engine.config import RayConfig, RolloutConfig
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import DeclarationError, Method, MethodConfig, place_of
 from unified_trainer.models.encoders import EncoderConfig
@@ -42,6 +43,15 @@ RESUMABLE_KEYS = (
     "tracking",
     "video.fps",
     "parallel",
+    "launcher",
+    "ray",
+    "rollouts.workers",
+    "rollouts.reward_workers",
+    "rollouts.cpus",
+    "rollouts.gpus",
+    "rollouts.reward_cpus",
+    "rollouts.reward_gpus",
+    "rollouts.timeout_minutes",
     "encoders.offload",
     "encoders.cache",
     "encoders.cache_memory_gib",
@@ -140,9 +150,13 @@ class RunConfig:
     that train on clips take the clips' captions instead."""
     prompts_column: str = ""
     """Column of a .jsonl or .parquet file of prompts; by default prompt, caption or text."""
+    launcher: Literal["process", "ray"] = "process"
+    """Starter of the training processes: process runs in this one, or in those of torchrun; ray starts ray.ranks."""
     device: Device = "auto"
     """Device to run on."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     encoders: EncoderConfig = field(default_factory=EncoderConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)

@@ -12,6 +12,7 @@ from unified_trainer.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.clips import check_tiny_clips
 from unified_trainer.data.prompts import PromptFile, prompts_of, training_captions, validation_captions
+from unified_trainer.engine.config import check_installed
 from unified_trainer.methods.base import Method, MethodSetup
 from unified_trainer.models.base import Family
 from unified_trainer.models.folder import read_json
@@ -76,6 +77,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     if keep.best and keep.metric.startswith("reward") and not run.reward.named():
         raise ConfigError(f"best_metric {keep.metric} is not measured without a scorer: give --reward.path")
     _check_monitor(run, method)
+    _check_workers(run, method)
     run.sampler.check()
     check_reward(run.reward, run.video.frames)
     check_validation(run.validation, mesh)
@@ -191,6 +193,13 @@ def _check_monitor(run: RunConfig, method: type[Method]) -> None:
     run.hacking_monitor.check()
     if run.hacking_monitor.action == "stop" and not run.validate_every:
         raise ConfigError("hacking_monitor.action stop needs validations to compare: set validate_every")
+
+
+def _check_workers(run: RunConfig, method: type[Method]) -> None:
+    run.ray.check()
+    run.rollouts.check(bool(method.sampled_by), run.method)
+    if run.rollouts.workers:
+        check_installed("rollouts.workers")
 
 
 def _check_adapter(name: str, role: RolePlan) -> None:

@@ -21,6 +21,7 @@ from unified_trainer.parallel.device import device_name, peak_flops, peak_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.hacking_monitor import HackingMonitor, HackingMonitorConfig
+from unified_trainer.rl.rollouts import Rollouts
 from unified_trainer.roles.role import Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.tracking.tracker import Means, Tracker
@@ -47,11 +48,12 @@ class Trainer:
         seed: int,
         trained_sampler: Mapping[str, Any] | None = None,
         monitor: HackingMonitor | None = None,
+        rollouts: Rollouts | None = None,
     ) -> None:
         """`copies` are roles that copy weights, each with the name of the role it copies.
 
         `trained_sampler` is the sampler that the student is trained for, if any: it goes into the checkpoints.
-        `monitor` watches the reward, if the method trains on one.
+        `monitor` watches the reward, if the method trains on one. `rollouts` make its samples, if it asks for some.
         """
         self.method, self.roles, self.loader, self.mesh, self.seed = method, roles, loader, mesh, seed
         self.copies, self.trained_sampler = copies or {}, trained_sampler
@@ -59,6 +61,8 @@ class Trainer:
         self.messages: dict[str, None] = {}  # messages of the last step, in order
         copied = {name: role for name, (role, _) in self.copies.items()}
         self._stateful: dict[str, Stateful] = {**roles, **copied, "loader": loader, "method": method}
+        if isinstance(rollouts, Stateful):  # workers that make them ahead of training
+            self._stateful["rollouts"] = rollouts
 
     def step(self, step: int) -> dict[str, float]:
         """Run one training step: the method's generators in lockstep, with one graph alive at a time."""

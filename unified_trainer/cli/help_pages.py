@@ -51,6 +51,9 @@ COMMON = (
     "reward.path",
     "validation.num_samples",
     "validation.prompts",
+    "launcher",
+    "rollouts.workers",
+    "rollouts.ahead",
     "parallel.shard",
     "parallel.sequence",
     "tracking.tensorboard",
@@ -69,6 +72,8 @@ GROUPS = {
     "validation": "what is measured during the run",
     "hacking_monitor": "detection of reward hacking",
     "parallel": "ranks and what they share",
+    "rollouts": "workers that make the samples of training",
+    "ray": "processes on a Ray cluster",
     "tracking": "where metrics are written besides metrics.jsonl",
 }
 EXAMPLES = """\
@@ -182,6 +187,7 @@ def reads(method: type[Method], key: str) -> bool:
     always_needs_clips = method.config_class.needs_clips is True
     return {
         "hacking_monitor": method.uses_reward,
+        "rollouts": bool(method.sampled_by),
         "data": may_need_clips,
         "prompts": not always_needs_clips,
         "prompts_column": not always_needs_clips,

@@ -42,7 +42,10 @@ class Loader:
         negative_prompt: str,
         seed: int,
         mesh: Mesh,
+        *,
+        ahead: int = 0,
     ) -> None:
+        """The prompts of a step are known `ahead` steps before it, even where failures decide them."""
         self._source, self._codec, self._plan, self._mesh, self._seed = source, codec, plan, mesh, seed
         self._latent_shape, self._negative_prompt = latent_shape, negative_prompt
         self.samples = plan.prompts * plan.num_samples  # of one training step, over all ranks
@@ -53,13 +56,24 @@ class Loader:
                 f"{plan.keys[0]} must be at most the {len(source)} prompts that are drawn by failures, not "
                 f"{plan.prompts}"
             )
-        self._failures = torch.zeros(len(source), dtype=torch.int64) if plan.by_failures else None
+        # Counts of failures: the present ones, and those of 1, 2, ... `ahead` steps ago.
+        counts = torch.zeros(ahead + 1, len(source), dtype=torch.int64)
+        self._failures = counts if plan.by_failures else None
+        self._ahead = ahead
 
     def batch(self, step: int) -> Batch:
         """Return this rank's samples of the step."""
+        return self.batch_of(*self.rows(step))
+
+    def rows(self, step: int, early: int = 0) -> tuple[list[int], list[int]]:
+        """Return the rows and ids of this rank's samples of a step, as known `early` steps before it."""
         positions = self._plan.rank_samples(self._mesh.data_rank, self._mesh.data_size)
-        rows = self._rows(step)
-        return self.batch_of([rows[position // self.samples_per_prompt] for position in positions], positions)
+        rows = self._rows(step, early)
+        return [rows[position // self.samples_per_prompt] for position in positions], positions
+
+    def prompt(self, row: int) -> str:
+        """Return the prompt of a row."""
+        return self._source.prompt(row)
 
     def prompts(self, steps: int) -> list[str]:
         """Return the negative prompt, and the prompts that the batches of this many steps can hold."""
@@ -71,16 +85,21 @@ class Loader:
     def further(self, step: int, skip: int, count: int) -> list[int]:
         """Return up to `count` rows outside the step's batch, after the first `skip` of them; none is repeated."""
         taken = set(self._rows(step))
-        order = [row for row in self._drawn(step, "further", len(self._source)) if row not in taken]
+        failures = self._failures[0] if self._failures is not None else torch.zeros(len(self._source))
+        order = [row for row in self._drawn(step, "further", len(self._source), failures) if row not in taken]
         return order[skip : skip + count]
 
     def note_failures(self, rows: Iterable[int]) -> None:
-        """Count a failure of each of these rows; all ranks must give the same rows."""
-        self._failures[list(rows)] += 1
+        """Count a failure of each of these rows, once in a step; all ranks must give the same rows."""
+        self._failures[1:] = self._failures[:-1].clone()
+        self._failures[0, list(rows)] += 1
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the failure counts, if failures are counted."""
-        return {} if self._failures is None else {"failures": self._failures}
+        if self._failures is None:
+            return {}
+        before = {f"failures_{steps}_ago": counts for steps, counts in enumerate(self._failures[1:], 1)}
+        return {"failures": self._failures[0], **before}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Do nothing: the tensors of `state_dict` are filled in place."""
@@ -98,10 +117,10 @@ class Loader:
             latents=None if latents is None else latents.to(self._mesh.device),
         )
 
-    def _rows(self, step: int) -> list[int]:
+    def _rows(self, step: int, early: int = 0) -> list[int]:
         """Return the source's rows of the whole step, of all ranks."""
         if self._failures is not None:
-            return self._drawn(step, "batch", self._plan.prompts)
+            return self._drawn(step, "batch", self._plan.prompts, self._failures[self._ahead - early])
         return self._in_order(step * self._plan.prompts, self._plan.prompts)
 
     def _in_order(self, first: int, count: int) -> list[int]:
@@ -112,9 +131,8 @@ class Loader:
         start = first - epochs.start * size
         return order[start : start + count]
 
-    def _drawn(self, step: int, name: str, count: int) -> list[int]:
+    def _drawn(self, step: int, name: str, count: int, failures: Tensor) -> list[int]:
         """Draw `count` different rows in random order; more failures make a row likelier and earlier."""
-        failures = self._failures if self._failures is not None else torch.zeros(len(self._source))
         chance = curriculum(failures.double()).numpy().astype(np.float64)
         return generator(self._seed, name, step).choice(len(chance), count, replace=False, p=chance).tolist()
 

@@ -12,6 +12,7 @@ from unified_trainer.errors import UserError
 
 Device = Literal["auto", "cuda", "npu", "cpu"]
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gloo"}
+RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # names by which Ray counts devices; it does not count a CPU as one
 CONTROL_BACKEND = "gloo"  # of the control group, whose collectives run on the CPUs
 # Published dense bf16 matrix products of one device in TFLOP/s with fp32 sums, by words of its name; the first row that
 # matches counts. Vendors' data sheets print twice these numbers where they assume 2:4 sparsity.

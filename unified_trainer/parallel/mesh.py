@@ -190,6 +190,12 @@ class Mesh:
             by_rank = "; ".join(f"rank {rank}: {point}" for rank, point in enumerate(points))
             raise RanksDivergedError(f"ranks diverged: {by_rank}")
 
+    def broadcast(self, text: str) -> str:
+        """Return the main rank's text on every rank (a CPU collective)."""
+        length = int(self.max(len(text.encode()) if self.is_main else 0))
+        own = text.encode()[:length].ljust(length)
+        return bytes(self.all_gather_cpu(torch.tensor([[*own]], dtype=torch.uint8))[0].tolist()).decode().rstrip()
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:

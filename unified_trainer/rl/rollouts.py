@@ -3,7 +3,7 @@
 A method asks its `Rollouts` for the samples of a step and cannot tell who made them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from unified_trainer.meter import phase
+from unified_trainer.models.base import Codec
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.types import Batch, Rollout
@@ -39,6 +40,18 @@ class ScoredSamples:
         return ScoredSamples(self.batch.cat(others.batch).take(order), rollout, scores, versions)
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """The parts of a run that make and score samples in one process."""
+
+    sample: Sample | None  # of a process that makes samples
+    weights: Mapping[str, Tensor]  # of the role that samples, without those that are never trained
+    reward: Reward | None  # of a process that scores them
+    codec: Codec
+    latent_shape: tuple[int, int, int, int]
+    device: torch.device
+
+
 class Rollouts(Protocol):
     """A source of scored samples."""
 
@@ -49,7 +62,11 @@ class Rollouts(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the samples that were made last."""
+        """Return metrics of the step whose samples were made last."""
+        ...
+
+    def close(self) -> None:
+        """End what makes the samples."""
         ...
 
 
@@ -73,3 +90,6 @@ class LocalRollouts:
 
     def metrics(self) -> dict[str, float]:
         return {"reward/retried": float(self._reward.retried)} if self._reward.config.retries else {}
+
+    def close(self) -> None:
+        """Do nothing: this process makes the samples."""

@@ -23,6 +23,11 @@ class WeightCopy(Frozen):
             for key, p in self._backbones[expert].own_weights(self.key(name, expert)).items()
         }
 
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The copied weights, by the names that the trained role gives them."""
+        return self._weights
+
     @torch.no_grad()
     def update_from(self, source: Trainable, decay: float = 0.0) -> None:
         """Set weight <- decay weight + (1 - decay) source weight; with decay 0 the copy is exact."""

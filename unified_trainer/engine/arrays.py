@@ -1,0 +1,99 @@
+"""Samples, scores and weights as NumPy arrays, which Ray shares between the processes of a machine without a copy."""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unified_trainer.roles.reward import Scores
+from unified_trainer.types import Rollout
+
+Arrays = dict[str, np.ndarray]
+
+
+def of_rollout(rollout: Rollout) -> Arrays:
+    """Return the fields of a rollout."""
+    return {f.name: _array(getattr(rollout, f.name)) for f in fields(Rollout)}
+
+
+def to_rollout(arrays: Arrays, device: torch.device) -> Rollout:
+    """Return the rollout of these fields."""
+    return Rollout(**{name: _tensor(array, device) for name, array in arrays.items()})
+
+
+def of_scores(scores: Scores) -> dict[str, Any]:
+    """Return the fields of scores."""
+    statistics = {name: _array(values) for name, values in scores.statistics.items()}
+    return {"parts": _array(scores.parts), "statistics": statistics, "thumbnails": _array(scores.thumbnails)}
+
+
+def to_scores(arrays: Mapping[str, Any], device: torch.device) -> Scores:
+    """Return the scores of these fields."""
+    statistics = {name: _tensor(values, device) for name, values in arrays["statistics"].items()}
+    return Scores(_tensor(arrays["parts"], device), statistics, _tensor(arrays["thumbnails"], device))
+
+
+class Weights:
+    """The weights of one version as they travel: bytes of every tensor, with its dtype and shape, and a checksum."""
+
+    def __init__(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        self.version = version
+        self.signature = signature(weights)
+        self._bytes = {name: _bytes(weight) for name, weight in weights.items()}
+        self._checksum = checksum(self._bytes)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(array.nbytes for array in self._bytes.values())
+
+    @torch.no_grad()
+    def copy_to(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy into tensors of the same names, dtypes and shapes; RuntimeError for others, or for changed bytes."""
+        check_equal(self.signature, signature(weights))
+        if checksum(self._bytes) != self._checksum:
+            raise RuntimeError(f"weights of version {self.version} were damaged on their way: their checksum is wrong")
+        for name, weight in weights.items():
+            array = torch.from_numpy(self._bytes[name].copy()).view(weight.dtype).view(weight.shape)
+            weight.copy_(array)
+
+
+Signature = tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+def signature(weights: Mapping[str, Tensor]) -> Signature:
+    """Return name, shape and dtype of every tensor, in order."""
+    return tuple((name, tuple(weight.shape), str(weight.dtype)) for name, weight in weights.items())
+
+
+def check_equal(trained: Signature, held: Signature) -> None:
+    """Raise RuntimeError that names the first tensor in which the weights of a worker differ from the trained ones."""
+    if trained == held:
+        return
+    pairs = ((mine, other) for mine, other in zip(trained, held, strict=False) if mine != other)
+    mine, other = next(pairs, (len(trained), len(held)))
+    raise RuntimeError(f"a rollout worker holds other weights than are trained: {other} there, {mine} here")
+
+
+def checksum(arrays: Mapping[str, np.ndarray]) -> int:
+    """Return the CRC-32 of all bytes, in order."""
+    total = 0
+    for array in arrays.values():
+        total = zlib.crc32(array.data, total)
+    return total
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy()
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array.copy()).to(device)  # arrays from Ray are read-only

@@ -1,0 +1,151 @@
+"""Samples from rollout workers, made with weights that are always the same number of training steps old."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from torch import Tensor
+
+from unified_trainer.data.loader import Loader
+from unified_trainer.engine import arrays
+from unified_trainer.engine.scheduler import WorkItem
+from unified_trainer.engine.workers import WorkerGroup
+from unified_trainer.meter import phase
+from unified_trainer.parallel.fsdp import full
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.rollouts import ScoredSamples
+from unified_trainer.roles.reward import Scores
+from unified_trainer.roles.role import Trainable
+from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.types import Batch, Rollout
+
+Ordered = list[tuple[WorkItem, Any]]  # a work item, and the scheduler's reply to come
+
+
+class RemoteRollouts:
+    """The samples of step k come from the weights after max(0, k - ahead) steps, whoever makes them and whenever.
+
+    A run is therefore a function of its settings and of `ahead`: the number of workers, their speed, kills and resumes
+    change no number. It is the capacity rule of AReaL (arXiv:2505.24298) at equality, in whole training steps.
+    """
+
+    uniform = False
+
+    def __init__(
+        self, group: WorkerGroup, role: Trainable | WeightCopy, loader: Loader, mesh: Mesh, *, size: int, ahead: int
+    ) -> None:
+        """Take at most `size` samples as one work item."""
+        self._group, self._role, self._loader, self._mesh = group, role, loader, mesh
+        self._size, self._ahead = size, ahead
+        self._step = -1  # of the metrics
+        self._next = 0  # the first step whose samples nobody was asked for
+        self._ordered: dict[int, Ordered] = {}
+        self._published = -1
+        # The weights of this rank before each of the last `ahead` steps, newest first: a resumed run makes the samples
+        # that were under way again.
+        self._past = [_copy(role.weights) for _ in range(ahead)]
+        self._metrics: dict[str, float] = {}
+
+    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
+        if step != self._step:
+            self._step, self._metrics = step, {}
+        for later in range(max(step, self._next), step + self._ahead + 1):
+            self._publish(max(0, later - self._ahead), step)
+            self._ordered[later] = self._order(later, max(0, later - self._ahead), *self._planned(later, step))
+            self._next = later + 1
+        planned = self._planned(step, step)
+        if (batch.prompts, batch.prompt_ids, batch.sample_ids) == planned and step in self._ordered:
+            ordered = self._ordered.pop(step)
+        else:  # further samples of this step
+            ordered = self._order(step, step, batch.prompts, batch.prompt_ids, batch.sample_ids)
+        with phase("rollout"):
+            parts = [self._receive(item, reply) for item, reply in ordered]
+        versions = [torch.full((len(item.prompts),), item.version) for item, _ in ordered]
+        rollouts, scores = zip(*parts, strict=True)
+        return ScoredSamples(batch, Rollout.cat(rollouts), Scores.cat(scores), torch.cat(versions))
+
+    def metrics(self) -> dict[str, float]:
+        return self._metrics | {"worker_deaths": float(ray.get(self._group.scheduler.deaths.remote()))}
+
+    def close(self) -> None:
+        """End the workers."""
+        self._group.stop()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the weights that the samples under way are made with, and the step that they are before."""
+        past = {f"weights/{age}/{name}": p for age, kept in enumerate(self._past, 1) for name, p in kept.items()}
+        return past | {"next_step": torch.tensor(self._next - self._ahead)} if self._ahead else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the step; the tensors of `state_dict` were filled in place."""
+        if self._ahead:
+            self._next = int(state["next_step"])
+
+    def _planned(self, step: int, now: int) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return prompts, prompt ids and sample ids of this rank's batch of a step, as they are known now."""
+        rows, sample_ids = self._loader.rows(step, step - now)
+        return tuple(map(self._loader.prompt, rows)), tuple(rows), tuple(sample_ids)
+
+    def _publish(self, version: int, step: int) -> None:
+        """Gather the weights of a version (a collective), and send them to the scheduler from the main rank."""
+        if version == self._published:
+            return
+        with phase("weights"):
+            weights = self._role.weights if version == step else self._past[step - version - 1]
+            whole = {}
+            for name, weight in weights.items():  # one after the other: only the main rank keeps them
+                gathered = full(weight.detach())
+                if self._mesh.is_main:
+                    whole[name] = gathered.cpu()
+            if version == step and self._past:
+                self._past = [_copy(weights), *self._past[:-1]]
+            if self._mesh.is_main:
+                sent = arrays.Weights(version, whole)
+                self._metrics["weights_gib"] = sent.size / 2**30
+                oldest = step - self._ahead
+                ray.get(self._group.scheduler.publish.remote(version, [ray.put(sent)], step, oldest))
+        self._published = version
+
+    def _order(
+        self,
+        step: int,
+        version: int,
+        prompts: tuple[str, ...],
+        prompt_ids: tuple[int, ...],
+        sample_ids: tuple[int, ...],
+    ) -> Ordered:
+        parts = [slice(i, i + self._size) for i in range(0, len(prompts), self._size)]
+        items = [WorkItem(step, version, prompts[part], prompt_ids[part], sample_ids[part]) for part in parts]
+        return [(item, self._group.scheduler.make.remote(item)) for item in items]
+
+    def _receive(self, item: WorkItem, reply: Any) -> tuple[Rollout, Scores]:
+        try:
+            while True:
+                references, seconds = ray.get(reply)
+                try:
+                    rollout, scores = ray.get(references)
+                    break
+                except ObjectLostError:  # with the machine that held them
+                    reply = self._group.scheduler.make_again.remote(item)
+        except RayTaskError as error:
+            raise _cause(error) from error
+        except RayActorError as error:
+            raise RuntimeError("the scheduler of the rollout workers died; continue the run with --resume") from error
+        for name, spent in seconds.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + spent
+        return arrays.to_rollout(rollout, self._mesh.device), arrays.to_scores(scores, self._mesh.device)
+
+
+def _copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of this rank's part of the weights in CPU memory."""
+    return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
+
+
+def _cause(error: Exception) -> Exception:
+    """Return what was raised in a worker."""
+    while isinstance(error, RayTaskError):
+        error = error.cause
+    return error

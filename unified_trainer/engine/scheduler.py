@@ -1,0 +1,183 @@
+"""The actor that hands out work: it imports no model and never holds a tensor.
+
+It leads every work item through the rollout workers and the reward workers, and gives the work of a dead worker to
+another one.
+"""
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ray import ObjectRef, kill
+from ray.exceptions import ObjectLostError, RayActorError
+
+DEATHS = 5  # workers that may die of one work item before the run ends
+
+Measured = dict[str, float]  # metrics of a piece of work, summed over work items
+
+
+class WorkersLostError(RuntimeError):
+    """No worker is left, or one work item ended several of them."""
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """Samples that are made together: what one worker is given, and what is made again when it dies."""
+
+    step: int
+    version: int  # training steps that the weights have behind them
+    prompts: tuple[str, ...]
+    prompt_ids: tuple[int, ...]
+    sample_ids: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"step {self.step + 1}, samples {self.sample_ids[0]} to {self.sample_ids[-1]}"
+
+
+class Pool:
+    """Workers of one kind, of which any can do any work; work of earlier steps goes first."""
+
+    def __init__(self, kind: str, workers: list[Any], timeout: float) -> None:
+        """A worker that takes longer than `timeout` seconds for a work item is restarted."""
+        self._kind, self._timeout = kind, timeout
+        self._idle, self._alive, self._order = list(workers), len(workers), 0
+        self._restarting = 0
+        self._waiting: list[tuple[int, int, asyncio.Future[Any]]] = []
+        self._restarts: set[asyncio.Task[None]] = set()
+        self.deaths = 0
+
+    async def run(self, item: WorkItem, call: Callable[[Any], list[ObjectRef]]) -> tuple[Measured, list[ObjectRef]]:
+        """Return what a worker took for `call`, and references to its results; raise what the worker raises.
+
+        `call` asks a worker and returns references: first to the seconds, then to the results. WorkersLostError if no
+        worker is left or DEATHS of them died of this item.
+        """
+        for _ in range(DEATHS):
+            worker = await self._free(item.step)
+            taken, *results = call(worker)
+            try:
+                seconds = await asyncio.wait_for(_answer(taken), self._timeout)
+            except TimeoutError:
+                kill(worker, no_restart=False)
+                self._restart(worker)
+            except RayActorError:
+                self._restart(worker)
+            except Exception:
+                self._release(worker)
+                raise
+            else:
+                self._release(worker)
+                return seconds, results
+        raise WorkersLostError(
+            f"{DEATHS} {self._kind} workers died, or took more than {self._timeout:g} s, at {item}: the device may "
+            "lack memory (lower algorithm.rollout_batch), or be slow (raise rollouts.timeout_minutes)"
+        )
+
+    async def _free(self, step: int) -> Any:
+        if not self._alive:
+            raise WorkersLostError(f"no {self._kind} worker could be started again")
+        if self._idle:
+            return self._idle.pop(0)
+        turn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._order += 1
+        heapq.heappush(self._waiting, (step, self._order, turn))
+        return await turn
+
+    def _release(self, worker: Any) -> None:
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(worker)
+                return
+        self._idle.append(worker)
+
+    def _restart(self, worker: Any) -> None:
+        """Let the worker join the others again when Ray has restarted it."""
+        self.deaths += 1
+        task = asyncio.create_task(self._rejoin(worker))
+        self._restarts.add(task)
+        task.add_done_callback(self._restarts.discard)
+
+    async def _rejoin(self, worker: Any) -> None:
+        started = asyncio.ensure_future(_answer(worker.ready.options(max_task_retries=-1).remote()))
+        self._restarting += 1
+        while not (await asyncio.wait([started], timeout=self._timeout))[0]:
+            if self._restarting == self._alive:
+                self._fail(f"no {self._kind} worker started again within {self._timeout:g} s: the cluster has no room")
+        self._restarting -= 1
+        if (error := started.exception()) is None:
+            self._release(worker)
+            return
+        self._alive -= 1  # its start failed: it does not come back
+        if not self._alive:
+            self._fail(f"no {self._kind} worker could be started again: {error}")
+
+    def _fail(self, why: str) -> None:
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_exception(WorkersLostError(why))
+
+
+async def _answer(reference: ObjectRef) -> Any:
+    return await reference
+
+
+class Scheduler:
+    """Knows the weights of the versions in use and makes every work item once, whoever asks for it."""
+
+    def __init__(self, rollout_workers: list[Any], reward_workers: list[Any], timeout: float) -> None:
+        self._makers = Pool("rollout", rollout_workers, timeout)
+        self._scorers = Pool("reward", reward_workers, timeout) if reward_workers else self._makers
+        self._weights: dict[int, ObjectRef] = {}
+        self._made: dict[WorkItem, asyncio.Task[tuple[list[ObjectRef], Measured]]] = {}
+        self._published = asyncio.Condition()
+
+    async def ready(self) -> None:
+        """Answer once the scheduler has started."""
+
+    async def publish(self, version: int, weights: list[ObjectRef], step: int, oldest: int) -> None:
+        """Take the weights of a version; forget those older than `oldest` and the samples of steps before `step`."""
+        async with self._published:
+            self._weights[version] = weights[0]
+            self._weights = {v: reference for v, reference in self._weights.items() if v >= oldest}
+            self._published.notify_all()
+        self._made = {item: task for item, task in self._made.items() if item.step >= step}
+
+    async def make(self, item: WorkItem) -> tuple[list[ObjectRef], Measured]:
+        """Return references to the samples and the scores of a work item, and what parts of it took."""
+        if item not in self._made:
+            self._made[item] = asyncio.create_task(self._make(item))
+        return await self._made[item]
+
+    async def make_again(self, item: WorkItem) -> tuple[list[ObjectRef], Measured]:
+        """Make a work item whose results were lost with the machine that held them."""
+        self._made.pop(item, None)
+        return await self.make(item)
+
+    async def deaths(self) -> int:
+        """Return how many workers have died so far."""
+        return self._makers.deaths + (self._scorers.deaths if self._scorers is not self._makers else 0)
+
+    async def _make(self, item: WorkItem) -> tuple[list[ObjectRef], Measured]:
+        async with self._published:
+            await self._published.wait_for(lambda: item.version in self._weights)
+        weights = self._weights[item.version]
+        while True:
+            made, (rollout,) = await self._makers.run(item, partial(_make, item=item, weights=weights))
+            try:
+                scored, (scores,) = await self._scorers.run(item, partial(_score, item=item, rollout=rollout))
+            except ObjectLostError:  # with the machine that made the samples
+                continue
+            return [rollout, scores], made | scored
+
+
+def _make(worker: Any, item: WorkItem, weights: ObjectRef) -> list[ObjectRef]:
+    return worker.make.options(num_returns=2).remote(item, weights)
+
+
+def _score(worker: Any, item: WorkItem, rollout: ObjectRef) -> list[ObjectRef]:
+    return worker.score.options(num_returns=2).remote(item, rollout)

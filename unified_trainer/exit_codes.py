@@ -1,0 +1,30 @@
+"""The exit codes of the program, and the one line that each kind of failure prints."""
+
+import os
+import sys
+from collections.abc import Callable
+
+from unified_trainer.errors import UserError
+from unified_trainer.parallel.mesh import peer_lost, where
+
+WRONG = 2  # a UserError, or a rank whose peer has ended
+HACKED = 3  # the hacking monitor stopped the run
+INTERRUPTED = 130  # Ctrl-C before the first step, or a second one
+
+
+def exit_code(work: Callable[[], int]) -> int:
+    """Return the exit code of `work`, or of what it raises; an exception that is not the user's to mend is raised."""
+    try:
+        return work()
+    except UserError as error:
+        sys.stderr.write(f"error{where()}: {error}\n")
+        return WRONG
+    except RuntimeError as error:
+        if not peer_lost(error):
+            raise
+        sys.stderr.write(f"error{where()}: another rank has ended; its own message says why ({error})\n")
+        return WRONG
+    except KeyboardInterrupt:  # the second one, or one before the first step; a save that is under way is given up
+        sys.stderr.write("stopped\n")
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
