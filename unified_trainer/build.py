@@ -14,6 +14,7 @@ from unified_trainer.data.clips import render_clips
 from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts
+from unified_trainer.engine import cluster
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -64,6 +65,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     codec = plan.family.codec(plan.folder, mesh.device, encoders)
     source = _source(run, plan, codec)
     if run.rollouts.workers:
+        cluster.connect(run.ray, run.rollouts.cores, mesh)
         from unified_trainer.engine.workers import WorkerGroup  # Ray is an extra
 
         workers = WorkerGroup.start(replace(run, encoders=encoders), build_sampling, mesh)

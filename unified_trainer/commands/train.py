@@ -16,6 +16,7 @@ from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.checkpoint.manifest import finished
 from unified_trainer.checkpoint.run_lock import claimed
 from unified_trainer.config import ConfigError, RunConfig
+from unified_trainer.engine import cluster
 from unified_trainer.engine.config import check_installed
 from unified_trainer.exit_codes import HACKED, exit_code
 from unified_trainer.memory import memory_advice
@@ -32,6 +33,8 @@ def train(run: RunConfig, argv: Sequence[str]) -> int:
     if run.launcher == "process":
         return train_here(run, argv)
     check_installed("launcher ray")
+    run.ray.check()
+    cluster.connect(run.ray, run.ray.cpus * run.ray.ranks + run.rollouts.cores)
     from unified_trainer.engine.launch import launch
 
     folder = run.resume or run.output or _free_folder(run.method)

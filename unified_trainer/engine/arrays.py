@@ -46,11 +46,6 @@ class Weights:
         self._bytes = {name: _bytes(weight) for name, weight in weights.items()}
         self._checksum = checksum(self._bytes)
 
-    @property
-    def size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(array.nbytes for array in self._bytes.values())
-
     @torch.no_grad()
     def copy_to(self, weights: Mapping[str, Tensor]) -> None:
         """Copy into tensors of the same names, dtypes and shapes; RuntimeError for others, or for changed bytes."""

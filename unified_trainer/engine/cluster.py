@@ -1,14 +1,16 @@
-"""The Ray cluster of a run: one that exists, or one that is started on this machine and ends with the run."""
+"""The Ray cluster of a run: one that exists, or one that is started on this machine and ends with the run.
 
-import json
+Ray is imported in functions: variables of the environment that `connect` sets are read when Ray is imported.
+"""
+
 import math
 import os
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
-import ray
 
 from unified_trainer.engine.config import RayConfig
 from unified_trainer.errors import UserError
@@ -16,7 +18,6 @@ from unified_trainer.parallel.device import RAY_RESOURCES
 from unified_trainer.parallel.mesh import Mesh
 
 NAMESPACE = "unified-trainer"
-TOKEN = "RAY_AUTH_TOKEN"
 # What Ray is told by environment variables before it starts; a variable of the user's wins.
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # 15 by default: workers would yield to every other process of the machine
@@ -28,25 +29,30 @@ Needs = Mapping[str, float]  # resources by Ray's names
 
 
 def connect(config: RayConfig, cores: float, mesh: Mesh | None = None) -> None:
-    """Connect this process to the cluster, unless it is; all ranks must call it.
+    """Connect this process to the cluster, unless it is; all ranks must call it, before they import Ray.
 
     Without an address the main rank starts Ray on this machine, for all ranks, with as many CPU cores as the machine
     has, or as the run counts: cores are only counted, so that a small machine can try a run with many processes.
     """
-    if ray.is_initialized():
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return
-    for name, value in ENVIRONMENT.items():
+    alone, is_main = mesh is None or mesh.size == 1, mesh is None or mesh.is_main
+    address = config.address or os.environ.get("RAY_ADDRESS", "")
+    # Ray would write a token into the home directory; this one is known to the processes of this run alone.
+    token = "" if address else secrets.token_hex(32)
+    if mesh is not None and not alone:
+        token = mesh.broadcast(token)
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {}
+    for name, value in {**ENVIRONMENT, **own}.items():  # Ray reads some when it is imported
         os.environ.setdefault(name, value)
-    told: dict[str, str] = {}
-    if mesh is None or mesh.is_main:
-        _join(config, cores)
-        told = {"address": ray.get_runtime_context().gcs_address, "token": os.environ.get(TOKEN, "")}
-    if mesh is None or mesh.size == 1:
-        return
-    told = json.loads(mesh.broadcast(json.dumps(told)))
-    if not mesh.is_main:
-        os.environ.update({TOKEN: told["token"]} if told["token"] else {})
-        _init(config, address=told["address"])
+    if is_main and address:
+        _init(address)
+    elif is_main:
+        _init("", num_cpus=max(psutil.cpu_count() or 1, math.ceil(cores)), include_dashboard=False)
+    if mesh is not None and not alone:
+        address = mesh.broadcast(_address() if is_main else "")
+        if not is_main:
+            _init(address)
 
 
 def devices(kind: str, count: float) -> Needs:
@@ -60,28 +66,28 @@ def options(needs: Needs) -> dict[str, object]:
     return {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": other or None}
 
 
-def _join(config: RayConfig, cores: float) -> None:
-    address = config.address or os.environ.get("RAY_ADDRESS", "")
-    if address:
-        _init(config, address=address)
-        return
-    # Ray would write a token into the home directory; this one is known to the processes of this run alone.
-    os.environ.setdefault(TOKEN, secrets.token_hex(32))
-    _init(config, num_cpus=max(psutil.cpu_count() or 1, math.ceil(cores)), include_dashboard=False)
+def _init(address: str, **how: Any) -> None:
+    import ray
 
-
-def _init(config: RayConfig, **how: Any) -> None:
     try:
-        ray.init(namespace=NAMESPACE, logging_level="error", **how)
+        ray.init(address or None, namespace=NAMESPACE, logging_level="error", **how)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"ray.address {how.get('address', '')}: no Ray cluster can be reached or started ({error}); start one with "
+            f"ray.address {address}: no Ray cluster can be reached or started ({error}); start one with "
             "`ray start --head`, or leave ray.address out to use this machine alone"
         ) from error
 
 
+def _address() -> str:
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
 def check_room(needs: Sequence[Needs]) -> None:
     """Raise UserError if the whole cluster is too small: Ray itself would wait without a word."""
+    import ray
+
     there = ray.cluster_resources()
     for name in sorted({name for need in needs for name in need}):
         wanted = sum(need.get(name, 0) for need in needs)

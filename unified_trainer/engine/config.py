@@ -52,6 +52,11 @@ class RolloutConfig:
     timeout_minutes: float = 30.0
     """Minutes that a worker may take for algorithm.rollout_batch samples; after that it is restarted."""
 
+    @property
+    def cores(self) -> float:
+        """CPU cores of all workers."""
+        return self.cpus * self.workers + self.reward_cpus * self.reward_workers
+
     def check(self, sampled: bool, method: str) -> None:
         """Raise UserError, naming the key, for values that cannot be; `sampled`: the method asks for samples."""
         for name in ("ahead", "workers", "reward_workers"):

@@ -56,9 +56,6 @@ def launch(train: Train, run: RunConfig, folder: Path, argv: Sequence[str]) -> i
 
     When one dies, all end and start again from the newest checkpoint, `ray.restarts` times at most.
     """
-    run.ray.check()
-    cores = run.ray.cpus * run.ray.ranks + run.rollouts.cpus * run.rollouts.workers
-    cluster.connect(run.ray, cores + run.rollouts.reward_cpus * run.rollouts.reward_workers)
     try:
         kind = _device(run)
         own: cluster.Needs = {"CPU": run.ray.cpus, **cluster.devices(kind, 1)}

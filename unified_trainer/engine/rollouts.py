@@ -95,6 +95,7 @@ class RemoteRollouts:
             return
         with phase("weights"):
             weights = self._role.weights if version == step else self._past[step - version - 1]
+            self._metrics["weights_gib"] = sum(weight.nbytes for weight in weights.values()) / 2**30
             whole = {}
             for name, weight in weights.items():  # one after the other: only the main rank keeps them
                 gathered = full(weight.detach())
@@ -104,7 +105,6 @@ class RemoteRollouts:
                 self._past = [_copy(weights), *self._past[:-1]]
             if self._mesh.is_main:
                 sent = arrays.Weights(version, whole)
-                self._metrics["weights_gib"] = sent.size / 2**30
                 oldest = step - self._ahead
                 ray.get(self._group.scheduler.publish.remote(version, [ray.put(sent)], step, oldest))
         self._published = version

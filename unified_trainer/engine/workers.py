@@ -94,9 +94,11 @@ class WorkerGroup:
 
     @classmethod
     def start(cls, run: RunConfig, build: Build, mesh: Mesh) -> "WorkerGroup":
-        """Start the workers on the main rank; all ranks must call it. The workers load while training loads."""
+        """Start the workers on the main rank; all ranks must call it, connected to the cluster.
+
+        The workers load while training loads.
+        """
         needs, count = worker_needs(run, mesh.device.type), run.rollouts.workers
-        cluster.connect(run.ray, sum(need["CPU"] for need in needs), mesh)
         cluster.check_room(needs)
         name, scheduler, workers = mesh.broadcast(f"scheduler-{uuid.uuid4()}"), None, []
         if mesh.is_main:
