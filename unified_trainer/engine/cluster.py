@@ -42,7 +42,8 @@ def connect(config: RayConfig, cores: float, mesh: Mesh | None = None) -> None:
     token = "" if address else secrets.token_hex(32)
     if mesh is not None and not alone:
         token = mesh.broadcast(token)
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {}
+    own = {"RAY_AUTH_TOKEN": token} if token else {}
+    own |= {} if is_main or not token else {"RAY_AUTH_MODE": "token"}  # the main rank's Ray turns it on itself
     for name, value in {**ENVIRONMENT, **own}.items():  # Ray reads some when it is imported
         os.environ.setdefault(name, value)
     if is_main and address:

@@ -1,0 +1,37 @@
+"""One Ray for all tests of a process, as a run would start it; it ends with the tests."""
+
+import gc
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import psutil
+import pytest
+
+from unified_trainer.engine import cluster
+from unified_trainer.engine.config import RayConfig
+
+
+@pytest.fixture(scope="package")
+def ray():
+    before = dict(os.environ)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
+    cluster.connect(RayConfig(), cores=16)
+    import ray
+
+    yield ray
+    ray.shutdown()
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()  # Ray does not wait for the processes that it has ended
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def processes(name: str) -> list[psutil.Process]:
+    """The processes of Ray below this one whose name begins so."""
+    found = psutil.Process(os.getpid()).children(recursive=True)
+    return [process for process in found if " ".join(process.cmdline()).startswith(name)]
+
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,182 @@
+"""Work items through pools of workers that die, hang and raise; toy workers on a real Ray."""
+
+import asyncio
+import uuid
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import ToyWorker, rollout_of, scores_of
+
+from unified_trainer.engine.scheduler import DEATHS, Pool, Scheduler, WorkItem, WorkersLostError
+
+
+def item(step: int, first: int = 0, version: int = 0) -> WorkItem:
+    return WorkItem(step, version, ("a", "b"), (0, 1), (first, first + 1))
+
+
+# The order of work, without Ray.
+
+
+class Instant:
+    """A worker whose answers are ready when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[WorkItem, asyncio.Future]] = []
+
+    def ask(self, one: WorkItem) -> list:
+        taken, result = (asyncio.get_running_loop().create_future() for _ in range(2))
+        self.asked.append((one, taken))
+        result.set_result(one)
+        return [taken, result]
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_work_of_earlier_steps_goes_first():
+    async def order() -> list[int]:
+        worker = Instant()
+        pool = Pool("toy", [worker], 60.0)
+        tasks = []
+        for step in (3, 5, 4, 2, 2):
+            tasks.append(asyncio.create_task(pool.run(item(step), lambda w, step=step: w.ask(item(step)))))
+            await settle()
+        for _ in tasks:
+            worker.asked[-1][1].set_result({})
+            await settle()
+        await asyncio.gather(*tasks)
+        return [one.step for one, _ in worker.asked]
+
+    assert asyncio.run(order()) == [3, 2, 2, 4, 5]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(1, 4), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_every_item_is_done_once_whatever_answers_first(steps, workers, random):
+    """No worker has two items at a time; the answers come in any order."""
+
+    async def run() -> list[WorkItem]:
+        pool_of = [Instant() for _ in range(workers)]
+        pool = Pool("toy", pool_of, 60.0)
+        items = [item(step, first=2 * i) for i, step in enumerate(steps)]
+        tasks = [asyncio.create_task(pool.run(one, lambda w, one=one: w.ask(one))) for one in items]
+        await settle()
+        while not all(task.done() for task in tasks):
+            open_calls = [taken for worker in pool_of for _, taken in worker.asked if not taken.done()]
+            assert all(sum(not taken.done() for _, taken in worker.asked) <= 1 for worker in pool_of)
+            random.choice(open_calls).set_result({})
+            await settle()
+        results = [await reference for _, (reference,) in await asyncio.gather(*tasks)]
+        assert results == items
+        return [one for worker in pool_of for one, _ in worker.asked]
+
+    done = asyncio.run(run())
+    assert sorted(one.sample_ids for one in done) == [(2 * i, 2 * i + 1) for i in range(len(steps))]
+
+
+# Deaths, hangs and exceptions, on Ray.
+
+
+@pytest.fixture
+def group(ray, tmp_path):
+    """Start toy workers and a scheduler: group(rollout workers, reward workers, timeout)."""
+    started = []
+
+    def start(rollout: int, reward: int = 0, timeout: float = 60.0):
+        kind = ray.remote(ToyWorker).options(num_cpus=0, max_restarts=-1)
+        workers = [kind.remote(str(tmp_path)) for _ in range(rollout + reward)]
+        ray.get([worker.ready.remote() for worker in workers])
+        options = {"num_cpus": 0, "max_concurrency": 1000, "name": str(uuid.uuid4())}
+        scheduler = ray.remote(Scheduler).options(**options).remote(workers[:rollout], workers[rollout:], timeout)
+        started.extend([*workers, scheduler])
+        return scheduler
+
+    yield start
+    for actor in started:
+        ray.kill(actor)
+
+
+def publish(ray, scheduler, version: int, weights: float, step: int = 0, oldest: int = 0) -> None:
+    ray.get(scheduler.publish.remote(version, [ray.put(weights)], step, oldest))
+
+
+def made(ray, scheduler, items) -> list:
+    replies = [scheduler.make.remote(one) for one in items]
+    return [ray.get(references) for references, _ in ray.get(replies)]
+
+
+def assert_right(items, results, weights: float) -> None:
+    for one, (rollout, scores) in zip(items, results, strict=True):
+        expected = rollout_of(one, weights)
+        assert np.array_equal(rollout["x0"], expected["x0"]) and np.array_equal(scores, scores_of(one, expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pools", [(1, 0), (2, 0), (2, 1)])
+def test_results_do_not_depend_on_workers_or_deaths(ray, group, tmp_path, pools):
+    """Workers die while they make and while they score, are restarted, and no result is lost or changed."""
+    for step, name in enumerate(["make", "score", "make"]):
+        (tmp_path / f"{name}-{step}").write_text("die")
+    scheduler, items = group(*pools), [item(step, first) for step in range(4) for first in (0, 2)]
+    publish(ray, scheduler, 0, 0.5)
+    assert_right(items, made(ray, scheduler, items), 0.5)
+    assert ray.get(scheduler.deaths.remote()) == 3 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_restarted(ray, group, tmp_path):
+    (tmp_path / "score-0").write_text("hang")
+    scheduler = group(1, timeout=2.0)
+    publish(ray, scheduler, 0, 2.0)
+    assert_right([item(0)], made(ray, scheduler, [item(0)]), 2.0)
+    assert ray.get(scheduler.deaths.remote()) == 1
+
+
+@pytest.mark.slow
+def test_an_exception_reaches_who_asked_and_the_worker_goes_on(ray, group, tmp_path):
+    (tmp_path / "score-1").write_text("raise")
+    scheduler = group(1)
+    publish(ray, scheduler, 0, 2.0)
+    with pytest.raises(ArithmeticError, match="score of step 1"):
+        made(ray, scheduler, [item(1)])
+    assert_right([item(2)], made(ray, scheduler, [item(2)]), 2.0)
+    assert ray.get(scheduler.deaths.remote()) == 0
+
+
+@pytest.mark.slow
+def test_an_item_that_ends_every_worker_ends_the_run(ray, group, tmp_path):
+    (tmp_path / "make-0").write_text("always-die")
+    scheduler = group(2)
+    publish(ray, scheduler, 0, 2.0)
+    with pytest.raises(WorkersLostError, match=rf"{DEATHS} rollout workers died.* step 1, samples 0 to 1"):
+        made(ray, scheduler, [item(0)])
+    assert_right([item(1)], made(ray, scheduler, [item(1)]), 2.0)
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_start_again_end_the_run(ray, group, tmp_path):
+    (tmp_path / "make-0").write_text("always-die")
+    scheduler = group(1)
+    (tmp_path / "start").write_text("fail")
+    publish(ray, scheduler, 0, 2.0)
+    with pytest.raises(WorkersLostError, match="no rollout worker could be started again"):
+        made(ray, scheduler, [item(0)])
+
+
+@pytest.mark.slow
+def test_an_item_waits_for_its_weights_and_is_made_once(ray, group):
+    scheduler = group(1)
+    late = [scheduler.make.remote(item(0, version=3)) for _ in range(2)]  # two ranks of a sequence group
+    assert ray.wait(late, timeout=0.5)[0] == []
+    publish(ray, scheduler, 3, 7.0)
+    first, second = ray.get(late)
+    assert first[0] == second[0]  # references to the same samples
+    assert_right([item(0)], [ray.get(first[0])], 7.0)
+    again, _ = ray.get(scheduler.make_again.remote(item(0, version=3)))
+    assert again != first[0] and np.array_equal(ray.get(again[0])["x0"], ray.get(first[0][0])["x0"])
+    publish(ray, scheduler, 9, 8.0, step=9, oldest=9)  # forgets version 3
+    assert ray.wait([scheduler.make.remote(item(9, version=3))], timeout=0.5)[0] == []
