@@ -7,6 +7,7 @@ arguments give an equal result.
 """
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ class Item:
     number: int
     samples: int = field(compare=False)
     version: int = field(compare=False)  # training steps that its weights have behind them
+    begin: float = field(compare=False, default=math.nan)  # when a worker took it
 
 
 @dataclass(frozen=True)
@@ -118,16 +120,19 @@ def work_items(load: Load, ranks: int) -> list[int]:
 
 
 def _colocated(load: Load, ranks: int, steps: int, clock: "_Clock") -> Timeline:
-    sizes = work_items(load, ranks)
-    own, train = len(sizes) // ranks, load.train * load.samples / ranks
+    sizes, train = work_items(load, ranks), load.train * load.samples / ranks
+    own = len(sizes) // ranks
     ends, end, busy, finished = [], 0.0, 0.0, []
     for step in range(steps):
-        items = [Item(step, number, samples, step) for number, samples in enumerate(sizes)]
-        seconds = [sum(clock.seconds(item)) for item in items]
-        of_ranks = [sum(seconds[start : start + own]) for start in range(0, len(seconds), own)]
-        end += load.fixed + max(of_ranks) + train
-        busy += sum(of_ranks) + ranks * (load.fixed + train)
-        finished += items
+        begin = slowest = end + load.fixed
+        for rank in range(ranks):
+            now = begin
+            for number in range(rank * own, (rank + 1) * own):
+                finished.append(Item(step, number, sizes[number], step, now))
+                now += sum(clock.seconds(finished[-1]))
+            slowest, busy = max(slowest, now), busy + now - begin
+        end = slowest + train
+        busy += ranks * (load.fixed + train)
         ends.append(end)
     return Timeline(ends, finished, {"training": busy}, Placement(ranks))
 
@@ -199,6 +204,7 @@ class _Pools:
             self._resume(now, self._score(now, heapq.heappop(self._rolled_out)))
 
     def _roll_out(self, now: float, item: Item, worker: int, held: int) -> Iterator[float]:
+        item.begin = now
         rollout, reward = self._clock.seconds(item)
         seconds = rollout + (self._clock.load.fetch if held != item.version else 0.0)
         seconds += 0.0 if self._scored_apart else reward

@@ -24,7 +24,7 @@ from wan_costs import BF16, FP32, Gpu, Workload
 from unified_trainer.config import load_recipe, load_yaml, merged
 from unified_trainer.errors import UserError
 
-STEPS = 10  # simulated training steps, and three more for each step ahead
+STEPS = 20  # simulated training steps, and three more for each step ahead
 PROMPTS_WITHIN = 0.25  # a split may change the number of prompts by this share of it, so that ranks divide the samples
 SIZES = ("num_prompts", "num_samples", "prompts_per_update", "rollout_batch", "update_batch")  # may differ between runs
 STEP = "seconds"  # metric of a whole step; those of its phases are seconds/NAME
