@@ -109,7 +109,7 @@ def main(
         video: frames, height and width; by default those that the recipe has for all methods
         gpu: assumptions about a GPU
         seconds: seconds of phases, in place of computed or measured ones
-        jitter: spread of the time of a work item: uniform in 1 - jitter to 1 + jitter
+        jitter: spread of the time of a work item, from 1 - jitter to 1 + jitter; the split is chosen without
         seed: seed of the jitter
         run: run directory of a run without rollout workers, whose measured costs replace the computed ones
         against: run directories whose step time is predicted from those costs

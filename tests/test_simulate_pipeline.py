@@ -346,7 +346,7 @@ def test_a_run_predicts_itself_and_others(tmp_path):
     paths = [tmp_path / "run", write_run(tmp_path / "two", scale=0.5, rollouts=workers)]
     rows = comparison(costs, paths, 0.0, 0)[1:]
     assert rows[0] == [str(paths[0]), "1 + 0 + 0", "0", "32", "17", "17", "1.000"]
-    predicted = simulate(costs.load(ALGORITHM), Placement(1, 2, 1, 1), 13).step_seconds
+    predicted = Split(Placement(1, 2, 1, 1), 8, costs.load(ALGORITHM)).run().step_seconds
     assert rows[1] == [str(paths[1]), "1 + 2 + 1", "1", "32", f"{predicted:.4g}", "8.5", f"{predicted / 8.5:.3f}"]
 
 
