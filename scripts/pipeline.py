@@ -105,7 +105,7 @@ def simulate(load: Load, placement: Placement, steps: int, jitter: float = 0.0, 
         begin = end + load.fixed + load.publish
         pools.advance(begin)
         while asked < min(step + placement.ahead + 1, steps):
-            pools.ask(begin, asked, version=step)
+            pools.request(begin, asked, version=step)
             asked += 1
         end = max(begin, pools.finish(step)) + train
         ends.append(end)
@@ -169,7 +169,7 @@ class _Pools:
         self._missing: dict[int, int] = {}  # items of each step that are not finished
         self._ready: dict[int, float] = {}  # when the last item of each step was
 
-    def ask(self, now: float, step: int, version: int) -> None:
+    def request(self, now: float, step: int, version: int) -> None:
         self._missing[step] = len(self._sizes)
         for number, samples in enumerate(self._sizes):
             heapq.heappush(self._asked, Item(step, number, samples, version))
