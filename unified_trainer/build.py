@@ -41,7 +41,7 @@ class Built:
     """A run that is ready to start."""
 
     trainer: Trainer
-    validation: Validation
+    validation: Validation | None  # None for a run without validations
     summary: dict[str, str]  # models, reward, prompts and video size
     counts: dict[str, int | str]  # of one training step's batch
     notes: tuple[str, ...]  # ranks and precision
@@ -69,10 +69,9 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         from unified_trainer.engine.workers import WorkerGroup  # Ray is an extra
 
         workers = WorkerGroup.start(replace(run, encoders=encoders), build_sampling, mesh)
-    reward, features = RewardSum(run.reward), None
-    if run.validate_every or workers is None:
-        scorers, features = load_scorers(run.reward, mesh.device)
-        reward = Reward(scorers, codec, run.reward)
+    scores_here = bool(run.validate_every) or workers is None
+    scorers, features = load_scorers(run.reward, mesh.device) if scores_here else ({}, None)
+    reward = Reward(scorers, codec, run.reward) if scores_here else RewardSum(run.reward)
     roles = load_roles(plan.roles, mesh)
     copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
     for name, copy in copies.items():
@@ -108,10 +107,12 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         rollouts=parts.get("rollouts"),
     )
     prompts = plan.validation_prompts or [source.prompt(i) for i in range(min(run.validation.num_samples, len(source)))]
-    measured = (codec, reward, features, run.sampler, prompts, plan.latent_shape)
-    validation = Validation(run.validation, *measured, mesh, run.video.fps)
+    validation = None
+    if run.validate_every:
+        measured = (codec, reward, features, run.sampler, prompts, plan.latent_shape)
+        validation = Validation(run.validation, *measured, mesh, run.video.fps)
     # Last, so that a folder of weights that is not whole is refused before any file is written.
-    validated = prompts[: run.validation.num_samples] if run.validate_every else ()
+    validated = prompts[: run.validation.num_samples] if validation else ()
     encoded = codec.encode_ahead([*validated, *loader.prompts(run.steps)], mesh)
     rows = summary(run, plan, roles, source) | {f"worker {i}": where for i, where in enumerate(places)}
     notes = (*_notes(mesh), encoded, *plan.notes)

@@ -157,7 +157,7 @@ class Trainer:
         self,
         output: Path,
         tracker: Tracker,
-        validation: Validation,
+        validation: Validation | None,
         saver: Saver,
         *,
         start: int,
@@ -191,7 +191,7 @@ class Trainer:
             return short, alarm
 
         with stop_signal() as asked:
-            if validate_every and start == 0:
+            if validation is not None and start == 0:
                 validate(0)
             saver.forget(start)  # what a process that was killed had no time for
             for step in range(start, steps):
@@ -208,7 +208,7 @@ class Trainer:
                 saver.check()
                 measured: dict[str, float] = {}
                 alarm = None
-                if validate_every and (done % validate_every == 0 or done == steps):
+                if validation is not None and (done % validate_every == 0 or done == steps):
                     measured, alarm = validate(done)
                 hacked = self.monitor.stops and self.mesh.any(alarm is not None)
                 stop = stop or hacked

@@ -1,0 +1,162 @@
+"""Whole runs with workers on Ray: the same numbers as in one process, whatever dies."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import processes
+from helpers import SMALL, assert_same, checkpoint_of, command, environment, flags, metrics_of
+
+from unified_trainer.__main__ import main
+
+pytestmark = pytest.mark.ranks
+
+OF_WORKERS = ("train/worker_deaths", "train/weights_gib")
+GRPO = [*SMALL["dance_grpo"], "--device", "cpu", "--steps", "3", "--algorithm.rollout-batch", "2"]
+NFT = ["--method", "diffusion_nft", *GRPO[2:], "--algorithm.old-decay-rise", "0.1", "--sampler.guidance-scale", "1"]
+# Adapters, and a causal student that is sampled chunk by chunk.
+LORA = [*GRPO, *flags({"student.adapter.rank": 2})]
+CAUSAL = [
+    *GRPO,
+    *flags({"sampler.chunks.chunk-frames": 1, "algorithm.clip-low": 0.01, "algorithm.clip-high": 0.01}),
+]
+RUNS = {"dance_grpo": GRPO, "adapter": LORA, "causal": CAUSAL, "diffusion_nft": NFT}
+
+
+def run(words: list[str], output: Path, **settings: object) -> Path:
+    """A run in this process."""
+    assert main([*words, "--output", str(output), *flags(settings)]) == 0
+    return output
+
+
+def assert_equal_runs(left: Path, right: Path, step: int = 3) -> None:
+    """Bit for bit: every metric but those of the workers, and every tensor of the last checkpoint."""
+    kept = [[{k: v for k, v in row.items() if k not in OF_WORKERS} for row in metrics_of(x)] for x in (left, right)]
+    assert kept[0] == kept[1]
+    assert_same(checkpoint_of(left, step), checkpoint_of(right, step))
+
+
+@contextmanager
+def killing(count: int):
+    """Kill this many workers at work, one after the other, while the body runs."""
+    killed, over = [], threading.Event()
+
+    def kill() -> None:
+        while len(killed) < count and not over.wait(0.05):
+            busy = [p for p in processes("ray::Worker.") if p.pid not in killed]
+            busy = [p for p in busy if any(name in " ".join(p.cmdline()) for name in (".make", ".score"))]
+            for process in busy[:1]:
+                process.kill()
+                killed.append(process.pid)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    yield killed
+    over.set()
+    thread.join()
+    assert len(killed) == count
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_workers_change_no_number(ray, tmp_path, kind):
+    """Two rollout workers and a reward worker, of which three die at work, against one process."""
+    alone = run(RUNS[kind], tmp_path / "alone")
+    with killing(3 if kind == "dance_grpo" else 0):
+        workers = {"rollouts.workers": 2, "rollouts.reward-workers": 1}
+        there = run(RUNS[kind], tmp_path / "workers", **workers)
+    assert_equal_runs(alone, there)
+
+
+def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path):
+    """One worker, against two of which some die, in a run that stops and goes on."""
+    words = [*GRPO, *flags({"rollouts.ahead": 1})]
+    first = run(words, tmp_path / "first", **{"rollouts.workers": 1})
+    lag = [row.get("train/lag") for row in metrics_of(first)]
+    assert lag == [None, 1.0, 1.0]  # the first step, and the step after it, take the weights that the run starts with
+    second = run([*words[:-4], "--rollouts.ahead", "1"], tmp_path / "second", **{"rollouts.workers": 2, "steps": 1})
+    with killing(2):
+        assert main(["--resume", str(second), "--steps", "3", "--rollouts.workers", "2"]) == 0
+    assert_equal_runs(first, second)
+    present = run(GRPO, tmp_path / "present")
+    assert metrics_of(present)[2] != metrics_of(first)[2]  # older weights make other samples
+
+
+# The program with `--launcher ray`.
+
+
+def test_ray_starts_the_ranks_and_a_rank_may_die(tmp_path):
+    """Two ranks and a worker; one rank is killed in the second step. Against the ranks of torchrun without workers."""
+    words = [*GRPO, "--algorithm.update-batch", "1", "--checkpoint-every", "1"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "unified_trainer"]
+    reference, there = tmp_path / "torchrun", tmp_path / "ray"
+    done = subprocess.run(
+        [command()[0], *torchrun, *words, "--output", str(reference)], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    with started([*words, "--output", str(there)], **{"launcher": "ray", "ray.ranks": 2, "rollouts.workers": 1}) as one:
+        until(lambda: (there / "checkpoints" / "step_1").is_dir(), one)
+        ranks = [
+            p for p in psutil.Process(one.pid).children(recursive=True) if "TrainingProcess" in p.name() + title(p)
+        ]
+        ranks[0].kill()
+        said, errors = one.communicate(timeout=300)
+    assert one.returncode == 0, said + errors
+    assert "a training process died; all start again from the newest checkpoint" in errors
+    assert_equal_runs(reference, there)
+
+
+def test_a_request_to_stop_leaves_a_checkpoint_and_no_process(tmp_path):
+    words = [*GRPO, "--steps", "500", "--output", str(tmp_path / "run")]
+    with started(words, **{"rollouts.workers": 1, "rollouts.ahead": 1}) as one:
+        until(lambda: (tmp_path / "run" / "metrics.jsonl").is_file(), one)
+        below = psutil.Process(one.pid).children(recursive=True)
+        assert any("ray::Worker" in title(p) for p in below)
+        one.send_signal(signal.SIGINT)
+        said, errors = one.communicate(timeout=120)
+    assert one.returncode == 0 and "continue with" in said, said + errors
+    psutil.wait_procs(below, timeout=30)
+    assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    saved = len(metrics_of(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / f"step_{saved}").is_dir()
+
+
+def test_a_killed_program_leaves_no_process(tmp_path):
+    with started([*GRPO, "--steps", "500", "--output", str(tmp_path / "run")], **{"rollouts.workers": 1}) as one:
+        until(lambda: (tmp_path / "run" / "metrics.jsonl").is_file(), one)
+        below = psutil.Process(one.pid).children(recursive=True)
+        os.kill(one.pid, signal.SIGKILL)
+        psutil.wait_procs(below, timeout=60)
+    assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+@contextmanager
+def started(words: list[str], **settings: object):
+    """The program in a process of its own, which ends with the test."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    one = subprocess.Popen(command(*words, *flags(settings)), env=environment(), **pipes)
+    try:
+        yield one
+    finally:
+        one.kill()
+        one.communicate()
+
+
+def until(condition, one: subprocess.Popen) -> None:
+    begun = time.monotonic()
+    while not condition():
+        assert one.poll() is None, one.communicate()
+        assert time.monotonic() - begun < 240, "it takes too long"
+        threading.Event().wait(0.1)
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
