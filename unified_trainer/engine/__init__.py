@@ -1,0 +1,1 @@
+"""Training, rollouts and rewards as Ray actors; no method imports this package."""
