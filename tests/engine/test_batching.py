@@ -54,7 +54,10 @@ def virtual(main: Callable[[], Coroutine[Any, Any, Any]], seconds: Callable[[lis
 
 
 async def at(time: float, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    await asyncio.sleep(time - asyncio.get_running_loop().time())
+    loop = asyncio.get_running_loop()
+    reached = loop.create_future()
+    loop.call_at(time, reached.set_result, None)
+    await reached
     return await call()
 
 
@@ -128,7 +131,7 @@ def run(schedule: Schedule) -> Trace:
             patience = schedule.callers[i].patience
             try:
                 async with asyncio.timeout(None if patience is None else patience + 0.25):
-                    trace.outcomes[i] = await queue.ask(i)
+                    trace.outcomes[i] = await queue.submit(i)
             except (TimeoutError, KeyError, FailedBatchError, QueueClosedError) as error:
                 trace.outcomes[i] = error
 
@@ -183,8 +186,8 @@ def test_random_schedules(schedule):
 
 
 def test_a_full_batch_starts_at_once_and_the_rest_when_the_first_of_them_is_due():
-    trace = run(Schedule([Caller(t, None, False) for t in (0, 1, 1, 2, 4)], 3, 5, [1], [False], None))
-    assert trace.batches == [(1.0, 2.0, [0, 1, 2]), (7.0, 8.0, [3, 4])]
+    trace = run(Schedule([Caller(t, None, False) for t in (0, 1, 2, 3, 5)], 3, 5, [1], [False], None))
+    assert trace.batches == [(2.0, 3.0, [0, 1, 2]), (8.0, 9.0, [3, 4])]
 
 
 def test_requests_wait_for_the_batch_in_front():
@@ -223,7 +226,7 @@ def test_closing_answers_the_running_batch_and_fails_what_waits():
 def test_another_number_of_answers_is_a_fault(answers):
     async def main():
         queue = BatchQueue("tested", lambda _: answers, 2, 1.0)
-        return await asyncio.gather(queue.ask("a"), queue.ask("b"), return_exceptions=True)
+        return await asyncio.gather(queue.submit("a"), queue.submit("b"), return_exceptions=True)
 
     for error in virtual(main):
         assert str(error) == f"queue tested: {len(answers)} answers to 2 requests"
@@ -235,7 +238,7 @@ def test_stop_iteration_does_not_leave_its_callers_waiting():
     async def main():
         raising = BatchQueue("raising", lambda _: [next(iter([]))], 1, 0.0)
         returning = BatchQueue("returning", lambda _: [StopIteration()], 1, 0.0)
-        return await asyncio.gather(raising.ask("a"), returning.ask("b"), return_exceptions=True)
+        return await asyncio.gather(raising.submit("a"), returning.submit("b"), return_exceptions=True)
 
     for error in virtual(main):
         assert isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration)
@@ -244,7 +247,7 @@ def test_stop_iteration_does_not_leave_its_callers_waiting():
 def test_who_gives_up_closing_does_not_cancel_the_running_batch():
     async def main():
         queue = BatchQueue("tested", list, 1, 0.0)
-        asked = asyncio.create_task(queue.ask("a"))
+        asked = asyncio.create_task(queue.submit("a"))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(at(1, queue.close), 2.0)
         return await asked
@@ -263,9 +266,8 @@ def test_the_function_runs_in_one_thread_beside_the_loop():
 
     async def main():
         queue = BatchQueue("tested", answer, 1, 0.0)
-        calls = asyncio.gather(*(queue.ask(i) for i in range(3)))
-        await asyncio.sleep(0)
-        free.set()
+        calls = asyncio.gather(*(queue.submit(i) for i in range(3)))
+        asyncio.get_running_loop().call_soon(free.set)
         answers = await calls
         await queue.close()
         return answers

@@ -37,7 +37,7 @@ class BatchQueue(Generic[Request, Answer]):
         self._running: asyncio.Task[None] | None = None
         self._closed = False
 
-    async def ask(self, request: Request) -> Answer:
+    async def submit(self, request: Request) -> Answer:
         """Return the answer to a request.
 
         Raise the exception that stands in place of the answer, or what the function raised: the same object in every
