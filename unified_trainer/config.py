@@ -20,7 +20,7 @@ from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
-from unified_trainer.roles.reward import RewardConfig
+from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 from unified_trainer.roles.role import RoleConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.suggestions import must_know
@@ -41,6 +41,8 @@ RESUMABLE_KEYS = (
     "validation",
     "hacking_monitor",
     "tracking",
+    "reward.retries",
+    "reward.timeout",
     "video.fps",
     "parallel",
     "launcher",
@@ -219,8 +221,10 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
 
     ConfigError if one would change what a step computes, unless --allow names it.
     """
-    new, defaults = flat(plain(run)), flat(plain(type(run)()))
-    old = renamed.translate_settings(flat(load_yaml(file)), run.method, defaults)
+    saved = flat(load_yaml(file))
+    scorers = [key.split(".")[2] for key in saved if key.startswith("reward.scorers.")]
+    defaults = flat(plain(type(run)(reward=RewardConfig(scorers=dict.fromkeys(scorers, ScorerConfig())))))
+    new, old = flat(plain(run)), renamed.translate_settings(saved, run.method, defaults)
     old = {key: value for key, value in defaults.items() if key in new} | old  # a setting newer than the saved file
     keys = sorted(old.keys() | new.keys())
     changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)}

@@ -49,7 +49,8 @@ def _scorer(config: ScorerConfig) -> str:
     ]
     what = f"weight {config.weight:g}" if config.weight else "held out: measured at validations only"
     network = [f"{config.path}, {config.precision}"] if config.path else []
-    return ", ".join([*network, frames, f"scale {config.scale:g}", what])
+    process = [f"in {config.python}"] if config.python else []
+    return ", ".join([*network, *process, frames, f"scale {config.scale:g}", what])
 
 
 def _millions(count: int) -> str:

@@ -156,6 +156,19 @@ def test_scores_of_another_reward_are_not_overwritten(rollouts, other, tmp_path,
     assert "run.json: the scores run are of another reward;" in message and files_of(folder) == before
 
 
+def test_scores_of_an_earlier_version_are_continued(rollouts, other, tmp_path):
+    """Its file of the reward lacks later settings; those that change no score may differ."""
+    folder = copy_of(rollouts, tmp_path / "out")
+    words = ["score", str(folder), "--reward", str(other), "--name", "sharp"]
+    assert main(words) == 0
+    settings = folder / "scores" / "sharp.json"
+    saved = json.loads(settings.read_text())
+    del saved["timeout"], saved["scorers"]["motion_energy"]["python"]
+    settings.write_text(json.dumps(saved | {"retries": 3}))
+    before = files_of(folder)
+    assert main(words) == 0 and files_of(folder) == before
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

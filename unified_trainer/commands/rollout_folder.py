@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from unified_trainer.errors import MissingFileError, OutputExistsError, UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.models.folder import read_json
-from unified_trainer.roles.reward import Reward, RewardConfig
+from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
 from unified_trainer.types import Latents, Video
 
 OnVideo = Callable[[range, Video], None]  # sample numbers and their decoded videos
@@ -143,8 +143,15 @@ def _check_reward_is(file: Path, config: RewardConfig, name: str) -> None:
     settings = json.loads(json.dumps(asdict(config)))
     if not file.is_file():
         _write(file, json.dumps(settings, indent=1) + "\n")
-    elif read_json(file) != settings:
+    elif _scoring(read_json(file)) != _scoring(settings):
         raise OutputExistsError(f"{file}: the scores {name} are of another reward; give these another --name")
+
+
+def _scoring(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a reward that change scores; one that an older file does not hold has its default."""
+    scorers = {name: asdict(ScorerConfig()) | config for name, config in settings["scorers"].items()}
+    whole = asdict(RewardConfig()) | settings | {"scorers": scorers}
+    return {name: value for name, value in whole.items() if name not in ("retries", "timeout")}
 
 
 def _whole_rows(table: Path, parts: list[range]) -> list[dict[str, Any]]:

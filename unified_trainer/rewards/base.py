@@ -40,6 +40,9 @@ class ScorerConfig:
     """Images scored at a time."""
     device: str = ""
     """Device of the scorer's network, as torch names it; empty is the device of the run."""
+    python: str = ""
+    """Python executable that runs the scorer in a process of its own, with the packages of that Python, such as
+    venv/bin/python; for kinds of the form path/to/file.py:NAME."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,6 +67,8 @@ class RewardConfig(ScorerConfig):
     """Further scorers by name: scorers.NAME.weight and so on."""
     retries: int = 0
     """Calls of a scorer that are repeated after a fault of its device, disk or connection."""
+    timeout: float = 600.0
+    """Seconds within which a scorer with a Python of its own must load, and answer a call."""
 
     @property
     def first(self) -> str:
@@ -107,6 +112,8 @@ class RewardConfig(ScorerConfig):
             )
         if self.retries < 0:
             raise UserError(f"reward.retries must not be negative, but is {self.retries}")
+        if not (self.timeout > 0 and math.isfinite(self.timeout)):
+            raise UserError(f"reward.timeout must be a number of seconds above 0, but is {self.timeout}")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from functools import partial
 
 import torch
 
@@ -9,6 +10,7 @@ from unified_trainer import rewards
 from unified_trainer.errors import UserError
 from unified_trainer.plugins import load_object
 from unified_trainer.rewards.base import Features, RewardConfig, Scorer, ScorerConfig, ScorerKind, check_no_weights
+from unified_trainer.rewards.scorer_process import ScorerProcess, check_own_python
 
 
 def _kinds() -> dict[str, ScorerKind]:
@@ -26,12 +28,15 @@ def _kinds() -> dict[str, ScorerKind]:
 KINDS: dict[str, ScorerKind] = _kinds()
 
 
-def scorer_kind(config: ScorerConfig, key: str) -> ScorerKind:
+def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
     """Return the kind that the settings name: one of `KINDS`, or an object outside this package.
 
     A kind of the form package.module:NAME or path/to/file.py:NAME is a ScorerKind, or a function of videos and prompts
-    that has no weights. Raise UserError, naming the key, if there is none.
+    that has no weights. With a Python of its own, the file is not executed in this process, and the scorer has
+    `timeout` seconds for each answer. Raise UserError, naming the key, if there is no such kind.
     """
+    if config.python:
+        return ScorerKind(config.kind, partial(ScorerProcess, key=key, timeout=timeout), check_own_python)
     if config.kind in KINDS:
         return KINDS[config.kind]
     if ":" not in config.kind:
@@ -54,7 +59,7 @@ def check_reward(config: RewardConfig, frames: int) -> None:
     config.check()
     for name, part in config.named().items():
         key = config.key(name)
-        kind = scorer_kind(part, key)
+        kind = scorer_kind(part, key, config.timeout)
         kind.check(part, key, frames)
         _check_device(part.device, key)
         scored = max(1, -(-frames // part.stride(frames)))
@@ -74,7 +79,7 @@ def load_scorers(config: RewardConfig, device: torch.device) -> tuple[dict[str, 
     scorers: dict[str, Scorer] = {}
     features: Features | None = None
     for name, part in config.named().items():
-        kind = scorer_kind(part, config.key(name))
+        kind = scorer_kind(part, config.key(name), config.timeout)
         scorers[name] = kind.load(part, torch.device(part.device) if part.device else device)
         if features is None and kind.features is not None:
             features = kind.features(scorers[name])

@@ -1,0 +1,140 @@
+"""The program of a scorer with a Python of its own: it loads the scorer and answers requests over a socket.
+
+It is the only file of this package that runs in that Python, as `PYTHON scorer_child.py DESCRIPTOR`. It imports the
+standard library and torch, and works from Python 3.8 on, because the environment is the user's.
+
+A message is a JSON object with its length and that of the data behind it. The first one names the file, the object in
+it and the settings; the answer is {} once it is loaded. Each further one holds the prompts and the shape of float32
+videos, which are its data; the answer is {"scores": [one number for each video]}. Two other answers are the last ones:
+{"refused": reason} for a wrong setting, and {"error": traceback, "fault": whether another call may succeed}.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LENGTHS = struct.Struct("<QQ")  # bytes of the JSON object and of the data
+FAULTS = (OSError, RuntimeError)  # of a device, a disk or a connection: another call may succeed
+NO_DATA = memoryview(b"")
+
+
+class HangUpError(Exception):
+    """The other side has closed the connection."""
+
+
+class WrongSettingError(Exception):
+    """A setting does not fit what the file defines."""
+
+
+def send(connection: socket.socket, message: dict[str, Any], data: memoryview = NO_DATA) -> None:
+    """Send a message with its data."""
+    text = json.dumps(message).encode()
+    connection.sendall(LENGTHS.pack(len(text), len(data)) + text)
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], bytearray]:
+    """Return the next message with its data; raise HangUpError if the other side has closed the connection."""
+    text, data = LENGTHS.unpack(_read(connection, LENGTHS.size))
+    return json.loads(_read(connection, text)), _read(connection, data)
+
+
+def _read(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    rest = memoryview(data)
+    while rest:
+        count = connection.recv_into(rest)
+        if not count:
+            raise HangUpError
+        rest = rest[count:]
+    return data
+
+
+def load(file: str, name: str, settings: dict[str, Any]) -> Callable[[Any, list[str]], Any]:
+    """Execute the user's file and return its function, or an object of its class, which takes the settings.
+
+    The file's folder comes last on the module path: a scorer `clip.py` can import the package `clip`.
+    """
+    package = Path(__file__).resolve().parent  # where Python looks first, since this file lies there
+    sys.path[:] = [place for place in sys.path if Path(place).resolve() != package] + [str(Path(file).resolve().parent)]
+    module_name = f"unified_trainer_scorer_{Path(file).stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise WrongSettingError(f"kind: {file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    if name not in vars(module):
+        raise WrongSettingError(f"kind: {file} defines no {name}")
+    found = vars(module)[name]
+    if isinstance(found, type):
+        found = found(settings)
+    elif settings["path"]:
+        raise WrongSettingError(f"path: only a class takes settings, but {name} is a {type(found).__name__}")
+    if not callable(found):
+        raise WrongSettingError(
+            f"kind: {name} is a {type(found).__name__}; expected a function, or a class with __call__"
+        )
+    return found
+
+
+def score(scorer: Callable[[Any, list[str]], Any], prompts: list[str], videos: Any) -> list[float]:
+    """Return the scores of videos; raise ValueError unless there is one for each."""
+    import torch
+
+    with torch.no_grad():
+        scores = torch.as_tensor(scorer(videos, prompts), dtype=torch.float64)
+    if scores.shape != (len(videos),):
+        raise ValueError(f"scores of shape {list(scores.shape)} for {len(videos)} videos, expected one number for each")
+    return scores.tolist()
+
+
+def serve(connection: socket.socket) -> None:
+    """Load the scorer that the first message names, then score videos until the other side is gone."""
+    first, _ = receive(connection)
+    scorer = load(first["file"], first["name"], first["settings"])
+    import torch  # an environment without it fails here, and not in the middle of a run
+
+    send(connection, {})
+    while True:
+        request, data = receive(connection)
+        videos = torch.frombuffer(data, dtype=torch.float32).view(request["shape"])
+        send(connection, {"scores": score(scorer, request["prompts"], videos.to(first["settings"]["device"]))})
+
+
+def end_with(connection: socket.socket) -> None:
+    """Kill this process, and those that it started, as soon as the other side is gone: also in the middle of a call."""
+    hang_up = select.poll()
+    hang_up.register(connection, 0)
+    hang_up.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    """Serve the socket that the command line names; an exception is an answer, and the last one."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    threading.Thread(target=end_with, args=(connection,), daemon=True).start()
+    try:
+        serve(connection)
+    except HangUpError:
+        pass
+    except WrongSettingError as error:
+        send(connection, {"refused": str(error)})
+    except Exception as error:  # noqa: BLE001 - it ends the run on the other side
+        send(connection, {"error": traceback.format_exc(), "fault": isinstance(error, FAULTS)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""A scorer in a process with a Python, and so with packages, of its own.
+
+It needs no Ray, and of this package only the file scorer_child.py (docs/decisions/0010-scorers-apart.md).
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.rewards import scorer_child
+from unified_trainer.rewards.base import ScorerConfig
+from unified_trainer.types import PerSample, Video
+
+# Variables of this process that would change what the scorer imports, or tell it that it is a rank of the training.
+NOT_INHERITED = re.compile(
+    r"PYTHONPATH|PYTHONHOME|VIRTUAL_ENV|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)|TORCHELASTIC_"
+)
+
+
+class ScorerError(Exception):
+    """The code of a scorer raised an exception in its process; the message holds the traceback."""
+
+
+class ScorerProcess:
+    """A scorer of videos whose file runs in another Python.
+
+    Each call sends the frames as float32 and gets one number for each video, without gradient. The process answers one
+    call at a time, and ends with this object, with this process, and after a call that failed; the next call starts it
+    again.
+    """
+
+    def __init__(self, config: ScorerConfig, device: torch.device, key: str, timeout: float) -> None:
+        """Start the process and load the scorer; `key` is its setting, for messages, `timeout` in seconds.
+
+        Raise UserError if a setting does not fit the file, else what a call raises.
+        """
+        file, _, name = config.kind.rpartition(":")
+        settings = {"path": config.path, "precision": config.precision, "batch": config.batch, "device": str(device)}
+        self._load = {"file": file, "name": name, "settings": settings}
+        self._python, self._key, self._timeout = config.python, key, timeout
+        self._start()
+
+    def __call__(self, video: Video, prompts: Sequence[str]) -> PerSample:
+        """Score videos, after a failure in a new process.
+
+        Raise TimeoutError if there is no answer in time, ChildProcessError if the process died or the scorer raised an
+        OSError or RuntimeError, and ScorerError for every other exception of the scorer.
+        """
+        if not self._end.alive:
+            self._start()
+        frames = video.detach().to("cpu", torch.float32).contiguous()
+        request = {"prompts": list(prompts), "shape": list(frames.shape)}
+        answer = self._ask(request, memoryview(frames.numpy()).cast("B"))
+        return torch.tensor(answer["scores"], dtype=torch.float32, device=video.device)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(self._timeout)
+        with theirs:
+            self._process = subprocess.Popen(
+                [str(shutil.which(self._python)), scorer_child.__file__, str(theirs.fileno())],
+                env={name: value for name, value in os.environ.items() if not NOT_INHERITED.match(name)},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what the scorer prints is no output of this program
+                start_new_session=True,  # Ctrl-C is for this process, which may want to finish its step
+            )
+        self._connection = ours
+        self._end = weakref.finalize(self, _end, self._process, ours)
+        self._ask(self._load)
+
+    def _ask(self, message: dict[str, Any], data: memoryview = scorer_child.NO_DATA) -> dict[str, Any]:
+        """Return the answer to a message; without one the process is ended, because a late one must not be the next."""
+        with ExitStack() as failed:
+            failed.callback(self._end)
+            answer = self._exchange(message, data)
+            if "refused" in answer:
+                raise UserError(f"{self._key}.{answer['refused']}")
+            if "error" in answer:
+                kind = ChildProcessError if answer["fault"] else ScorerError
+                raise kind(f"{self._key}: {self._load['file']} failed in {self._python}:\n{answer['error']}")
+            failed.pop_all()
+        return answer
+
+    def _exchange(self, message: dict[str, Any], data: memoryview) -> dict[str, Any]:
+        where = f"{self._key}: the process of {self._python}"
+        try:
+            scorer_child.send(self._connection, message, data)
+            return scorer_child.receive(self._connection)[0]
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{where} gave no answer in {self._timeout:g} s and was ended: raise reward.timeout, or reward.retries "
+                "to start it again"
+            ) from error
+        except (OSError, scorer_child.HangUpError) as error:
+            raise ChildProcessError(
+                f"{where} {_fate(self._process)}: see what it printed; reward.retries starts it again"
+            ) from error
+
+
+def check_own_python(config: ScorerConfig, key: str, frames: int) -> None:
+    """Check a scorer with a Python of its own: raise UserError unless it is a file's and the executable exists."""
+    file, _, name = config.kind.rpartition(":")
+    if not (file.endswith(".py") and name.isidentifier()):
+        raise UserError(
+            f"{key}.python runs scorers of files: {key}.kind must be path/to/file.py:NAME, not {config.kind!r}; leave "
+            f"{key}.python out for a scorer of this package"
+        )
+    if not Path(file).is_file():
+        raise MissingFileError(f"{key}.kind {file}: no such file")
+    if shutil.which(config.python) is None:
+        raise UserError(f"{key}.python {config.python!r} is no executable file; expected one such as venv/bin/python")
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    """End a process with those that it started."""
+    connection.close()
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _fate(process: subprocess.Popen[bytes]) -> str:
+    """Say what became of a process that has closed its connection."""
+    try:
+        code = process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        return "closed its connection"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by signal {-code}" + (", often for want of memory" if code == -signal.SIGKILL else "")
