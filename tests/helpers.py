@@ -350,7 +350,7 @@ def dmd2(
     student = Recording("student", names["student"], role, moves=moves)
     critic = RecordingCritic("critic", names["critic"], role, moves=moves)
     for i, weight in enumerate(
-        critic._discriminators[""].parameters()
+        critic._heads[""].parameters()
     ):  # at its start, zero, it teaches the student nothing
         value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
         weight.data.copy_(replicated(value, weight))

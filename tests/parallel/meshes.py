@@ -103,7 +103,7 @@ class RecordingCritic(RecordsGradients, Critic):
         super().__init__(*arguments)
         self.gradients = []
         with torch.no_grad():
-            self._discriminators[""].weight.fill_(0.1)  # it starts from zero, with nothing to say to the student
+            self._heads[""].weight.fill_(0.1)  # it starts from zero, with nothing to say to the student
 
 
 def own(name: str, kind: type, mesh: Mesh, model: VideoModel, **settings) -> Trainable:
