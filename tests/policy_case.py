@@ -92,7 +92,7 @@ class Case:
         self.moved, self.config = moved, config
         scorer = ScriptedScorer(REWARDS)
         self.one = dance_grpo(config, sampler=sampler, scorer=scorer, reference=reference)
-        self.one.method._checked = moved
+        self.one.method.update._checked = moved
         if moved:
             scorer.before = lambda: nudge(self.one.roles["student"])
         self.calls = Calls.of(self.one.roles["student"])

@@ -177,7 +177,7 @@ def test_the_trust_region_reads_the_ratio_of_the_objective():
     log_ratio, ratio = torch.tensor([-0.1, 0.1, 0.1, 0.1]), torch.tensor([0.1, -0.1, 0.1, 0.1])
     replay = Replay(log_ratio, ratio, torch.tensor([1.0, 1.0, 1.0, 0.1]), None, (1e-3, 1e-3))
     minibatch = Minibatch(torch.arange(4), torch.tensor([1.0, 10.0, 100.0, 1000.0]))
-    loss = method._loss(replay, torch.ones(4), minibatch, 0, {})
+    loss = method.update._loss(replay, torch.ones(4), minibatch, 0, {})
     assert float(loss) == pytest.approx(-10 * math.exp(-0.1) - 1000 * math.exp(0.1), rel=1e-5)
 
 

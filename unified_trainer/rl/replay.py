@@ -4,12 +4,13 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.minibatches import Minibatch
+from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.types import Batch, Latents, PerSample, Rollout
 
 
@@ -21,6 +22,12 @@ class Trajectories:
     rollout: Rollout
     window: range  # the stochastic transitions, which the rollout holds
     rng: Streams
+    lags: Int[Tensor, " b"]  # training steps between the weights that made each sample and the present ones; on the CPU
+
+    @classmethod
+    def of(cls, samples: ScoredSamples, step: int, window: range, rng: Streams) -> "Trajectories":
+        """Return the rollout of training step `step`."""
+        return cls(samples.batch, samples.rollout, window, rng, step - samples.versions)
 
     def transition(self, s: int, rows: Tensor) -> tuple[Batch, Latents, Latents, PerSample, Latents]:
         """Return the batch, x_t, x_next and log-density of transition s, and the final x0, of some samples."""

@@ -1,0 +1,207 @@
+"""The clipped update of a stochastic policy, from the replayed transitions of its samples."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.errors import UserError
+from unified_trainer.numerics.kl import gaussian_kl
+from unified_trainer.numerics.objectives import (
+    calibrated_clip,
+    diagnostics,
+    guarded_log_ratio,
+    leaves_trust_region,
+    surrogate,
+)
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.minibatches import Minibatch
+from unified_trainer.rl.policy import PolicyConfig
+from unified_trainer.rl.reference_kl import ReferenceKL
+from unified_trainer.rl.replay import Replay, ReplayCollector, ReplayStats, Trajectories
+from unified_trainer.rl.updates import LossAt, MinibatchLoss
+from unified_trainer.roles.role import Frozen, Trainable
+from unified_trainer.sampling import SamplerConfig, policy_velocity
+from unified_trainer.types import Batch, PerSample
+
+
+class ReplayError(UserError, RuntimeError):
+    """The replay of a rollout differs from the rollout before any weight has changed."""
+
+
+class PolicyUpdate:
+    """Raises the density of transitions with a positive advantage, within a clip range of the ratio to the rollout."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        sampler: SamplerConfig,
+        student: Trainable,
+        reference: Frozen | None,
+        update_batch: int,
+    ) -> None:
+        """`update_batch` is the number of samples per pass of a KL of whole rollouts."""
+        self.config, self.sampler, self.student, self.policy = config, sampler, student, config.policy(sampler)
+        self.kl = ReferenceKL(config.kl_settings(update_batch), sampler, self.policy, reference)
+        self._checked, self._replay_error = False, 0.0  # the error is a fraction of the clip range, before any update
+
+    def transitions(self, step: int, rng: Streams) -> tuple[range, list[int]]:
+        """Return the stochastic transitions of a training step and those trained, equal on all ranks.
+
+        The last transition of the sampler has no density and is never trained. Trained are the transitions of the
+        window that trained experts make; without a window size, a drawn fraction of them.
+        """
+        window = self.config.window.at(step, self.sampler.num_steps - 1, rng.shared)
+        trainable = [s for s in window if self.student.trains(self.policy.sigmas[s])]
+        if self.config.window.size:
+            return window, trainable
+        count = max(1, round(self.config.timestep_fraction * len(trainable)))
+        return window, sorted(trainable[i] for i in rng.shared.permutation(len(trainable))[:count])
+
+    def transition_metrics(self, window: range, trained: list[int]) -> dict[str, float]:
+        """Return where the window is, if it moves, and how many trained transitions each expert makes."""
+        first = {"window_first": float(window.start)} if self.config.window.size else {}
+        return first | self.student.transition_counts(self.policy.sigmas[trained])
+
+    def start(
+        self,
+        trajectories: Trajectories,
+        advantages: Float[Tensor, "b trained"],
+        trained: list[int],
+        mesh: Mesh,
+        minibatches: list[Minibatch],
+    ) -> LossAt:
+        """Return the function that computes the losses of one update and, with the last one, its metrics.
+
+        The advantages are of each sample at each trained transition.
+        """
+        collector = ReplayCollector()
+        sequences = {id(part): self._sequence(trajectories, part, trained) for part in minibatches}
+        if bool(trajectories.lags.any()):
+            self._checked = True  # a replay with newer weights than the rollout's differs
+
+        def loss_at(minibatch: Minibatch, s: int, last: bool) -> MinibatchLoss:
+            replay = self._replay(trajectories, minibatch, s)
+            advantage = advantages[minibatch.rows, trained.index(s)]
+            self._check_replay(replay)
+            collector.add(replay, advantage, minibatch)
+            value = self._loss(replay, advantage, minibatch, s, sequences[id(minibatch)])
+            if not last:
+                return MinibatchLoss(value)
+            metrics = self._metrics(collector.gathered(mesh, len(trained)), trained, trajectories.batch)
+            messages = () if self._checked else (self._replay_message(),)
+            self._checked = True
+            return MinibatchLoss(value, metrics, messages)
+
+        return loss_at
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.kl.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.kl.load_state_dict(state)
+
+    def _replay(self, trajectories: Trajectories, minibatch: Minibatch, s: int) -> Replay:
+        """Compare transition s under the present weights with the rollout and with the reference."""
+        batch, x_t, x_next, log_prob_old, x0 = trajectories.transition(s, minibatch.rows)
+        sigma = self.policy.sigmas[s]
+        velocity = policy_velocity(self.student, x_t, sigma, batch, self.sampler, x0)
+        mean, std = self.policy.step(s, x_t, velocity)
+        log_prob = self.policy.log_prob(x_next, mean, std)
+        log_ratio = log_prob - log_prob_old
+        mean_old = x_next - std * trajectories.noise(batch, s).to(std)
+        ratio = guarded_log_ratio(log_ratio, mean, mean_old, std) if self.config.guard else log_ratio
+        kl_old = gaussian_kl(mean.detach(), mean_old, std)
+        kl = self.kl.of_transition(s, x_t, x_next, mean, batch, x0) if self.kl.in_loss else None
+        return Replay(log_ratio, ratio, kl_old, kl, self._clip(s, math.prod(batch.latent_shape)))
+
+    @torch.no_grad()
+    def _sequence(self, trajectories: Trajectories, minibatch: Minibatch, trained: list[int]) -> dict[int, PerSample]:
+        """For gspo, the log-ratios of all trained transitions, from a first pass without gradient."""
+        if self.config.objective != "gspo":
+            return {}
+        return {s: self._replay(trajectories, minibatch, s).ratio for s in trained}
+
+    def _loss(
+        self, replay: Replay, advantage: PerSample, minibatch: Minibatch, s: int, sequence: dict[int, PerSample]
+    ) -> Float[Tensor, ""]:
+        """-objective + coefficient KL of one transition, weighted over the samples of the minibatch."""
+        config = self.config
+        if sequence:
+            # One ratio for all n transitions, each of which adds its part of the gradient in a pass of its own; the
+            # factor n cancels the mean over transitions in `update_losses`.
+            steps = [replay.ratio if other == s else ratio for other, ratio in sequence.items()]
+            objective = len(steps) * self._surrogate(torch.stack(steps, 1), advantage, replay.clip)
+        else:
+            objective = self._surrogate(replay.ratio, advantage, replay.clip)
+        if config.trust_region:
+            leaves = leaves_trust_region(replay.ratio, advantage, replay.kl_old, config.trust_region)
+            objective = objective.masked_fill(leaves, 0.0)
+        loss = -self._step_weight(s) * objective
+        if replay.kl_reference is not None:
+            loss = loss + self.kl.coefficient * replay.kl_reference
+        return (minibatch.weights.to(loss) * loss).sum()
+
+    def _surrogate(self, ratio: Tensor, advantage: PerSample, clip: tuple[float, float]) -> PerSample:
+        parameters = dataclasses.asdict(self.config.objective_parameters)
+        return surrogate(self.config.objective, ratio, advantage, clip_low=clip[0], clip_high=clip[1], **parameters)
+
+    def _clip(self, s: int, elements: int) -> tuple[float, float]:
+        """The clip range of transition s, below and above 1."""
+        config, std = self.config, self.policy.std(s)
+        if not config.clip_velocity:
+            return config.clip_low, config.clip_high
+        change = self.policy.mean_gain(s) * config.clip_velocity / std
+        return calibrated_clip(change, elements, std if config.guard else None)
+
+    def _step_weight(self, s: int) -> float:
+        """Weight of transition s; `equal` gives every velocity the gradient A noise / D at ratio 1."""
+        if self.config.step_weight == "none":
+            return 1.0
+        if self.config.step_weight == "inverse_dt":
+            return 1 / float(self.policy.sigmas[s] - self.policy.sigmas[s + 1])
+        return (1 if self.config.guard else self.policy.std(s)) / self.policy.mean_gain(s)
+
+    def _check_replay(self, replay: Replay) -> None:
+        """Raise ReplayError if a replay differs from its rollout by more than the clip range before any update."""
+        if self._checked:
+            return
+        worst, (low, high) = replay.ratio.detach().abs().max().item(), replay.clip
+        if not worst <= min(low, high):
+            raise ReplayError(
+                f"the first update's log-ratio is {worst:.3g} with unchanged weights, above the clip range "
+                f"{low:g}/{high:g}: rollout and replay differ. Set "
+                "algorithm.update_batch equal to algorithm.rollout_batch, student.precision to fp32, or widen the range"
+            )
+        self._replay_error = max(self._replay_error, worst / min(low, high))
+
+    def _replay_message(self) -> str:
+        percent = 100 * self._replay_error
+        return f"on-policy check: largest log-ratio before the first update is {percent:.2g}% of the clip range"
+
+    def _metrics(self, stats: ReplayStats, trained: list[int], batch: Batch) -> dict[str, float]:
+        """Metrics of one update over all ranks."""
+        config, elements = self.config, math.prod(batch.latent_shape)
+        parameters = dataclasses.asdict(config.objective_parameters)
+        metrics = stats.metrics(trained, elements)
+        clips = [self._clip(s, elements) for s in trained]
+        low, high = torch.tensor(clips, dtype=torch.float64).to(stats.ratio.device).T
+        if config.clip_velocity:
+            metrics |= {"clip_low": float(low.mean()), "clip_high": float(high.mean())}
+        if config.objective == "gspo":
+            ratio, advantage, low, high = stats.ratio, stats.advantage[:, 0], low[0], high[0]
+        else:
+            ratio, advantage = stats.ratio.flatten(), stats.advantage.flatten()
+            low, high = (bound.expand(stats.ratio.shape).flatten() for bound in (low, high))
+        metrics |= diagnostics(config.objective, ratio, advantage, clip_low=low, clip_high=high, **parameters)
+        if config.trust_region:
+            columns = [column.flatten() for column in (stats.ratio, stats.advantage, stats.kl_old)]
+            left = leaves_trust_region(columns[0], columns[1], columns[2], config.trust_region)
+            metrics["trust_region_left"] = float(left.float().mean())
+        if self.kl.in_loss:
+            metrics |= self.kl.adapt(stats.kl_reference.mean(1))
+        return metrics
