@@ -349,9 +349,7 @@ def dmd2(
     role = role or TrainableConfig(max_grad_norm=0.0)
     student = Recording("student", names["student"], role, moves=moves)
     critic = RecordingCritic("critic", names["critic"], role, moves=moves)
-    for i, weight in enumerate(
-        critic._heads[""].parameters()
-    ):  # at its start, zero, it teaches the student nothing
+    for i, weight in enumerate(critic._heads[""].parameters()):  # at its start, zero, it teaches the student nothing
         value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
         weight.data.copy_(replicated(value, weight))
     method = DMD2(

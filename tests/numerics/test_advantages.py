@@ -210,7 +210,7 @@ def test_gae_golden():
 
 def test_gae_at_its_ends():
     """lambda 1 is the discounted return minus the value, lambda 0 one step of temporal difference."""
-    rewards, values, discounts, end = STEP
+    values = STEP[1]
     targets, advantages = gae(*STEP, trace_decay=1.0)
     assert_equal(targets, [0.81 * 2, 0.9 * 2, 2], atol=1e-12)
     assert_equal(advantages, targets - values, atol=1e-12)

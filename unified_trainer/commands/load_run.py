@@ -14,8 +14,8 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.plan import RolePlan, layout_for, role_path
 from unified_trainer.registry import family_of, method_named
 from unified_trainer.roles.causal import CausalStudent
-from unified_trainer.roles.headed import Headed
 from unified_trainer.roles.experts import Expert, ExpertLayout
+from unified_trainer.roles.headed import Headed
 from unified_trainer.roles.role import Trainable
 
 

@@ -119,12 +119,16 @@ def best_of_n(advantages: Float[Tensor, " b"], prompt_ids: Ids, keep: int) -> Bo
     return kept
 
 
-def spread(rewards: Float[Tensor, " b"], prompt_ids: Ids) -> tuple[float, float]:
-    """Return the mean of the groups' reward stds, and the std of the groups' mean rewards (0 for one group)."""
+def spread(rewards: Float[Tensor, " b"], prompt_ids: Ids) -> tuple[float | None, float]:
+    """Return the mean of the groups' reward stds, and the std of the groups' mean rewards (0 for one group).
+
+    A group of one sample has no std; the mean is None if every group has one.
+    """
     parts = [rewards[index].double() for index in groups(rewards, prompt_ids).values()]
     means = torch.stack([part.mean() for part in parts])
-    within = torch.stack([part.std() for part in parts]).mean()
-    return float(within), float(means.std()) if len(parts) > 1 else 0.0
+    stds = [part.std() for part in parts if len(part) > 1]
+    within = float(torch.stack(stds).mean()) if stds else None
+    return within, float(means.std()) if len(parts) > 1 else 0.0
 
 
 def curriculum(failures: Float[Tensor, " p"] | Sequence[int]) -> Float[Tensor, " p"]:
