@@ -148,7 +148,7 @@ class DancePPO(Method):
         rewards = self.reward.total(scores.parts)
         returns = self._standardised(rewards if penalty is None else rewards - mesh.gather(penalty.double()))
         values = self._values(trajectories)
-        targets, advantages = self._compare(trajectories, self._own(returns, mesh), values, mesh)
+        targets, advantages = self._compare(trajectories, _own(returns, mesh), values, mesh)
         advantages = self._normalised(advantages[:, [s - window.start for s in trained]], mesh)
 
         ids = mesh.gather(torch.tensor(samples.batch.sample_ids, device=rewards.device)) // config.num_samples
@@ -171,10 +171,6 @@ class DancePPO(Method):
             self.scale.copy_(torch.stack([rewards.mean(), rewards.std()]))
         mean, std = self.scale.tolist()
         return (rewards - mean) / (std or 1.0)
-
-    def _own(self, rows: PerSample, mesh: Mesh) -> PerSample:
-        """Return this rank's part of what was gathered from all ranks."""
-        return rows.chunk(mesh.data_size)[mesh.data_rank]
 
     @torch.no_grad()
     def _values(self, trajectories: Trajectories) -> PerTransition:
@@ -219,7 +215,7 @@ class DancePPO(Method):
         """Standardise the advantages over all samples and trained transitions of all ranks, and clip them."""
         if self.config.normalise_advantages:
             everywhere = mesh.gather(advantages)
-            advantages = self._own(standardized(everywhere.flatten()).view_as(everywhere), mesh)
+            advantages = _own(standardized(everywhere.flatten()).view_as(everywhere), mesh)
         return advantages.clamp(-self.config.advantage_clip, self.config.advantage_clip)
 
     def _value_loss(
@@ -256,3 +252,8 @@ class DancePPO(Method):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.update.load_state_dict(state)
         self.scale.copy_(state["reward_scale"])
+
+
+def _own(rows: Tensor, mesh: Mesh) -> Tensor:
+    """Return this rank's part of what was gathered from all ranks."""
+    return rows.chunk(mesh.data_size)[mesh.data_rank]
