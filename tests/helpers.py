@@ -342,6 +342,9 @@ class WatchedRollouts:
     def metrics(self):
         return self.rollouts.metrics()
 
+    def lower_ahead(self):
+        self.rollouts.lower_ahead()
+
 
 FEW_STEPS = SamplerConfig(num_steps=4, shift=5.0, solver="sde", guidance_scale=1.0)
 

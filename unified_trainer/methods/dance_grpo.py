@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -84,8 +83,10 @@ class DanceGRPO(Method):
         )
         metrics = advantages.metrics | collected | kl_metrics | self.update.transition_metrics(window, trained)
         values = advantages.values[:, None].expand(-1, len(trained))  # a sample's advantage is that of its transitions
-        start_update = partial(self.update.start, trajectories, values, trained, mesh)
+        start_update = self.update.begin(trajectories, values, trained, advantages.minibatches, mesh)
         yield from update_losses(advantages, trained, start_update, metrics)
+        if self.update.lags_too_far:
+            self.rollouts.lower_ahead()
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.update.state_dict()

@@ -10,6 +10,7 @@ from unified_trainer.methods.base import MethodConfig, MethodSetup
 from unified_trainer.numerics.kernels import Kernel, Policy
 from unified_trainer.numerics.kl import KL
 from unified_trainer.numerics.objectives import Mode, ObjectiveParameters
+from unified_trainer.numerics.off_policy import Correction, WeightDensity
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.reference_kl import KLSettings
 from unified_trainer.rl.replay import transition_noise
@@ -43,6 +44,18 @@ class PolicyConfig(MethodConfig):
     """Change of the velocity, rms per element, at which the ratio reaches the clip range: calibrates the range of each
     transition from its noise and the latent size. 0 takes clip_low and clip_high (experimental)."""
     objective_parameters: ObjectiveParameters = field(default_factory=ObjectiveParameters)
+    correction: Correction = "none"
+    """For samples that older weights made (experimental): clip the ratio around the policy of the start of the training
+    step (decoupled, one more network call per trained transition), around one interpolated by lag (loglinear), or not
+    at all (truncated), and weigh samples by importance. Samples of the present weights need none."""
+    weight_density: WeightDensity = "mean"
+    """Density that the importance weight of a correction is a ratio of: mean over elements, which is near 1, or joint
+    over all elements, which is unbiased and only useful while lag and latents are small."""
+    weight_max: float = 2.0
+    """Largest importance weight; larger ones are truncated."""
+    ess_floor: float = 0.0
+    """Share of samples that a step's gradient must come from (metric ess) while samples lag; below it the run says so
+    and makes samples less ahead. 0 never does."""
     guard: bool = False
     """Centre the log-ratio on 0 with one spread at all steps, as GRPO-Guard does (experimental)."""
     trust_region: float = 0.0
@@ -122,11 +135,27 @@ class PolicyConfig(MethodConfig):
             )
         if self.objective == "gspo" and self.step_weight != "none":
             raise UserError("algorithm.step_weight must be none for gspo, which has one ratio for all transitions")
+        self._check_correction()
         if not self.normalised and (self.guard or self.step_weight == "equal" or self.clip_velocity):
             raise UserError(
                 "algorithm.guard, algorithm.step_weight equal and algorithm.clip_velocity need the normalised density: "
                 "set --algorithm.normalised"
             )
+
+    def _check_correction(self) -> None:
+        if self.weight_max < 1:
+            raise UserError(f"algorithm.weight_max must be at least 1, not {self.weight_max}")
+        if not 0 <= self.ess_floor <= 1:
+            raise UserError(f"algorithm.ess_floor must be in [0, 1], not {self.ess_floor}")
+        if self.correction == "none":
+            return
+        if self.objective == "gspo" or self.guard or self.trust_region:
+            raise UserError(
+                f"algorithm.correction {self.correction} needs another objective than gspo, no algorithm.guard and "
+                "algorithm.trust_region 0: these compare whole rollouts or means, not densities of one transition"
+            )
+        if self.weight_density == "joint" and not self.normalised:
+            raise UserError("algorithm.weight_density joint needs the normalised density: set --algorithm.normalised")
 
 
 def sample_policy(

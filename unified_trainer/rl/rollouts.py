@@ -52,6 +52,10 @@ class Rollouts(Protocol):
         """Return metrics of the samples that were made last."""
         ...
 
+    def lower_ahead(self) -> None:
+        """Make later samples one training step less ahead; all ranks ask for it at the end of the same step."""
+        ...
+
 
 class LocalRollouts:
     """Samples, decodes and scores in this process, `size` samples at a time."""
@@ -73,3 +77,6 @@ class LocalRollouts:
 
     def metrics(self) -> dict[str, float]:
         return {"reward/retried": float(self._reward.retried)} if self._reward.config.retries else {}
+
+    def lower_ahead(self) -> None:
+        """Do nothing: samples are made in the training step that asks for them."""
