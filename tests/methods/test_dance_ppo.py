@@ -130,9 +130,9 @@ def test_both_gradients_by_hand(gae_lambda):
 
 def test_advantages_are_normalised_over_samples_and_transitions_and_clipped():
     one = trainer(head=0.3, advantage_clip=0.8)
-    seen, start = [], one.method.update.start
-    one.method.update.start = lambda trajectories, advantages, *rest: (
-        seen.append(advantages) or start(trajectories, advantages, *rest)
+    seen, begin = [], one.method.update.begin
+    one.method.update.begin = lambda trajectories, advantages, *rest: (
+        seen.append(advantages) or begin(trajectories, advantages, *rest)
     )
     plain = trainer(head=0.3)
     compared, compare = [], plain.method._compare
@@ -316,7 +316,7 @@ def test_two_experts_of_both_roles(run_folder):
         ({"value_warmup_steps": -1}, r"algorithm\.value_warmup_steps must not be negative"),
         ({"c_bar": 2.0}, r"algorithm\.c_bar must be above 0 and at most algorithm\.rho_bar, not 2\.0 and 1\.0"),
         ({"objective": "gspo"}, r"algorithm\.objective must not be gspo"),
-        ({"kernel": "cps", "normalised": False, "importance": "density"}, r"algorithm\.importance density needs"),
+        ({"kernel": "cps", "normalised": False, "weight_density": "joint"}, r"algorithm\.weight_density joint needs"),
         ({"rollout_batch": 0}, r"algorithm\.rollout_batch must be at least 1"),
         ({"advantage_clip": 0.0}, r"algorithm\.advantage_clip must be above 0"),
         ({"clip_low": 1.1}, r"algorithm\.clip_low must be in \[0, 1\]"),

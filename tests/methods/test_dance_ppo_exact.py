@@ -117,6 +117,9 @@ class LinearReward:
     def metrics(self):
         return {}
 
+    def lower_ahead(self):
+        """Do nothing: the lag is given."""
+
 
 def role_of(network: nn.Module) -> Trainable:
     return Trainable("student", Backbone(Model(network), ALONE, trained=True), TrainableConfig())
@@ -262,11 +265,11 @@ def test_targets_of_an_older_policy_are_corrected():
         return torch.zeros(len(x_t))
 
     bars = {"rho_bar": 1e9, "c_bar": 1e9}
-    exact = targets_of(with_lambda(1.0, importance="density", **bars), nothing, shift=0.1)
-    part = targets_of(with_lambda(1.0, importance="element", **bars), nothing, shift=0.1)
+    exact = targets_of(with_lambda(1.0, weight_density="joint", **bars), nothing, shift=0.1)
+    part = targets_of(with_lambda(1.0, weight_density="mean", **bars), nothing, shift=0.1)
     assert float(off_by(exact, torch.zeros(1))) < 3
     assert float(off_by(part, torch.zeros(1))) > WORST
-    truncated = targets_of(with_lambda(1.0, importance="density"), true_value, shift=0.1)
+    truncated = targets_of(with_lambda(1.0, weight_density="joint"), true_value, shift=0.1)
     assert truncated.std() < exact.std()
 
 

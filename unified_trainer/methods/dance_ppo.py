@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -29,7 +28,7 @@ from unified_trainer.rl.updates import MinibatchLoss, role_losses
 from unified_trainer.roles.reward import RewardSum
 from unified_trainer.roles.role import Frozen, Role, Trainable, TrainableConfig
 from unified_trainer.roles.value import Value
-from unified_trainer.sampling import SamplerConfig, policy_velocity
+from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch, PerSample, Rollout
 
 PerTransition = Float[Tensor, "b s"]  # of each sample at the state before each transition of the window
@@ -57,12 +56,11 @@ class DancePPOConfig(PolicyConfig, RolloutConfig):
     value_warmup_steps: int = 0
     """Training steps at the start in which only the value function is updated."""
     rho_bar: float = 1.0
-    """With a lag: largest importance ratio of a transition in its own correction of a value (V-trace)."""
+    """For samples that older weights made: largest importance ratio, of the algorithm.weight_density, with which a
+    transition corrects the value before it (V-trace)."""
     c_bar: float = 1.0
-    """With a lag: largest importance ratio of a transition that passes later corrections on (V-trace)."""
-    importance: Literal["element", "density"] = "element"
-    """With a lag: the ratio of densities averaged over the elements, as in the objective, or of the whole densities,
-    which is exact and soon near 0 for large latents (density)."""
+    """For samples that older weights made: largest importance ratio with which a transition hands on the corrections of
+    later ones (V-trace)."""
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
@@ -79,8 +77,8 @@ class DancePPOConfig(PolicyConfig, RolloutConfig):
             raise UserError(
                 f"algorithm.c_bar must be above 0 and at most algorithm.rho_bar, not {self.c_bar} and {self.rho_bar}"
             )
-        if self.importance == "density" and not self.normalised:
-            raise UserError("algorithm.importance density needs the normalised density: set --algorithm.normalised")
+        if self.weight_density == "joint" and not self.normalised:
+            raise UserError("algorithm.weight_density joint needs the normalised density: set --algorithm.normalised")
         if self.objective == "gspo":
             raise UserError(
                 "algorithm.objective must not be gspo: its one ratio for all transitions needs one advantage for all"
@@ -158,12 +156,15 @@ class DancePPO(Method):
         all_samples = torch.ones(len(rewards))
         updates = config.num_prompts // config.prompts_per_update
         size = largest_divisor(len(batch) // updates, config.update_batch)
+        plan = plan_minibatches(all_samples > 0, all_samples, mesh.data_rank, mesh.data_size, updates, size)
         value_at = partial(self._value_loss, trajectories, values, targets)
-        for part in plan_minibatches(all_samples > 0, all_samples, mesh.data_rank, mesh.data_size, updates, size):
-            yield from role_losses("value", part, window, value_at, metrics)
+        start_update = self.update.begin(trajectories, advantages, trained, plan, mesh)
+        for minibatches in plan:
+            yield from role_losses("value", minibatches, window, value_at, metrics)
             if step >= config.value_warmup_steps:
-                policy_at = self.update.start(trajectories, advantages, trained, mesh, part)
-                yield from role_losses("student", part, trained, policy_at, metrics)
+                yield from role_losses("student", minibatches, trained, start_update(minibatches), metrics)
+        if self.update.lags_too_far:
+            self.rollouts.lower_ahead()
 
     def _standardised(self, rewards: PerSample) -> PerSample:
         """Return rewards in the unit of the value function: the mean and std of all samples of the first step."""
@@ -186,11 +187,9 @@ class DancePPO(Method):
         """Return the log importance ratios of the present policy to the one that drew the transitions."""
 
         def log_ratio(rows: Tensor, s: int) -> PerSample:
-            batch, x_t, x_next, log_prob_old, x0 = trajectories.transition(s, rows)
-            velocity = policy_velocity(self.student, x_t, self.update.policy.sigmas[s], batch, self.sampler, x0)
-            log_prob = self.update.policy.log_prob(x_next, *self.update.policy.step(s, x_t, velocity))
-            elements = x_t[0].numel() if self.config.importance == "density" else 1
-            return elements * (log_prob - log_prob_old)
+            log_prob, mean, _ = self.update.density(trajectories, rows, s)
+            elements = mean[0].numel() if self.config.weight_density == "joint" else 1
+            return elements * (log_prob - trajectories.rollout.log_probs[rows, s - trajectories.window.start])
 
         return self._of_states(trajectories, log_ratio)
 

@@ -101,7 +101,7 @@ class PolicyUpdate:
         for minibatch in itertools.chain.from_iterable(updates):
             for s in trained:
                 at, real = s - trajectories.window.start, minibatch.real
-                log_prob, *_ = self._density(trajectories, minibatch.rows, s)
+                log_prob, *_ = self.density(trajectories, minibatch.rows, s)
                 log_probs[minibatch.rows[real], at] = log_prob[real.to(log_prob.device)]
         return dataclasses.replace(trajectories, start_log_probs=log_probs)
 
@@ -137,7 +137,7 @@ class PolicyUpdate:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.kl.load_state_dict(state)
 
-    def _density(self, trajectories: Trajectories, rows: Tensor, s: int) -> tuple[PerSample, Latents, Tensor]:
+    def density(self, trajectories: Trajectories, rows: Tensor, s: int) -> tuple[PerSample, Latents, Tensor]:
         """Return log-density, mean and standard deviation of transition s under the present weights."""
         batch, x_t, x_next, _, x0 = trajectories.transition(s, rows)
         velocity = policy_velocity(self.student, x_t, self.policy.sigmas[s], batch, self.sampler, x0)
@@ -147,7 +147,7 @@ class PolicyUpdate:
     def _replay(self, trajectories: Trajectories, minibatch: Minibatch, s: int) -> Replay:
         """Compare transition s under the present weights with the rollout, the proximal policy and the reference."""
         config, rows = self.config, minibatch.rows
-        log_prob, mean, std = self._density(trajectories, rows, s)
+        log_prob, mean, std = self.density(trajectories, rows, s)
         batch, x_t, x_next, log_prob_old, x0 = trajectories.transition(s, rows)
         elements, lag = math.prod(batch.latent_shape), trajectories.lags[rows].to(log_prob.device)
         log_ratio = log_prob - log_prob_old
