@@ -23,7 +23,7 @@ class Kind:
 
     flags: str  # flags of its runs
     rollout: int  # network calls to generate a sample
-    trained: int  # network calls to train on it, with those of an old policy; a backward pass is not counted
+    trained: int  # calls to train on it, with an old policy's or a value function's; a backward pass is not counted
     from_dmd2: bool = False  # starts from the distilled student, with its sampler
 
     @property
@@ -37,6 +37,7 @@ KINDS = {
     "flow": Kind(f"--method dance_grpo {SAMPLER} {TRAINED} --algorithm.kernel flow --algorithm.eta 0.7", 4, 3),
     "cps": Kind(f"--method dance_grpo {SAMPLER} {TRAINED} --algorithm.kernel cps --algorithm.eta 0.8", 4, 3),
     "window of 2": Kind(f"--method dance_grpo {SAMPLER} {TRAINED} --algorithm.window.size 2", 4, 2),
+    "dance_ppo": Kind(f"--method dance_ppo {SAMPLER} {TRAINED}", 4, 9),
     "diffusion_nft": Kind(f"--method diffusion_nft {SAMPLER} {TRAINED}", 4, 8),
     "dance on dmd2": Kind(f"--method dance_grpo {TRAINED}", 4, 3, from_dmd2=True),
 }

@@ -27,6 +27,10 @@ GROUPS = (
     "--algorithm.num-prompts 4 --algorithm.num-samples 2 --algorithm.prompts-per-update 2 "
     "--algorithm.rollout-batch 4 --algorithm.update-batch 2"
 )
+SINGLES = (
+    "--algorithm.num-prompts 8 --algorithm.num-samples 1 --algorithm.prompts-per-update 4 "
+    "--algorithm.rollout-batch 4 --algorithm.update-batch 2"
+)
 RUNS = {
     "finetune": f"--method finetune {SHORT} {CLIPS} --steps 2 --validate-every 2 --sampler.num-steps 2",
     "finetune_experts": f"--method finetune {SHORT} {CLIPS} --steps 3 --sampler.num-steps 2 --student.boundary 0.8 "
@@ -45,6 +49,8 @@ RUNS = {
     "--sampler.num-steps 4 --algorithm.kl-coefficient 0.1 --algorithm.kl-target 0.01 --algorithm.guard "
     "--algorithm.clip-velocity 0.1 --algorithm.window.size 2 --algorithm.window.tail second_order "
     "--algorithm.dynamic-sampling-rounds 1 --algorithm.failure-below 3 --sampler.guidance-scale 3",
+    "dance_ppo": f"--method dance_ppo {SHORT} {VIDEO} {SINGLES} --steps 3 --validate-every 0 --sampler.num-steps 4 "
+    "--algorithm.gae-lambda 0.9 --algorithm.value-warmup-steps 1 --sampler.guidance-scale 3",
     "diffusion_nft": f"--method diffusion_nft {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 "
     "--sampler.num-steps 3 --algorithm.kl-coefficient 0.1",
     "reward_gradient": f"--method reward_gradient {SHORT} {VIDEO} {PARTS} --steps 2 --validate-every 0",

@@ -153,7 +153,7 @@ def trainer(
     else:
         learning = TrainableConfig(**{**vars(role), "high": ExpertConfig(), "low": ExpertConfig()})
         critic = RecordingCritic("critic", made["critic"](), learning, moves=moves)
-        for head in critic._discriminators.values():
+        for head in critic._heads.values():
             for weight in head.parameters():
                 weight.data.fill_(0.1)
         parts = {"student": student, "teacher": Frozen("teacher", made["teacher"](), RoleConfig()), "critic": critic}

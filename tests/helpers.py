@@ -24,6 +24,7 @@ from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
+from unified_trainer.methods.dance_ppo import DancePPO, DancePPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.models.encoders import EncoderConfig
@@ -39,6 +40,7 @@ from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.experts import ExpertLayout
 from unified_trainer.roles.reward import Reward, RewardConfig, of_images
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
+from unified_trainer.roles.value import Value
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
 
@@ -65,6 +67,12 @@ SMALL = {
     "dance_grpo": flags(
         {"method": "dance_grpo", "video.frames": 5, "video.height": 32, "video.width": 32, "sampler.num-steps": 4}
         | {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
+        | {"algorithm.rollout-batch": 4, "algorithm.update-batch": 4}
+        | SHORT
+    ),
+    "dance_ppo": flags(
+        {"method": "dance_ppo", "video.frames": 5, "video.height": 32, "video.width": 32, "sampler.num-steps": 4}
+        | {"algorithm.num-prompts": 4, "algorithm.num-samples": 1, "algorithm.prompts-per-update": 2}
         | {"algorithm.rollout-batch": 4, "algorithm.update-batch": 4}
         | SHORT
     ),
@@ -125,6 +133,10 @@ class Recording(Trainable):
 
 class RecordingCritic(Recording, Critic):
     """A critic that does."""
+
+
+class RecordingValue(Recording, Value):
+    """A value function that does."""
 
 
 class Recorder(Recording):
@@ -284,6 +296,33 @@ def dance_grpo(
     return Trainer(method, {"student": student}, loader, mesh, seed=seed)
 
 
+def dance_ppo(
+    config: DancePPOConfig,
+    *,
+    sampler: SamplerConfig = SamplerConfig(num_steps=4, guidance_scale=1.0),  # noqa: B008  (frozen)
+    scorer=mean_score,
+    head: float = 0.0,
+    mesh: Mesh = ALONE,
+    seed: int = 0,
+    role: TrainableConfig | None = None,
+    moves: bool = False,
+) -> Trainer:
+    """A trainer of the small network and of a value function with a network of its own; both record.
+
+    `head` is the size of the weights that the value function's head starts with.
+    """
+    role = role or TrainableConfig(max_grad_norm=0.0)
+    student = Recorder(role, mesh=mesh, moves=moves)
+    value = RecordingValue("value", Backbone(small_model(1), mesh, trained=True), role, moves=moves)
+    for i, weight in enumerate(value._heads[""].parameters()):
+        given = head * torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
+        weight.data.copy_(replicated(given, weight))
+    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    parts = reward_parts(DancePPO, config, sampler, student, reward_of(scorer), loader)
+    method = DancePPO(config, sampler, student=student, value=value, **parts)
+    return Trainer(method, {"student": student, "value": value}, loader, mesh, seed=seed)
+
+
 def reward_parts(method, config, sampler: SamplerConfig, role, reward: Reward, loader: Loader) -> dict[str, object]:
     """What a method that learns from the rewards of its samples is given; the role makes them in this process."""
     sample = functools.partial(method.sample, config, sampler, role)
@@ -302,6 +341,9 @@ class WatchedRollouts:
 
     def metrics(self):
         return self.rollouts.metrics()
+
+    def lower_ahead(self):
+        self.rollouts.lower_ahead()
 
 
 FEW_STEPS = SamplerConfig(num_steps=4, shift=5.0, solver="sde", guidance_scale=1.0)
@@ -349,9 +391,7 @@ def dmd2(
     role = role or TrainableConfig(max_grad_norm=0.0)
     student = Recording("student", names["student"], role, moves=moves)
     critic = RecordingCritic("critic", names["critic"], role, moves=moves)
-    for i, weight in enumerate(
-        critic._discriminators[""].parameters()
-    ):  # at its start, zero, it teaches the student nothing
+    for i, weight in enumerate(critic._heads[""].parameters()):  # at its start, zero, it teaches the student nothing
         value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
         weight.data.copy_(replicated(value, weight))
     method = DMD2(
@@ -428,6 +468,6 @@ def setup_of(
 ) -> MethodSetup:
     """What a method's check reads: by default one network for every role, all of them trained."""
     one = ExpertLayout(None, {"": "transformer"}, ("",))
-    names = ("student", "teacher", "critic", "reference", "old")
+    names = ("student", "teacher", "critic", "value", "reference", "old")
     configs = {name: roles.get(name, TrainableConfig()) for name in names}
     return MethodSetup(sampler, configs, {name: one for name in names} | (layouts or {}))

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from helpers import Calls, ScriptedScorer, dance_grpo, gradients, trainable
+from helpers import Calls, ScriptedScorer, WatchedRollouts, dance_grpo, gradients, trainable
 
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.numerics.flow import sigma_table
@@ -83,18 +83,48 @@ def nudge(role: Role, size: float = 0.02) -> None:
         weight.add_(size * torch.randn(weight.shape, generator=generator))
 
 
+class OlderRollouts(WatchedRollouts):
+    """Rollouts whose samples are said to be of older weights."""
+
+    def __init__(self, rollouts, lags) -> None:
+        super().__init__(rollouts)
+        self.lags, self.lowered = torch.as_tensor(lags), 0
+
+    def samples(self, batch, step, rng):
+        samples = super().samples(batch, step, rng)
+        return dataclasses.replace(samples, versions=samples.versions - self.lags)
+
+    def lower_ahead(self):
+        self.lowered += 1
+
+
 class Case:
     """One training step of the small student, and its transitions."""
 
-    def __init__(self, moved: bool = False, sampler: SamplerConfig = ODE, reference=None, step: int = 0, **changes):
+    def __init__(
+        self,
+        moved: bool = False,
+        sampler: SamplerConfig = ODE,
+        reference=None,
+        step: int = 0,
+        lags=None,
+        between: float = 0.0,
+        **changes,
+    ):
+        """`lags` is the lag that all samples are said to have, or of each; `between` moves the student in an update."""
         changes = {"clip_low": 1e-3, "clip_high": 2e-3} | changes
         config = dataclasses.replace(CONFIG, **changes)
         self.moved, self.config = moved, config
         scorer = ScriptedScorer(REWARDS)
         self.one = dance_grpo(config, sampler=sampler, scorer=scorer, reference=reference)
-        self.one.method._checked = moved
+        self.one.method.update._checked = moved
+        if lags is not None:
+            self.one.method.rollouts = OlderRollouts(self.one.method.rollouts, lags)
         if moved:
             scorer.before = lambda: nudge(self.one.roles["student"])
+        if between:
+            student, record = self.one.roles["student"], self.one.roles["student"].step
+            student.step = lambda: (record(), nudge(student, between))[0]
         self.calls = Calls.of(self.one.roles["student"])
         self.metrics = self.one.step(step)
         self.cond = self.one.loader.batch(step).cond

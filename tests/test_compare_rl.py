@@ -27,6 +27,8 @@ def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name, monkeypa
     assert kind.rollout == run.sampler.num_steps and run.sampler.guidance_scale == 1
     if run.method == "diffusion_nft":
         assert kind.trained == 2 * run.sampler.num_steps * run.algorithm.timestep_fraction
+    elif run.method == "dance_ppo":  # the values of all states, the update of the values, and that of the policy
+        assert kind.trained == 3 * (run.sampler.num_steps - 1) and run.algorithm.timestep_fraction == 1
     else:
         fraction = (run.sampler.num_steps - 1) * run.algorithm.timestep_fraction
         assert kind.trained == (run.algorithm.window.size or fraction)

@@ -81,7 +81,7 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
 
 
 @pytest.mark.parametrize(("recipe", "steps"), [(recipe, 1) for recipe in REAL])
-@pytest.mark.parametrize("method", ["dance_grpo", "diffusion_nft"])
+@pytest.mark.parametrize("method", ["dance_grpo", "dance_ppo", "diffusion_nft"])
 def test_a_rollout_of_a_real_recipe_has_one_update(recipe, method, steps):
     assert parsed("--recipe", recipe, "--method", method).algorithm.plan().table(8)["optimizer updates"] == steps
 

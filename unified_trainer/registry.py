@@ -9,6 +9,7 @@ from unified_trainer.errors import MissingFileError, UserError
 from unified_trainer.methods.base import Method
 from unified_trainer.methods.consistency import Consistency
 from unified_trainer.methods.dance_grpo import DanceGRPO
+from unified_trainer.methods.dance_ppo import DancePPO
 from unified_trainer.methods.diffusion_nft import DiffusionNFT
 from unified_trainer.methods.dmd2 import DMD2
 from unified_trainer.methods.finetune import Finetune
@@ -25,6 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 METHODS: dict[str, type[Method]] = {
     "consistency": Consistency,
     "dance_grpo": DanceGRPO,
+    "dance_ppo": DancePPO,
     "diffusion_nft": DiffusionNFT,
     "dmd2": DMD2,
     "finetune": Finetune,

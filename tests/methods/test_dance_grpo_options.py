@@ -175,9 +175,12 @@ def test_the_trust_region_reads_the_ratio_of_the_objective():
     """Under guard the ratio is centred: samples 0 and 1 left by the raw log-ratio or the guarded one, never by both."""
     method = dance_grpo(dataclasses.replace(CONFIG, guard=True, trust_region=0.5, objective="none")).method
     log_ratio, ratio = torch.tensor([-0.1, 0.1, 0.1, 0.1]), torch.tensor([0.1, -0.1, 0.1, 0.1])
-    replay = Replay(log_ratio, ratio, torch.tensor([1.0, 1.0, 1.0, 0.1]), None, (1e-3, 1e-3))
+    ones = torch.ones(4)
+    replay = Replay(
+        log_ratio, ratio, torch.tensor([1.0, 1.0, 1.0, 0.1]), None, (1e-3, 1e-3), ones, torch.zeros(4).long()
+    )
     minibatch = Minibatch(torch.arange(4), torch.tensor([1.0, 10.0, 100.0, 1000.0]))
-    loss = method._loss(replay, torch.ones(4), minibatch, 0, {})
+    loss = method.update._loss(replay, torch.ones(4), minibatch, 0, {})
     assert float(loss) == pytest.approx(-10 * math.exp(-0.1) - 1000 * math.exp(0.1), rel=1e-5)
 
 

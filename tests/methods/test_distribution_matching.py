@@ -238,7 +238,7 @@ def test_the_gan_gradient_is_that_of_a_direct_computation():
     seen = []
     critic.network.blocks[1].register_forward_hook(lambda _module, _inputs, output: seen.append(output))
     critic.velocity(x_tau, sigma, batch.cond)
-    head = critic._discriminators[""]
+    head = critic._heads[""]
     logits = (seen[0].mean(1) @ head.weight.T + head.bias)[:, 0]
     (direct,) = torch.autograd.grad(softplus(-logits).mean(), x0)
     torch.testing.assert_close(total - without, weight * direct, rtol=1e-3, atol=1e-7)
@@ -283,7 +283,7 @@ def test_the_critics_gan_loss_tells_samples_from_clips():
     """
     one, batch, x0 = matching(gan_weight=0.5, gan_critic_weight=0.1)
     critic = one.roles["critic"]
-    for p in critic._discriminators[""].parameters():
+    for p in critic._heads[""].parameters():
         p.data.zero_()
     seen = []
     critic.network.blocks[1].register_forward_hook(lambda _module, _inputs, output: seen.append(output.detach()))
@@ -292,8 +292,8 @@ def test_the_critics_gan_loss_tells_samples_from_clips():
     loss.value.backward()
     fake, real = seen[0].mean(1).chunk(2)
     expected = 0.1 * (fake.mean(0) - real.mean(0)) / 2
-    torch.testing.assert_close(critic._discriminators[""].weight.grad[0], expected, rtol=1e-4, atol=1e-7)
-    assert float(critic._discriminators[""].bias.grad) == pytest.approx(0, abs=1e-8)
+    torch.testing.assert_close(critic._heads[""].weight.grad[0], expected, rtol=1e-4, atol=1e-7)
+    assert float(critic._heads[""].bias.grad) == pytest.approx(0, abs=1e-8)
     assert float(loss.metrics["gan_critic_loss"].mean()) == pytest.approx(2 * float(softplus(torch.tensor(0.0))))
     sigma = calls.sigma[0].chunk(2)
     assert torch.equal(sigma[0], sigma[1])  # samples and clips at one noise level

@@ -9,6 +9,7 @@ from unified_trainer.numerics.advantages import (
     below_threshold,
     best_of_n,
     curriculum,
+    gae,
     global_statistics,
     group_advantages,
     spread,
@@ -195,6 +196,72 @@ def test_vtrace_caps_are_two():
 def test_vtrace_has_no_gradient():
     log_rho = RHO.log().requires_grad_()
     assert not any(part.requires_grad for part in vtrace(log_rho, REWARDS, VALUES, GAMMA, 0.0))
+
+
+STEP = (double([0, 0, 2]), double([0.5, 0.2, 0.4]), double([0.9, 0.9, 0.9]), 0.0)  # rewards, values, discounts, end
+
+
+def test_gae_golden():
+    """By hand: delta = -.32, .16, 1.6, and A = delta + .9 * .5 A' from the end."""
+    targets, advantages = gae(*STEP, trace_decay=0.5)
+    assert_equal(advantages, [0.076, 0.88, 1.6], atol=1e-12)
+    assert_equal(targets, [0.576, 1.08, 2.0], atol=1e-12)
+
+
+def test_gae_at_its_ends():
+    """lambda 1 is the discounted return minus the value, lambda 0 one step of temporal difference."""
+    values = STEP[1]
+    targets, advantages = gae(*STEP, trace_decay=1.0)
+    assert_equal(targets, [0.81 * 2, 0.9 * 2, 2], atol=1e-12)
+    assert_equal(advantages, targets - values, atol=1e-12)
+    assert_equal(gae(*STEP, trace_decay=0.0)[1], [0.9 * 0.2 - 0.5, 0.9 * 0.4 - 0.2, 2 - 0.4], atol=1e-12)
+
+
+def test_vtrace_with_a_decay_by_hand():
+    """rho = .5, 2, .8; delta = .5 * -.32, 1 * .16, .8 * 1.6; c = .5 min(1, rho)."""
+    vs, td = vtrace(double([0.5, 2.0, 0.8]).log(), *STEP, trace_decay=0.5)
+    assert_equal(vs, [0.5056, 0.936, 1.68], atol=1e-12)
+    assert_equal(td, [0.0112, 0.736, 1.6], atol=1e-12)
+
+
+@given(seed=st.integers(0, 100), decay=st.floats(0, 1))
+def test_vtrace_without_lag_is_gae(seed, decay):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values, discounts = torch.rand(3, 2, 5, generator=generator, dtype=torch.float64)
+    for rho_bar, c_bar in ((1.0, 1.0), (2.0, 1.5)):
+        got = vtrace(torch.zeros_like(values), rewards, values, discounts, 0.3, rho_bar, c_bar, decay)
+        after, expected = torch.zeros(2), []
+        for s in reversed(range(5)):
+            following = values[:, s + 1] if s < 4 else 0.3
+            after = rewards[:, s] + discounts[:, s] * following - values[:, s] + discounts[:, s] * decay * after
+            expected.insert(0, after)
+        assert_equal(got[1], torch.stack(expected, 1), atol=1e-12)
+        assert_equal(got[0], got[1] + values, atol=1e-12)
+
+
+@pytest.mark.parametrize("bar", [1.0, 1.2, 1e9])
+def test_vtrace_targets_are_unbiased_for_the_truncated_policy(bar):
+    """Two steps of two actions, enumerated: samples of mu, values of the policy in proportion to min(bar mu, pi).
+
+    At its own values the expectation of every target is the value (arXiv:1802.01561, theorem 1); a bar that truncates
+    nothing leaves the values of pi.
+    """
+    mu, pi = double([0.7, 0.3]), double([0.4, 0.6])
+    end = double([[1.0, -2.0], [0.5, 4.0]])  # reward of each pair of actions
+    held = torch.minimum(bar * mu, pi)
+    policy = held / held.sum()
+    second = end @ policy  # after each first action
+    first = policy @ second
+    expected = 0.0
+    for a in range(2):
+        for b in range(2):
+            log_rho = double([pi[a] / mu[a], pi[b] / mu[b]]).log()
+            values = torch.stack([first, second[a]])
+            vs, _ = vtrace(log_rho, double([0, end[a, b]]), values, double([1, 1]), 0.0, rho_bar=bar, c_bar=bar)
+            expected = expected + mu[a] * mu[b] * vs[0]
+    assert_equal(expected, first, atol=1e-12)
+    if bar > 10:
+        assert_equal(first, pi @ end @ pi, atol=1e-12)
 
 
 def test_an_end_reward_reaches_back_through_what_is_still_trusted():

@@ -22,6 +22,7 @@ from launch import fork_ranks
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
+from unified_trainer.methods.dance_ppo import DancePPO, DancePPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
@@ -35,6 +36,7 @@ from unified_trainer.roles.backbone import AdapterConfig, Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
+from unified_trainer.roles.value import Value
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
 
@@ -51,11 +53,21 @@ MESHES = {
         "sharded and sequence": ParallelConfig(sequence=2),
     },
 }
-METHODS = ("finetune", "dmd2", "dmd2 adapters", "self_forcing", "dance_grpo", "dance_grpo in chunks")
+METHODS = (
+    "finetune",
+    "dmd2",
+    "dmd2 adapters",
+    "self_forcing",
+    "dance_grpo",
+    "dance_ppo",
+    "dance_ppo adapters",
+    "dance_grpo in chunks",
+)
 ON_TWO = (*itertools.product(MESHES[2], METHODS[:-1]), ("sequence", METHODS[-1]))
 ON_FOUR = (
     ("replicated and sharded", "finetune"),
     ("replicated and sharded", "dance_grpo"),
+    ("sharded and sequence", "dance_ppo"),
     ("sharded and sequence", "dmd2"),
     ("sharded and sequence", "dmd2 adapters"),
     ("sharded and sequence", "self_forcing"),
@@ -74,6 +86,11 @@ FEW = SamplerConfig(num_steps=3, guidance_scale=1.0, solver="sde")
 # Chunks of one frame, each of three tokens; the last attends to one of the two before it.
 FRAMES = ChunkConfig(chunk_frames=1, window_frames=1, context_noise=0.1)
 GRPO = DanceGRPOConfig(num_prompts=2, num_samples=2, prompts_per_update=2, rollout_batch=2, timestep_fraction=1.0)
+
+
+PPO = DancePPOConfig(
+    num_prompts=4, prompts_per_update=4, rollout_batch=1, timestep_fraction=0.5, gae_lambda=0.8, value_clip=0.0
+)
 
 
 class RecordsGradients:
@@ -103,7 +120,15 @@ class RecordingCritic(RecordsGradients, Critic):
         super().__init__(*arguments)
         self.gradients = []
         with torch.no_grad():
-            self._discriminators[""].weight.fill_(0.1)  # it starts from zero, with nothing to say to the student
+            self._heads[""].weight.fill_(0.1)  # it starts from zero, with nothing to say to the student
+
+
+class RecordingValue(RecordsGradients, Value):
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.gradients = []
+        with torch.no_grad():
+            self._heads[""].weight.fill_(0.1)
 
 
 def own(name: str, kind: type, mesh: Mesh, model: VideoModel, **settings) -> Trainable:
@@ -129,14 +154,19 @@ def dmd2(mesh: Mesh, micro_batch: int = 1, student_every: int = 2) -> tuple[DMD2
 
 def dmd2_adapters(mesh: Mesh, micro_batch: int = 1) -> tuple[DMD2, dict[str, Trainable], Clips]:
     """Student and critic as adapters of the teacher, activations recomputed."""
-    adapter = AdapterConfig(rank=2)
-    adapters = {"student": adapter, "critic": adapter}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are the point
-        backbone = Backbone(small_model(0), mesh, adapters=adapters, activation_checkpointing=True)
-    config = TrainableConfig(**MOVING, adapter=adapter)
+    backbone, config = two_adapters(mesh, "critic")
     student, critic = RecordingTrainable("student", backbone, config), RecordingCritic("critic", backbone, config)
     return matching(student, Frozen("teacher", backbone, RoleConfig()), critic, micro_batch, 1)
+
+
+def two_adapters(mesh: Mesh, other: str) -> tuple[Backbone, TrainableConfig]:
+    """A network with adapters of the student and of another role."""
+    adapter = AdapterConfig(rank=2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are the point
+        adapters = {"student": adapter, other: adapter}
+        backbone = Backbone(small_model(0), mesh, adapters=adapters, activation_checkpointing=True)
+    return backbone, TrainableConfig(**MOVING, adapter=adapter)
 
 
 def matching(student: Trainable, teacher: Frozen, critic: Critic, micro_batch: int, student_every: int):
@@ -188,12 +218,35 @@ def policy_gradient(student: Trainable, chunks: ChunkConfig, micro_batch: int):
     return DanceGRPO(config, sampler, student=student, **parts), {"student": student}, clips
 
 
+def dance_ppo(mesh: Mesh, micro_batch: int = 1) -> tuple[DancePPO, dict[str, Trainable], Clips]:
+    student = own("student", RecordingTrainable, mesh, small_model())
+    return with_values(student, own("value", RecordingValue, mesh, small_model(1)), micro_batch)
+
+
+def dance_ppo_adapters(mesh: Mesh, micro_batch: int = 1) -> tuple[DancePPO, dict[str, Trainable], Clips]:
+    """Student and value function as adapters of one network, activations recomputed."""
+    backbone, config = two_adapters(mesh, "value")
+    student, value = RecordingTrainable("student", backbone, config), RecordingValue("value", backbone, config)
+    return with_values(student, value, micro_batch)
+
+
+def with_values(student: Trainable, value: Value, micro_batch: int):
+    config = dataclasses.replace(PPO, update_batch=micro_batch)
+    sampler, clips = SamplerConfig(num_steps=3, guidance_scale=2.0), Clips(CAPTIONS, torch.zeros(4, *SHAPE))
+    loader = Loader(clips, tiny_codec(), config.plan(), SHAPE, "", 0, student._mesh)
+    parts = reward_parts(DancePPO, config, sampler, student, reward_of(), loader)
+    roles = {"student": student, "value": value}
+    return DancePPO(config, sampler, **roles, **parts), roles, clips
+
+
 PARTS: dict[str, Callable] = {
     "finetune": finetune,
     "dmd2": dmd2,
     "dmd2 adapters": dmd2_adapters,
     "self_forcing": self_forcing,
     "dance_grpo": dance_grpo,
+    "dance_ppo": dance_ppo,
+    "dance_ppo adapters": dance_ppo_adapters,
     "dance_grpo in chunks": dance_grpo_in_chunks,
 }
 

@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers import SMALL, ScriptedScorer, StubbornScorer, dance_grpo, dmd2, finetune, flags
+from helpers import SMALL, ScriptedScorer, StubbornScorer, dance_grpo, dance_ppo, dmd2, finetune, flags
 
 from unified_trainer import __main__ as program
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
+from unified_trainer.methods.dance_ppo import DancePPOConfig
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.parallel.fsdp import full
@@ -30,6 +31,15 @@ REWARDS = (1.0, 2.0, 4.0, 5.0, 9.0, -1.0, 1.0, 1.0)
 SIZES = {"num_prompts": 2, "num_samples": 4, "prompts_per_update": 1, "rollout_batch": 2, "update_batch": 2}
 # Of each group the best and the worst are kept: in the first one on each rank, in the second both on the main one.
 GRPO = DanceGRPOConfig(**SIZES, timestep_fraction=0.5, best_of_n=2)
+# Eight prompts; a rank has two samples of each update, whose values differ.
+PPO = DancePPOConfig(
+    num_prompts=8,
+    prompts_per_update=4,
+    rollout_batch=2,
+    update_batch=1,
+    timestep_fraction=0.5,
+    gae_lambda=0.8,
+)
 MOVING = TrainableConfig(learning_rate=1e-3, ema_decay=0.5, max_grad_norm=0.1, warmup_updates=3)
 MATCHING = DMD2Config(batch_size=4, micro_batch=1, guidance_scale=2.0, student_every=1, gan_weight=0.5)
 # The first prompt teaches nothing, so that one rank lacks a group and the other none.
@@ -37,7 +47,7 @@ DYNAMIC_SAMPLING = DanceGRPOConfig(
     **SIZES | {"prompts_per_update": 2}, timestep_fraction=0.5, dynamic_sampling_rounds=2
 )
 # dmd2_shared: adapters over one base, recomputed activations.
-METHODS = ("finetune", "dance_grpo", "dynamic_sampling", "dmd2", "dmd2_shared")
+METHODS = ("finetune", "dance_grpo", "dance_ppo", "dynamic_sampling", "dmd2", "dmd2_shared")
 PROGRAM = SMALL["dance_grpo"] + flags(
     {"steps": 2, "validate-every": 2, "validation.num-videos": 1, "student.ema-decay": 0.5}
     | {"algorithm.update-batch": 2, "algorithm.rollout-batch": 2}
@@ -55,8 +65,11 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
     if method == "dynamic_sampling":
         first = dance_grpo(DYNAMIC_SAMPLING).loader.batch(0).prompts[0]
         return dance_grpo(DYNAMIC_SAMPLING, scorer=StubbornScorer({first}), **recorder)
-    scorer = ScriptedScorer(())
-    one = dance_grpo(GRPO, sampler=SamplerConfig(num_steps=4, guidance_scale=2.0), scorer=scorer, **recorder)
+    scorer, sampler = ScriptedScorer(()), SamplerConfig(num_steps=4, guidance_scale=2.0)
+    if method == "dance_ppo":
+        one = dance_ppo(PPO, sampler=sampler, scorer=scorer, head=0.3, **recorder)
+    else:
+        one = dance_grpo(GRPO, sampler=sampler, scorer=scorer, **recorder)
     batch = one.loader.batch(0)  # the rewards of this rank's samples, whatever rank holds them
     scorer.rewards = [REWARDS[sample] for sample in batch.sample_ids]
     return one

@@ -27,7 +27,7 @@ def built(*options: str):
 
 
 def reference_of(trainer) -> Frozen:
-    return trainer.method.kl._reference
+    return trainer.method.update.kl._reference
 
 
 def velocity(role, trainer) -> torch.Tensor:
@@ -82,11 +82,11 @@ def test_the_coefficient_follows_the_kl(where, kind):
     case = Case(reference=frozen("reference", seed=1), **changes)
     assert case.metrics["kl_coefficient"] == 0.5 and case.metrics["kl"] > 1.2e-3
     expected = 0.5 * (1 + 0.2 * 8 / 100)
-    assert case.one.method.kl.coefficient == pytest.approx(expected, rel=1e-12)
+    assert case.one.method.update.kl.coefficient == pytest.approx(expected, rel=1e-12)
     case.one.step(1)
     rule = AdaptiveKL(expected, 1e-3, 100.0)
     rule.update(case.metrics["kl"], 8)  # far above the target: both changes are at the bound
-    assert case.one.method.kl.coefficient == pytest.approx(rule.coefficient, rel=1e-12)
+    assert case.one.method.update.kl.coefficient == pytest.approx(rule.coefficient, rel=1e-12)
 
 
 def test_an_update_uses_the_coefficient_before_its_own_change():

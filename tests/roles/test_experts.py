@@ -69,13 +69,13 @@ def test_a_frozen_role_and_a_critic_route_too():
     assert torch.equal(teacher.velocity(X_T, MIXED, cond), role().velocity(X_T, MIXED, cond).detach())
     assert not teacher.velocity(X_T, MIXED, cond).requires_grad
     critic = role(name="critic", kind=Critic)
-    for i, head in enumerate(critic._discriminators.values()):
+    for i, head in enumerate(critic._heads.values()):
         head.weight.data.fill_(1.0 + i)
     velocity, logits = critic.velocity_and_logits(X_T, MIXED, cond)
     assert torch.equal(velocity, critic.velocity(X_T, MIXED, cond))
     for seed, weight, rows in ((0, 1.0, [0, 2]), (1, 2.0, [1, 3])):
         alone = role((seed,), name="critic", kind=Critic)
-        alone._discriminators[""].weight.data.fill_(weight)
+        alone._heads[""].weight.data.fill_(weight)
         _, expected = alone.velocity_and_logits(X_T[rows], MIXED[rows], cond.map(lambda x, rows=rows: x[rows]))
         torch.testing.assert_close(logits[rows], expected)
 

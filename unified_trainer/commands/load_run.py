@@ -14,8 +14,8 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.plan import RolePlan, layout_for, role_path
 from unified_trainer.registry import family_of, method_named
 from unified_trainer.roles.causal import CausalStudent
-from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.experts import Expert, ExpertLayout
+from unified_trainer.roles.headed import Headed
 from unified_trainer.roles.role import Trainable
 
 
@@ -49,7 +49,8 @@ def load_role(spec: str, role: str, base: Path | None, mesh: Mesh, *, causal: bo
         raise CheckpointError(f"{spec} holds no weights of --role {role}; have {', '.join(roles_in(metadata))}")
     run = parse(["--resume", str(file.parent)])
     method = method_named(run.method)
-    kind = Critic if issubclass(method.roles[role].kind, Critic) else Trainable
+    declared = method.roles[role].kind
+    kind = declared if issubclass(declared, Headed) else Trainable
     if causal and run.sampler.chunks.causal:
         kind = CausalStudent
     bare = dataclasses.replace(

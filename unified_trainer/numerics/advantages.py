@@ -1,4 +1,4 @@
-"""Advantages from rewards, reward statistics, sample selection, and off-policy correction (V-trace)."""
+"""Advantages from rewards and values, reward statistics, sample selection, and off-policy correction (V-trace)."""
 
 from collections.abc import Hashable, Sequence
 from typing import Literal, get_args
@@ -41,9 +41,9 @@ def group_advantages(
             raise ValueError(f"prompt {prompt_id!r} has one sample: a group needs at least two")
     r = rewards.double()
     if estimator == "gdpo":
-        advantages = _standardized(_weighted(r, prompt_ids, weights))
+        advantages = standardized(_weighted(r, prompt_ids, weights))
     elif estimator == "global":
-        advantages = _standardized(r)
+        advantages = standardized(r)
     else:
         centered = torch.zeros_like(r)
         scale = torch.ones_like(r)
@@ -79,6 +79,15 @@ def global_statistics(total: Tensor | float, squares: Tensor | float, count: Ten
     return mean, ((squares - count * mean.square()) / (count - 1)).clamp(min=0).sqrt()
 
 
+def standardized(values: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """Return (x - mean) / (std + 1e-8) over all values; equal values give exactly 0."""
+    if values.max() == values.min():
+        return torch.zeros_like(values)
+    values = values - values[0]  # sums of squares would cancel for values far from 0
+    mean, std = global_statistics(*totals(values))
+    return (values - mean) / (std + EPS)
+
+
 def below_threshold(rewards: Float[Tensor, " b"], prompt_ids: Ids, threshold: float) -> Bool[Tensor, " b"]:
     """Return which samples belong to a group whose mean reward is strictly below the threshold."""
     below = torch.zeros_like(rewards, dtype=torch.bool)
@@ -110,12 +119,16 @@ def best_of_n(advantages: Float[Tensor, " b"], prompt_ids: Ids, keep: int) -> Bo
     return kept
 
 
-def spread(rewards: Float[Tensor, " b"], prompt_ids: Ids) -> tuple[float, float]:
-    """Return the mean of the groups' reward stds, and the std of the groups' mean rewards (0 for one group)."""
+def spread(rewards: Float[Tensor, " b"], prompt_ids: Ids) -> tuple[float | None, float]:
+    """Return the mean of the groups' reward stds, and the std of the groups' mean rewards (0 for one group).
+
+    A group of one sample has no std; the mean is None if every group has one.
+    """
     parts = [rewards[index].double() for index in groups(rewards, prompt_ids).values()]
     means = torch.stack([part.mean() for part in parts])
-    within = torch.stack([part.std() for part in parts]).mean()
-    return float(within), float(means.std()) if len(parts) > 1 else 0.0
+    stds = [part.std() for part in parts if len(part) > 1]
+    within = float(torch.stack(stds).mean()) if stds else None
+    return within, float(means.std()) if len(parts) > 1 else 0.0
 
 
 def curriculum(failures: Float[Tensor, " p"] | Sequence[int]) -> Float[Tensor, " p"]:
@@ -134,26 +147,43 @@ def vtrace(
     bootstrap: Float[Tensor, "*b"] | float,
     rho_bar: float = 1.0,
     c_bar: float = 1.0,
+    trace_decay: float = 1.0,
 ) -> tuple[Float[Tensor, "*b s"], Float[Tensor, "*b s"]]:
-    """Return value targets vs and advantages td of V-trace (arXiv:1802.01561); the last axis is time.
+    """Return value targets vs and advantages td of V-trace (arXiv:1802.01561), float64; the last axis is time.
 
-    With V = values, r = rewards, gamma = discounts, rho = exp(log_rho), and ' for the next step:
-    rho_b = min(rho, rho_bar), c = min(rho, c_bar), delta = rho_b (r + gamma V' - V), acc = delta + gamma c acc',
-    vs = V + acc, td = r + gamma vs' - V. td omits the factor rho_b because a ratio objective multiplies by its own
-    ratio. V' and vs' after the last step are `bootstrap`. All inputs are detached.
+    With V = values, r = rewards, gamma = discounts, lambda = trace_decay, rho = exp(log_rho), and ' for the next step:
+    rho_b = min(rho, rho_bar), c = lambda min(rho, c_bar), delta = rho_b (r + gamma V' - V), acc = delta + gamma c acc',
+    vs = V + acc, td = r + gamma (V' + lambda acc') - V. With lambda = 1, td is the paper's r + gamma vs' - V; with
+    rho = 1 it is GAE(lambda), see `gae`. td omits the factor rho_b because a ratio objective multiplies by its own
+    ratio. V' after the last step is `bootstrap`, and acc' is 0 there. All inputs are detached.
     """
-    log_rho, rewards, values, discounts = (x.detach() for x in (log_rho, rewards, values, discounts))
+    log_rho, rewards, values, discounts = (x.detach().double() for x in (log_rho, rewards, values, discounts))
     rho = log_rho.exp()
-    last = torch.as_tensor(bootstrap, dtype=values.dtype, device=values.device).detach().expand(values.shape[:-1])
+    last = torch.as_tensor(bootstrap, dtype=torch.float64, device=values.device).detach().expand(values.shape[:-1])
     following = torch.cat([values[..., 1:], last[..., None]], -1)
     deltas = rho.clamp(max=rho_bar) * (rewards + discounts * following - values)
-    trace, acc = discounts * rho.clamp(max=c_bar), torch.zeros_like(values)
-    after = torch.zeros_like(last)
+    trace, acc = discounts * trace_decay * rho.clamp(max=c_bar), torch.zeros_like(values)
+    after, later = torch.zeros_like(last), torch.zeros_like(values)
     for s in reversed(range(values.shape[-1])):
+        later[..., s] = after
         after = deltas[..., s] + trace[..., s] * after
         acc[..., s] = after
-    vs = values + acc
-    return vs, rewards + discounts * torch.cat([vs[..., 1:], last[..., None]], -1) - values
+    return values + acc, rewards + discounts * (following + trace_decay * later) - values
+
+
+def gae(
+    rewards: Float[Tensor, "*b s"],
+    values: Float[Tensor, "*b s"],
+    discounts: Float[Tensor, "*b s"],
+    bootstrap: Float[Tensor, "*b"] | float,
+    trace_decay: float,
+) -> tuple[Float[Tensor, "*b s"], Float[Tensor, "*b s"]]:
+    """Return value targets V + A and advantages A of GAE(lambda) (arXiv:1506.02438), float64; the last axis is time.
+
+    delta = r + gamma V' - V, A = delta + gamma lambda A', lambda = trace_decay: V-trace at ratio 1. With lambda = 1,
+    A is the discounted return minus the value; with lambda = 0 it is delta.
+    """
+    return vtrace(torch.zeros_like(values), rewards, values, discounts, bootstrap, trace_decay=trace_decay)
 
 
 def terminal_advantages(log_rho: Float[Tensor, "b s"], advantages: Float[Tensor, " b"]) -> Float[Tensor, "b s"]:
@@ -186,12 +216,3 @@ def _weighted(rewards: Tensor, prompt_ids: Ids, weights: Sequence[float] | None)
         raise ValueError(f"gdpo: {parts.shape[1]} rewards but {len(weights)} weights")
     advantages = [group_advantages(part, prompt_ids) for part in parts.unbind(1)]
     return sum(weight * part for weight, part in zip(weights, advantages, strict=True))
-
-
-def _standardized(values: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
-    """Return (x - mean) / (std + eps) over all values; equal values give exactly 0."""
-    if values.max() == values.min():
-        return torch.zeros_like(values)
-    values = values - values[0]  # sums of squares would cancel for values far from 0
-    mean, std = global_statistics(*totals(values))
-    return (values - mean) / (std + EPS)

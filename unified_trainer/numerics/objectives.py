@@ -152,9 +152,12 @@ def diagnostics(
     *,
     clip_low: float | Tensor = 0.2,
     clip_high: float | Tensor = 0.2,
+    weight: Tensor | None = None,
     **parameters: float,
 ) -> dict[str, float]:
     """Return statistics of an objective, with one definition for all modes; g = dJ / dlog_ratio, U = |g| / |A|.
+
+    J is multiplied by the weight of each element, if there are weights; `gspo` has none.
 
     `clip_fraction`: share of ratios not in (lo, hi). `zero_gradient_fraction`: share with (A > 0, r > hi) or
     (A < 0, r < lo), where `clip` has no gradient. `u_mean`, `u_p50`, `u_p90`, `u_p99`: mean and quantiles of U.
@@ -165,7 +168,7 @@ def diagnostics(
     with torch.enable_grad():
         leaf = log_ratio.requires_grad_()
         objective = surrogate(mode, leaf, advantage, clip_low=clip_low, clip_high=clip_high, **parameters)
-        (slope,) = torch.autograd.grad(objective.sum(), leaf)
+        (slope,) = torch.autograd.grad((objective if weight is None else weight * objective).sum(), leaf)
     if mode == "gspo":
         slope, log_ratio = slope.sum(1), log_ratio.mean(1)
     ratio = log_ratio.detach().exp()

@@ -49,10 +49,10 @@ def collect_samples(
         further = loader.batch_of(indices, [position + number * loader.samples for position in positions])
         samples = samples.replaced(rows, rollouts.samples(further, step, rng))
     resampled = {"resampled_groups": float(drawn)} if config.dynamic_sampling_rounds else {}
-    return samples, resampled | _lag(samples, step, mesh) | rollouts.metrics()
+    return samples, resampled | lag_metrics(samples, step, mesh) | rollouts.metrics()
 
 
-def _lag(samples: ScoredSamples, step: int, mesh: Mesh) -> dict[str, float]:
+def lag_metrics(samples: ScoredSamples, step: int, mesh: Mesh) -> dict[str, float]:
     """Return how many training steps older than the present weights those are that made the samples, if any are."""
     lag = (step - mesh.all_gather_cpu(samples.versions)).double()
     return {"lag": float(lag.mean()), "lag_max": float(lag.max())} if bool(lag.any()) else {}

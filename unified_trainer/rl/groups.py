@@ -1,6 +1,6 @@
 """Groups of samples of one prompt: their settings, their advantages, and the samples that updates train on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,7 +9,7 @@ from torch import Tensor
 from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
 from unified_trainer.data.loader import Loader
 from unified_trainer.errors import UserError
-from unified_trainer.methods.base import MethodConfig, MethodSetup
+from unified_trainer.methods.base import MethodSetup
 from unified_trainer.numerics.advantages import (
     Estimator,
     below_threshold,
@@ -20,30 +20,17 @@ from unified_trainer.numerics.advantages import (
 )
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rl.minibatches import Minibatch, plan_minibatches
+from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.roles.reward import RewardSum, Scores
 from unified_trainer.types import Batch, PerSample
 
 
 @dataclass(frozen=True)
-class GroupConfig(MethodConfig):
+class GroupConfig(RolloutConfig):
     """Settings of the methods that compare the samples of a prompt by reward."""
 
-    num_prompts: int = 8
-    """Prompts per training step, over all ranks."""
-    num_samples: int = 8
-    """Samples of each prompt: the group within which advantages are computed."""
-    prompts_per_update: int = 8
-    """Prompts of one optimizer update; a rollout has num_prompts / prompts_per_update updates."""
-    rollout_batch: int = 32
-    """Samples generated, decoded and scored at a time, at most."""
-    update_batch: int = 32
-    """Samples per backward pass, at most: a rank takes the largest size that divides its share of an update."""
-    init_same_noise: bool = False
-    """Start all samples of a prompt from one initial noise instead of one each."""
     advantage: Estimator = "grpo"
     """Advantage estimator; grpo is measured in docs/methods/dance_grpo.md, the others are experimental."""
-    advantage_clip: float = 5.0
-    """Largest absolute advantage."""
     reward_threshold: float = float("-inf")
     """Groups whose mean reward is below this get advantage 0 (experimental)."""
     best_of_n: int = 0
@@ -55,25 +42,19 @@ class GroupConfig(MethodConfig):
     None draws every prompt once an epoch (experimental)."""
 
     def check(self, setup: MethodSetup) -> None:
+        super().check(setup)
         if self.num_samples < 2:
             raise UserError("algorithm.num_samples must be at least 2: a group of one has no advantage")
-        if self.rollout_batch < 1:
-            raise UserError(f"algorithm.rollout_batch must be at least 1, not {self.rollout_batch}")
         if self.dynamic_sampling_rounds < 0:
             raise UserError(
                 f"algorithm.dynamic_sampling_rounds must not be negative, but is {self.dynamic_sampling_rounds}"
             )
-        if self.advantage_clip <= 0:
-            raise UserError(f"algorithm.advantage_clip must be above 0, not {self.advantage_clip}")
         if self.best_of_n and not (2 <= self.best_of_n <= self.num_samples and self.best_of_n % 2 == 0):
             raise UserError(f"algorithm.best_of_n must be even and at most algorithm.num_samples, not {self.best_of_n}")
 
     def plan(self) -> BatchPlan:
-        names = ("num_prompts", "num_samples", "prompts_per_update", "update_batch")
-        keys = tuple(f"algorithm.{name}" for name in names)
-        sizes = (self.num_prompts, self.num_samples, self.prompts_per_update, self.update_batch)
         by_failures, further = self.failure_below is not None, self.dynamic_sampling_rounds > 0
-        return BatchPlan(*sizes, keys, by_failures=by_failures, further=further)
+        return replace(super().plan(), by_failures=by_failures, further=further)
 
 
 @dataclass(frozen=True)
@@ -121,12 +102,7 @@ def compute_advantages(
     minibatches = plan_minibatches(useful, advantages, mesh.data_rank, mesh.data_size, updates, size)
     groups, equals, lows = (len(ids[rows].unique()) for rows in (slice(None), equal, below & ~equal))
     skipped = sum(not parts for parts in minibatches)
-    in_groups, between_groups = spread(rewards, ids)
-    metrics = {
-        "reward": rewards.mean().item(),
-        "reward_std": rewards.std().item(),
-        "reward_std_in_groups": in_groups,
-        "reward_std_between_groups": between_groups,
+    metrics = reward_metrics(rewards, ids) | {
         "frac_zero_advantage": (advantages == 0).double().mean().item(),
         "frac_zero_std_groups": equals / groups,
         "skipped_updates": float(skipped),
@@ -145,6 +121,15 @@ def compute_advantages(
     start = mesh.data_rank * len(batch)
     mine = advantages[start : start + len(batch)].clamp(-config.advantage_clip, config.advantage_clip)
     return Advantages(mine.float(), minibatches, metrics, (message,) if skipped else ())
+
+
+def reward_metrics(rewards: PerSample, ids: Int[Tensor, " all"]) -> dict[str, float]:
+    """Return mean and standard deviations of all samples' rewards; those in and between groups where groups exist."""
+    metrics = {"reward": rewards.mean().item(), "reward_std": rewards.std().item()}
+    in_groups, between_groups = spread(rewards, ids)
+    if in_groups is not None:
+        metrics |= {"reward_std_in_groups": in_groups, "reward_std_between_groups": between_groups}
+    return metrics
 
 
 def equal_groups(

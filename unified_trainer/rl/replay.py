@@ -1,15 +1,16 @@
 """Replaying a rollout's transitions with the student's present weights, and the statistics of one update."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.minibatches import Minibatch
+from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.types import Batch, Latents, PerSample, Rollout
 
 
@@ -21,6 +22,14 @@ class Trajectories:
     rollout: Rollout
     window: range  # the stochastic transitions, which the rollout holds
     rng: Streams
+    lags: Int[Tensor, " b"]  # training steps between the weights that made each sample and the present ones; on the CPU
+    start_log_probs: Float[Tensor, "b s"]  # log-densities at the start of the training step, where they are computed
+
+    @classmethod
+    def of(cls, samples: ScoredSamples, step: int, window: range, rng: Streams) -> "Trajectories":
+        """Return the rollout of training step `step`."""
+        lags = step - samples.versions
+        return cls(samples.batch, samples.rollout, window, rng, lags, samples.rollout.log_probs)
 
     def transition(self, s: int, rows: Tensor) -> tuple[Batch, Latents, Latents, PerSample, Latents]:
         """Return the batch, x_t, x_next and log-density of transition s, and the final x0, of some samples."""
@@ -43,10 +52,12 @@ class Replay:
     """One transition of a minibatch's samples, with the present weights against those of the rollout."""
 
     log_ratio: PerSample  # log pi(x_next | x_t) now minus at the rollout, averaged over elements
-    ratio: PerSample  # the log-ratio that the objective reads: log_ratio, or its guarded form
+    ratio: PerSample  # the log-ratio that the objective reads: log_ratio, guarded, or to the proximal policy
     kl_old: PerSample  # KL per element between the policies of the rollout and of now
     kl_reference: PerSample | None  # KL to the reference, where the loss has one
     clip: tuple[float, float]  # how far below and above 1 the ratio may go
+    weight: PerSample  # importance weight of the objective; 1 without a correction
+    lag: Int[Tensor, " b"]  # training steps between the weights of the rollout and the present ones
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,14 @@ class ReplayStats:
     ratio: Float[Tensor, "n s"]
     kl_old: Float[Tensor, "n s"]
     kl_reference: Float[Tensor, "n s"]
+    weight: Float[Tensor, "n s"]
+    lag: Float[Tensor, "n s"]
     advantage: Float[Tensor, "n s"]
+
+    def of_lag(self, lag: float) -> "ReplayStats":
+        """Return the samples of this lag."""
+        rows = self.lag[:, 0] == lag
+        return ReplayStats(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     def metrics(self, transitions: list[int], elements: int) -> dict[str, float]:
         """Return the log-ratio, the KL since the rollout, and sqrt(2 KL / D), a log-ratio's spread over D elements."""
@@ -74,14 +92,14 @@ class ReplayStats:
 class ReplayCollector:
     """Collects the replays of one update: minibatches within transitions."""
 
-    _rows: list[Tensor] = field(default_factory=list)  # one [m, 6] for each minibatch of each transition
+    _rows: list[Tensor] = field(default_factory=list)  # one [m, 8] for each minibatch of each transition
 
     def add(self, replay: Replay, advantage: PerSample, minibatch: Minibatch) -> None:
         """Add one transition of a minibatch."""
         kl = torch.zeros_like(replay.kl_old) if replay.kl_reference is None else replay.kl_reference
         real = minibatch.real.to(replay.kl_old)
-        columns = (replay.log_ratio, replay.ratio, replay.kl_old, kl, advantage.to(replay.kl_old), real)
-        self._rows.append(torch.stack([column.detach() for column in columns], 1))
+        columns = (replay.log_ratio, replay.ratio, replay.kl_old, kl, replay.weight, replay.lag, advantage, real)
+        self._rows.append(torch.stack([column.detach().to(replay.kl_old) for column in columns], 1))
 
     def gathered(self, mesh: Mesh, transitions: int) -> ReplayStats:
         """Return the replays of all ranks, without padding."""

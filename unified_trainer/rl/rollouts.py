@@ -69,6 +69,10 @@ class Rollouts(Protocol):
         """End what makes the samples."""
         ...
 
+    def lower_ahead(self) -> None:
+        """Make later samples one training step less ahead; all ranks ask for it at the end of the same step."""
+        ...
+
 
 class LocalRollouts:
     """Samples, decodes and scores in this process, `size` samples at a time."""
@@ -93,3 +97,6 @@ class LocalRollouts:
 
     def close(self) -> None:
         """Do nothing: this process makes the samples."""
+
+    def lower_ahead(self) -> None:
+        """Do nothing: samples are made in the training step that asks for them."""

@@ -30,7 +30,7 @@ def update_losses(
     start_update: Callable[[list[Minibatch]], LossAt],
     metrics: dict[str, float],
 ) -> Iterator[Loss]:
-    """Yield the student's losses of all updates: for each sampling step, for each minibatch, their mean over steps.
+    """Yield the student's losses of all updates.
 
     `start_update` is called with an update's minibatches and returns the function that computes their losses. An update
     without samples is skipped; a training step that skips all of them still yields its metrics.
@@ -38,10 +38,20 @@ def update_losses(
     if not any(advantages.minibatches):
         yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, advantages.messages)
     for minibatches in advantages.minibatches:
-        loss_at = start_update(minibatches)
-        for s in steps:
-            for minibatch in minibatches:
-                last = s == steps[-1] and minibatch is minibatches[-1]
-                loss = loss_at(minibatch, s, last)
-                messages = (*advantages.messages, *loss.messages)
-                yield Loss("student", loss.value / len(steps), last, metrics | loss.metrics, messages)
+        yield from role_losses("student", minibatches, steps, start_update(minibatches), metrics, advantages.messages)
+
+
+def role_losses(
+    role: str,
+    minibatches: Sequence[Minibatch],
+    steps: Sequence[int],
+    loss_at: LossAt,
+    metrics: dict[str, float],
+    messages: tuple[str, ...] = (),
+) -> Iterator[Loss]:
+    """Yield a role's losses of one update: for each sampling step, for each minibatch, their mean over steps."""
+    for s in steps:
+        for minibatch in minibatches:
+            last = s == steps[-1] and minibatch is minibatches[-1]
+            loss = loss_at(minibatch, s, last)
+            yield Loss(role, loss.value / len(steps), last, metrics | loss.metrics, (*messages, *loss.messages))

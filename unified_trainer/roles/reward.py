@@ -67,11 +67,15 @@ class RewardSum:
         return parts @ parts.new_tensor(list(self.weights.values()))
 
     def metrics(self, scores: Scores, ids: Ids) -> dict[str, float]:
-        """Return means over the samples: of each part with its standard deviation within groups, and of the pixels."""
+        """Return means over the samples: of each part with its standard deviation within groups, and of the pixels.
+
+        Statistics within groups are absent if every group has one sample.
+        """
         found = {}
         for name, part in zip(self.weights, scores.parts.unbind(1), strict=True):
             found[f"reward/{name}"] = part.mean().item()
-            found[f"reward/{name}_std_in_groups"] = spread(part, ids)[0]
+            if (in_groups := spread(part, ids)[0]) is not None:
+                found[f"reward/{name}_std_in_groups"] = in_groups
         found |= {f"pixels/{name}": values.mean().item() for name, values in scores.statistics.items()}
         apart = diversity(scores.thumbnails, ids)
         return found if apart is None else found | {"pixels/diversity": apart}

@@ -1,0 +1,258 @@
+"""PPO: the student as a stochastic policy, improved by rewards above a learned value function (arXiv:1707.06347)."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.data.batch_plan import largest_divisor
+from unified_trainer.data.loader import Loader
+from unified_trainer.errors import UserError
+from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained
+from unified_trainer.numerics.advantages import gae, standardized, vtrace
+from unified_trainer.numerics.values import explained_variance, value_loss
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.dynamic_sampling import lag_metrics
+from unified_trainer.rl.groups import reward_metrics
+from unified_trainer.rl.minibatches import Minibatch, plan_minibatches
+from unified_trainer.rl.policy import PolicyConfig, sample_policy
+from unified_trainer.rl.policy_update import PolicyUpdate
+from unified_trainer.rl.replay import Trajectories
+from unified_trainer.rl.rollout_config import RolloutConfig
+from unified_trainer.rl.rollouts import Rollouts
+from unified_trainer.rl.updates import MinibatchLoss, role_losses
+from unified_trainer.roles.reward import RewardSum
+from unified_trainer.roles.role import Frozen, Role, Trainable, TrainableConfig
+from unified_trainer.roles.value import Value
+from unified_trainer.sampling import SamplerConfig
+from unified_trainer.types import Batch, PerSample, Rollout
+
+PerTransition = Float[Tensor, "b s"]  # of each sample at the state before each transition of the window
+
+
+@dataclass(frozen=True)
+class DancePPOConfig(PolicyConfig, RolloutConfig):
+    """Settings of the policy, of its update and of the value function."""
+
+    num_prompts: int = 64
+    """Prompts per training step, over all ranks."""
+    num_samples: int = 1
+    """Samples of each prompt; one is enough, because advantages are relative to predicted rewards."""
+    prompts_per_update: int = 32
+    """Prompts of one optimizer update; a rollout has num_prompts / prompts_per_update updates."""
+    discount: float = 1.0
+    """Discount of the reward for each transition between a state and the end, in (0, 1]."""
+    gae_lambda: float = 1.0
+    """Lambda of GAE: 1 compares the reward with the predicted one, lower values rely more on later predictions."""
+    normalise_advantages: bool = True
+    """Give the advantages of a training step, over all samples and trained transitions, mean 0 and std 1."""
+    value_clip: float = 0.2
+    """Change of a value in one update, in standard deviations of the reward, above which it gets no further gradient;
+    0 is no clip."""
+    value_warmup_steps: int = 0
+    """Training steps at the start in which only the value function is updated."""
+    rho_bar: float = 1.0
+    """For samples that older weights made: largest importance ratio, of the algorithm.weight_density, with which a
+    transition corrects the value before it (V-trace)."""
+    c_bar: float = 1.0
+    """For samples that older weights made: largest importance ratio with which a transition hands on the corrections of
+    later ones (V-trace)."""
+
+    def check(self, setup: MethodSetup) -> None:
+        super().check(setup)
+        if self.num_prompts * self.num_samples < 2:
+            raise UserError("algorithm.num_prompts x algorithm.num_samples must be at least 2, for a std of rewards")
+        if not 0 < self.discount <= 1 or not 0 <= self.gae_lambda <= 1:
+            raise UserError(
+                "algorithm.discount must be in (0, 1] and algorithm.gae_lambda in [0, 1], not "
+                f"{self.discount} and {self.gae_lambda}"
+            )
+        if self.value_clip < 0 or self.value_warmup_steps < 0:
+            raise UserError("algorithm.value_clip and algorithm.value_warmup_steps must not be negative")
+        if not 0 < self.c_bar <= self.rho_bar:
+            raise UserError(
+                f"algorithm.c_bar must be above 0 and at most algorithm.rho_bar, not {self.c_bar} and {self.rho_bar}"
+            )
+        if self.weight_density == "joint" and not self.normalised:
+            raise UserError("algorithm.weight_density joint needs the normalised density: set --algorithm.normalised")
+        if self.objective == "gspo":
+            raise UserError(
+                "algorithm.objective must not be gspo: its one ratio for all transitions needs one advantage for all"
+            )
+        if setup.sampler.chunks.causal:
+            raise UserError(
+                "sampler.chunks.chunk_frames must be 0 for dance_ppo: the state of a chunk follows from the end of the "
+                "chunk before, so that values of states are no baseline; dance_grpo trains causal students"
+            )
+        value = setup.roles["value"]
+        if isinstance(value, TrainableConfig) and value.ema_decay:
+            raise UserError("value.ema_decay must be 0: nothing reads an average of the value function")
+        sigmas = setup.sampler.sigmas().tolist()
+        states = {s for window in self.window.all(setup.sampler.num_steps - 1) for s in window}
+        setup.require_trained("value", [[sigmas[s]] for s in sorted(states)], "algorithm.window")
+
+
+class DancePPO(Method):
+    """Roll out, score, compare with predicted rewards, and raise the density of the better transitions."""
+
+    config_class = DancePPOConfig
+    roles = {
+        "student": trained(),
+        "value": trained(Value),
+        "reference": initial_copy("student", when=lambda config: config.kl_coefficient > 0),
+    }
+    uses_reward = True
+    sampled_by = "student"
+    trained_for_sampler = True
+
+    def __init__(
+        self,
+        config: DancePPOConfig,
+        sampler: SamplerConfig,
+        *,
+        student: Trainable,
+        value: Value,
+        reward: RewardSum,
+        loader: Loader,
+        rollouts: Rollouts,
+        reference: Frozen | None = None,
+    ) -> None:
+        self.config, self.sampler, self.student, self.value = config, sampler, student, value
+        self.reward, self.loader, self.rollouts = reward, loader, rollouts
+        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch)
+        self.scale = torch.zeros(2, dtype=torch.float64)  # mean and std of the first rewards, the unit of all values
+
+    @staticmethod
+    def sample(
+        config: DancePPOConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
+    ) -> Rollout:
+        keys = batch.prompt_ids if config.init_same_noise else batch.sample_ids
+        return sample_policy(config, sampler, role, batch, step, rng, keys)
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        return [batch]  # all samples of the rank: advantages are computed before the first update
+
+    def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
+        config, (window, trained) = self.config, self.update.transitions(step, rng)
+        samples = self.rollouts.samples(batch, step, rng)
+        trajectories = Trajectories.of(samples, step, window, rng)
+        penalty, metrics = self.update.kl.penalty(trajectories, mesh)
+
+        scores = samples.scores.gathered(mesh)
+        rewards = self.reward.total(scores.parts)
+        returns = self._standardised(rewards if penalty is None else rewards - mesh.gather(penalty.double()))
+        values = self._values(trajectories)
+        targets, advantages = self._compare(trajectories, _own(returns, mesh), values, mesh)
+        advantages = self._normalised(advantages[:, [s - window.start for s in trained]], mesh)
+
+        ids = mesh.gather(torch.tensor(samples.batch.sample_ids, device=rewards.device)) // config.num_samples
+        metrics |= reward_metrics(rewards, ids) | self.reward.metrics(scores, ids) | lag_metrics(samples, step, mesh)
+        metrics |= self.rollouts.metrics() | self.update.transition_metrics(window, trained)
+        metrics |= self._value_metrics(mesh.gather(values), returns, window)
+        all_samples = torch.ones(len(rewards))
+        updates = config.num_prompts // config.prompts_per_update
+        size = largest_divisor(len(batch) // updates, config.update_batch)
+        plan = plan_minibatches(all_samples > 0, all_samples, mesh.data_rank, mesh.data_size, updates, size)
+        value_at = partial(self._value_loss, trajectories, values, targets)
+        start_update = self.update.begin(trajectories, advantages, trained, plan, mesh)
+        for minibatches in plan:
+            yield from role_losses("value", minibatches, window, value_at, metrics)
+            if step >= config.value_warmup_steps:
+                yield from role_losses("student", minibatches, trained, start_update(minibatches), metrics)
+        if self.update.lags_too_far:
+            self.rollouts.lower_ahead()
+
+    def _standardised(self, rewards: PerSample) -> PerSample:
+        """Return rewards in the unit of the value function: the mean and std of all samples of the first step."""
+        if not self.scale[1]:
+            self.scale.copy_(torch.stack([rewards.mean(), rewards.std()]))
+        mean, std = self.scale.tolist()
+        return (rewards - mean) / (std or 1.0)
+
+    @torch.no_grad()
+    def _values(self, trajectories: Trajectories) -> PerTransition:
+        """Return the present values of all states before a transition of the window."""
+        return self._of_states(trajectories, partial(self._value, trajectories))
+
+    def _value(self, trajectories: Trajectories, rows: Tensor, s: int) -> PerSample:
+        batch, x_t, *_ = trajectories.transition(s, rows)
+        return self.value.value(x_t, self.update.policy.sigmas[s].expand(len(batch)), batch.cond).double()
+
+    @torch.no_grad()
+    def _log_ratios(self, trajectories: Trajectories) -> PerTransition:
+        """Return the log importance ratios of the present policy to the one that drew the transitions."""
+
+        def log_ratio(rows: Tensor, s: int) -> PerSample:
+            log_prob, mean, _ = self.update.density(trajectories, rows, s)
+            elements = mean[0].numel() if self.config.weight_density == "joint" else 1
+            return elements * (log_prob - trajectories.rollout.log_probs[rows, s - trajectories.window.start])
+
+        return self._of_states(trajectories, log_ratio)
+
+    def _of_states(self, trajectories: Trajectories, of: Callable[[Tensor, int], PerSample]) -> PerTransition:
+        """Call a function of samples and a transition for all of them, at most `update_batch` samples at a time."""
+        parts = torch.arange(len(trajectories.batch)).split(self.config.update_batch)
+        return torch.cat([torch.stack([of(rows, s) for s in trajectories.window], 1) for rows in parts])
+
+    def _compare(
+        self, trajectories: Trajectories, returns: PerSample, values: PerTransition, mesh: Mesh
+    ) -> tuple[PerTransition, PerTransition]:
+        """Return value targets and advantages: by GAE, or by V-trace if any sample of any rank lags."""
+        rewards = torch.zeros_like(values)
+        rewards[:, -1] = returns  # the steps after the window are deterministic
+        step = (rewards, values, torch.full_like(values, self.config.discount), 0.0)
+        if not mesh.any(bool(trajectories.lags.any())):
+            return gae(*step, self.config.gae_lambda)
+        bars = (self.config.rho_bar, self.config.c_bar)
+        return vtrace(self._log_ratios(trajectories), *step, *bars, self.config.gae_lambda)
+
+    def _normalised(self, advantages: PerTransition, mesh: Mesh) -> PerTransition:
+        """Standardise the advantages over all samples and trained transitions of all ranks, and clip them."""
+        if self.config.normalise_advantages:
+            everywhere = mesh.gather(advantages)
+            advantages = _own(standardized(everywhere.flatten()).view_as(everywhere), mesh)
+        return advantages.clamp(-self.config.advantage_clip, self.config.advantage_clip)
+
+    def _value_loss(
+        self,
+        trajectories: Trajectories,
+        values: PerTransition,
+        targets: PerTransition,
+        minibatch: Minibatch,
+        s: int,
+        last: bool,
+    ) -> MinibatchLoss:
+        """The value loss at the state before transition s, weighted over the samples of the minibatch."""
+        rows, at = minibatch.rows, s - trajectories.window.start
+        value, value_old = self._value(trajectories, rows, s), values[rows, at]
+        loss = value_loss(value, value_old, targets[rows, at], self.config.value_clip)
+        seen = {"value_loss": loss.detach()[minibatch.real.to(loss.device)]}
+        return MinibatchLoss((minibatch.weights.to(loss) * loss).sum(), seen)
+
+    def _value_metrics(self, values: PerTransition, returns: PerSample, window: range) -> dict[str, float]:
+        """Return the mean prediction in the unit of the reward, and how much it explains of the discounted returns."""
+        mean, std = self.scale.tolist()
+        to_end = torch.arange(len(window) - 1, -1, -1).to(returns)
+        discounted = returns[:, None] * self.config.discount**to_end
+        metrics = {
+            "value_mean": mean + std * float(values.mean()),
+            "explained_variance": explained_variance(values, discounted),
+        }
+        columns = zip(window, values.unbind(1), discounted.unbind(1), strict=True)
+        return metrics | {f"explained_variance/{s}": explained_variance(v, r) for s, v, r in columns}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.update.state_dict() | {"reward_scale": self.scale}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.update.load_state_dict(state)
+        self.scale.copy_(state["reward_scale"])
+
+
+def _own(rows: Tensor, mesh: Mesh) -> Tensor:
+    """Return this rank's part of what was gathered from all ranks."""
+    return rows.chunk(mesh.data_size)[mesh.data_rank]

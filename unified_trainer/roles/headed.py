@@ -1,0 +1,55 @@
+"""A trained role with a head: one linear layer on the features of its network's middle block."""
+
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from unified_trainer.parallel.fsdp import exchange_gradients, shard
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.experts import Expert, ExpertPair, Rows, by_expert, route
+from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.types import Condition, Latents, PerSample
+
+
+class Headed(Trainable):
+    """A trainable velocity field with one more output per sample, trained with it.
+
+    Each of two experts has a head of its own, on its own features.
+    """
+
+    head: ClassVar[str]  # name of the linear layer in checkpoints
+
+    def __init__(self, name: str, networks: Backbone | ExpertPair, config: TrainableConfig) -> None:
+        self._heads: dict[Expert, nn.Linear] = {
+            expert: _zero_linear(network) for expert, network in by_expert(networks).items()
+        }
+        super().__init__(name, networks, config)
+
+    def _own_weights(self, expert: Expert) -> dict[str, nn.Parameter]:
+        head = {f"{self.head}.{key}": p for key, p in self._heads[expert].named_parameters()}
+        return super()._own_weights(expert) | head
+
+    def _exchange_gradients(self, expert: Expert, *, last: bool) -> None:
+        exchange_gradients(self._heads[expert], last=last, mesh=self._mesh)
+        super()._exchange_gradients(expert, last=last)
+
+    def velocity_and_head(self, x_t: Latents, sigma: PerSample, cond: Condition) -> tuple[Latents, Float[Tensor, " b"]]:
+        """Return the velocity and, from the same pass, the output of the head for each sample."""
+
+        def call(expert: Expert, rows: Rows) -> tuple[Latents, Float[Tensor, " m"]]:
+            with self.running(expert) as model, model.features() as seen:
+                velocity = model.velocity(x_t[rows], sigma[rows], cond.map(lambda x: x[rows]))
+            return velocity, self._heads[expert](seen[-1].float().mean(1))[:, 0]
+
+        velocity, output = route(self._row_masks(sigma), call)
+        return velocity, output
+
+
+def _zero_linear(backbone: Backbone) -> nn.Linear:
+    """A linear layer that starts at zero, so that its output is 0 for every sample."""
+    linear = nn.Linear(backbone.model.feature_size, 1, device=backbone.mesh.device)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    shard(linear, (), backbone.mesh)
+    return linear
