@@ -13,7 +13,7 @@ import yaml
 
 from unified_trainer import renamed
 from unified_trainer.data.clips import DataConfig, VideoConfig
-from unified_trainer.engine.config import RayConfig, RolloutConfig
+from unified_trainer.engine.config import RayConfig, WorkerConfig
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import DeclarationError, Method, MethodConfig, place_of
 from unified_trainer.models.encoders import EncoderConfig
@@ -158,7 +158,7 @@ class RunConfig:
     """Device to run on."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     ray: RayConfig = field(default_factory=RayConfig)
-    rollouts: RolloutConfig = field(default_factory=RolloutConfig)
+    rollouts: WorkerConfig = field(default_factory=WorkerConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     encoders: EncoderConfig = field(default_factory=EncoderConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)

@@ -6,7 +6,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import psutil
 import pytest
 
 from unified_trainer.engine import cluster
@@ -26,12 +25,6 @@ def ray():
         gc.collect()  # Ray does not wait for the processes that it has ended
     os.environ.clear()
     os.environ.update(before)
-
-
-def processes(name: str) -> list[psutil.Process]:
-    """The processes of Ray below this one whose name begins so."""
-    found = psutil.Process(os.getpid()).children(recursive=True)
-    return [process for process in found if " ".join(process.cmdline()).startswith(name)]
 
 
 sys.path.insert(0, str(Path(__file__).parent))

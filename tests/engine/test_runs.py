@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import processes
 from helpers import SMALL, assert_same, checkpoint_of, command, environment, flags, metrics_of
 
 from unified_trainer.__main__ import main
@@ -42,48 +41,55 @@ def assert_equal_runs(left: Path, right: Path, step: int = 3) -> None:
     assert_same(checkpoint_of(left, step), checkpoint_of(right, step))
 
 
-@contextmanager
-def killing(count: int):
-    """Kill this many workers at work, one after the other, while the body runs."""
-    killed, over = [], threading.Event()
+DYING = """
+import os, signal
+from pathlib import Path
 
-    def kill() -> None:
-        while len(killed) < count and not over.wait(0.05):
-            busy = [p for p in processes("ray::Worker.") if p.pid not in killed]
-            busy = [p for p in busy if any(name in " ".join(p.cmdline()) for name in (".make", ".score"))]
-            for process in busy[:1]:
-                process.kill()
-                killed.append(process.pid)
+def score(video, prompts):
+    for death in Path(__file__).parent.glob("death-*"):  # the next one, which is then over
+        death.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return video.flatten(1).mean(1)
+"""
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    yield killed
-    over.set()
-    thread.join()
-    assert len(killed) == count
+
+@pytest.fixture
+def dying(tmp_path):
+    """A scorer that ends its process once for each death that is planned: dying.plan(3)."""
+    (tmp_path / "scorer.py").write_text(DYING)
+
+    def plan(deaths: int) -> None:
+        for number in range(deaths):
+            (tmp_path / f"death-{number}").touch()
+
+    plan.flags = ["--reward.scorers.mean.kind", f"{tmp_path / 'scorer.py'}:score"]
+    plan.over = lambda: not list(tmp_path.glob("death-*"))
+    return plan
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_workers_change_no_number(ray, tmp_path, kind):
+def test_workers_change_no_number(ray, tmp_path, dying, kind):
     """Two rollout workers and a reward worker, of which three die at work, against one process."""
-    alone = run(RUNS[kind], tmp_path / "alone")
-    with killing(3 if kind == "dance_grpo" else 0):
-        workers = {"rollouts.workers": 2, "rollouts.reward-workers": 1}
-        there = run(RUNS[kind], tmp_path / "workers", **workers)
+    words = [*RUNS[kind], *dying.flags]
+    alone = run(words, tmp_path / "alone")
+    dying(3 if kind == "dance_grpo" else 0)
+    there = run(words, tmp_path / "workers", **{"rollouts.workers": 2, "rollouts.reward-workers": int(kind != "causal")})
+    assert dying.over()
     assert_equal_runs(alone, there)
 
 
-def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path):
+def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dying):
     """One worker, against two of which some die, in a run that stops and goes on."""
-    words = [*GRPO, *flags({"rollouts.ahead": 1})]
+    words = [*GRPO, *dying.flags, *flags({"rollouts.ahead": 1})]
     first = run(words, tmp_path / "first", **{"rollouts.workers": 1})
     lag = [row.get("train/lag") for row in metrics_of(first)]
     assert lag == [None, 1.0, 1.0]  # the first step, and the step after it, take the weights that the run starts with
-    second = run([*words[:-4], "--rollouts.ahead", "1"], tmp_path / "second", **{"rollouts.workers": 2, "steps": 1})
-    with killing(2):
-        assert main(["--resume", str(second), "--steps", "3", "--rollouts.workers", "2"]) == 0
+    second = run(words, tmp_path / "second", **{"rollouts.workers": 2, "steps": 1})
+    dying(2)
+    assert main(["--resume", str(second), "--steps", "3", "--rollouts.workers", "2"]) == 0
+    assert dying.over()
     assert_equal_runs(first, second)
-    present = run(GRPO, tmp_path / "present")
+    present = run([*GRPO, *dying.flags], tmp_path / "present")
     assert metrics_of(present)[2] != metrics_of(first)[2]  # older weights make other samples
 
 

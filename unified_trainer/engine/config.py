@@ -33,7 +33,7 @@ class RayConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class WorkerConfig:
     ahead: int = 0
     """Training steps that samples are made ahead of training, with weights that are as many steps old. 0 makes them
     with the present weights; 1 lets sampling and training overlap."""

@@ -29,7 +29,8 @@ class RemoteRollouts:
     """The samples of step k come from the weights after max(0, k - ahead) steps, whoever makes them and whenever.
 
     A run is therefore a function of its settings and of `ahead`: the number of workers, their speed, kills and resumes
-    change no number. It is the capacity rule of AReaL (arXiv:2505.24298) at equality, in whole training steps.
+    change no number. It is the capacity rule of AReaL (arXiv:2505.24298) at equality, in whole training steps. A method
+    may lower `ahead`; samples that are under way by then keep the weights that they were ordered with.
     """
 
     uniform = False
@@ -40,8 +41,8 @@ class RemoteRollouts:
         """Take at most `size` samples as one work item."""
         self._group, self._role, self._loader, self._mesh = group, role, loader, mesh
         self._size, self._ahead = size, ahead
-        self._step = -1  # of the metrics
-        self._next = 0  # the first step whose samples nobody was asked for
+        self._step = -1  # the training step that asked last
+        self._versions: dict[int, int] = {}  # of the weights that make the samples of this step and of later ones
         self._ordered: dict[int, Ordered] = {}
         self._published = -1
         # The weights of this rank before each of the last `ahead` steps, newest first: a resumed run makes the samples
@@ -52,13 +53,18 @@ class RemoteRollouts:
     def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
         if step != self._step:
             self._step, self._metrics = step, {}
-        for later in range(max(step, self._next), step + self._ahead + 1):
-            self._publish(max(0, later - self._ahead), step)
-            self._ordered[later] = self._order(later, max(0, later - self._ahead), *self._planned(later, step))
-            self._next = later + 1
+            self._versions = {later: version for later, version in self._versions.items() if later >= step}
+            self._ordered = {later: ordered for later, ordered in self._ordered.items() if later >= step}
+        for later in range(step, step + self._ahead + 1):
+            self._versions.setdefault(later, max(0, later - self._ahead))
+        for later, version in self._versions.items():
+            if later not in self._ordered:
+                self._publish(version, step)
+                self._ordered[later] = self._order(later, version, *self._planned(later, step))
+        self._publish(step, step)
         planned = self._planned(step, step)
-        if (batch.prompts, batch.prompt_ids, batch.sample_ids) == planned and step in self._ordered:
-            ordered = self._ordered.pop(step)
+        if (batch.prompts, batch.prompt_ids, batch.sample_ids) == planned:
+            ordered = self._ordered[step]
         else:  # further samples of this step
             ordered = self._order(step, step, batch.prompts, batch.prompt_ids, batch.sample_ids)
         with phase("rollout"):
@@ -70,19 +76,28 @@ class RemoteRollouts:
     def metrics(self) -> dict[str, float]:
         return self._metrics | {"worker_deaths": float(ray.get(self._group.scheduler.deaths.remote()))}
 
+    def lower_ahead(self) -> None:
+        self._ahead = max(0, self._ahead - 1)
+
     def close(self) -> None:
         """End the workers."""
         self._group.stop()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights that the samples under way are made with, and the step that they are before."""
+        """Return the weights that the samples under way are made with, and which of them make those of which step."""
+        if not self._past:
+            return {}
         past = {f"weights/{age}/{name}": p for age, kept in enumerate(self._past, 1) for name, p in kept.items()}
-        return past | {"next_step": torch.tensor(self._next - self._ahead)} if self._ahead else {}
+        later = range(self._step + 1, self._step + 1 + len(self._past))
+        versions = torch.tensor([self._versions.get(step, -1) for step in later])  # -1: not under way
+        return past | {"step": torch.tensor(self._step), "ahead": torch.tensor(self._ahead), "versions": versions}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the step; the tensors of `state_dict` were filled in place."""
-        if self._ahead:
-            self._next = int(state["next_step"])
+        """Restore which samples were under way; the tensors of `state_dict` were filled in place."""
+        if self._past:
+            self._step, self._ahead = int(state["step"]), int(state["ahead"])
+            later = enumerate(state["versions"].tolist(), self._step + 1)
+            self._versions = {step: version for step, version in later if version >= 0}
 
     def _planned(self, step: int, now: int) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
         """Return prompts, prompt ids and sample ids of this rank's batch of a step, as they are known now."""
@@ -105,7 +120,7 @@ class RemoteRollouts:
                 self._past = [_copy(weights), *self._past[:-1]]
             if self._mesh.is_main:
                 sent = arrays.Weights(version, whole)
-                oldest = step - self._ahead
+                oldest = min(self._versions.values())
                 ray.get(self._group.scheduler.publish.remote(version, [ray.put(sent)], step, oldest))
         self._published = version
 

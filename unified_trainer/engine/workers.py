@@ -119,8 +119,10 @@ class WorkerGroup:
         Only the main rank knows. UserError if they have not started after `timeout` seconds.
         """
         trained, places = arrays.signature(weights), []
+        # A worker that is killed while it starts is started again.
+        started = [worker.ready.options(max_task_retries=-1).remote() for worker in self._workers]
         try:
-            for held, where in ray.get([worker.ready.remote() for worker in self._workers], timeout=timeout):
+            for held, where in ray.get(started, timeout=timeout):
                 places.append(where)
                 if held:  # a reward worker holds none
                     arrays.check_equal(trained, held)
