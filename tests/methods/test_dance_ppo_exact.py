@@ -125,10 +125,10 @@ def role_of(network: nn.Module) -> Trainable:
     return Trainable("student", Backbone(Model(network), ALONE, trained=True), TrainableConfig())
 
 
-def ppo(value: Value, config: DancePPOConfig = PLAIN, *, behaviour: nn.Module | None = None, seed: int = 0) -> DancePPO:
+def ppo(value: Value, config: DancePPOConfig = PLAIN, *, older: nn.Module | None = None, seed: int = 0) -> DancePPO:
     """PPO of the linear student, whose rewards keep their unit; another network may have made the samples."""
     student = role_of(Linear())
-    rollouts = LinearReward(role_of(behaviour) if behaviour else student, config, age=1 if behaviour else 0)
+    rollouts = LinearReward(role_of(older) if older else student, config, age=1 if older else 0)
     loader = Loader(Prompts(PROMPTS), ClassCodec(), config.plan(), SHAPE, "", seed, ALONE)
     reward = RewardSum(RewardConfig(kind="linear"))
     method = DancePPO(config, SAMPLER, student=student, value=value, reward=reward, loader=loader, rollouts=rollouts)
@@ -138,7 +138,7 @@ def ppo(value: Value, config: DancePPOConfig = PLAIN, *, behaviour: nn.Module | 
 
 def gradients(method: DancePPO) -> torch.Tensor:
     """Return the student's gradient of each training step, flattened: [steps, weights]."""
-    network, rows = method.student.network, []
+    network, rows = method.update.student.network, []
     for step in range(STEPS):
         for loss in method.step(method.loader.batch(step), step, Streams(0, step), ALONE):
             if loss.role == "student":
@@ -241,7 +241,7 @@ def test_the_value_loss_is_least_at_the_true_values():
 
 def targets_of(config: DancePPOConfig, values, shift: float) -> torch.Tensor:
     """Return the value targets of the first states minus their true values, for samples of another policy."""
-    method, rows = ppo(KnownValue(values), config, behaviour=Linear(shift)), []
+    method, rows = ppo(KnownValue(values), config, older=Linear(shift)), []
     compare = method._compare
 
     def watched(trajectories, returns, values, mesh):
@@ -278,7 +278,7 @@ def first_metrics(method: DancePPO, step: int) -> dict[str, float]:
 
 
 def test_the_lag_is_reported():
-    metrics = first_metrics(ppo(KnownValue(true_value), behaviour=Linear(0.1)), 3)
+    metrics = first_metrics(ppo(KnownValue(true_value), older=Linear(0.1)), 3)
     assert metrics["lag"] == metrics["lag_max"] == 1
     assert "lag" not in first_metrics(ppo(KnownValue(true_value)), 3)
 

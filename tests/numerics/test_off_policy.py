@@ -82,7 +82,7 @@ def test_a_weight_that_would_overflow_is_bounded():
     ],
 )
 def test_the_proximal_policy_of_samples_of_lag_0_1_and_3(correction, expected):
-    """A sample of lag 0 has none but the behaviour policy, so that its loss is not corrected."""
+    """A sample of lag 0 has none but the behavior policy, so that its loss is not corrected."""
     log_ratio = torch.full((3,), 0.1, dtype=torch.float64, requires_grad=True)
     proximal = proximal_log_ratio(correction, log_ratio, torch.full((3,), 0.7, dtype=torch.float64), LAGS)
     assert proximal.tolist() == pytest.approx(expected, rel=1e-12) and not proximal.requires_grad

@@ -10,8 +10,8 @@ REPO = Path(__file__).parents[2]
 METRICS = REPO / "docs" / "metrics.md"
 GOLDEN_RUNS = REPO / "tests" / "golden" / "runs.json"  # {run: {"metrics": [{metric: value}, ...]}}
 
-# Placeholders of docs/metrics.md: a scorer or statistic, the number of a transition, a trained role or its expert.
-PLACEHOLDERS = {"NAME": r"[\w-]+", "S": r"\d+", "ROLE": r"[a-z_]+(?:/(?:high|low))?"}
+# Placeholders of docs/metrics.md: a scorer or statistic, the number of a transition, a lag, a trained role or expert.
+PLACEHOLDERS = {"NAME": r"[\w-]+", "S": r"\d+", "LAG": r"\d+", "ROLE": r"[a-z_]+(?:/(?:high|low))?"}
 COLUMNS = 5  # metric; definition; unit, range; healthy; what to do otherwise
 
 
@@ -35,7 +35,7 @@ def documented_pattern() -> re.Pattern[str]:
     """
 
     def expression(name: str) -> str:
-        words = re.split(r"(\bNAME|\bS\b|\bROLE\b)", name)
+        words = re.split(r"(\bNAME|\bS\b|LAG\b|\bROLE\b)", name)
         return "".join(PLACEHOLDERS.get(word) or re.escape(word) for word in words)
 
     return re.compile("|".join(expression(name) for name in documented_metrics()))
@@ -53,9 +53,10 @@ def test_every_row_of_metrics_is_complete():
 
 def test_placeholders_stand_for_names():
     known = {"reward/hpsv3", "train/approx_kl/3", "student/grad_norm", "student/high/grad_norm", "validation/reward"}
+    known |= {"train/ess/lag_12", "ess"}
     known |= {"validation/reward/hpsv3_std", "train/reward/hpsv3_std_in_groups", "validation/pixels/saturation"}
     assert undocumented(known) == []
-    assert undocumented({"approx_kl/x", "nonsense", "train/nonsense"}) == ["approx_kl/x", "nonsense", "train/nonsense"]
+    assert undocumented({"approx_kl/x", "ess/lag_", "train/nonsense"}) == ["approx_kl/x", "ess/lag_", "train/nonsense"]
 
 
 def test_every_metric_of_the_golden_runs_is_documented():

@@ -51,8 +51,8 @@ class DancePPOConfig(PolicyConfig, RolloutConfig):
     normalise_advantages: bool = True
     """Give the advantages of a training step, over all samples and trained transitions, mean 0 and std 1."""
     value_clip: float = 0.2
-    """Change of a value in one update, in standard deviations of the reward, above which it gets no further gradient;
-    0 is no clip."""
+    """Change of a value in one training step, in standard deviations of the reward, above which it gets no further
+    gradient; 0 is no clip."""
     value_warmup_steps: int = 0
     """Training steps at the start in which only the value function is updated."""
     rho_bar: float = 1.0
@@ -121,8 +121,7 @@ class DancePPO(Method):
         rollouts: Rollouts,
         reference: Frozen | None = None,
     ) -> None:
-        self.config, self.sampler, self.student, self.value = config, sampler, student, value
-        self.reward, self.loader, self.rollouts = reward, loader, rollouts
+        self.config, self.value, self.reward, self.loader, self.rollouts = config, value, reward, loader, rollouts
         self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch)
         self.scale = torch.zeros(2, dtype=torch.float64)  # mean and std of the first rewards, the unit of all values
 
@@ -153,18 +152,23 @@ class DancePPO(Method):
         metrics |= reward_metrics(rewards, ids) | self.reward.metrics(scores, ids) | lag_metrics(samples, step, mesh)
         metrics |= self.rollouts.metrics() | self.update.transition_metrics(window, trained)
         metrics |= self._value_metrics(mesh.gather(values), returns, window)
-        all_samples = torch.ones(len(rewards))
-        updates = config.num_prompts // config.prompts_per_update
-        size = largest_divisor(len(batch) // updates, config.update_batch)
-        plan = plan_minibatches(all_samples > 0, all_samples, mesh.data_rank, mesh.data_size, updates, size)
+
+        updates = self._minibatches(len(batch), mesh)
         value_at = partial(self._value_loss, trajectories, values, targets)
-        start_update = self.update.begin(trajectories, advantages, trained, plan, mesh)
-        for minibatches in plan:
+        start_update = self.update.begin(trajectories, advantages, trained, updates, mesh)
+        for minibatches in updates:
             yield from role_losses("value", minibatches, window, value_at, metrics)
             if step >= config.value_warmup_steps:
                 yield from role_losses("student", minibatches, trained, start_update(minibatches), metrics)
         if self.update.lags_too_far:
             self.rollouts.lower_ahead()
+
+    def _minibatches(self, samples: int, mesh: Mesh) -> list[list[Minibatch]]:
+        """Return the minibatches of each update, which together hold all of this rank's samples."""
+        updates = self.config.num_prompts // self.config.prompts_per_update
+        size = largest_divisor(samples // updates, self.config.update_batch)
+        every = torch.ones(samples * mesh.data_size, dtype=torch.bool)
+        return plan_minibatches(every, every.double(), mesh.data_rank, mesh.data_size, updates, size)
 
     def _standardised(self, rewards: PerSample) -> PerSample:
         """Return rewards in the unit of the value function: the mean and std of all samples of the first step."""

@@ -1,6 +1,6 @@
 """Corrections for samples of an older policy: the proximal policy that a ratio is clipped around, and weights.
 
-Three policies have a part: the behaviour policy made the sample, the proximal policy is the centre of the clip range,
+Three policies have a part: the behavior policy made the sample, the proximal policy is the center of the clip range,
 and the present one is trained. Log-ratios are means over the D elements of a sample.
 """
 
@@ -22,12 +22,12 @@ def proximal_log_ratio(
     log_ratio_start: Float[Tensor, " b"],
     lag: Int[Tensor, " b"],
 ) -> Float[Tensor, " b"]:
-    """Return the log-ratio of the proximal to the behaviour policy, without gradient; 0 for a sample of lag 0.
+    """Return the log-ratio of the proximal to the behavior policy, without gradient; 0 for a sample of lag 0.
 
     `log_ratio` is that of the present policy, `log_ratio_start` that of the policy as the training step started.
-    `none`: 0, the proximal policy is the behaviour policy.
+    `none`: 0, the proximal policy is the behavior policy.
     `decoupled`: log_ratio_start (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298).
-    `loglinear`: lag / (lag + 1) log_ratio: one training step of the lag + 1 between behaviour and present policy is
+    `loglinear`: lag / (lag + 1) log_ratio: one training step of the lag + 1 between behavior and present policy is
     taken back (A-3PO, arXiv:2512.06547).
     `truncated`: log_ratio, the proximal policy is the present one, so that no ratio is clipped.
     """
@@ -46,7 +46,7 @@ def importance_weight(
 ) -> Float[Tensor, " b"]:
     """Return min(exp(c log_ratio), largest): truncated importance weights (IMPALA, arXiv:1802.01561), float64.
 
-    `joint`: c = elements, the ratio of the densities of whole samples, whose mean over the behaviour policy is 1
+    `joint`: c = elements, the ratio of the densities of whole samples, whose mean over the behavior policy is 1
     without truncation. `mean`: c = 1, the geometric mean of the elements' ratios.
     """
     power = elements if density == "joint" else 1
