@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers import HPSV3, REPO, WAN, free_port
 
@@ -88,7 +89,7 @@ def test_streaming(tmp_path, ranks):
     assert (tmp_path / "runs" / "streamed" / "0.mp4").is_file()
 
 
-# Two nodes: two launchers with one rank each, on this machine.
+# Two nodes, both on this machine.
 
 
 @pytest.mark.ranks
@@ -114,4 +115,23 @@ def test_two_launchers_make_one_run(tmp_path):
     words = ["--method", "dance_grpo", *SHORT, *GROUPS]
     said = run(EXAMPLES / "slurm.sh", *words, where=tmp_path, **slurm | {"PATH": path})
     assert said.count("ranks: 2 on cpu") == 1
+    assert (tmp_path / "runs" / "two" / "checkpoints" / "step_1").is_dir()
+
+
+@pytest.mark.ranks
+def test_two_nodes_of_ray(tmp_path):
+    """The second node is started first and waits; the first one runs the program with a rank and a worker."""
+    settings = {"HEAD": "127.0.0.1", "PORT": free_port(), "RAY_AUTH_TOKEN": "0a" * 32, "RAY_OPTIONS": "--num-cpus 1"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    shared = {**os.environ, "PATH": path, **{name: str(value) for name, value in settings.items()}}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": shared | {"NODE": "1"}}
+    second = subprocess.Popen([str(EXAMPLES / "ray.sh")], cwd=tmp_path, **quiet)
+    try:
+        words = ["--method", "dance_grpo", *SHORT, *GROUPS, "--rollouts.workers", "1", "--output", "runs/two"]
+        said = run(EXAMPLES / "ray.sh", *words, where=tmp_path, **settings, NODE=0)
+    finally:
+        for process in [*psutil.Process(second.pid).children(recursive=True), second]:
+            process.kill()
+        second.wait()
+    assert "ranks: 1 on cpu" in said and "worker 0" in said
     assert (tmp_path / "runs" / "two" / "checkpoints" / "step_1").is_dir()

@@ -73,7 +73,9 @@ def test_workers_change_no_number(ray, tmp_path, dying, kind):
     words = [*RUNS[kind], *dying.flags]
     alone = run(words, tmp_path / "alone")
     dying(3 if kind == "dance_grpo" else 0)
-    there = run(words, tmp_path / "workers", **{"rollouts.workers": 2, "rollouts.reward-workers": int(kind != "causal")})
+    there = run(
+        words, tmp_path / "workers", **{"rollouts.workers": 2, "rollouts.reward-workers": int(kind != "causal")}
+    )
     assert dying.over()
     assert_equal_runs(alone, there)
 
@@ -132,10 +134,11 @@ def test_a_request_to_stop_leaves_a_checkpoint_and_no_process(tmp_path):
     assert (tmp_path / "run" / "checkpoints" / f"step_{saved}").is_dir()
 
 
-def test_a_killed_program_leaves_no_process(tmp_path):
+def test_a_killed_program_leaves_no_worker(tmp_path):
+    """Workers and Ray's servers end; two small agents of Ray take a minute longer."""
     with started([*GRPO, "--steps", "500", "--output", str(tmp_path / "run")], **{"rollouts.workers": 1}) as one:
         until(lambda: (tmp_path / "run" / "metrics.jsonl").is_file(), one)
-        below = psutil.Process(one.pid).children(recursive=True)
+        below = [p for p in psutil.Process(one.pid).children(recursive=True) if "Agent" not in title(p)]
         os.kill(one.pid, signal.SIGKILL)
         psutil.wait_procs(below, timeout=60)
     assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -166,3 +169,38 @@ def title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:  # it has ended
         return ""
+
+
+# Several nodes.
+
+
+def test_a_node_may_be_lost(tmp_path):
+    """Two nodes on this machine, each with room for one worker; the second one goes in the middle of the run."""
+    from ray.cluster_utils import Cluster
+
+    alone = tmp_path / "alone"
+    assert main([*GRPO, "--steps", "20", "--output", str(alone)]) == 0
+    there = {"ray.address": "", "rollouts.workers": 2, "rollouts.ahead": 0}
+    with started_cluster(Cluster) as (cluster, second):
+        there["ray.address"] = cluster.address
+        with started([*GRPO, "--steps", "20", "--output", str(tmp_path / "two")], **there) as one:
+            until(lambda: (tmp_path / "two" / "metrics.jsonl").is_file(), one)
+            cluster.remove_node(second, allow_graceful=False)
+            said, errors = one.communicate(timeout=240)
+    assert one.returncode == 0, said + errors
+    deaths = [row["train/worker_deaths"] for row in metrics_of(tmp_path / "two") if "train/worker_deaths" in row]
+    assert deaths[-1] == 1
+    assert_equal_runs(alone, tmp_path / "two", step=20)
+
+
+@contextmanager
+def started_cluster(kind):
+    before = dict(os.environ)
+    os.environ.update(environment(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0"))
+    cluster = kind(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        yield cluster, cluster.add_node(num_cpus=1)
+    finally:
+        cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(before)

@@ -7,6 +7,8 @@ import math
 import os
 import secrets
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without a device does not lose sight of all of them
 }
 Needs = Mapping[str, float]  # resources by Ray's names
+LATER = threading.Event()  # never set
 
 
 def connect(config: RayConfig, cores: float, mesh: Mesh | None = None) -> None:
@@ -49,7 +52,7 @@ def connect(config: RayConfig, cores: float, mesh: Mesh | None = None) -> None:
     if is_main and address:
         _init(address)
     elif is_main:
-        _init("", num_cpus=max(psutil.cpu_count() or 1, math.ceil(cores)), include_dashboard=False)
+        _init("local", num_cpus=max(psutil.cpu_count() or 1, math.ceil(cores)), include_dashboard=False)
     if mesh is not None and not alone:
         address = mesh.broadcast(_address() if is_main else "")
         if not is_main:
@@ -71,11 +74,11 @@ def _init(address: str, **how: Any) -> None:
     import ray
 
     try:
-        ray.init(address or None, namespace=NAMESPACE, logging_level="error", **how)
+        ray.init(address, namespace=NAMESPACE, logging_level="error", **how)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"ray.address {address}: no Ray cluster can be reached or started ({error}); start one with "
-            "`ray start --head`, or leave ray.address out to use this machine alone"
+            f"ray.address {address}: no Ray cluster can be reached, or started on this machine ({error}); start one "
+            "with `ray start --head`, or leave ray.address out to use this machine alone"
         ) from error
 
 
@@ -85,15 +88,23 @@ def _address() -> str:
     return ray.get_runtime_context().gcs_address
 
 
-def check_room(needs: Sequence[Needs]) -> None:
-    """Raise UserError if the whole cluster is too small: Ray itself would wait without a word."""
+def wait_for_room(config: RayConfig, needs: Sequence[Needs]) -> None:
+    """Wait until the whole cluster is large enough for processes with these needs.
+
+    Raise UserError if it is not after `ray.timeout_minutes`, or at once for this machine alone. Ray itself would wait
+    without a word.
+    """
     import ray
 
-    there = ray.cluster_resources()
-    for name in sorted({name for need in needs for name in need}):
-        wanted = sum(need.get(name, 0) for need in needs)
-        if wanted > there.get(name, 0):
+    wanted = {name: sum(need.get(name, 0) for need in needs) for need in needs for name in need}
+    alone = not (config.address or os.environ.get("RAY_ADDRESS"))
+    end = time.monotonic() + (0 if alone else 60 * config.timeout_minutes)
+    while lacking := {name: count for name, count in wanted.items() if count > ray.cluster_resources().get(name, 0)}:
+        if time.monotonic() >= end:
+            there = ", ".join(f"{ray.cluster_resources().get(name, 0):g} {name}" for name in lacking)
+            asked = ", ".join(f"{count:g} {name}" for name, count in lacking.items())
             raise UserError(
-                f"the run needs {wanted:g} {name} for {len(needs)} processes on Ray, but the cluster has "
-                f"{there.get(name, 0):g}: lower rollouts.workers, rollouts.reward_workers, rollouts.gpus or ray.ranks"
+                f"the run needs {asked} for {len(needs)} processes on Ray, but the cluster has {there}: lower "
+                "rollouts.workers, rollouts.reward_workers, rollouts.gpus or ray.ranks, or add nodes"
             )
+        LATER.wait(1.0)  # a node may join

@@ -59,7 +59,7 @@ def launch(train: Train, run: RunConfig, folder: Path, argv: Sequence[str]) -> i
     try:
         kind = _device(run)
         own: cluster.Needs = {"CPU": run.ray.cpus, **cluster.devices(kind, 1)}
-        cluster.check_room([*[own] * run.ray.ranks, *worker_needs(run, kind)])
+        cluster.wait_for_room(run.ray, [*[own] * run.ray.ranks, *worker_needs(run, kind)])
         for left in range(run.ray.restarts, -1, -1):
             with _processes(run, own) as processes:
                 ended = _run(processes, train, run, argv)

@@ -99,7 +99,7 @@ class WorkerGroup:
         The workers load while training loads.
         """
         needs, count = worker_needs(run, mesh.device.type), run.rollouts.workers
-        cluster.check_room(needs)
+        cluster.wait_for_room(run.ray, needs)
         name, scheduler, workers = mesh.broadcast(f"scheduler-{uuid.uuid4()}"), None, []
         if mesh.is_main:
             makers = [_worker(run, build, need, True, not run.rollouts.reward_workers) for need in needs[:count]]
