@@ -1,0 +1,160 @@
+"""Which weights make the samples of which step, with a scheduler that answers at once."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from helpers import ALONE, CAPTIONS, LATENT_SHAPE, tiny_codec, trainable
+
+from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.loader import Loader
+from unified_trainer.data.prompts import Prompts
+from unified_trainer.engine.rollouts import RemoteRollouts
+from unified_trainer.engine.workers import WorkerGroup
+from unified_trainer.parallel.random import Streams
+
+PLAN = BatchPlan(2, 2, 2, 4, ("P", "n", "G", "micro"))
+
+
+@dataclasses.dataclass
+class Now:
+    """A method of an actor that answers at once."""
+
+    ray: object
+    function: object
+
+    def remote(self, *words):
+        return self.ray.put(self.function(*words))
+
+
+class InstantScheduler:
+    """Makes samples that say which weights made them: the first weight of the version."""
+
+    def __init__(self, ray) -> None:
+        self.ray, self.weights, self.items = ray, {}, []
+        self.publish, self.make, self.deaths = (Now(ray, one) for one in (self._publish, self._make, lambda: 0))
+
+    def _publish(self, version, references, step, oldest):
+        assert version not in self.weights and oldest <= version <= step
+        self.weights[version] = self.ray.get(references[0])._bytes
+
+    def _make(self, item):
+        self.items.append(item)
+        first = next(iter(self.weights[item.version].values()))[:4].view(np.float32)[0]
+        count = len(item.prompts)
+        x0 = np.full((count, *LATENT_SHAPE), first, dtype=np.float32)
+        rollout = {"states": x0[:, None][:, :0], "log_probs": np.zeros((count, 0)), "x0": x0}
+        scores = {"parts": np.zeros((count, 1), np.float32), "statistics": {}, "thumbnails": np.zeros((count, 1))}
+        return [self.ray.put(rollout), self.ray.put(scores)], {"worker_seconds/rollout": 0.5}
+
+
+class Run:
+    """Training steps that add 1 to the first weight, with samples from workers."""
+
+    def __init__(self, ray, ahead: int, plan: BatchPlan = PLAN) -> None:
+        self.student, self.scheduler = trainable(), InstantScheduler(ray)
+        self.loader = Loader(Prompts(CAPTIONS), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=ahead)
+        group = WorkerGroup(self.scheduler, [])
+        self.rollouts = RemoteRollouts(group, self.student, self.loader, ALONE, size=3, ahead=ahead)
+        self.first = next(iter(self.student.weights.values())).data.view(-1)
+        self.start = float(self.first[0])
+
+    def step(self, step: int) -> int:
+        """The version that made the samples of this step; it must be that of the weights that they show."""
+        batch = self.loader.batch(step)
+        samples = self.rollouts.samples(batch, step, Streams(0, step))
+        assert samples.batch is batch
+        (version,) = samples.versions.unique().tolist()
+        shown = samples.rollout.x0.unique().tolist()
+        assert shown == [pytest.approx(self.start + version)]
+        self.first[0] += 1
+        return version
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_samples_are_always_as_many_steps_old(ray, ahead):
+    run = Run(ray, ahead)
+    assert [run.step(step) for step in range(6)] == [max(0, step - ahead) for step in range(6)]
+    steps = [item.step for item in run.scheduler.items]
+    assert steps == sorted([*range(6 + ahead)] * 2)  # two work items of three and one sample, each asked for once
+    assert [len(item.prompts) for item in run.scheduler.items[:2]] == [3, 1]
+    assert run.rollouts.metrics()["worker_seconds/rollout"] == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [1, 2, 4])
+def test_a_resumed_run_makes_the_samples_under_way_again(ray, stopped):
+    """With the weights that they were asked for with, which the checkpoint holds."""
+    one, other = Run(ray, 2), Run(ray, 2)
+    expected = [one.step(step) for step in range(6)]
+    for step in range(stopped):
+        other.step(step)
+    state = {name: tensor.clone() for name, tensor in other.rollouts.state_dict().items()}
+    resumed = Run(ray, 2)
+    resumed.first[0] += stopped
+    filled = resumed.rollouts.state_dict()
+    assert filled.keys() == state.keys()
+    for name, tensor in filled.items():
+        tensor.copy_(state[name])
+    resumed.rollouts.load_state_dict(filled)
+    assert [resumed.step(step) for step in range(stopped, 6)] == expected[stopped:]
+
+
+@pytest.mark.slow
+def test_ahead_can_be_lowered_and_a_checkpoint_remembers_it(ray):
+    """What was asked for keeps its weights; later samples are one step younger."""
+    run = Run(ray, 2)
+    versions = [run.step(step) for step in range(3)]
+    run.rollouts.lower_ahead()
+    state = {name: tensor.clone() for name, tensor in run.rollouts.state_dict().items()}
+    versions += [run.step(step) for step in range(3, 7)]
+    assert versions == [0, 0, 0, 1, 2, 4, 5]
+    resumed = Run(ray, 2)
+    resumed.first[0] += 3
+    for name, tensor in (filled := resumed.rollouts.state_dict()).items():
+        tensor.copy_(state[name])
+    resumed.rollouts.load_state_dict(filled)
+    assert [resumed.step(step) for step in range(3, 7)] == versions[3:]
+
+
+@pytest.mark.slow
+def test_further_samples_of_a_step_have_the_present_weights(ray):
+    run = Run(ray, 1)
+    run.step(0)
+    run.step(1)
+    further = run.loader.batch_of([0, 0], [8, 9])
+    run.loader.batch(2)
+    samples = run.rollouts.samples(run.loader.batch(2), 2, Streams(0, 2))
+    assert samples.versions.tolist() == [1] * 4
+    assert run.rollouts.samples(further, 2, Streams(0, 2)).versions.tolist() == [2, 2]
+
+
+@pytest.mark.slow
+def test_prompts_drawn_by_failures_are_known_ahead(ray):
+    """The batch of a step is what the workers were asked for two steps before, whatever failed meanwhile."""
+    run = Run(ray, 2, dataclasses.replace(PLAN, by_failures=True))
+    for step in range(8):
+        run.step(step)
+        run.loader.note_failures([step % 3] * 20)
+    asked = {}
+    for item in run.scheduler.items:
+        asked[item.step] = asked.get(item.step, ()) + item.prompt_ids
+    for step in range(8):
+        now = Run(ray, 2, dataclasses.replace(PLAN, by_failures=True)).loader
+        for before in range(step):
+            now.note_failures([before % 3] * 20)
+        assert now.batch(step).prompt_ids == asked[step]
+
+
+def test_failures_count_as_many_steps_later():
+    """A loader that looks two steps ahead draws in step 7 by the failures up to step 5."""
+    plan = dataclasses.replace(PLAN, by_failures=True)
+    early, late = (Loader(Prompts(CAPTIONS), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=a) for a in (2, 0))
+    for step in range(7):
+        early.note_failures([0])
+        if step < 5:
+            late.note_failures([0])
+    assert early.rows(7) == late.rows(7) and early.state_dict()["failures_2_ago"].tolist() == [5, 0, 0, 0]
+    assert early.rows(7, 2) != early.rows(7) or torch.equal(early.state_dict()["failures"], torch.tensor([7, 0, 0, 0]))
