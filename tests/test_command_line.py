@@ -98,8 +98,8 @@ def test_the_number_of_ranks_is_set_by_torchrun(name):
 
 
 def test_a_flag_of_another_method_names_it():
-    words = ("--algorithm.eta", "0.3")
-    assert refused("--method", "finetune", *words) == "--algorithm.eta is a setting of dance_grpo, not of finetune"
+    message = "--algorithm.eta is a setting of dance_grpo, dance_ppo, not of finetune"
+    assert refused("--method", "finetune", "--algorithm.eta", "0.3") == message
 
 
 def test_a_name_like_no_other_is_pointed_to_the_help():

@@ -215,7 +215,7 @@ def test_values_are_in_units_of_the_first_rewards():
     scorer.rewards = [value + 7 for value in REWARDS]
     assert one.step(1)["value_mean"] == MEAN
     assert one.method.state_dict()["reward_scale"].tolist() == pytest.approx([MEAN, STD])
-    other = trainer()
+    other = trainer(scorer=scorer)
     other.method.load_state_dict(one.method.state_dict())
     other.step(0)
     assert other.method.scale.tolist() == pytest.approx([MEAN, STD])
