@@ -122,9 +122,7 @@ def weights(megabytes: int) -> None:
     cluster.connect(RayConfig(), 4)
     sent = {str(i): torch.randn(2**20) for i in range(megabytes // 4)}
     receivers = [ray.remote(Receiver).remote(len(sent)) for _ in range(2)]
-    write(
-        "| weights | workers | gathered and put, s | copied by each worker, s | from one process to the last worker, s |"
-    )
+    write("| weights | workers | put into the store, s | copied by a worker, s | until the last worker has them, s |")
     write("| --- | --- | --- | --- | --- |")
     for count in (1, 2):
         rounds = []

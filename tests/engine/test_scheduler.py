@@ -25,7 +25,7 @@ class Instant:
     def __init__(self) -> None:
         self.asked: list[tuple[WorkItem, asyncio.Future]] = []
 
-    def ask(self, one: WorkItem) -> list:
+    def request(self, one: WorkItem) -> list:
         taken, result = (asyncio.get_running_loop().create_future() for _ in range(2))
         self.asked.append((one, taken))
         result.set_result(one)
@@ -33,8 +33,11 @@ class Instant:
 
 
 async def settle() -> None:
+    """Let everything run that can run."""
     for _ in range(10):
-        await asyncio.sleep(0)
+        turn = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(turn.set_result, None)
+        await turn
 
 
 def test_work_of_earlier_steps_goes_first():
@@ -43,7 +46,7 @@ def test_work_of_earlier_steps_goes_first():
         pool = Pool("toy", [worker], 60.0)
         tasks = []
         for step in (3, 5, 4, 2, 2):
-            tasks.append(asyncio.create_task(pool.run(item(step), lambda w, step=step: w.ask(item(step)))))
+            tasks.append(asyncio.create_task(pool.run(item(step), lambda w, step=step: w.request(item(step)))))
             await settle()
         for _ in tasks:
             worker.asked[-1][1].set_result({})
@@ -63,7 +66,7 @@ def test_every_item_is_done_once_whatever_answers_first(steps, workers, random):
         pool_of = [Instant() for _ in range(workers)]
         pool = Pool("toy", pool_of, 60.0)
         items = [item(step, first=2 * i) for i, step in enumerate(steps)]
-        tasks = [asyncio.create_task(pool.run(one, lambda w, one=one: w.ask(one))) for one in items]
+        tasks = [asyncio.create_task(pool.run(one, lambda w, one=one: w.request(one))) for one in items]
         await settle()
         while not all(task.done() for task in tasks):
             open_calls = [taken for worker in pool_of for _, taken in worker.asked if not taken.done()]
