@@ -1,6 +1,6 @@
 """Building a run from its settings: check everything, then load weights and connect the parts."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from unified_trainer.plan import RolePlan, RunPlan, check, plan_roles
 from unified_trainer.registry import family_of, method_named, open_model
 from unified_trainer.rewards.hacking_monitor import HackingMonitor
 from unified_trainer.rewards.scorers import load_scorers
-from unified_trainer.rl.rollouts import LocalRollouts, Rollouts, Sampling
+from unified_trainer.rl.rollouts import LocalRollouts, Sampling
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import Expert, ExpertPair
@@ -46,12 +46,12 @@ class Built:
     counts: dict[str, int | str]  # of one training step's batch
     notes: tuple[str, ...]  # ranks and precision
     keep: Keep
-    rollouts: Rollouts | None = None  # of a method that asks for samples
+    stop_workers: Callable[[], None] | None = None  # of a run with workers
 
     def close(self) -> None:
-        """End the workers of the run."""
-        if self.rollouts is not None:
-            self.rollouts.close()
+        """End the workers of the run, if it has some."""
+        if self.stop_workers is not None:
+            self.stop_workers()
 
 
 def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
@@ -116,7 +116,8 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     encoded = codec.encode_ahead([*validated, *loader.prompts(run.steps)], mesh)
     rows = summary(run, plan, roles, source) | {f"worker {i}": where for i, where in enumerate(places)}
     notes = (*_notes(mesh), encoded, *plan.notes)
-    return Built(trainer, validation, rows, plan.counts, notes, plan.keep, parts.get("rollouts"))
+    stop = workers.stop if workers is not None else None
+    return Built(trainer, validation, rows, plan.counts, notes, plan.keep, stop)
 
 
 def build_sampling(run: RunConfig, device: torch.device, samples: bool, scores: bool) -> Sampling:

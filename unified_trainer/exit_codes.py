@@ -13,7 +13,7 @@ INTERRUPTED = 130  # Ctrl-C before the first step, or a second one
 
 
 def exit_code(work: Callable[[], int]) -> int:
-    """Return the exit code of `work`, or of what it raises; an exception that is not the user's to mend is raised."""
+    """Return the exit code of `work`, or of what it raises; an exception that is not the user's to fix is raised."""
     try:
         return work()
     except UserError as error:

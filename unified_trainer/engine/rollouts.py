@@ -79,10 +79,6 @@ class RemoteRollouts:
     def lower_ahead(self) -> None:
         self._ahead = max(0, self._ahead - 1)
 
-    def close(self) -> None:
-        """End the workers."""
-        self._group.stop()
-
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weights that the samples under way are made with, and which of them make those of which step."""
         if not self._past:

@@ -65,10 +65,6 @@ class Rollouts(Protocol):
         """Return metrics of the step whose samples were made last."""
         ...
 
-    def close(self) -> None:
-        """End what makes the samples."""
-        ...
-
     def lower_ahead(self) -> None:
         """Make later samples one training step less ahead; all ranks ask for it at the end of the same step."""
         ...
@@ -94,9 +90,6 @@ class LocalRollouts:
 
     def metrics(self) -> dict[str, float]:
         return {"reward/retried": float(self._reward.retried)} if self._reward.config.retries else {}
-
-    def close(self) -> None:
-        """Do nothing: this process makes the samples."""
 
     def lower_ahead(self) -> None:
         """Do nothing: samples are made in the training step that asks for them."""
