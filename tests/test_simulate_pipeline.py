@@ -28,6 +28,8 @@ from pipeline import Load, Placement, simulate, work_items
 from simulate_pipeline import Computed, Costs, Run, Seconds, Split, Study, best, comparison, splits
 from wan_costs import Gpu, Network, Video
 
+pytestmark = pytest.mark.slow
+
 # Powers of two and their sums: the simulated times are exact.
 LOAD = Load(samples=16, item=2, rollout=4.0, reward=1.0, train=2.0, fixed=3.0, publish=0.5, fetch=0.25)
 TRAINER = 3.0 + 0.5 + 16 * 2.0  # of one rank

@@ -24,6 +24,8 @@ from unified_trainer.rewards.scorer_process import ScorerError, ScorerProcess
 from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.roles.reward import Reward
 
+pytestmark = pytest.mark.slow
+
 # A user's file.
 FILE = """
 import json
