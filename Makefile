@@ -1,5 +1,5 @@
 # make demo      the default run
-# make check     lint, import layers, types and the fast tests, in less than a minute: run it before every commit
+# make check     lint, import layers, types and the fast tests, in about a minute: run it before every commit
 # make test      the whole suite
 # make mutants   plant known faults into a copy of the package and run the tests that must find them
 #

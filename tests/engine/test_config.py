@@ -1,0 +1,40 @@
+"""Settings of Ray and of workers that cannot be are refused before any weight is read."""
+
+import pytest
+from helpers import SMALL
+
+from unified_trainer.__main__ import main
+
+GRPO = SMALL["dance_grpo"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rollouts.ahead", "1"], "rollouts.ahead needs rollouts.workers above 0"),
+        (["--rollouts.reward-workers", "1"], "rollouts.reward_workers needs rollouts.workers above 0"),
+        (["--rollouts.workers", "-1"], "rollouts.workers must not be negative, but is -1"),
+        (["--rollouts.workers", "1", "--rollouts.ahead", "-1"], "rollouts.ahead must not be negative, but is -1"),
+        (["--rollouts.workers", "1", "--rollouts.cpus", "0"], "rollouts.cpus must be above 0, not 0"),
+        (["--rollouts.workers", "1", "--rollouts.gpus", "-1"], "rollouts.gpus must not be negative, but is -1"),
+        (["--rollouts.workers", "1", "--rollouts.timeout-minutes", "0"], "rollouts.timeout_minutes must be above 0"),
+        (["--launcher", "ray", "--ray.ranks", "0"], "ray.ranks must be at least 1, and ray.restarts not negative"),
+        (["--launcher", "ray", "--ray.timeout-minutes", "0"], "ray.cpus and ray.timeout_minutes must be above 0"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path, capsys, words, message):
+    assert main([*GRPO, "--output", str(tmp_path / "run"), *words]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["dmd2", "self_forcing", "reward_gradient", "finetune"])
+def test_methods_that_train_through_their_samples_take_none(tmp_path, capsys, method):
+    words = ["--method", method, "--recipe", "tiny", "--rollouts.workers", "1", "--output", str(tmp_path / "run")]
+    assert main(words) == 2
+    assert f"rollouts.workers must be 0 for {method}" in capsys.readouterr().err
+
+
+def test_without_ray_installed_the_error_says_how(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main([*GRPO, "--output", str(tmp_path / "run"), "--rollouts.workers", "1"]) == 2
+    assert "rollouts.workers needs Ray: pip install 'unified-trainer[ray]'" in capsys.readouterr().err
