@@ -131,6 +131,11 @@ def build_sampling(run: RunConfig, device: torch.device, samples: bool, scores: 
     parts: dict[str, Any] = {"sample": None, "weights": {}, "reward": None}
     if samples:
         kind = causal_form(WeightCopy) if run.sampler.chunks.causal else WeightCopy
+        way_out = (
+            "set the role's precision to bf16, train an adapter, or sample in the training processes, which share "
+        )
+        way_out += "the model: --rollouts.workers 0"
+        require_memory(_bytes(method.sampled_by, plan), device, "the model of a rollout worker", way_out)
         role = load_roles({method.sampled_by: replace(plan, kind=kind)}, mesh)[method.sampled_by]
         parts |= {"sample": partial(method.sample, run.algorithm, run.sampler, role), "weights": role.weights}
     if scores:
@@ -138,6 +143,18 @@ def build_sampling(run: RunConfig, device: torch.device, samples: bool, scores: 
     return Sampling(
         **parts, codec=codec, latent_shape=codec.latent_shape(video.frames, video.height, video.width), device=device
     )
+
+
+def _bytes(name: str, plan: RolePlan) -> int:
+    """Return the bytes of a role's networks on one device, read from configs alone."""
+    causal = issubclass(plan.kind, Causal)
+    total = 0
+    for expert, component in plan.layout.components.items():
+        network = open_model(name, plan.path, component, causal=causal).network
+        changes = expert in plan.layout.trained and not plan.config.adapter.rank
+        size = 2 if plan.config.precision == "bf16" and not changes else 4
+        total += size * sum(p.numel() for p in network.parameters())
+    return total
 
 
 def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:

@@ -1,9 +1,12 @@
 """Settings of Ray and of workers that cannot be are refused before any weight is read."""
 
 import pytest
-from helpers import SMALL
+from helpers import CPU, SMALL
 
+from unified_trainer import build as module
 from unified_trainer.__main__ import main
+from unified_trainer.cli.command_line import parse
+from unified_trainer.errors import UserError
 
 GRPO = SMALL["dance_grpo"]
 
@@ -38,3 +41,22 @@ def test_without_ray_installed_the_error_says_how(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([*GRPO, "--output", str(tmp_path / "run"), "--rollouts.workers", "1"]) == 2
     assert "rollouts.workers needs Ray: pip install 'unified-trainer[ray]'" in capsys.readouterr().err
+
+
+WEIGHTS = 743_920  # of the tiny transformer
+BF16 = ["--student.precision", "bf16"]
+
+
+@pytest.mark.parametrize(("words", "size"), [([], 4), (BF16, 4), ([*BF16, "--student.adapter.rank", "2"], 2)])
+def test_a_model_that_does_not_fit_one_device_is_refused(monkeypatch, words, size):
+    """Weights that training changes stay in fp32, 4 bytes each."""
+    needed = []
+
+    def none_is_free(bytes_needed, _device, what, way_out):
+        needed.append(bytes_needed)
+        raise UserError(f"{what}: {way_out}")
+
+    monkeypatch.setattr(module, "require_memory", none_is_free)
+    with pytest.raises(UserError, match=r"the model of a rollout worker: .*--rollouts\.workers 0"):
+        module.build_sampling(parse([*GRPO, *words]), CPU, True, False)
+    assert needed == [size * WEIGHTS]
