@@ -175,38 +175,3 @@ def title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:  # it has ended
         return ""
-
-
-# Several nodes.
-
-
-def test_a_node_may_be_lost(tmp_path):
-    """Two nodes on this machine, each with room for one worker; the second one goes in the middle of the run."""
-    from ray.cluster_utils import Cluster
-
-    alone = tmp_path / "alone"
-    assert main([*GRPO, "--steps", "20", "--output", str(alone)]) == 0
-    there = {"ray.address": "", "rollouts.workers": 2, "rollouts.ahead": 0}
-    with started_cluster(Cluster) as (cluster, second):
-        there["ray.address"] = cluster.address
-        with started([*GRPO, "--steps", "20", "--output", str(tmp_path / "two")], **there) as one:
-            until(lambda: steps_done(tmp_path / "two"), one)
-            cluster.remove_node(second, allow_graceful=False)
-            said, errors = one.communicate(timeout=240)
-    assert one.returncode == 0, said + errors
-    deaths = [row["train/worker_deaths"] for row in metrics_of(tmp_path / "two") if "train/worker_deaths" in row]
-    assert deaths[-1] == 1
-    assert_equal_runs(alone, tmp_path / "two", step=20)
-
-
-@contextmanager
-def started_cluster(kind):
-    before = dict(os.environ)
-    os.environ.update(environment(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0"))
-    cluster = kind(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        yield cluster, cluster.add_node(num_cpus=1)
-    finally:
-        cluster.shutdown()
-        os.environ.clear()
-        os.environ.update(before)
