@@ -68,12 +68,14 @@ def test_skipped_lines_are_counted_once(tmp_path, text, note):
 ROWS = [{"caption": "short", "extended": "a long text"}, {"caption": "other", "extended": "another long text"}]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 @pytest.mark.parametrize(("column", "expected"), [("", "short"), ("caption", "short"), ("extended", "a long text")])
 def test_a_column_of_a_table(tmp_path, kind, column, expected):
     file = tmp_path / f"prompts.{kind}"
     if kind == "jsonl":
         file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    elif kind == "csv":
+        file.write_text("caption,extended\n" + "".join(f'"{row["caption"]}",{row["extended"]}\n' for row in ROWS))
     else:
         pq.write_table(pa.Table.from_pylist(ROWS), file)
     read = read_prompts(file, column=column)
@@ -86,9 +88,11 @@ def test_a_column_of_a_table(tmp_path, kind, column, expected):
         ("prompts.txt", "", r"prompts\.txt is empty"),
         ("prompts.txt", "\n \n", r"prompts\.txt is empty"),
         ("prompts.jsonl", '{"prompt": "a"}\nnot json\n', r"prompts\.jsonl: line 2 is not JSON"),
-        ("prompts.jsonl", '["a"]\n', r"line 1 must be an object with a prompt, not a list"),
+        ("prompts.jsonl", '["a"]\n', r"line 1 must be an object of columns, not a list"),
         ("prompts.jsonl", '{"other": "a"}\n', r"line 1 has no column prompt or caption or text, only other"),
-        ("prompts.jsonl", '{"prompt": null}\n', r"row 1 holds None instead of a text"),
+        ("prompts.jsonl", '{"prompt": null}\n', r"line 1 holds None instead of a text"),
+        ("prompts.csv", "other\na\n", r"row 1 has no column prompt or caption or text, only other: set prompts_column"),
+        ("prompts.csv", "a,prompt\nb\n", r"row 1 holds None instead of a text"),
         ("prompts.parquet", "not parquet", r"prompts\.parquet cannot be read"),
     ],
 )

@@ -19,6 +19,8 @@ from unified_trainer.data.tiny_world import (
     render,
 )
 
+pytestmark = pytest.mark.slow  # seconds together
+
 PARTS = {"color": tuple(COLORS), "shape": SHAPES, "direction": tuple(DIRECTIONS)}
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 
@@ -56,7 +58,6 @@ def test_other_drawings_are_recognised_too():
     assert verdict(render([draw_clip(subject, generator) for subject in subjects]), subjects)["all"] == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_a_wrong_part_is_wrong_and_the_others_stay_right(videos, part):
     for places in range(1, len(PARTS[part])):

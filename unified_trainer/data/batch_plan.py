@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from unified_trainer.errors import UserError
+from unified_trainer.suggestions import multiples_near
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class BatchPlan:
         if self.prompts % self.prompts_per_update:
             raise UserError(
                 f"{prompts} ({self.prompts}) must be divisible by {prompts_per_update} ({self.prompts_per_update}): "
-                f"set {prompts} to {nearest(self.prompts, self.prompts_per_update)}"
+                f"set {prompts} to {multiples_near(self.prompts, self.prompts_per_update)}"
             )
         samples, needed = self.prompts_per_update * self.num_samples, ranks // math.gcd(ranks, self.num_samples)
         if samples % ranks:
             name = prompts_per_update if num_samples == "1" else f"{prompts_per_update} x {num_samples}"
             raise UserError(
                 f"{name} ({samples}) must be divisible by the number of ranks ({ranks}): "
-                f"set {prompts_per_update} to {nearest(self.prompts_per_update, needed)}"
+                f"set {prompts_per_update} to {multiples_near(self.prompts_per_update, needed)}"
             )
         per_update, updates = samples // ranks, self.prompts // self.prompts_per_update
         size = largest_divisor(per_update, self.micro_batch)
@@ -68,9 +69,3 @@ class BatchPlan:
 def largest_divisor(total: int, limit: int) -> int:
     """Return the largest size of at most `limit` that divides `total`."""
     return next(size for size in range(min(total, limit), 0, -1) if total % size == 0)
-
-
-def nearest(value: int, unit: int) -> str:
-    """Return the multiples of `unit` below and above a value, in words."""
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else f"{unit}"

@@ -25,7 +25,7 @@ class VideoConfig:
     width: int = 832
     """Width in pixels."""
     fps: float = 16.0
-    """Frames per second of written mp4 files; Wan's videos have 16."""
+    """Frames per second of written mp4 files, and at which videos to train on are sampled; Wan's videos have 16."""
 
     def check(self) -> None:
         """Raise UserError for a frame rate that no file can have; sizes are checked by the codec."""
@@ -38,9 +38,19 @@ class DataConfig:
     """The clips to train on, for methods that need some."""
 
     path: str = ""
-    """Folder of FastVideo t2v parquet files to train on; "tiny": clips of the tiny world."""
+    """Parquet file of encoded clips, or a folder of such files (FastVideo's kinds t2v and i2v); or a small set of
+    videos, a folder with x.txt beside x.mp4 or a .jsonl or .csv file with columns path and caption; "tiny": clips of
+    the tiny world."""
     num_clips: int = 512
     """Number of rendered clips, if path is tiny."""
+    window_gib: float = 16.0
+    """CPU memory for the row groups that batches are read from at a time, in GiB over all ranks. Of a larger window,
+    more row groups are mixed in a batch, and more ranks read row groups of their own."""
+
+    def check(self) -> None:
+        """Raise UserError for a window of no size."""
+        if not 0 < self.window_gib < math.inf:
+            raise UserError(f"data.window_gib must be above 0 and finite, not {self.window_gib}")
 
 
 @dataclass(frozen=True)

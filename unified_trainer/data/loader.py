@@ -1,13 +1,15 @@
 """The batches of a run: the samples of a rank are a function of the step, and of failures where they are counted."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from functools import lru_cache, partial
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.epoch_order import shuffled, shuffled_by_row_groups
 from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.advantages import curriculum
@@ -27,6 +29,30 @@ class Source(Protocol):
 
     def latents(self, indices: list[int]) -> Tensor | None:
         """Return the clean, normalised latents of these rows, or None for a source without clips."""
+        ...
+
+
+@runtime_checkable
+class StoredSource(Source, Protocol):
+    """Rows in files, which are read row group by row group and may hold text embeddings."""
+
+    row_groups: Sequence[int]  # number of rows of each
+    lanes: int  # row groups that the rows of a batch come from
+
+    def condition(self, indices: list[int]) -> Condition | None:
+        """Return the stored text embeddings of these rows, or None if their prompts are to be encoded."""
+        ...
+
+    def to_encode(self, rows: Sequence[int]) -> Sequence[int]:
+        """Return the rows whose prompts are to be encoded before a training that draws these rows."""
+        ...
+
+    def prefetch(self, indices: list[int]) -> None:
+        """Begin to read these rows, which are asked for next."""
+        ...
+
+    def close(self) -> None:
+        """End the reading."""
         ...
 
 
@@ -60,10 +86,20 @@ class Loader:
         counts = torch.zeros(ahead + 1, len(source), dtype=torch.int64)
         self._failures = counts if plan.by_failures else None
         self._ahead = ahead
+        self._stored = source if isinstance(source, StoredSource) else None
+        if self._stored is None:
+            order = partial(shuffled, seed=seed, size=len(source))
+        else:
+            groups, lanes = self._stored.row_groups, self._stored.lanes
+            order = partial(shuffled_by_row_groups, seed=seed, row_groups=groups, batch=plan.prompts, lanes=lanes)
+        self._order = lru_cache(maxsize=2)(order)  # of an epoch
 
     def batch(self, step: int) -> Batch:
-        """Return this rank's samples of the step."""
-        return self.batch_of(*self.rows(step))
+        """Return this rank's samples of the step, and begin to read those of the next one."""
+        batch = self.batch_of(*self.rows(step))
+        if self._stored is not None and self._failures is None:
+            self._stored.prefetch(self.rows(step + 1)[0])
+        return batch
 
     def rows(self, step: int, early: int = 0) -> tuple[list[int], list[int]]:
         """Return the rows and ids of this rank's samples of a step, as known `early` steps before it."""
@@ -76,10 +112,12 @@ class Loader:
         return self._source.prompt(row)
 
     def prompts(self, steps: int) -> list[str]:
-        """Return the negative prompt, and the prompts that the batches of this many steps can hold."""
+        """Return the negative prompt, and the prompts to encode for the batches that this many steps can hold."""
         rows: Sequence[int] = range(len(self._source))
         if not (self._plan.by_failures or self._plan.further):
             rows = self._in_order(0, min(steps * self._plan.prompts, len(self._source)))
+        if self._stored is not None:
+            rows = self._stored.to_encode(rows)
         return [self._negative_prompt, *map(self._source.prompt, rows)]
 
     def further(self, step: int, skip: int, count: int) -> list[int]:
@@ -115,7 +153,13 @@ class Loader:
             prompt_ids=indices,
             sample_ids=sample_ids,
             latents=None if latents is None else latents.to(self._mesh.device),
+            cond=None if self._stored is None else self._stored.condition(indices),
         )
+
+    def close(self) -> None:
+        """End the reading of rows ahead."""
+        if self._stored is not None:
+            self._stored.close()
 
     def _rows(self, step: int, early: int = 0) -> list[int]:
         """Return the source's rows of the whole step, of all ranks."""
@@ -127,7 +171,7 @@ class Loader:
         """Return `count` rows from position `first` on, epoch after epoch."""
         size = len(self._source)
         epochs = range(first // size, (first + count - 1) // size + 1)
-        order = [row for epoch in epochs for row in generator(self._seed, "epoch", epoch).permutation(size).tolist()]
+        order = [row for epoch in epochs for row in self._order(epoch).tolist()]
         start = first - epochs.start * size
         return order[start : start + count]
 
@@ -146,16 +190,21 @@ def make_batch(
     prompt_ids: list[int],
     sample_ids: list[int],
     latents: Tensor | None = None,
+    cond: Condition | None = None,
 ) -> Batch:
-    """Make a batch: encode each distinct prompt once; `uncond` is the single row of the negative prompt."""
-    distinct = sorted(set(prompts))
-    encoded = codec.encode_text(distinct)
-    rows = torch.tensor([distinct.index(prompt) for prompt in prompts])
+    """Make a batch: encode each distinct prompt once, unless `cond` holds the conditions of the prompts already.
+
+    `uncond` is the single row of the negative prompt.
+    """
+    if cond is None:
+        distinct = sorted(set(prompts))
+        rows = torch.tensor([distinct.index(prompt) for prompt in prompts])
+        cond = codec.encode_text(distinct).map(lambda x: x[rows.to(x.device)])
     ids = (tuple(prompts), tuple(prompt_ids), tuple(sample_ids))
     return Batch(
         *ids,
         latent_shape,
-        encoded.map(lambda x: x[rows.to(x.device)]),
+        cond,
         uncond.map(lambda x: x.expand(len(prompts), *x.shape[1:])),
         latents,
     )

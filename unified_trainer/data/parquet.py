@@ -1,63 +1,140 @@
-"""Clips encoded by FastVideo's preprocessing: parquet files of kind t2v, each tensor as bytes, shape and dtype."""
+"""Clips encoded by FastVideo's preprocessing, or ours, read row group by row group on a thread ahead of training."""
 
-from pathlib import Path
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.data.parquet_files import LATENT, TEXT, ClipFiles
+from unified_trainer.errors import NotFiniteError, UserError
 from unified_trainer.models.base import Codec
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.types import Condition
 
-LATENT = ("vae_latent_bytes", "vae_latent_shape", "vae_latent_dtype")
+SAMPLES = 4  # files of one text encoder whose first embedding is compared with the run's
+TOLERANCE = 0.05  # norm of the difference over the norm; bf16 instead of fp32 makes about 0.01
+
+
+class Rows(NamedTuple):
+    """Latents and text embeddings of some rows, as the files hold them, on the CPU."""
+
+    latents: Float[Tensor, "b c t h w"]  # raw posterior means
+    text: list[Tensor]  # embeddings of the captions [n, d]; none if they are not used
 
 
 class ParquetClips:
-    """A source of captions with clean latents, which are read when a batch needs them."""
+    """A source of captions with clean latents and, where the run's text encoder made them, text embeddings.
 
-    def __init__(self, folder: Path, codec: Codec, latent_shape: tuple[int, int, int, int]) -> None:
-        files = sorted(str(file) for file in folder.rglob("*.parquet"))
-        if not files:
-            raise MissingFileError(f"data.path {folder} holds no .parquet files")
-        try:
-            self._rows = ds.dataset(files, format="parquet")
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(f"data.path {folder}: a file is not whole parquet ({error})") from error
-        missing = [name for name in ("id", "caption", *LATENT) if name not in self._rows.schema.names]
-        if missing:
-            raise UserError(f"data.path {folder}: columns {', '.join(missing)} are missing; expected FastVideo's t2v")
-        try:
-            self._captions = self._rows.to_table(["caption"])["caption"].to_pylist()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(f"data.path {folder}: a file is damaged ({error})") from error
-        self._folder, self._codec, self._latent_shape = folder, codec, latent_shape
+    Files are read by one thread of its own, which keeps the row groups of the rows that were read last.
+
+    Embeddings are used if the files name the run's text encoder (see `Codec.text_fingerprint`). Files of FastVideo name
+    none: then the first row of up to four files is compared with what the run's text encoder makes of its caption. If
+    one differs by more than 5%, all captions are encoded instead, once, as prompts are.
+    """
+
+    def __init__(self, files: ClipFiles, codec: Codec, lanes: int) -> None:
+        """`lanes` is the number of row groups that a batch is read from."""
+        self._files, self._codec, self.lanes = files, codec, lanes
+        self.row_groups = [group.rows for group in files.row_groups]
+        self._thread = ThreadPoolExecutor(1, "clips")
+        self._tables: dict[int, pa.Table] = {}  # of the row groups that are kept; only the thread looks at them
+        self._asked: tuple[list[int], Future[Rows]] | None = None  # the rows that were asked for last
+        self._compared = [] if files.text_fault else _rows_to_compare(files, codec.text_fingerprint)
+        self._uses_text = None if self._compared else not files.text_fault  # None: not compared yet
 
     def __len__(self) -> int:
-        return len(self._captions)
+        return len(self._files.captions)
 
     def prompt(self, index: int) -> str:
         """Return the caption of a row."""
-        return self._captions[index]
+        return self._files.captions[index]
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
-        """Read raw posterior means and normalise them; raise UserError, naming the row, for one that does not fit."""
-        try:
-            table = self._rows.take(pa.array(indices), columns=["id", *LATENT])
-        except (pa.ArrowInvalid, OSError) as error:
-            raise UserError(f"data.path {self._folder}: a file is damaged ({error})") from error
-        return self._codec.normalise(torch.stack([self._read(row) for row in table.to_pylist()]))
+        """Return normalised latents; raise UserError, naming file and row, for one that is damaged."""
+        return self._codec.normalise(self._ask(indices).result().latents)
 
-    def _read(self, row: dict[str, object]) -> Float[Tensor, "c t h w"]:
-        data, shape, dtype = (row[name] for name in LATENT)
-        if tuple(shape) != self._latent_shape:
-            raise UserError(
-                f"data.path {self._folder}: row {row['id']!r} has latents {tuple(shape)}, the run's video.* settings "
-                f"make {self._latent_shape}"
-            )
+    def condition(self, indices: list[int]) -> Condition | None:
+        """Return the condition of the text embeddings in the files, or None if captions are to be encoded."""
+        return self._codec.text_condition(self._ask(indices).result().text) if self._uses_text else None
+
+    def prefetch(self, indices: list[int]) -> None:
+        """Begin to read these rows; what goes wrong is raised when they are asked for."""
+        self._ask(indices)
+
+    def to_encode(self, rows: Sequence[int]) -> list[int]:
+        """Return the rows whose captions the text encoder must encode, if training draws these rows."""
+        if self._uses_text is None:
+            return self._compared
+        return [] if self._uses_text else list(rows)
+
+    def check_text(self, mesh: Mesh) -> str:
+        """Decide whether the text embeddings of the files are used, and return it in words; a collective.
+
+        The captions of `to_encode` should have been encoded before.
+        """
+        said = "the run's text encoder made them"
+        if self._uses_text is None:
+            text = self._ask(self._compared).result().text
+            prompts = [self.prompt(row) for row in self._compared]
+            differences = [self._codec.text_difference(*pair) for pair in zip(prompts, text, strict=True)]
+            worst = max(range(len(text)), key=differences.__getitem__)
+            said = f"{len(text)} compared, which differ from the run's text encoder by at most {differences[worst]:.2%}"
+            self._uses_text = not mesh.any(not differences[worst] <= TOLERANCE)
+            if not self._uses_text:
+                place = self._files.place(self._compared[worst])
+                said = f"that of {place} differs from the run's text encoder by {differences[worst]:.0%}"
+        said = self._files.text_fault or said
+        return f"text embeddings of data.path: {'used' if self._uses_text else 'captions are encoded instead'}; {said}"
+
+    def close(self) -> None:
+        """End the thread, after the row group that it is reading."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _ask(self, indices: list[int]) -> Future[Rows]:
+        if self._asked is None or self._asked[0] != indices:
+            self._asked = (list(indices), self._thread.submit(self._read, indices))
+        return self._asked[1]
+
+    def _read(self, indices: Sequence[int]) -> Rows:
+        """Read rows; the thread runs it."""
+        with_text = self._uses_text is not False
+        places = [self._files.locate(row) for row in indices]
+        needed = dict.fromkeys(group for group, _ in places)
+        self._tables = {group: table for group, table in self._tables.items() if group in needed}
+        for group in needed:
+            if group not in self._tables:
+                self._tables[group] = self._read_row_group(group, [*LATENT, *(TEXT if with_text else ())])
+        rows = [(row, self._tables[group], within) for row, (group, within) in zip(indices, places, strict=True)]
+        latents = torch.stack([self._tensor(*row, LATENT) for row in rows])
+        return Rows(latents, [self._tensor(*row, TEXT) for row in rows] if with_text else [])
+
+    def _read_row_group(self, number: int, columns: list[str]) -> pa.Table:
+        group = self._files.row_groups[number]
+        metadata = self._files.metadata[group.file]  # is not read again
         try:
-            return torch.from_numpy(np.frombuffer(data, dtype=np.dtype(dtype)).reshape(shape).astype(np.float32))
-        except (TypeError, ValueError) as error:
-            raise UserError(f"data.path {self._folder}: row {row['id']!r} is damaged ({error})") from error
+            with pq.ParquetFile(group.file, metadata=metadata, page_checksum_verification=True) as opened:
+                return opened.read_row_group(group.number, columns=columns)
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"data.path: {group.file} is damaged in row group {group.number + 1} ({error})") from error
+
+    def _tensor(self, row: int, table: pa.Table, within: int, columns: Sequence[str]) -> Tensor:
+        data, shape, dtype = (table[name][within] for name in columns)
+        try:
+            values = np.frombuffer(data.as_buffer(), np.dtype(dtype.as_py())).reshape(shape.as_py()).astype(np.float32)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UserError(f"data.path: {self._files.place(row)} is damaged: {columns[0]} ({error})") from error
+        if not np.isfinite(values).all():
+            raise NotFiniteError(f"data.path: {self._files.place(row)}: {columns[0]} holds a value that is not finite")
+        return torch.from_numpy(values)
+
+
+def _rows_to_compare(files: ClipFiles, fingerprint: str) -> list[int]:
+    """Return the first rows of files that name no or another text encoder: up to SAMPLES for each encoder they name."""
+    unknown = [rows for encoder, rows in files.first_rows().items() if encoder != fingerprint]
+    return [row for rows in unknown for row in rows[:: -(-len(rows) // SAMPLES)]]

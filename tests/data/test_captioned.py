@@ -1,0 +1,129 @@
+"""Videos with captions: a folder, or a table in any of three formats; what is wrong is named."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers import tiny_codec
+from real_clips import REAL, grays, quarters, real_folder, write_exactly
+
+from unified_trainer.data.captioned import find_videos
+from unified_trainer.data.clips import VideoConfig
+from unified_trainer.data.raw_clips import checked_videos, encode_videos, holds_videos
+from unified_trainer.data.tables import TABLES
+from unified_trainer.data.video_reader import VideoError, read_clip, to_video
+from unified_trainer.errors import UserError
+
+ROWS = [{"path": "b.mp4", "caption": "two, words"}, {"path": "deep/a.mp4", "caption": "one"}]
+
+
+def write_table(file, rows) -> None:
+    if file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    elif file.suffix == ".csv":
+        lines = [",".join(rows[0]), *(",".join(f'"{value}"' for value in row.values()) for row in rows)]
+        file.write_text("\n".join(lines) + "\n")
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def folder_of(root):
+    """Two empty video files, one of them with a caption beside it."""
+    (root / "deep").mkdir(parents=True)
+    for name in ("b.MP4", "deep/a.mp4", "notes.md"):
+        (root / name).write_bytes(b"")
+    (root / "deep" / "a.txt").write_text("a caption\nof two lines\n")
+    return root
+
+
+def test_a_folder_with_captions_beside(tmp_path):
+    first, second = find_videos(folder_of(tmp_path / "videos"), "SOURCE")
+    assert (first.name, first.caption, second.name, second.caption) == (
+        "b.MP4",
+        "",
+        "deep/a.mp4",
+        "a caption of two lines",
+    )
+    assert first.fault == "no caption: b.txt is missing or empty" and second.fault == ""
+
+
+@pytest.mark.parametrize("suffix", TABLES)
+def test_tables_name_files_below_their_folder(tmp_path, suffix):
+    folder_of(tmp_path)
+    write_table(tmp_path / f"clips{suffix}", ROWS)
+    videos = find_videos(tmp_path / f"clips{suffix}", "SOURCE")
+    assert [(one.name, one.caption, one.fault) for one in videos] == [
+        ("b.mp4", "two, words", "no such file"),
+        ("deep/a.mp4", "one", ""),
+    ]
+    (tmp_path / "elsewhere").mkdir()
+    write_table(tmp_path / "elsewhere" / f"clips{suffix}", ROWS)
+    assert find_videos(tmp_path, "SOURCE", tmp_path / "elsewhere" / f"clips{suffix}") == videos
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.jsonl",
+            '{"clip": "a.mp4", "caption": "a"}\n',
+            r"line 1 has no column path or .*, only clip, caption",
+        ),
+        ("a.jsonl", '{"path": "a.mp4"}\n', r"a\.jsonl: line 1 has no column caption or text or prompt, only path"),
+        ("a.csv", "path,caption\na.mp4\n", r"a\.csv: row 1 holds None instead of a text"),
+        ("a.csv", "path,caption\n", r"a\.csv holds no videos"),
+        ("a.jsonl", '{"path": "a", "caption": ""}\n{"path": "a", "caption": "b"}\n', "names a more than once"),
+        ("a.parquet", "no", r"a\.parquet cannot be read"),
+        ("a.zip", "", r"a\.zip is neither a folder of videos nor a table"),
+    ],
+)
+def test_a_bad_source_is_named(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        find_videos(tmp_path / name, "SOURCE")
+
+
+def test_an_empty_folder_and_an_absent_one_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"holds no videos \(\.avi,"):
+        find_videos(tmp_path, "SOURCE")
+    with pytest.raises(FileNotFoundError, match=r"SOURCE .*absent: no such file or folder"):
+        find_videos(tmp_path / "absent", "SOURCE")
+
+
+def test_a_caption_that_is_no_text_is_named(tmp_path):
+    folder_of(tmp_path / "videos")
+    (tmp_path / "videos" / "b.txt").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(UserError, match=r"b\.txt cannot be read"):
+        find_videos(tmp_path / "videos", "SOURCE")
+
+
+# Raw clips of a run.
+
+
+def test_raw_clips_are_told_from_parquet(tmp_path):
+    folder = folder_of(tmp_path / "videos")
+    assert holds_videos(folder) and holds_videos(tmp_path / "x.csv") and holds_videos(tmp_path / "x.jsonl")
+    assert not holds_videos(tmp_path / "x.parquet") and not holds_videos(tmp_path / "absent")
+    (folder / "deep" / "rows.parquet").write_bytes(b"")
+    assert not holds_videos(folder)
+
+
+def test_raw_clips_are_encoded_with_their_captions(tmp_path, codec):
+    """Rows follow the names of the files, and equal what the codec makes of the decoded frames."""
+    size = VideoConfig(5, 32, 32, 8)
+    source = encode_videos(real_folder(tmp_path / "videos"), codec, size)
+    assert source.prompts == tuple(REAL.values()) and source.encoded.shape == (3, 16, 2, 2, 2)
+    for i, name in enumerate(REAL):
+        one = codec.encode(to_video(read_clip(tmp_path / "videos" / f"{name}.mp4", size)))
+        assert (source.latents([i]) == one).all()
+
+
+def test_a_bad_raw_clip_is_named_before_anything_is_trained(tmp_path):
+    write_exactly(tmp_path / "short.mkv", grays(3), 8)
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(VideoError, match=r"data\.path .*short\.mkv: too short"):
+        encode_videos(tmp_path, tiny_codec(), VideoConfig(5, 32, 32, 8))
+    write_exactly(tmp_path / "a.mkv", quarters(5, 32, 32), 8)
+    with pytest.raises(VideoError, match=r"a\.mkv: no caption: a\.txt is missing"):
+        checked_videos(tmp_path)

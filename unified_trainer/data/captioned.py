@@ -1,0 +1,62 @@
+"""Videos with captions: a folder with a text file beside each video, or a table of paths and captions."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from unified_trainer.data.tables import TABLES, read_columns
+from unified_trainer.errors import MissingFileError, UserError
+
+VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
+PATHS = ("path", "video", "file_name", "file")  # column of a table that names the videos
+CAPTIONS = ("caption", "text", "prompt")
+
+
+@dataclass(frozen=True)
+class CaptionedVideo:
+    """A video file and its caption; `name` is its path below the folder, or in the table."""
+
+    name: str
+    file: Path
+    caption: str
+
+    @property
+    def fault(self) -> str:
+        """Return in words why it cannot be used, without opening it; "" if nothing is known."""
+        if not self.file.is_file():
+            return "no such file"
+        return "" if self.caption else f"no caption: {self.file.with_suffix('.txt').name} is missing or empty"
+
+
+def find_videos(source: Path, key: str, captions: Path | None = None) -> tuple[CaptionedVideo, ...]:
+    """Return the videos of a folder in the order of their names, or those of a table in its order.
+
+    The caption of x.mp4 in a folder is the text of x.txt beside it, or stands in the table `captions`. Paths in a table
+    are relative to the folder, or else to the table. A video without a caption, or that is not there, has a `fault`.
+    `key` is the setting that names the source, for messages. Raise UserError for a source without videos.
+    """
+    if not source.exists():
+        raise MissingFileError(f"{key} {source}: no such file or folder")
+    if source.is_dir() and captions is None:
+        files = sorted(file for file in source.rglob("*") if file.suffix.lower() in VIDEOS and file.is_file())
+        videos = [CaptionedVideo(file.relative_to(source).as_posix(), file, _caption(file)) for file in files]
+    elif source.is_dir() or source.suffix in TABLES:
+        table, folder = (captions or source, source if source.is_dir() else source.parent)
+        rows = read_columns(table, "--captions" if captions else key, PATHS, CAPTIONS)
+        videos = [CaptionedVideo(path, folder / path, caption.strip()) for path, caption in rows]
+    else:
+        raise UserError(f"{key} {source} is neither a folder of videos nor a table ({', '.join(TABLES)})")
+    if not videos:
+        raise UserError(f"{key} {source} holds no videos ({', '.join(VIDEOS)})")
+    if twice := [name for name, count in Counter(video.name for video in videos).items() if count > 1]:
+        raise UserError(f"{key} {source} names {twice[0]} more than once: a video has one caption")
+    return tuple(videos)
+
+
+def _caption(file: Path) -> str:
+    """Return the text beside a video; "" without one. Raise UserError for one that is not UTF-8."""
+    beside = file.with_suffix(".txt")
+    try:
+        return " ".join(beside.read_text(encoding="utf-8-sig").split()) if beside.is_file() else ""
+    except UnicodeDecodeError as error:
+        raise UserError(f"{beside} cannot be read: {error}") from error

@@ -1,0 +1,34 @@
+"""The order of the rows in an epoch: every row once, as a function of the seed and the epoch alone."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from unified_trainer.parallel.random import generator
+
+
+def shuffled(epoch: int, *, seed: int, size: int) -> np.ndarray:
+    """Return the rows 0 to size - 1 in random order."""
+    return generator(seed, "epoch", epoch).permutation(size)
+
+
+def shuffled_by_row_groups(epoch: int, *, seed: int, row_groups: Sequence[int], batch: int, lanes: int) -> np.ndarray:
+    """Return the rows of all row groups in random order, so that consecutive batches read from few row groups.
+
+    `row_groups` are their numbers of rows. All rows lie on a line: the row groups in random order, the rows of each in
+    random order. The line is cut into a piece for each of `lanes` lanes. Position p of the batch belongs to lane
+    p lanes // batch in every step, and a lane takes its piece row by row: even lanes from the left, odd ones from the
+    right, so that the two lanes of a row group that is cut use it at the same time. A batch thus mixes rows of `lanes`
+    row groups, and each is used up before its lane goes to the next one.
+
+    Ranks hold fixed positions of the batch. Their number changes no row, and each row group is read once, but for those
+    that are cut between lanes of two ranks.
+    """
+    sizes, draw = np.asarray(row_groups), generator(seed, "row groups", epoch)
+    place = np.repeat(draw.permutation(len(sizes)), sizes)  # of the row's group on the line
+    line = np.lexsort((draw.random(len(place)), place))
+    positions = np.arange(len(line))
+    lane = (positions + epoch * len(line)) % batch * lanes // batch
+    order = np.empty_like(line)
+    order[np.lexsort((np.where(lane % 2, -positions, positions), lane))] = line
+    return order
