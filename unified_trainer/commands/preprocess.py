@@ -1,0 +1,184 @@
+"""The command preprocess: it encodes videos with captions, or prompts alone, to FastVideo's parquet files."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from unified_trainer.checkpoint.run_lock import claimed
+from unified_trainer.cli.command_line import parse
+from unified_trainer.commands.clip_folder import ABOUT, SKIPPED, ClipFolder
+from unified_trainer.commands.output_folder import begin_output, check_output
+from unified_trainer.commands.progress import ItemProgress
+from unified_trainer.config import ConfigError, RunConfig, load_yaml
+from unified_trainer.data.captioned import CaptionedVideo, find_videos
+from unified_trainer.data.fastvideo import T2V, TEXT_ENCODER, TEXT_ONLY, t2v_row, text_only_row
+from unified_trainer.data.negative_prompt import use_negative_prompt, write_negative_prompt
+from unified_trainer.data.prompts import read_prompts
+from unified_trainer.data.video_reader import VideoError, read_clips, to_video
+from unified_trainer.downloads import fetch_pipeline
+from unified_trainer.errors import UserError
+from unified_trainer.models.base import Codec
+from unified_trainer.models.hub import is_hub_id
+from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.registry import family_of
+
+VERSION = 1
+WHAT = "encoded clips"
+TEXTS = 64  # captions that are encoded at a time
+
+
+def preprocess(
+    source: Annotated[Path, tyro.conf.Positional],
+    out: Annotated[Path, tyro.conf.Positional],
+    captions: Path | None = None,
+    recipe: str = "",
+    config: Path | None = None,
+    method: str = "finetune",
+    model: str = "",
+    frames: int = 0,
+    height: int = 0,
+    width: int = 0,
+    fps: float = 0.0,
+    rows_per_file: int = 64,
+    workers: int = 4,
+    strict: bool = False,
+    device: Device = "auto",
+) -> None:
+    """Encode videos with captions, or prompts alone, to parquet files to train on; called again, it continues.
+
+    Args:
+        source: Folder of videos with x.txt beside x.mp4; or a .jsonl, .csv or .parquet file with columns path and
+            caption; or a .txt file with one prompt per line, which makes files of text embeddings.
+        out: Folder to write; it must be empty, absent or written by this command with equal settings.
+        captions: Table with the captions of the folder's videos, instead of text files; its paths are below the folder.
+        recipe: Recipe whose video size, precisions and negative prompt are used; by default tiny, without a model.
+        config: Saved config.yaml, or one with a few settings, that changes those of the recipe.
+        method: Method whose section of the recipe is used, unless the config names one.
+        model: Pipeline folder or hub id whose text encoder and VAE are used.
+        frames: Pixel frames of a clip; 0 takes the recipe's.
+        height: Height of the clips in pixels; 0 takes the recipe's.
+        width: Width of the clips in pixels; 0 takes the recipe's.
+        fps: Frames per second at which videos are sampled; 0 takes the recipe's.
+        rows_per_file: Clips or prompts in one parquet file.
+        workers: Videos decoded at a time.
+        strict: End at the first video that cannot be used, instead of listing and skipping it.
+        device: Device to run on.
+    """
+    if min(rows_per_file, workers) < 1:
+        raise UserError("--rows-per-file and --workers must be at least 1")
+    if captions and not source.is_dir():
+        raise UserError(f"--captions is for a folder of videos, but SOURCE {source} is none: leave it out")
+    run = _settings(recipe, config, method, model, {"frames": frames, "height": height, "width": width, "fps": fps})
+    run.video.check()
+    run.encoders.check()
+    path = run.roles["student"].path
+    family, folder = family_of("--model", fetch_pipeline(path, "--model") if is_hub_id(path) else path)
+    family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
+    prompts = read_prompts(source, "SOURCE").prompts if source.suffix == ".txt" else ()
+    videos = () if prompts else find_videos(source, "SOURCE", captions)
+    check_output(out, ABOUT, WHAT)
+    mesh = Mesh.join(device)
+    if mesh.size > 1:
+        raise UserError("preprocess is one process: give each of several a table of its own videos and a folder in OUT")
+    with claimed(out, mesh):
+        codec = family.codec(folder, mesh.device, run.encoders)
+        negative = run.sampler.negative_prompt
+        about = {"version": VERSION, "kind": "t2v" if videos else "text_only", "negative_prompt": negative}
+        about["text_encoder"] = codec.text_fingerprint
+        if videos:
+            about["vae"] = codec.video_fingerprint
+            about |= {f"video.{name}": value for name, value in vars(run.video).items()}
+        begin_output(out, ABOUT, about, WHAT)
+        schema = (T2V if videos else TEXT_ONLY).with_metadata({TEXT_ENCODER: codec.text_fingerprint})
+        written = ClipFolder(out, schema, rows_per_file)
+        if not use_negative_prompt(out, negative, codec):
+            write_negative_prompt(out, negative, codec.embeddings([negative])[0], codec.text_fingerprint)
+        if videos:
+            _write_videos(videos, written, codec, run, workers, strict, out)
+        else:
+            _write_prompts(prompts, written, codec, out)
+
+
+def _settings(recipe: str, config: Path | None, method: str, model: str, video: dict[str, float]) -> RunConfig:
+    """Return the run whose clips are encoded; ConfigError for a model without a recipe."""
+    given = {"--recipe": recipe, "--config": str(config or ""), "--student.path": model}
+    given |= {f"--video.{name}": str(value) for name, value in video.items() if value}
+    named = config is not None and config.is_file() and "method" in load_yaml(config)
+    words = [word for flag, value in given.items() if value for word in (flag, value)]
+    run = parse([*words, *([] if named else ["--method", method])])
+    if not run.recipe or not run.roles["student"].path:
+        raise ConfigError("preprocess needs --model, a diffusers pipeline folder, with a --recipe made for it")
+    return run
+
+
+def _write_videos(
+    videos: Sequence[CaptionedVideo],
+    written: ClipFolder,
+    codec: Codec,
+    run: RunConfig,
+    workers: int,
+    strict: bool,
+    out: Path,
+) -> None:
+    done = written.captions()
+    for video in videos:
+        if done.get(video.name, video.caption) != video.caption:
+            raise UserError(f"{out} holds {video.name} with another caption: choose another folder, or remove it")
+    left = [video for video in videos if video.name not in done]
+    skipped: dict[str, str] = {}
+    size = f"{run.video.frames} frames of {run.video.height} x {run.video.width} at {run.video.fps:g} per second"
+    with ItemProgress("videos", len(left)) as progress:
+        progress.say(f"{len(left)} videos to encode, {len(videos) - len(left)} done before: {size}")
+        try:
+            for number, (video, clip) in enumerate(read_clips(left, run.video, workers)):
+                if number % TEXTS == 0:
+                    captions = [one.caption for one in left[number : number + TEXTS] if one.caption]
+                    embeddings = dict(zip(captions, codec.embeddings(captions), strict=True))
+                if isinstance(clip, VideoError):
+                    if strict:
+                        raise clip
+                    skipped[video.name] = str(clip).removeprefix(f"{video.file}: ")
+                    progress.advance()
+                    progress.note(f"skipped {clip}")
+                else:
+                    raw, embedding = codec.encode_raw(to_video(clip))[0], embeddings[video.caption]
+                    _add(written, t2v_row(video.name, video.caption, raw, embedding, run.video), progress)
+        finally:
+            written.finish()
+            written.write_skipped(skipped)
+        new = len(left) - len(skipped)
+        if not done and not new:
+            raise UserError(f"none of the {len(videos)} videos could be used: {out / SKIPPED} says why")
+        _summarise(progress, f"{len(done) + new} clips", out, new, f", {len(skipped)} videos skipped")
+
+
+def _write_prompts(prompts: Sequence[str], written: ClipFolder, codec: Codec, out: Path) -> None:
+    done = set(written.captions().values())
+    left = [prompt for prompt in prompts if prompt not in done]
+    with ItemProgress("prompts", len(left)) as progress:
+        try:
+            for prompt in left:
+                embedding = codec.embeddings([prompt])[0]
+                padded = torch.nn.functional.pad(embedding, (0, 0, 0, codec.text_tokens - len(embedding)))
+                name = f"text_{hashlib.sha256(prompt.encode()).hexdigest()[:16]}"
+                _add(written, text_only_row(name, prompt, padded), progress)
+        finally:
+            written.finish()
+        _summarise(progress, f"{len(done) + len(left)} prompts", out, len(left), "")
+
+
+def _add(written: ClipFolder, row: dict[str, object], progress: ItemProgress) -> None:
+    complete = written.add(row)
+    progress.advance()
+    if complete:
+        progress.note(f"{complete.name} is complete")
+
+
+def _summarise(progress: ItemProgress, what: str, out: Path, new: int, rest: str) -> None:
+    speed = f", {progress.rate:.3g} per second" if new else ""
+    progress.say(f"{what} in {out}, {new} of them new{speed}{rest}")
