@@ -4,10 +4,12 @@ The device "meta" stands for an accelerator: it refuses tensors of the CPU, and 
 """
 
 import copy
+import json
+import os
 
 import pytest
 import torch
-from helpers import CPU, LATENT_SHAPE, WAN, tiny_codec
+from helpers import CPU, LATENT_SHAPE, WAN, copy_of, rewrite, tiny_codec
 from torch import nn
 
 from unified_trainer.data.prompts import training_captions
@@ -119,3 +121,57 @@ def test_bf16_stays_near_fp32():
     assert 0 < (decoded[0] - decoded[1]).square().mean().sqrt() < 0.003
     assert torch.equal(streamed, decoded[0])
     assert half.normalise(videos.double()[:, :1].expand(-1, 16, -1, -1, -1)).dtype == torch.float32
+
+
+def fingerprint_of(folder, **settings) -> str:
+    return WanCodec.load(folder, CPU, EncoderConfig(**settings)).text_fingerprint
+
+
+def test_copies_of_a_text_encoder_have_one_fingerprint(tmp_path):
+    wan = copy_of(WAN, tmp_path / "copy")
+    for file in (wan / "text_encoder").iterdir():
+        os.utime(file, (1, 1))
+    assert fingerprint_of(wan) == fingerprint_of(WAN)
+    rewrite(wan / "vae" / "diffusion_pytorch_model.safetensors", lambda held: [x.mul_(2) for x in held.values()])
+    assert fingerprint_of(wan) == fingerprint_of(WAN)
+
+
+def test_another_text_encoder_has_another_fingerprint(tmp_path):
+    """One layer of the weights, the tokenizer, and settings that the embeddings depend on."""
+    seen = {fingerprint_of(WAN), fingerprint_of(WAN, text_precision="bf16")}
+    wan = copy_of(WAN, tmp_path / "wan")
+    rewrite(wan / "text_encoder" / "model.safetensors", lambda held: held[max(held)].mul_(2))
+    seen.add(fingerprint_of(wan))
+    settings = wan / "tokenizer" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model_max_length": 8}))
+    seen.add(fingerprint_of(wan))
+    assert len(seen) == 4
+
+
+def test_raw_latents_are_those_before_normalising():
+    """In both precisions they are float32, and normalising them gives what `encode` gives, to the last bit."""
+    video = torch.rand(2, 3, 5, 32, 32, generator=torch.Generator().manual_seed(0))
+    for precision in ("fp32", "bf16"):
+        codec = WanCodec.load(WAN, CPU, EncoderConfig(vae_precision=precision))
+        raw = codec.encode_raw(video)
+        assert raw.dtype == torch.float32 and torch.equal(codec.normalise(raw), codec.encode(video))
+        mean, std = (
+            torch.tensor(codec._outline.config[f"latents_{name}"]).view(-1, 1, 1, 1) for name in ("mean", "std")
+        )
+        torch.testing.assert_close(codec.encode(video) * std + mean, raw)
+
+
+def test_another_vae_has_another_fingerprint(tmp_path):
+    wan = copy_of(WAN, tmp_path / "wan")
+    found = [WanCodec.load(folder, CPU, EncoderConfig()).video_fingerprint for folder in (WAN, wan)]
+    found.append(WanCodec.load(WAN, CPU, EncoderConfig(vae_precision="bf16")).video_fingerprint)
+    rewrite(wan / "vae" / "diffusion_pytorch_model.safetensors", lambda held: held[max(held)].mul_(2))
+    found.append(WanCodec.load(wan, CPU, EncoderConfig()).video_fingerprint)
+    assert found[0] == found[1] and len(set(found)) == 3
+
+
+def test_embeddings_have_no_padding(codec):
+    short, long = codec.embeddings(["a", "a red circle moving left"])
+    padded = codec.encode_text(["a", "a red circle moving left"]).text
+    assert len(short) < len(long) <= codec.text_tokens == padded.shape[1]
+    assert torch.equal(padded[1, : len(long)], long) and not padded[1, len(long) :].any()

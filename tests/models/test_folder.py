@@ -9,7 +9,8 @@ from helpers import ALONE, CPU, WAN, copy_of, rewrite
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.models.wan.model import WanModel
-from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.adapter import AdapterConfig
+from unified_trainer.roles.backbone import Backbone
 
 FILE = "diffusion_pytorch_model.safetensors"
 

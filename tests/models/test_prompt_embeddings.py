@@ -18,6 +18,8 @@ from unified_trainer.models.prompt_embeddings import Counts, PromptEmbeddings
 from unified_trainer.models.wan import codec as wan
 from unified_trainer.models.wan.codec import WanCodec
 
+pytestmark = pytest.mark.slow  # seconds together
+
 PROMPTS = [*CAPTIONS, "a red circle moving left", ""]
 DISTINCT = 5
 
@@ -223,7 +225,6 @@ def said(capsys, *flags: str, code: int = 0) -> str:
     return captured.out + captured.err
 
 
-@pytest.mark.slow
 def test_a_run_keeps_its_embeddings_and_may_share_them(run_folder, tmp_path, capsys, loads):
     """Two prompts a step, two of validation, and the negative one; without a new prompt no text encoder is read."""
     out = said(capsys, *SMALL["dance_grpo"], "--validate-every", "1", "--output", str(run_folder))

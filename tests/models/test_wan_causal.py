@@ -15,7 +15,10 @@ from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.device import free_memory, require_memory
-from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.adapter import AdapterConfig
+from unified_trainer.roles.backbone import Backbone
+
+pytestmark = pytest.mark.slow  # seconds together
 
 CHANNELS, HEIGHT, WIDTH = 4, 4, 6
 CONFIG = {

@@ -21,7 +21,8 @@ from helpers import (
 from safetensors.torch import load_file
 
 from unified_trainer.models.wan.model import WanModel
-from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.adapter import AdapterConfig
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 
 HALF = RoleConfig(precision="bf16")

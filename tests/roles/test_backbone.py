@@ -24,10 +24,13 @@ from unified_trainer.build import load_roles
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.models.wan.model import WanModel
-from unified_trainer.plan import RolePlan, layout_for
-from unified_trainer.roles.backbone import PRODUCTS, AdapterConfig, Backbone
+from unified_trainer.role_plan import RolePlan, layout_for
+from unified_trainer.roles.adapter import AdapterConfig
+from unified_trainer.roles.backbone import PRODUCTS, Backbone
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
+
+pytestmark = pytest.mark.slow  # seconds together
 
 X_T = torch.randn(2, 16, 2, 2, 2, generator=torch.Generator().manual_seed(3))
 SIGMA = torch.tensor([0.9, 0.4], dtype=torch.float64)

@@ -15,6 +15,8 @@ from unified_trainer.roles.experts import ExpertConfig, balanced_uniform
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig, predict_chunks
 
+pytestmark = pytest.mark.slow  # seconds together
+
 X_T = torch.randn(4, 16, 2, 2, 2, generator=torch.Generator().manual_seed(3))
 MIXED = torch.tensor([0.9, 0.4, BOUNDARY, 0.1], dtype=torch.float64)
 METHODS = tuple(CONFIGS)
@@ -97,7 +99,6 @@ def test_each_expert_has_its_guidance_scale():
 # Two experts of equal weights are the one network.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("two", [("student",), ("teacher", "critic"), ALL])
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_experts_learn_what_one_network_does(method, two):
@@ -112,7 +113,6 @@ def test_equal_experts_learn_what_one_network_does(method, two):
             torch.testing.assert_close(experts[key], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_equal_adapters_over_one_base_learn_what_one_does():
     """Two adapters of the same weights on one network."""
     dense = trajectory(trainer("dmd2", adapters=True))
@@ -129,7 +129,6 @@ def test_equal_adapters_over_one_base_learn_what_one_does():
         assert_near(summed(experts, update), summed(dense, update), 1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["finetune", "dmd2"])
 def test_accumulation_over_batches_of_different_experts_is_one_large_batch(method):
     parts, whole = (trajectory(trainer(method, two=ALL, micro_batch=size)) for size in (1, 4))
@@ -210,7 +209,6 @@ def test_a_gradient_that_is_not_finite_moves_neither():
     assert_same(state(one), before)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("side", ["high", "low"])
 def test_a_frozen_expert_stays_bit_for_bit_and_the_other_learns(method, side):
@@ -243,7 +241,6 @@ def test_the_average_is_of_both():
 # Checkpoints.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [(), ("high",)])
 @pytest.mark.parametrize("method", ["finetune", "dmd2"])
 def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path, method, frozen):
@@ -288,7 +285,6 @@ def test_the_law_of_the_levels_is_kept(balance):
         assert counts[True] / 4000 == pytest.approx(share if balance == "natural" else 0.5, abs=0.025)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["finetune", "dmd2"])
 def test_a_balanced_batch_runs_one_expert_whatever_its_parts(method):
     """All samples of a step, in all micro-batches, are on one side; over steps both sides come."""

@@ -4,7 +4,8 @@ import pytest
 import torch
 from helpers import ALONE, LATENT_SHAPE, assert_same, gradients, small_batch, small_model, weights
 
-from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.adapter import AdapterConfig
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import ExpertPair
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.roles.value import Value

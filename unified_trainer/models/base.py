@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
+from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.mesh import Mesh
@@ -53,8 +55,11 @@ class VideoModel(Protocol):
         """Inside the context, every pass appends its middle block's output [b, tokens, feature_size] to the list."""
         ...
 
-    def read(self, mesh: Mesh) -> None:
-        """Read the weights of a network that was opened without them; each rank reads its shards."""
+    def read(self, mesh: Mesh, merged: AdapterFile | None = None) -> None:
+        """Read the weights of a network that was opened without them, and add those of an adapter to them in float32.
+
+        Each rank reads its shards.
+        """
         ...
 
     def share_tokens(self, mesh: Mesh) -> None:
@@ -142,12 +147,49 @@ class Codec(Protocol):
 
     folder: Path
 
+    @property
+    def text_fingerprint(self) -> str:
+        """A text that identifies text encoder, tokenizer, precision and longest prompt; no weights are loaded.
+
+        Copies of one folder have equal fingerprints.
+        """
+        ...
+
+    @property
+    def video_fingerprint(self) -> str:
+        """Identifies what latents depend on, but for rounding: VAE and precision; equal for copies of one folder."""
+        ...
+
+    @property
+    def text_tokens(self) -> int:
+        """The number of tokens that the embedding of a prompt is padded to."""
+        ...
+
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return channels, latent frames, height and width; raise UserError for a size that the VAE does not divide."""
         ...
 
+    def embeddings(self, prompts: Sequence[str]) -> list[Float[Tensor, "n d"]]:
+        """Return what `encode_text` pads and puts into conditions: float32 on the CPU, one for each prompt."""
+        ...
+
+    def remember(self, prompt: str, embedding: Float[Tensor, "n d"]) -> None:
+        """Use a stored embedding, of this text encoder, for a prompt that has not been encoded yet."""
+        ...
+
     def encode_text(self, prompts: Sequence[str]) -> Condition:
         """Encode prompts, without gradient; a row is a function of its prompt alone, and may come from a cache."""
+        ...
+
+    def text_condition(self, embeddings: Sequence[Tensor]) -> Condition:
+        """Return the condition of stored text embeddings [tokens, channels]; raise UserError for too many tokens."""
+        ...
+
+    def text_difference(self, prompt: str, embedding: Tensor) -> float:
+        """Return how far a stored embedding is from that of the prompt: norm of the difference over the norm.
+
+        Infinite if their shapes differ; rows of zeros at the end do not count.
+        """
         ...
 
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
@@ -158,7 +200,11 @@ class Codec(Protocol):
         ...
 
     def encode(self, video: Video) -> Latents:
-        """Encode video to normalised latents: the posterior's mean, without noise and without gradient."""
+        """Encode video to normalised latents: `normalise` of `encode_raw`."""
+        ...
+
+    def encode_raw(self, video: Video) -> Latents:
+        """Encode video to the posterior's mean in float32, without noise, gradient and normalisation."""
         ...
 
     def normalise(self, raw: Latents) -> Latents:
@@ -182,6 +228,7 @@ class Family:
     All functions raise UserError, naming the file, for a folder that is not whole or not consistent.
     """
 
+    pipeline: str  # `_class_name` in the model_index.json of its folders
     model: Callable[[Path, str], VideoModel]  # (folder, component) -> the network in float32; `read` brings its weights
     # (folder, device, settings) -> text encoder and VAE, whose weights may be read when they are first used
     codec: Callable[[Path, torch.device, EncoderConfig], Codec]
@@ -199,3 +246,7 @@ class Family:
     published_adapter: Callable[[Mapping[str, Tensor], float], dict[str, Tensor]]
     # names of the experts' published adapters, without suffix
     adapter_files: tuple[str, str] = ("high_noise", "low_noise")
+    # a layer's or parameter's name -> its name in published adapters; None if that is the same or if there is none
+    published_layer: Callable[[str], str | None] = lambda layer: None
+    # module that an export carries as pipeline.py: a diffusers pipeline that reads scheduler/sampler.json
+    exported_pipeline: Path | None = None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unified_trainer.errors import UserError
+from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import CheckpointContexts, PassSize
 from unified_trainer.models.folder import outline, read_weights
 from unified_trainer.parallel.mesh import Mesh
@@ -38,9 +39,9 @@ class DiffusersModel:
         """Open a component of a pipeline folder in float32, without weights: `read` brings them."""
         return cls(outline(cls.network_class, folder / component), folder / component)
 
-    def read(self, mesh: Mesh) -> None:
+    def read(self, mesh: Mesh, merged: AdapterFile | None = None) -> None:
         if self._folder is not None:
-            read_weights(self.network, self._folder, mesh)
+            read_weights(self.network, self._folder, mesh, merged)
             self._folder = None
             for table in self.network.buffers():
                 table.data = table.to(mesh.device)

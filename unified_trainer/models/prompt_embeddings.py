@@ -68,6 +68,13 @@ class PromptEmbeddings:
             self._remember(prompt, embedding)
         return [found[prompt] for prompt in prompts]
 
+    def store(self, prompt: str, embedding: Embedding) -> None:
+        """Keep an embedding that was made elsewhere, unless there is one of the prompt."""
+        if self._held(prompt) is None:
+            if self._root is not None:
+                _write(self._file(self._root, prompt), prompt, embedding)
+            self._remember(prompt, embedding)
+
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> Counts:
         """Write the embeddings of distinct prompts to disk, each rank those of its share that are not there.
 

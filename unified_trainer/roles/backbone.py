@@ -1,25 +1,32 @@
 """A network in memory: one role's own, or the shared base of several roles that each train an adapter on it."""
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from unified_trainer.errors import UserError
+from unified_trainer.errors import NotFiniteError, UserError
 from unified_trainer.meter import Meter
+from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import VideoModel
-from unified_trainer.parallel.fsdp import exchange_gradients, reshard, set_reshard_policy, shard
+from unified_trainer.parallel.fsdp import (
+    exchange_gradients,
+    local_part,
+    reshard,
+    set_reshard_policy,
+    shard,
+    storage_device,
+    to_local,
+)
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.parallel.random import generator
+from unified_trainer.roles.adapter import AdapterConfig, inject, lora_config
 
 # Results that selective checkpointing keeps: they take longest to recompute.
 PRODUCTS = (
@@ -32,16 +39,6 @@ PRODUCTS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 )
 NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights alone
-
-
-@dataclass(frozen=True)
-class AdapterConfig:
-    rank: int = 0
-    """Rank of the LoRA adapter that is trained in place of the weights; 0 trains the weights themselves."""
-    alpha: float = 0.0
-    """The adapter's output is scaled by alpha / rank; 0 takes the rank."""
-    layers: tuple[str, ...] = ()
-    """Names of the linear layers that get an adapter; empty takes the family's usual ones."""
 
 
 class Backbone:
@@ -62,16 +59,19 @@ class Backbone:
         half: bool = False,
         compile: bool = False,
         offload: bool = False,
+        merged: AdapterFile | None = None,
+        starts: Mapping[str, AdapterFile] | None = None,
     ) -> None:
+        """Load the weights; `merged` is added to them, and the roles in `starts` begin with these adapters."""
         if offload:  # for this network, as parallel.offload does for all
             mesh = replace(mesh, config=replace(mesh.config, offload=True))
         if selective_checkpointing and not activation_checkpointing:
             raise UserError("selective_checkpointing needs activation_checkpointing: set both, or neither")
-        self.model, self.mesh, self.half = model, mesh, half
+        self.model, self.mesh, self.half, self.merged = model, mesh, half, merged
         self.adapters = dict(adapters or {})
         model.network.eval().requires_grad_(trained and not self.adapters)
         for name, config in self.adapters.items():
-            _inject(model, name, config, mesh.device)
+            inject(model, name, config, mesh.device)
         if half:
             _hold_in_bf16(model.network)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
@@ -85,7 +85,9 @@ class Backbone:
             for block in model.blocks:
                 block.compile()
         shard(model.network, model.blocks, mesh)
-        model.read(mesh)
+        model.read(mesh, merged)
+        for role, file in (starts or {}).items():
+            self._start(role, file)
         self._matrices = _matrices(model)
         model.network.register_forward_hook(self._count)
 
@@ -130,12 +132,24 @@ class Backbone:
                 self.model.network.set_submodule(key, layer.get_base_layer())
         self.adapters, self._layers = {}, []
 
+    @torch.no_grad()
+    def _start(self, role: str, file: AdapterFile) -> None:
+        """Set the role's adapter to that of a file; a layer with another scale than the adapter's gets it in its B."""
+        config, weights = self.adapters[role], self.weights(role)
+        scale = (config.alpha or config.rank) / config.rank
+        for layer in file.layers:
+            down, up = file.factors(layer, storage_device(self.mesh), scale)
+            for key, value in ((f"{layer}.lora_A.weight", down), (f"{layer}.lora_B.weight", up)):
+                if not bool(value.isfinite().all()):
+                    raise NotFiniteError(f"{file.file}: {layer} holds a value that is not finite")
+                to_local(weights[key]).copy_(local_part(value, weights[key]))
+
     def save_adapter(self, role: str, folder: Path) -> None:
         """Write the role's adapter in peft's layout: adapter_config.json and adapter_model.safetensors."""
         weights = {f"base_model.model.{key}": p.detach().contiguous() for key, p in self.weights(role).items()}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        _lora(self.model, self.adapters[role]).save_pretrained(str(folder))
+        lora_config(self.model, self.adapters[role]).save_pretrained(str(folder))
 
     def _count(self, _network: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         """Count tokens and FLOPs of a pass, and the FLOPs of its backward pass when a gradient reaches its output.
@@ -209,30 +223,6 @@ def _matrices(model: VideoModel) -> list[_Matrices]:
             key = (model.layer_kind(base), adapter.partition(".")[2] if is_lora else "", layer.weight.requires_grad)
             found[key] = found.get(key, 0) + layer.weight.numel()
     return [_Matrices(*key, weights) for key, weights in found.items()]
-
-
-def _inject(model: VideoModel, name: str, config: AdapterConfig, device: torch.device) -> None:
-    """Add adapter layers: A from a random stream of its own, equal on every rank, and B zero."""
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        torch.manual_seed(int(generator("adapter", name).integers(2**62)))
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are the point
-        try:
-            inject_adapter_in_model(_lora(model, config), model.network, name)
-        except ValueError as error:
-            raise UserError(f"{name}.adapter cannot be put on this model: {error}") from error
-        for module in model.network.modules():  # a model on the meta device creates adapters on the meta device
-            if isinstance(module, LoraLayer) and name in module.lora_A:
-                for layers in (module.lora_A, module.lora_B):
-                    layers[name].to_empty(device=device)
-                module.reset_lora_parameters(name, True)
-
-
-def _lora(model: VideoModel, config: AdapterConfig) -> LoraConfig:
-    return LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha or config.rank,
-        target_modules=list(config.layers or model.adapter_layers),
-    )
 
 
 def _hold_in_bf16(network: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """Exponential moving average (EMA) of a role's weights, sharded as the weights are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -32,15 +32,23 @@ class EMA:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Run the role on the EMA weights inside the context, and on its own again after it."""
-        self._swap()
-        try:
+        with exchanged(self._weights, self.shadow):
             yield
-        finally:
-            self._swap()
 
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for name, weight in self._weights.items():
-            live = weight.detach().clone()
-            weight.copy_(self.shadow[name])
-            self.shadow[name].copy_(live)
+
+@contextmanager
+def exchanged(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> Iterator[None]:
+    """Exchange the values of weights with those of other tensors, on any device, inside the context."""
+    _exchange(weights, others)
+    try:
+        yield
+    finally:
+        _exchange(weights, others)
+
+
+@torch.no_grad()
+def _exchange(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        live = weight.detach().clone()
+        weight.copy_(others[name])
+        others[name].copy_(live)

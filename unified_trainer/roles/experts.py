@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unified_trainer.errors import UserError
 from unified_trainer.numerics.flow import GuidanceScale, per_sample
+from unified_trainer.roles.adapter import FrozenExpertConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.types import PerFrame, PerSample
 
@@ -25,7 +26,7 @@ Balance = Literal["mixed", "natural", "equal"]
 
 
 @dataclass(frozen=True)
-class ExpertConfig:
+class ExpertConfig(FrozenExpertConfig):
     trained: bool = True
     """Train this expert. If not, its weights stay, and are shared with other roles of the same path."""
     learning_rate: float | None = None

@@ -16,7 +16,7 @@ from unified_trainer.rewards.base import RewardConfig, Scorer, ScorerConfig, of_
 from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 from unified_trainer.types import Latents, PerSample, Video
 
-__all__ = ["Reward", "RewardConfig", "RewardSum", "Scorer", "ScorerConfig", "Scores", "of_images"]
+__all__ = ["Reward", "RewardConfig", "RewardSum", "Scorer", "ScorerConfig", "Scores", "VideoReward", "of_images"]
 
 FAULTS = (OSError, RuntimeError)  # of a device, a disk or a connection: another call may succeed
 PROMPTS_NAMED = 3  # prompts that the traceback of a scorer names
@@ -81,42 +81,16 @@ class RewardSum:
         return found if apart is None else found | {"pixels/diversity": apart}
 
 
-class Reward(RewardSum):
-    """The reward of a sample: its scorers, and the weighted sum of their scaled scores."""
+class VideoReward(RewardSum):
+    """The reward of decoded videos: its scorers, and the weighted sum of their scaled scores."""
 
-    def __init__(self, scorers: Mapping[str, Scorer], codec: Codec, config: RewardConfig) -> None:
+    def __init__(self, scorers: Mapping[str, Scorer], config: RewardConfig) -> None:
         """Take a scorer for each name of the config, held-out ones too; raise UserError for settings that cannot be."""
         super().__init__(config)
-        self.scorers, self._codec = dict(scorers), codec
+        self.scorers = dict(scorers)
         if scorers.keys() != self._configs.keys():
             raise ValueError(f"reward: scorers {', '.join(scorers)} for settings of {', '.join(self._configs)}")
         self.retried = 0  # calls that were repeated after a fault, in this process
-
-    @torch.no_grad()
-    def score(self, x0: Latents, prompts: tuple[str, ...]) -> Scores:
-        """Decode clean latents and score them; `total` of the parts is the reward.
-
-        Where all scorers look at the first frame alone, only the first latent frame is decoded: the codec is causal.
-        """
-        video = self._decode(x0)
-        return Scores(self.parts(video, prompts, self.weights), statistics(video), thumbnail(video))
-
-    def score_with_gradient(self, x0: Latents, prompts: tuple[str, ...]) -> PerSample:
-        """Return the reward with its gradient to x0, through the decoder and the scorers.
-
-        Raise UserError if no scorer has a gradient.
-        """
-        reward = self.total(self.parts(self._decode(x0), prompts, self.weights))
-        if not reward.requires_grad:
-            raise UserError(
-                f"reward: none of {', '.join(self.weights)} has a gradient: take another method or reward.kind"
-            )
-        return reward
-
-    @phase("decode")
-    def _decode(self, x0: Latents) -> Video:
-        first = all(self._configs[name].frames == "first" for name in self.weights)
-        return self._codec.decode(x0[:, :, :1] if first else x0)
 
     @phase("score")
     def parts(self, video: Video, prompts: tuple[str, ...], names: Iterable[str]) -> Float[Tensor, "b r"]:
@@ -161,3 +135,38 @@ class Reward(RewardSum):
                         raise
                     calls += 1
                     self.retried += 1
+
+
+class Reward(VideoReward):
+    """The reward of a sample: its latents are decoded, and the video is scored."""
+
+    def __init__(self, scorers: Mapping[str, Scorer], codec: Codec, config: RewardConfig) -> None:
+        """Take the scorers as `VideoReward` does, and the codec that decodes."""
+        super().__init__(scorers, config)
+        self._codec = codec
+
+    @torch.no_grad()
+    def score(self, x0: Latents, prompts: tuple[str, ...]) -> Scores:
+        """Decode clean latents and score them; `total` of the parts is the reward.
+
+        Where all scorers look at the first frame alone, only the first latent frame is decoded: the codec is causal.
+        """
+        video = self._decode(x0)
+        return Scores(self.parts(video, prompts, self.weights), statistics(video), thumbnail(video))
+
+    def score_with_gradient(self, x0: Latents, prompts: tuple[str, ...]) -> PerSample:
+        """Return the reward with its gradient to x0, through the decoder and the scorers.
+
+        Raise UserError if no scorer has a gradient.
+        """
+        reward = self.total(self.parts(self._decode(x0), prompts, self.weights))
+        if not reward.requires_grad:
+            raise UserError(
+                f"reward: none of {', '.join(self.weights)} has a gradient: take another method or reward.kind"
+            )
+        return reward
+
+    @phase("decode")
+    def _decode(self, x0: Latents) -> Video:
+        first = all(self._configs[name].frames == "first" for name in self.weights)
+        return self._codec.decode(x0[:, :, :1] if first else x0)

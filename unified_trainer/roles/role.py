@@ -15,7 +15,8 @@ from unified_trainer.errors import UserError, working_on
 from unified_trainer.models.base import VideoModel
 from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw, guide
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.adapter import AdapterConfig, AdapterFileConfig, FrozenExpertConfig
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import (
     Balance,
     Expert,
@@ -41,7 +42,8 @@ Precision = Literal["fp32", "bf16"]
 @dataclass(frozen=True)
 class RoleConfig:
     path: str = ""
-    """Diffusers folder of the weights; "tiny" is the embedded one. Empty takes the path of the role it starts from."""
+    """Diffusers folder of the weights, or a hub id owner/name[@revision]; "tiny" is the embedded one. Empty takes the
+    path of the role it starts from."""
     precision: Precision = "fp32"
     """Precision of the forward pass. With bf16, weights that are not trained are also held in bf16."""
     boundary: float = 0.0
@@ -49,6 +51,14 @@ class RoleConfig:
     network gets two experts, which both start from that network."""
     compile: bool = False
     """Compile the network's blocks with torch.compile: a slow first step, faster ones after it."""
+    adapter: AdapterFileConfig = field(default_factory=AdapterFileConfig)
+    high: FrozenExpertConfig = field(default_factory=FrozenExpertConfig)
+    low: FrozenExpertConfig = field(default_factory=FrozenExpertConfig)
+
+    @property
+    def experts(self) -> Mapping[Expert, FrozenExpertConfig]:
+        """The settings of two experts by name, high noise first."""
+        return {"high": self.high, "low": self.low}
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,13 @@ class TrainableConfig(LearnerConfig, RoleConfig):
     faster on several ranks."""
 
     @property
-    def experts(self) -> dict[Expert, ExpertConfig]:
+    def trains_on_adapter(self) -> bool:
+        """Whether an adapter made elsewhere is trained on."""
+        paths = (self.adapter.path, self.high.adapter.path, self.low.adapter.path)
+        return any(paths) and not self.adapter.merge
+
+    @property
+    def experts(self) -> Mapping[Expert, ExpertConfig]:
         return {"high": self.high, "low": self.low}
 
     def check(self, role: str) -> None:
@@ -275,13 +291,25 @@ class Trainable(Role):
         self._learners = {}
 
     def adapter(self, expert: Expert) -> tuple[dict[str, nn.Parameter], float]:
-        """Return the weights of one network's adapter by peft's names, and its alpha."""
+        """Return the weights of one network's adapter by peft's names, and its alpha.
+
+        UserError if it was trained on weights that another adapter was merged into: it fits no others.
+        """
+        self._check_alone(expert)
         config = self.config.adapter
         return self._backbones[expert].weights(self.key(self.name, expert)), config.alpha or config.rank
 
     def save_adapter(self, expert: Expert, folder: Path) -> None:
-        """Write the adapter of one network in peft's layout."""
+        """Write the adapter of one network in peft's layout; UserError as `adapter`."""
+        self._check_alone(expert)
         self._backbones[expert].save_adapter(self.key(self.name, expert), folder)
+
+    def _check_alone(self, expert: Expert) -> None:
+        if merged := self._backbones[expert].merged:
+            raise UserError(
+                f"the adapter of {self.name} is on top of {merged.file}, which is merged into its base: it is of use "
+                "to no other base; write both as one with --adapter merge"
+            )
 
     def restart_ema(self) -> None:
         """Start the EMA anew from the weights as they are, after they were loaded."""

@@ -1,7 +1,9 @@
 """Wan's text encoder (UMT5) and VAE as a `Codec`, with the conditions that they make."""
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,9 +17,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderMode
 
 from unified_trainer.errors import MissingFileError, UserError
 from unified_trainer.models.encoders import DTYPES, EncoderConfig, FrozenNetwork
-from unified_trainer.models.folder import check_component, load_strictly, outline, read_json
+from unified_trainer.models.folder import check_component, fingerprint, load_strictly, outline, read_json
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.suggestions import multiples_near
 from unified_trainer.types import Latents, Video
 
 MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
@@ -55,6 +58,7 @@ class WanCodec:
         self._tokenizer, self._text_encoder, self._vae, self._device = tokenizer, text_encoder, vae, device
         self._outline = outline(AutoencoderKLWan, folder / "vae")
         self._text_tokens = min(MAX_TEXT_TOKENS, tokenizer.model_max_length)
+        self._text_precision, self._vae_precision = config.text_precision, config.vae_precision
         settings = (config.text_precision, device.type, self._text_tokens)
         self._embeddings = PromptEmbeddings(self._embed, f"{_identity(folder)} {settings}", config)
         statistics = [self._outline.config.latents_mean, self._outline.config.latents_std]
@@ -94,12 +98,43 @@ class WanCodec:
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         return latent_shape(self._outline, frames, height, width)
 
+    @cached_property
+    def text_fingerprint(self) -> str:
+        files = fingerprint(self.folder / "text_encoder", self.folder / "tokenizer")
+        return f"wan {self._text_precision} {self._text_tokens} tokens {files}"
+
+    @cached_property
+    def video_fingerprint(self) -> str:
+        return f"wan {self._vae_precision} {fingerprint(self.folder / 'vae')}"
+
+    @property
+    def text_tokens(self) -> int:
+        return self._text_tokens
+
+    def embeddings(self, prompts: Sequence[str]) -> list[Float[Tensor, "n d"]]:
+        return [row.float() for row in self._embeddings.rows([prompt_clean(prompt) for prompt in prompts])]
+
+    def remember(self, prompt: str, embedding: Float[Tensor, "n d"]) -> None:
+        self._embeddings.store(prompt_clean(prompt), embedding)
+
     def encode_text(self, prompts: Sequence[str]) -> WanCondition:
-        rows = self._embeddings.rows([prompt_clean(prompt) for prompt in prompts])
-        text = torch.zeros(len(rows), self._text_tokens, rows[0].shape[1], device=self._device)
-        for padded, row in zip(text, rows, strict=True):
+        return self.text_condition(self.embeddings(prompts))
+
+    def text_condition(self, embeddings: Sequence[Tensor]) -> WanCondition:
+        longest = max(map(len, embeddings))
+        if longest > self._text_tokens:
+            raise UserError(f"a text embedding has {longest} tokens, but this model takes {self._text_tokens}")
+        text = torch.zeros(len(embeddings), self._text_tokens, embeddings[0].shape[1], device=self._device)
+        for padded, row in zip(text, embeddings, strict=True):
             padded[: len(row)] = row
         return WanCondition(text)
+
+    def text_difference(self, prompt: str, embedding: Tensor) -> float:
+        own = self.embeddings([prompt])[0]
+        stored, padding = embedding[: len(own)], embedding[len(own) :]
+        if stored.shape != own.shape or bool(padding.any()):
+            return math.inf
+        return float((stored - own).norm() / own.norm())
 
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
         distinct = list(dict.fromkeys(prompt_clean(prompt) for prompt in prompts))
@@ -120,10 +155,13 @@ class WanCodec:
                 text = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
                 yield text[0, tokens.attention_mask[0].bool()].cpu()
 
-    @torch.no_grad()
     def encode(self, video: Video) -> Latents:
+        return self.normalise(self.encode_raw(video))
+
+    @torch.no_grad()
+    def encode_raw(self, video: Video) -> Latents:
         with self._vae.in_use() as vae:
-            return self.normalise(vae.encode((video.to(self._device) * 2 - 1).to(vae.dtype)).latent_dist.mean)
+            return vae.encode((video.to(self._device) * 2 - 1).to(vae.dtype)).latent_dist.mean.float()
 
     def normalise(self, raw: Latents) -> Latents:
         return (raw.to(self._mean) - self._mean) / self._std
@@ -167,13 +205,22 @@ def _identity(folder: Path) -> str:
     return f"torch {torch.__version__}, transformers {transformers.__version__}, {facts}"
 
 
-def latent_shape(vae: AutoencoderKLWan, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-    """Return channels, latent frames, height and width of a video's latents; UserError for a size that does not fit."""
+def latent_shape(
+    vae: AutoencoderKLWan, frames: int, height: int, width: int, patch: tuple[int, int] = (1, 1)
+) -> tuple[int, int, int, int]:
+    """Return channels, latent frames, height and width of a video's latents.
+
+    UserError, with the nearest good sizes, unless VAE and `patch`, latent height and width of one token, divide it.
+    """
     config = vae.config
     time, space = config.scale_factor_temporal, config.scale_factor_spatial
     if frames < 1 or frames % time != 1:
-        raise UserError(f"video.frames must be {time}k + 1 for this VAE, not {frames}")
-    for name, size in (("height", height), ("width", width)):
-        if size < space or size % space:
-            raise UserError(f"video.{name} must be a multiple of {space} for this VAE, not {size}")
+        below = (frames - 1) // time * time + 1
+        good = f"{below} or {below + time}" if frames > 1 else "1"
+        raise UserError(f"video.frames must be {time}k + 1 for this VAE, not {frames}: set {good}")
+    for name, size, unit in (("height", height, space * patch[0]), ("width", width, space * patch[1])):
+        if size < unit or size % unit:
+            parts = "VAE" if unit == space else f"VAE ({space}) and the transformer's patches ({unit // space})"
+            good = multiples_near(size, unit)
+            raise UserError(f"video.{name} must be a multiple of {unit} for this {parts}, not {size}: set {good}")
     return config.z_dim, frames // time + 1, height // space, width // space

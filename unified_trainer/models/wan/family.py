@@ -9,9 +9,10 @@ from diffusers import AutoencoderKLWan
 from unified_trainer.errors import MissingFileError, UserError
 from unified_trainer.models.base import Family
 from unified_trainer.models.folder import outline, read_json
+from unified_trainer.models.wan import exported_pipeline
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.codec import WanCodec, latent_shape
-from unified_trainer.models.wan.lora import published_adapter
+from unified_trainer.models.wan.lora import published_adapter, published_layer
 from unified_trainer.models.wan.model import WanModel
 
 INDEX = "model_index.json"
@@ -26,6 +27,12 @@ def latent_channels(folder: Path) -> int:
 def latent_shape_of(folder: Path, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
     """Return the shape of a video's latents, from the VAE's config; its weights are not read."""
     return latent_shape(outline(AutoencoderKLWan, folder / "vae"), frames, height, width)
+
+
+def patched_latent_shape(folder: Path, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+    """Return the shape of a video's latents, from configs; UserError unless the transformer's patches divide it."""
+    _, *patch = _setting(folder, "patch_size")  # all Wan transformers take latent frames one by one
+    return latent_shape(outline(AutoencoderKLWan, folder / "vae"), frames, height, width, tuple(patch))
 
 
 def tokens(folder: Path, latent_shape: tuple[int, int, int, int]) -> int:
@@ -77,15 +84,18 @@ def _setting(folder: Path, key: str) -> Any:
 
 
 WAN = Family(
+    pipeline="WanPipeline",
     model=WanModel.open,
     codec=WanCodec.load,
     causal=CausalWanModel.open,
     latent_channels=latent_channels,
-    latent_shape=latent_shape_of,
+    latent_shape=patched_latent_shape,
     tokens=tokens,
     attention_heads=attention_heads,
     networks=networks,
     experts=EXPERTS,
     published_adapter=published_adapter,
+    published_layer=published_layer,
     adapter_files=("high_noise_model", "low_noise_model"),  # as Wan2.2-Lightning names them
+    exported_pipeline=Path(exported_pipeline.__file__),
 )

@@ -9,11 +9,30 @@ from torch import Tensor
 from unified_trainer.errors import UserError
 
 ATTENTION = {"attn1": "self_attn", "attn2": "cross_attn"}
-LAYERS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "net.0.proj": "0", "net.2": "2"}
+PARTS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q", "norm_k": "norm_k"}
+# Names inside of a block and outside of the blocks: diffusers' name, and Wan's own.
+INSIDE = {f"{ours}.{part}": f"{theirs}.{name}" for ours, theirs in ATTENTION.items() for part, name in PARTS.items()}
+INSIDE |= {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2", "norm2": "norm3", "scale_shift_table": "modulation"}
+OUTSIDE = {
+    "patch_embedding": "patch_embedding",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "proj_out": "head.head",
+    "scale_shift_table": "head.modulation",
+}
 KINDS = {"lora_A": "lora_down", "lora_B": "lora_up"}
-KEY = re.compile(
-    r"blocks\.(\d+)\.(attn1|attn2|ffn)\.(to_q|to_k|to_v|to_out\.0|net\.0\.proj|net\.2)\.(lora_[AB])\.weight"
-)
+KEY = re.compile(r"(?P<layer>.+)\.(?P<kind>lora_[AB])\.weight")
+
+
+def published_layer(layer: str) -> str | None:
+    """Return Wan's own name of a layer or parameter that diffusers calls `layer`; None if it has none."""
+    block = re.fullmatch(r"(blocks\.\d+)\.(.+)", layer)
+    if block is None:
+        return OUTSIDE.get(layer)
+    return f"{block[1]}.{INSIDE[block[2]]}" if block[2] in INSIDE else None
 
 
 def published_adapter(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
@@ -25,10 +44,10 @@ def published_adapter(weights: Mapping[str, Tensor], alpha: float) -> dict[str, 
     named = {}
     for key, weight in weights.items():
         found = KEY.fullmatch(key)
-        if found is None:
+        name = published_layer(found["layer"]) if found else None
+        # diffusers reads no alpha of a layer outside the blocks
+        if found is None or name is None or not name.startswith("blocks."):
             raise UserError(f"{key} has no name in published Wan adapters: write the adapter with --adapter peft")
-        block, part, layer, kind = found.groups()
-        place = f"diffusion_model.blocks.{block}.{ATTENTION.get(part, part)}.{LAYERS[layer]}"
-        named[f"{place}.{KINDS[kind]}.weight"] = weight.detach().contiguous()
-        named[f"{place}.alpha"] = torch.tensor(float(alpha))
+        named[f"diffusion_model.{name}.{KINDS[found['kind']]}.weight"] = weight.detach().contiguous()
+        named[f"diffusion_model.{name}.alpha"] = torch.tensor(float(alpha))
     return named

@@ -1,0 +1,215 @@
+"""Low-rank adapters that were made elsewhere: safetensors files in the usual layouts, read by a network's names.
+
+Keys may be those of peft (lora_A, lora_B), of older diffusers (lora.down, lora.up) or of kohya and ComfyUI (lora_down,
+lora_up, alpha); layers may have the network's own names or those that its family was published with.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unified_trainer.errors import NotFiniteError, UserError
+from unified_trainer.models.adapter_location import Location, opened
+from unified_trainer.models.folder import read_json
+
+DIFFUSERS_CONFIG = "lora_adapter_metadata"  # in the header
+UNDERSCORED = "lora_unet_"  # kohya's prefix; the dots of the layer's name are underscores too
+PREFIX = re.compile(r"^(?:base_model\.model\.|model\.|diffusion_model\.|pipe\.dit\.|dit\.)*")
+FACTOR = re.compile(r"(.+)\.(lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up)(?:\.(?!bias$)\w+)?(?:\.weight)?")
+ALPHA = re.compile(r"(.+)\.(?:lora_)?alpha")
+DIFFERENCE = re.compile(r"(.+)\.(diff|diff_b|diff_param)")
+DOWN = ("lora_A", "lora_down", "lora.down")
+SHOWN = 5  # keys that a message lists
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The change scale x up @ down of one layer's weight."""
+
+    down: str  # keys in the file
+    up: str
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """One network's adapter in a file, checked against the network by the file's header alone."""
+
+    file: Path
+    component: str  # its part of a file that holds two networks; "": the file holds one network
+    layers: Mapping[str, LowRank]  # by the network's name of the layer
+    differences: Mapping[str, str]  # key of a difference that is added, by the network's name of the weight
+
+    @property
+    def name(self) -> str:
+        """The file, and its part that this adapter is: equal names are equal adapters."""
+        return f"{self.file.resolve()}:{self.component}"
+
+    @property
+    def changed(self) -> set[str]:
+        """The names of the weights that `change` changes."""
+        return {f"{layer}.weight" for layer in self.layers} | set(self.differences)
+
+    def change(self, weight: str, shape: torch.Size, device: torch.device) -> Tensor:
+        """Return what is added to a weight of the network, in float32; NotFiniteError if it is not finite."""
+        total = torch.zeros(shape, device=device)
+        layer = weight.removesuffix(".weight")
+        if layer in self.layers:
+            down, up = self.factors(layer, device)
+            total += (up.flatten(1) @ down.flatten(1)).view(shape)
+        if weight in self.differences:
+            total += self._read(self.differences[weight], device)
+        if not bool(total.isfinite().all()):
+            raise NotFiniteError(f"{self.file}: the change of {weight} holds a value that is not finite")
+        return total
+
+    def factors(self, layer: str, device: torch.device, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Return float32 factors of a layer, `down` and `up`, whose product times `scale` is its change."""
+        own = self.layers[layer]
+        return self._read(own.down, device), own.scale / scale * self._read(own.up, device)
+
+    def _read(self, key: str, device: torch.device) -> Tensor:
+        with opened(self.file) as held:
+            return held.get_tensor(key).to(device, torch.float32)
+
+
+def open_adapter(
+    place: Location, network: nn.Module, components: Sequence[str], published: Callable[[str], str | None]
+) -> AdapterFile:
+    """Read the header of an adapter and check it against a network, which may be without memory.
+
+    `published` gives the name that a layer has in the family's published adapters. Raise UserError, with the first keys
+    and their number, if keys fit no layer, lack their partner, or have other shapes than the network's weights.
+    """
+    names = _Names(network, published)
+    factors: dict[str, dict[str, str]] = {}
+    alphas: dict[str, str] = {}
+    differences: dict[str, str] = {}
+    unknown: list[str] = []
+    twice: list[str] = []
+    with opened(place.file) as held:
+        shapes = {key: tuple(held.get_slice(key).get_shape()) for key in held.offset_keys()}
+        parts = [one for one in components if any(key.startswith(f"{one}.") for key in shapes)]
+        if not place.component and len(parts) > 1:
+            raise UserError(f"{place.file} holds adapters of two networks, {' and '.join(parts)}, but one is wanted")
+        for key in shapes:
+            inner = _inside(key, place.component, components)
+            if inner is None:
+                continue  # of the other expert
+            if (match := FACTOR.fullmatch(inner)) and (layer := names.layer(match[1])):
+                pair = factors.setdefault(layer, {})
+                if pair.setdefault("down" if match[2] in DOWN else "up", key) != key:
+                    twice.append(key)
+            elif (match := ALPHA.fullmatch(inner)) and (layer := names.layer(match[1])):
+                alphas[layer] = key
+            elif (match := DIFFERENCE.fullmatch(inner)) and (weight := names.weight(match[1], match[2])):
+                differences[weight] = key
+            else:
+                unknown.append(key)
+        given = {layer: float(held.get_tensor(key)) for layer, key in alphas.items()}
+        settings = _settings(place, held.metadata() or {})
+    _refuse(place.file, unknown, "fit no layer of the network")
+    _refuse(place.file, twice, "are further factors of a layer that has both")
+    _refuse(place.file, [alphas[layer] for layer in alphas.keys() - factors.keys()], "are of layers without factors")
+    alone = [key for pair in factors.values() if len(pair) == 1 for key in pair.values()]
+    _refuse(place.file, alone, "lack the other factor of their layer")
+    if not factors and not differences:
+        raise UserError(f"{place.file} holds no adapter: no key such as lora_A.weight or lora_down.weight")
+    wrong = []
+    for layer, pair in factors.items():
+        (rank, *width), (height, *inner_rank) = shapes[pair["down"]], shapes[pair["up"]]
+        out, *rest = names.shapes[f"{layer}.weight"]
+        if (height, math.prod(inner_rank), math.prod(width)) != (out, rank, math.prod(rest)):
+            wrong.append(f"{pair['up']} {shapes[pair['up']]} x {shapes[pair['down']]} of {(out, *rest)}")
+    wrong += [
+        f"{key} {shapes[key]} of {names.shapes[weight]}"
+        for weight, key in differences.items()
+        if shapes[key] != names.shapes[weight]
+    ]
+    _refuse(place.file, wrong, "have another shape than the network's weights")
+    layers = {
+        layer: LowRank(
+            pair["down"],
+            pair["up"],
+            shapes[pair["down"]][0],
+            _scale(place.file, layer, shapes[pair["down"]][0], given.get(layer), settings),
+        )
+        for layer, pair in factors.items()
+    }
+    return AdapterFile(place.file, place.component, layers, differences)
+
+
+class _Names:
+    """A network's layers and weights by every name that a file may give them."""
+
+    def __init__(self, network: nn.Module, published: Callable[[str], str | None]) -> None:
+        self.shapes = {name: tuple(weight.shape) for name, weight in network.named_parameters()}
+        self._names: dict[str, str] = {}
+        for weight in self.shapes:
+            name = re.sub(r"\.(weight|bias)$", "", weight)
+            for alias in (name, published(name)):
+                if alias is not None:
+                    self._names[alias] = self._names[f"{UNDERSCORED}{alias.replace('.', '_')}"] = name
+
+    def layer(self, name: str) -> str | None:
+        """Return the layer that has a weight of two or more axes and this name."""
+        found = self._names.get(name)
+        return found if found and len(self.shapes.get(f"{found}.weight", ())) > 1 else None
+
+    def weight(self, name: str, kind: str) -> str | None:
+        """Return the weight that a difference of this kind changes."""
+        found = self._names.get(name)
+        wanted = {"diff": (f"{found}.weight", found), "diff_b": (f"{found}.bias",), "diff_param": (found,)}[kind]
+        return next((one for one in wanted if one in self.shapes), None)
+
+
+def _inside(key: str, component: str, components: Sequence[str]) -> str | None:
+    """Return a key without the prefix of its component, or None if it is another component's."""
+    for one in components:
+        if key.startswith(f"{one}."):
+            return key.removeprefix(f"{one}.") if component in ("", one) else None
+    return PREFIX.sub("", key, count=1)
+
+
+def _settings(place: Location, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return peft's settings of the adapter, from its config or from the header that diffusers writes."""
+    if place.config is not None:
+        return read_json(place.config)
+    if DIFFUSERS_CONFIG not in metadata:
+        return {}
+    try:
+        held = json.loads(metadata[DIFFUSERS_CONFIG])
+        mine = [key for key in held if not place.component or key.startswith(f"{place.component}.")]
+        return {key.partition(".")[2]: held[key] for key in mine}
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{place.file}: {DIFFUSERS_CONFIG} in its header is no JSON object ({error})") from error
+
+
+def _scale(file: Path, layer: str, rank: int, alpha: float | None, settings: Mapping[str, Any]) -> float:
+    """Return alpha / rank of a layer; alpha / sqrt(rank) if peft's settings say so, and 1 if nothing names an alpha."""
+    if alpha is None and settings:
+        stated = _of_layer(settings, "rank_pattern", layer, settings.get("r", rank))
+        if stated != rank:
+            raise UserError(f"{file}: {layer} has rank {rank}, but the adapter's settings say {stated}")
+        alpha = _of_layer(settings, "alpha_pattern", layer, settings.get("lora_alpha", rank))
+    root = math.sqrt(rank) if settings.get("use_rslora") else rank
+    return (rank if alpha is None else float(alpha)) / root
+
+
+def _of_layer(settings: Mapping[str, Any], pattern: str, layer: str, usual: float) -> float:
+    found = (value for key, value in (settings.get(pattern) or {}).items() if re.fullmatch(rf"(.*\.)?({key})", layer))
+    return next(found, usual)
+
+
+def _refuse(file: Path, keys: Sequence[str], what: str) -> None:
+    if keys:
+        more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+        raise UserError(f"{file}: {len(keys)} keys {what}: {', '.join(sorted(keys)[:SHOWN])}{more}")

@@ -1,0 +1,89 @@
+"""The location of an adapter that was made elsewhere: which file of a folder, and which part of it."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.models.hub import is_hub_id
+
+PEFT, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+DIFFUSERS = "pytorch_lora_weights.safetensors"
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where the adapter of one network lies."""
+
+    file: Path
+    config: Path | None  # peft's settings
+    component: str = ""  # its part of a file that holds two networks; "": the file holds one network
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.file, *([self.config] if self.config else []))
+
+
+def locate(path: Path, key: str, expert: int | None, components: Sequence[str], names: Sequence[str]) -> Location:
+    """Return where the adapter of a role's only network (`expert` None) or of one of its two experts lies.
+
+    `key` is the setting, for messages; `components` and `names` are what the family calls the networks and the files of
+    two experts, high noise first. Raise UserError for a path that is missing or leaves a choice.
+    """
+    if path.is_dir():
+        if expert is not None and (path / components[expert]).is_dir():
+            return locate(path / components[expert], key, None, components, names)
+        if expert is not None and (path / f"{names[expert]}.safetensors").is_file():
+            return Location(path / f"{names[expert]}.safetensors", None)
+        path = _only_file(path, key)
+    if not path.is_file():
+        hint = f"; if it is on the hub, run `hf download {path}` and name the file" if is_hub_id(str(path)) else ""
+        raise MissingFileError(f"{key} {path}: no such file or folder{hint}")
+    if path.suffix != ".safetensors":
+        raise UserError(f"{key} {path} is no safetensors file: convert it, or name a folder or file that is one")
+    config = path.parent / PEFT_CONFIG
+    component = ""
+    if expert is not None:
+        with opened(path) as held:
+            if not any(name.startswith(f"{components[1]}.") for name in held.offset_keys()):
+                raise UserError(
+                    f"{key} {path} is the adapter of one network, but the role has two experts: name a file for each "
+                    f"with {key.replace('.adapter.', '.high.adapter.')} and {key.replace('.adapter.', '.low.adapter.')}"
+                )
+        component = components[expert]
+    return Location(path, config if path.name == PEFT and config.is_file() else None, component)
+
+
+def checksum(files: Sequence[Path]) -> str:
+    """Return the SHA-256 of the files' contents, one after the other."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; UserError, naming it, if it cannot be read."""
+    try:
+        with safe_open(file, "pt") as held:
+            yield held
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged or cut short ({error}): fetch or write it again") from error
+
+
+def _only_file(folder: Path, key: str) -> Path:
+    for name in (PEFT, DIFFUSERS):
+        if (folder / name).is_file():
+            return folder / name
+    found = sorted(folder.glob("*.safetensors"))
+    if len(found) != 1:
+        held = f"several: {', '.join(file.name for file in found)}" if found else "none"
+        raise UserError(f"{key} {folder} must hold one safetensors file, but holds {held}; name the file itself")
+    return found[0]

@@ -1,0 +1,287 @@
+"""A diffusers pipeline that samples as the run of an export did: the same noise, solver, guidance and chunks.
+
+`export` copies this file into the folders that it writes, as pipeline.py. It needs torch and diffusers alone:
+
+    pipe = DiffusionPipeline.from_pretrained(FOLDER, custom_pipeline="pipeline", trust_remote_code=True)
+    frames = pipe("a red circle moving left", generator=torch.Generator().manual_seed(3)).frames[0]
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import ConfigMixin, WanPipeline, WanTransformer3DModel
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_wan import WanAttention
+from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor, nn
+
+TIME_SCALE = 1000  # the network's time is 1000 sigma
+MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
+NOISE = -1  # number of the draw that sampling starts from
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The content of scheduler/sampler.json."""
+
+    sigmas: list[float]  # noise levels of the steps, 1 is pure noise, and a last 0
+    solver: str  # "ode": Euler steps; "sde": fresh noise is added to the predicted x0
+    guidance_scale: list[float]  # w of uncond + w (cond - uncond), of the high- and of the low-noise network
+    negative_prompt: str
+    boundary: float | None  # noise level from which transformer runs, and transformer_2 below; None: one network
+    precision: str  # "bf16": passes run under autocast; "fp32": in the precision of the weights
+    frames: int  # size of the run's videos in pixels
+    height: int
+    width: int
+    chunk_frames: int  # latent frames that a causal student generates at a time; 0: all frames at once
+    independent_first_frame: bool  # the first latent frame is a chunk of its own
+    window_frames: int  # finished latent frames that a chunk attends to, the sink included; 0: all
+    sink_frames: int  # first latent frames that always stay among them
+    context_noise: float  # noise level at which finished chunks are attended to
+
+    def ranges(self, frames: int) -> list[tuple[int, int]]:
+        """Return (start, stop) of the chunks of latent frames; all frames are one chunk unless the student is causal.
+
+        Raise ValueError if chunk_frames does not divide them.
+        """
+        if not self.chunk_frames:
+            return [(0, frames)]
+        first = int(self.independent_first_frame)
+        if (frames - first) % self.chunk_frames:
+            raise ValueError(f"{frames - first} latent frames are no multiple of chunk_frames, {self.chunk_frames}")
+        starts = range(first, frames, self.chunk_frames)
+        return [(0, 1)] * first + [(start, start + self.chunk_frames) for start in starts]
+
+    def window(self, frames: int, frames_of_run: int) -> int:
+        """Return the window in latent frames: a longer video than the run's attends to at most the run's past."""
+        return self.window_frames or (frames_of_run - self.chunk_frames if frames > frames_of_run else 0)
+
+
+class SamplerFile(ConfigMixin):
+    """scheduler/sampler.json of a folder, or of a repository on the hub."""
+
+    config_name = "sampler.json"
+
+
+class TrainedWanPipeline(WanPipeline):
+    """WanPipeline with the sampler that its student was trained for, in place of a scheduler and its settings."""
+
+    sampler: Sampler | None = None
+
+    def load_sampler(self, folder: str | Path, **options: object) -> Sampler:
+        """Read the sampler of an export, by its folder or its name on the hub (`options`: revision, token ...)."""
+        self.sampler = Sampler(**SamplerFile.load_config(folder, subfolder="scheduler", **options))
+        return self.sampler
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | list[str],
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        num_frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        output_type: str = "np",
+        return_dict: bool = True,
+    ) -> WanPipelineOutput | tuple:
+        """Generate a video of each prompt, with a generator each: video i of `sample --seed S` has seed S + i.
+
+        Sizes are in pixels, by default the run's. `output_type` is np, pt, pil or latent, as in WanPipeline.
+        """
+        sampler = self.sampler or self.load_sampler(Path(self.transformer.config._name_or_path).parent)
+        prompts, device = [prompt] if isinstance(prompt, str) else prompt, self._execution_device
+        shape = self._latent_shape(num_frames or sampler.frames, height or sampler.height, width or sampler.width)
+        frames, frames_of_run = shape[1], (sampler.frames - 1) // self.vae_scale_factor_temporal + 1
+        ranges = sampler.ranges(frames)
+
+        @functools.cache
+        def draw(_: int) -> Tensor:
+            """Return the noise of one step for all chunks; the generators are read in the order of the steps."""
+            return randn_tensor((len(prompts), *shape), generator=generator, device=device, dtype=torch.float32)
+
+        text, negative = self._embed(prompts, device), self._embed([sampler.negative_prompt], device)
+        calls = len(ranges) * (len(sampler.sigmas) - 1)
+        with Networks(self, sampler, text, negative) as networks, self.progress_bar(total=calls) as bar:
+            chunks = []
+            for start, stop in ranges:
+                own = slice(start, stop)
+                chunks.append(solve(sampler, networks.velocity, draw, own, bar.update))
+                if stop < frames:
+                    context = add_context_noise(sampler, chunks[-1], draw, own)
+                    networks.append(context, sampler.window(frames, frames_of_run))
+        video = torch.cat(chunks, 2)
+        if output_type != "latent":
+            video = self.video_processor.postprocess_video(self._decode(video), output_type)
+        self.maybe_free_model_hooks()
+        return WanPipelineOutput(frames=video) if return_dict else (video,)
+
+    def _latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        time, space = self.vae_scale_factor_temporal, self.vae_scale_factor_spatial
+        if frames % time != 1 or height % space or width % space:
+            raise ValueError(
+                f"num_frames must be {time}k + 1 and height and width multiples of {space}, "
+                f"not {frames}, {height} and {width}"
+            )
+        return self.vae.config.z_dim, frames // time + 1, height // space, width // space
+
+    def _embed(self, prompts: list[str], device: torch.device) -> Tensor:
+        """Encode prompts one by one: the rounding of a row can depend on the other rows of a batch."""
+        length = min(MAX_TEXT_TOKENS, self.tokenizer.model_max_length)
+        rows = [self._get_t5_prompt_embeds([prompt], 1, length, device) for prompt in prompts]
+        return torch.cat(rows).float()
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        config = self.vae.config
+        mean, std = (
+            torch.tensor(each).view(1, -1, 1, 1, 1).to(latents) for each in (config.latents_mean, config.latents_std)
+        )
+        return self.vae.decode((latents * std + mean).to(self.vae.dtype), return_dict=False)[0].float()
+
+
+def solve(
+    sampler: Sampler,
+    velocity: Callable[[Tensor, float], Tensor],
+    draw: Callable[[int], Tensor],
+    own: slice,
+    count: Callable[[], object],
+) -> Tensor:
+    """Follow the noise levels from noise to the x0 of the latent frames `own`; draw(s) is the noise of step s."""
+    x = draw(NOISE)[:, :, own]
+    for step, (sigma, after) in enumerate(zip(sampler.sigmas, sampler.sigmas[1:], strict=False)):
+        v = velocity(x, sigma)
+        count()
+        x0 = x - sigma * v
+        if after == 0:
+            return x0
+        x = x + (after - sigma) * v if sampler.solver == "ode" else (1 - after) * x0 + after * draw(step)[:, :, own]
+    raise ValueError("sampler.json: sigmas must end in 0")
+
+
+def add_context_noise(sampler: Sampler, x0: Tensor, draw: Callable[[int], Tensor], own: slice) -> Tensor:
+    """Noise a finished chunk to the level at which later chunks attend to it."""
+    level = sampler.context_noise
+    return (1 - level) * x0 + level * draw(len(sampler.sigmas))[:, :, own] if level else x0
+
+
+class Networks:
+    """The guided velocity of one batch; inside its context, networks of a causal student have KV caches."""
+
+    def __init__(self, pipeline: WanPipeline, sampler: Sampler, text: Tensor, negative: Tensor) -> None:
+        self.sampler, self.text = sampler, text
+        self.both = torch.cat([text, negative.expand_as(text)])
+        self.guided = any(scale != 1 for scale in sampler.guidance_scale)
+        boundary = sampler.boundary or 0.0
+        self.high, self.low = pipeline.transformer, pipeline.transformer_2
+        running = [self.high] * (sampler.sigmas[0] >= boundary) + [self.low] * (sampler.sigmas[-2] < boundary)
+        self.caches = [KVCache(network) for network in running] if sampler.chunk_frames else []
+
+    def __enter__(self) -> "Networks":
+        for cache in self.caches:
+            cache.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for cache in self.caches:
+            cache.close()
+
+    def velocity(self, x: Tensor, sigma: float) -> Tensor:
+        """Return uncond + w (cond - uncond), both from one pass; w = 1 runs cond alone unless a cache has both."""
+        is_low = sigma < (self.sampler.boundary or 0.0)
+        network, scale = self.low if is_low else self.high, self.sampler.guidance_scale[is_low]
+        if scale == 1 and not (self.guided and self.caches):
+            return self._pass(network, x, sigma, self.text)
+        cond, uncond = self._pass(network, torch.cat([x, x]), sigma, self.both).chunk(2)
+        return uncond + scale * (cond - uncond)
+
+    def append(self, x: Tensor, window: int) -> None:
+        """Let later chunks attend to a finished one, which is at the context's noise level."""
+        rows, text = (torch.cat([x, x]), self.both) if self.guided else (x, self.text)
+        for cache in self.caches:
+            self._pass(cache.network, rows, self.sampler.context_noise, text)
+            cache.append(x.shape[2], window, self.sampler.sink_frames)
+
+    def _pass(self, network: WanTransformer3DModel, x: Tensor, sigma: float, text: Tensor) -> Tensor:
+        time, half = torch.full((len(x),), TIME_SCALE * sigma, device=x.device), self.sampler.precision == "bf16"
+        dtype = torch.float32 if half else network.dtype
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+            return network(x.to(dtype), time, text.to(dtype), return_dict=False)[0].float()
+
+
+class KVCache:
+    """While it is open, a network attends to the finished chunks that were appended, at absolute positions."""
+
+    def __init__(self, network: WanTransformer3DModel) -> None:
+        self.network, self.seen = network, 0  # latent frames finished so far
+        self.layers = [CachedAttention() for _ in network.blocks]
+        self._before = [block.attn1.processor for block in network.blocks]
+
+    def open(self) -> None:
+        """Put the attention with a cache into the network."""
+        self._hook = self.network.rope.register_forward_pre_hook(self._positions)
+        self._set(self.layers)
+
+    def close(self) -> None:
+        """Put the network's own attention back."""
+        self._hook.remove()
+        self._set(self._before)
+
+    def append(self, frames: int, window: int, sink: int) -> None:
+        """Keep keys and values of the pass that just ran, of so many latent frames, and drop what leaves the window."""
+        self.seen += frames
+        for layer in self.layers:
+            layer.append(frames, window, sink)
+
+    def _set(self, processors: list) -> None:
+        for block, processor in zip(self.network.blocks, processors, strict=True):
+            block.attn1.processor = processor
+
+    def _positions(self, _rope: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        """Ask for the positions of all frames up to the last of this pass; the attention takes those of its tokens."""
+        (x,) = inputs
+        return (x[:, :, :1].expand(-1, -1, self.seen + x.shape[2], -1, -1),)
+
+
+class CachedAttention:
+    """Self-attention of one block over the tokens of finished chunks and of this pass."""
+
+    _attention_backend = _parallel_config = None  # as WanAttnProcessor has them, for set_attention_backend
+
+    def __init__(self) -> None:
+        self.past: list[Tensor] = []  # keys and values
+        self.latest: list[Tensor] = []
+
+    def __call__(self, attn: WanAttention, x: Tensor, _text: None, _mask: None, rope: tuple[Tensor, Tensor]) -> Tensor:
+        query, key, value = (
+            part.unflatten(2, (attn.heads, -1))
+            for part in (attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x)), attn.to_v(x))
+        )
+        cos, sin = (table[:, -x.shape[1] :] for table in rope)
+        query, key = rotate(query, cos, sin).to(value), rotate(key, cos, sin).to(value)
+        self.latest = [key, value]
+        out = dispatch_attention_fn(query, *self._all(), backend=self._attention_backend)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2)))
+
+    def append(self, frames: int, window: int, sink: int) -> None:
+        """Keep the latest keys and values: all, or the sink and the newest that fit into the window."""
+        tokens = self.latest[0].shape[1] // frames
+        self.past = self._all()
+        over = self.past[0].shape[1] - window * tokens if window else 0
+        if over > 0:
+            first, then = sink * tokens, sink * tokens + over
+            self.past = [torch.cat([part[:, :first], part[:, then:]], 1) for part in self.past]
+
+    def _all(self) -> list[Tensor]:
+        if not self.past:
+            return self.latest
+        return [torch.cat(parts, 1) for parts in zip(self.past, self.latest, strict=True)]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of adjacent channels by the angles of their token's position."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
