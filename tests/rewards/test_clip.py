@@ -1,39 +1,30 @@
 """The CLIP scorer against transformers' own model and processor, on a small random folder."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, rewrite
-from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+from helpers import CPU, REPO, rewrite
+from safetensors.torch import load_file, save_file
+from small_clip import SIDE, save_clip
+from torch import nn
+from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
+from unified_trainer.errors import UserError
+from unified_trainer.rewards.aesthetic import load_head
 from unified_trainer.rewards.clip import CLIP
-from unified_trainer.rewards.scorers import load_scorers
+from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.roles.reward import RewardConfig
 
-SIDE = 32
 PROMPTS = ["a red circle", "blue square moves up", "a red circle"]
 IMAGES = torch.rand(3, 3, 40, 56, generator=torch.Generator().manual_seed(0))
-LETTERS = [*"abcdefghijklmnopqrstuvwxyz"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder as transformers saves it: a model of two layers, a tokenizer of letters, a processor of 32 x 32."""
-    out = tmp_path_factory.mktemp("clip")
-    words = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "<|startoftext|>", "<|endoftext|>"]
-    tokenizer = CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[])
-    tokenizer.save_pretrained(out)
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    ends = {"bos_token_id": len(words) - 2, "eos_token_id": len(words) - 1, "pad_token_id": len(words) - 1}
-    text = small | ends | {"vocab_size": len(words), "max_position_embeddings": 24}
-    vision = small | {"image_size": SIDE, "patch_size": 8}
-    torch.manual_seed(0)
-    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).save_pretrained(out)
-    size = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
-    CLIPImageProcessorPil(**size).save_pretrained(out)
-    return out
+    return save_clip(tmp_path_factory.mktemp("clip"))
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +137,75 @@ def test_wrong_inputs_are_refused(clip):
         clip.score(torch.stack([IMAGES[0], IMAGES[1] + 1]), PROMPTS[:2])
     with pytest.raises(ValueError, match="CLIP: 3 images but 2 prompts"):
         clip.score(IMAGES, PROMPTS[:2])
+
+
+# A head on the image features.
+
+LAYERS = {0: (8, 6), 2: (6, 4), 3: (4, 1)}  # number: features in, out; dropouts have the other numbers
+
+
+def head_file(file: Path, layers=LAYERS, **changes) -> Path:
+    draw = torch.Generator().manual_seed(2)
+    tensors = {
+        f"layers.{number}.{part}": torch.randn(shape, generator=draw)
+        for number, (into, out) in layers.items()
+        for part, shape in (("weight", (out, into)), ("bias", (out,)))
+    }
+    save_file(tensors | changes, file)
+    return file
+
+
+@torch.no_grad()
+def test_an_aesthetic_score_is_the_head_of_normalized_features(folder, clip, tmp_path):
+    """LAION's predictor by hand: the features of CLIPModel, divided by their length, through the linear layers."""
+    settings = {"head": str(head_file(tmp_path / "head.safetensors"))}
+    config = RewardConfig(kind="aesthetic", path=str(folder), frames="all", batch=2, settings=settings)
+    check_reward(config, 2)
+    scorers, _ = load_scorers(config, CPU)
+    video = torch.stack([IMAGES, IMAGES.flip(0)]).movedim(1, 2)
+    x = CLIPModel.from_pretrained(folder).get_image_features(pixel_values=clip.pixels(IMAGES)).pooler_output
+    x = x / x.norm(dim=-1, keepdim=True)
+    tensors = load_file(tmp_path / "head.safetensors")
+    for number in LAYERS:
+        x = x @ tensors[f"layers.{number}.weight"].T + tensors[f"layers.{number}.bias"]
+    torch.testing.assert_close(scorers["aesthetic"](video, PROMPTS[:2]), x.mean().expand(2), rtol=1e-5, atol=1e-5)
+    assert float(x.std()) > 0.001
+
+
+def test_the_published_head_is_converted_by_the_command_of_the_guide(tmp_path, monkeypatch):
+    """A file as LAION's: the state of a module `layers` with dropouts, saved by torch."""
+    layers = nn.Sequential(nn.Linear(8, 6), nn.Dropout(), nn.Linear(6, 4), nn.Linear(4, 1))
+    torch.save(nn.ModuleDict({"layers": layers}).state_dict(), tmp_path / "sac+logos+ava1-l14-linearMSE.pth")
+    (code,) = re.findall(r'python -c "(.*?)"', (REPO / "docs/rewards.md").read_text())
+    monkeypatch.chdir(tmp_path)
+    exec(code)
+    rows = torch.randn(3, 8)
+    torch.testing.assert_close(load_head(tmp_path / "head.safetensors", 8)(rows), layers.eval()(rows))
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes", "message"),
+    [
+        ({0: (7, 1)}, {}, r"layers.0 has shape \[1, 7\], but gets 8 features"),
+        ({0: (8, 6), 1: (5, 1)}, {}, r"layers.1 has shape \[1, 5\], but gets 6 features"),
+        ({0: (8, 2)}, {}, "the last layer gives 2 numbers, expected one"),
+        ({0: (8, 1)}, {"more": torch.zeros(1)}, "has the keys layers.0.bias, layers.0.weight, more; expected layers.N"),
+        ({}, {"mlp.0.weight": torch.zeros(1)}, "has the keys mlp.0.weight; expected layers.N.weight"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(tmp_path, layers, changes, message):
+    with pytest.raises(UserError, match=message):
+        load_head(head_file(tmp_path / "head.safetensors", layers, **changes), 8)
+
+
+def test_folder_and_head_must_be_given(folder, tmp_path):
+    (tmp_path / "text").write_text("no tensors")
+    for path, head, message in (
+        ("", "x", "reward.path must be the folder of a aesthetic scorer"),
+        (str(folder), "", r"reward\.settings\.head must be given"),
+        (str(folder), str(tmp_path / "none"), r"reward\.settings\.head .*none: no such file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_reward(RewardConfig(kind="aesthetic", path=path, settings={"head": head}), 1)
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        load_head(tmp_path / "text", 8)

@@ -18,6 +18,8 @@ from unified_trainer.rewards.hpsv3 import CHECKPOINT, FOLDER_FILES, HPSv3, fit
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from tiny_world_hpsv3 import ranking_loss
 
+pytestmark = pytest.mark.slow  # seconds together
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "hpsv3"
 TINY = Path(__file__).parents[2] / "unified_trainer" / "assets" / "tiny" / "hpsv3"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text(encoding="utf-8"))
@@ -362,7 +364,6 @@ def empty(frames, subjects):
     return torch.tensor(tiny_world.BACKGROUND).view(1, 3, 1, 1).expand_as(frames)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("subjects", [tiny_world.HELD_OUT * 5, tiny_world.TRAINING], ids=["held out", "seen"])
 @pytest.mark.parametrize("spoil", [wrong_color, wrong_shape, noisy, blurred, pale, half_erased, empty])
 def test_the_tiny_hpsv3_prefers_what_the_prompt_says(tiny, spoil, subjects):

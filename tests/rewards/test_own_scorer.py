@@ -100,8 +100,11 @@ def test_its_scores_are_those_of_the_file(probe):
         ("COLOR_PROBE", {"frames": "first"}, "needs at least 2 frames of a video, but sees 1"),
         ("COLOR_PROBE", {"device": "abacus"}, r"reward\.scorers\.own\.device 'abacus' is no device that torch knows"),
         ("brightness", {}, r"reward\.scorers\.own: .*brightness has no weights"),
-        ("NUMBER", {}, r"reward\.scorers\.own\.kind .*NUMBER is a int; expected a ScorerKind, or a function"),
-        ("Probe", {}, r"reward\.scorers\.own\.kind .*Probe is a type; expected a ScorerKind"),
+        ("NUMBER", {}, r"reward\.scorers\.own\.kind .*NUMBER is a int; expected a function of videos"),
+        ("Path", {}, r"reward\.scorers\.own\.kind .*Path is a type; expected a function of .*, a class with __call__"),
+        ("COLOR_PROBE", {"top_fraction": 0.5}, r"own\.top_fraction: .*COLOR_PROBE does not score frames one by one"),
+        ("COLOR_PROBE", {"settings": {"a": "1"}}, r"own\.settings\.a: .*COLOR_PROBE has no settings of its own"),
+        ("brightness", {"path": "", "settings": {"a": "1"}}, r"own\.settings\.a: .*brightness has no settings of its"),
         ("missing", {}, r"reward\.scorers\.own\.kind .*probe\.py defines no missing"),
     ],
 )
@@ -123,7 +126,7 @@ def test_a_missing_weight_file_ends_the_run_with_one_line(probe, run_folder, cap
 
 def test_every_kind_of_the_package_is_found_under_its_name():
     measures = ("sharpness", "motion_smoothness", "saturation", "dark_share", "edge_density", "motion_energy")
-    assert set(KINDS) == {"hpsv3", "clip", *measures}
+    assert set(KINDS) == {"hpsv3", "clip", "aesthetic", "ocr", "vlm", "http", *measures}
     assert all(kind.name == name for name, kind in KINDS.items())
 
 

@@ -157,10 +157,13 @@ def test_its_scores_are_bit_for_bit_those_of_this_process(file, capfd):
 @pytest.mark.slow
 def test_a_class_gets_the_settings(file, tmp_path):
     (tmp_path / "weight").write_text("2.5")
-    scorer = started(file, "Weighted", path=str(tmp_path / "weight"), batch=7, precision="bf16")
+    scorer = started(
+        file, "Weighted", path=str(tmp_path / "weight"), batch=7, precision="bf16", settings={"bonus": "3"}
+    )
     torch.testing.assert_close(scorer(VIDEO, PROMPTS), 2.5 * VIDEO.flatten(1).mean(1))
     told = json.loads((tmp_path / "settings.json").read_text())
-    assert told == {"path": str(tmp_path / "weight"), "precision": "bf16", "batch": 7, "device": "cpu"}
+    given = {"path": str(tmp_path / "weight"), "precision": "bf16", "batch": 7, "device": "cpu"}
+    assert told == {**given, "settings": {"bonus": 3}}
 
 
 @pytest.mark.slow

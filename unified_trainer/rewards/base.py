@@ -25,11 +25,14 @@ class ScorerConfig:
     """Kind of scorer: a name in docs/rewards.md, or path/to/file.py:NAME or package.module:NAME of your own; by default
     the name that the scorer has in reward.scorers."""
     path: str = ""
-    """Folder of the weights, for kinds that have some; "tiny" is the embedded HPSv3."""
+    """Folder of the weights, for kinds that have some, or for clip and aesthetic a hub id owner/name[@revision]; "tiny"
+    is the embedded HPSv3."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the backbone."""
     frames: Literal["first", "every", "all"] = "first"
     """Frames that are scored: the first, every frame_stride-th, or all. Scorers of images give the mean over them."""
+    top_fraction: float = 1.0
+    """Fraction of the scored frames, those of the highest scores, that a scorer of images averages; 1 is the mean."""
     frame_stride: int = 8
     """Distance of the scored frames with frames = every; the first frame is always scored."""
     scale: float = 1.0
@@ -43,6 +46,8 @@ class ScorerConfig:
     python: str = ""
     """Python executable that runs the scorer in a process of its own, with the packages of that Python, such as
     venv/bin/python; for kinds of the form path/to/file.py:NAME."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Settings of the kind's own, settings.KEY; docs/rewards.md lists those of each kind."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,6 +106,8 @@ class RewardConfig(ScorerConfig):
             key = self.key(name)
             if config.frame_stride < 1 or config.batch < 1:
                 raise UserError(f"{key}.frame_stride and {key}.batch must be at least 1")
+            if not 0 < config.top_fraction <= 1:
+                raise UserError(f"{key}.top_fraction must be above 0 and at most 1, but is {config.top_fraction:g}")
             if not (math.isfinite(config.weight) and math.isfinite(config.scale)):
                 raise UserError(f"{key}.weight and {key}.scale must be finite numbers")
         weights = {name: config.weight for name, config in self.named().items()}
@@ -129,7 +136,11 @@ class ScorerKind:
     # (config, key, frames of a video): raises UserError, naming the key, for settings that cannot be; reads no weights.
     check: Callable[[ScorerConfig, str, int], None]
     min_frames: int = 1  # frames of a video that a score needs
+    # patterns of the files that it reads of a repository on the hub; () for a kind whose path is no hub id
+    files: tuple[str, ...] = ()
     features: Callable[[Any], Features] | None = None  # of a loaded scorer: image features for the Frechet distance
+    per_frame: bool = False  # whether it scores images and reads `config.top_fraction`
+    own_settings: bool = False  # whether it reads `config.settings`
 
 
 def check_path(config: ScorerConfig, key: str, frames: int) -> None:
@@ -144,8 +155,13 @@ def check_no_weights(config: ScorerConfig, key: str, frames: int) -> None:
         raise UserError(f"{key}: {config.kind} has no weights; set {key}.path '' and leave {key}.device out")
 
 
-def of_images(score: Callable[[Float[Tensor, "b 3 h w"], list[str]], PerSample], batch: int) -> Scorer:
-    """Return a scorer of videos that averages a scorer of images over the frames, `batch` images at a time."""
+def of_images(
+    score: Callable[[Float[Tensor, "b 3 h w"], list[str]], PerSample], batch: int, top_fraction: float = 1.0
+) -> Scorer:
+    """Return a scorer of videos that averages a scorer of images over the frames, `batch` images at a time.
+
+    Of n frames, the max(1, round(top_fraction n)) highest scores are averaged.
+    """
 
     def scorer(video: Video, prompts: Sequence[str]) -> PerSample:
         frames = video.movedim(2, 1)
@@ -154,6 +170,9 @@ def of_images(score: Callable[[Float[Tensor, "b 3 h w"], list[str]], PerSample],
         scored = torch.cat(parts)
         if len(scored) != len(images):
             raise ValueError(f"the scorer gave {len(scored)} scores for {len(images)} images")
-        return scored.float().unflatten(0, frames.shape[:2]).mean(1)
+        of_frames = scored.float().unflatten(0, frames.shape[:2])
+        if top_fraction == 1:
+            return of_frames.mean(1)
+        return of_frames.topk(max(1, round(top_fraction * frames.shape[1])), dim=1).values.mean(1)
 
     return scorer

@@ -16,6 +16,7 @@ from transformers import CLIPModel, CLIPTokenizer
 
 from unified_trainer.errors import MissingFileError, UserError
 from unified_trainer.models.folder import load_strictly, read_json
+from unified_trainer.models.hub import component
 from unified_trainer.rewards.base import Scorer, ScorerConfig, ScorerKind, check_path, of_images
 from unified_trainer.types import PerSample
 
@@ -62,6 +63,11 @@ class CLIP:
         rows = torch.tensor([[distinct.index(prompt)] for prompt in prompts])
         logits = seen.logits_per_image.float()
         return logits.gather(1, rows.to(logits.device))[:, 0]
+
+    def features(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b d"]:
+        """Return the projected features of images, of length 1, with a gradient to them."""
+        seen = self.network.vision_model(pixel_values=self.pixels(images)).pooler_output
+        return torch.nn.functional.normalize(self.network.visual_projection(seen).float(), dim=-1)
 
     def pixels(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 s s"]:
         """Resize (bicubic, antialiased) to the shorter side, crop the middle, and normalise: the network's input."""
@@ -110,7 +116,7 @@ def _sizes(file: Path, settings: dict[str, Any]) -> tuple[int | None, tuple[int,
 
 
 def _load(config: ScorerConfig, device: torch.device) -> Scorer:
-    return of_images(CLIP.load(Path(config.path), device, config.dtype).score, config.batch)
+    return of_images(CLIP.load(Path(config.path), device, config.dtype).score, config.batch, config.top_fraction)
 
 
-KIND = ScorerKind("clip", _load, check_path)
+KIND = ScorerKind("clip", _load, check_path, files=component(""), per_frame=True)

@@ -367,9 +367,10 @@ class HPSv3Scorer:
 
     hpsv3: HPSv3
     batch: int  # images scored at a time
+    top_fraction: float = 1.0
 
     def __call__(self, video: Video, prompts: Sequence[str]) -> PerSample:
-        return of_images(self._mu, self.batch)(video, prompts)
+        return of_images(self._mu, self.batch, self.top_fraction)(video, prompts)
 
     def _mu(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> PerSample:
         score = self.hpsv3.score_with_gradient if images.requires_grad else self.hpsv3.score
@@ -378,7 +379,7 @@ class HPSv3Scorer:
 
 def _load(config: ScorerConfig, device: torch.device) -> HPSv3Scorer:
     folder = EMBEDDED if config.path == "tiny" else Path(config.path)
-    return HPSv3Scorer(HPSv3.load(folder, device, config.dtype), config.batch)
+    return HPSv3Scorer(HPSv3.load(folder, device, config.dtype), config.batch, config.top_fraction)
 
 
 def _check(config: ScorerConfig, key: str, frames: int) -> None:
@@ -386,4 +387,4 @@ def _check(config: ScorerConfig, key: str, frames: int) -> None:
         raise UserError(f"{key}.path must be the folder of a {config.kind} scorer, not {config.path!r}")
 
 
-KIND = ScorerKind("hpsv3", _load, _check, features=lambda scorer: scorer.hpsv3.features)
+KIND = ScorerKind("hpsv3", _load, _check, features=lambda scorer: scorer.hpsv3.features, per_frame=True)

@@ -81,8 +81,9 @@ def load(file: str, name: str, settings: dict[str, Any]) -> Callable[[Any, list[
     found = vars(module)[name]
     if isinstance(found, type):
         found = found(settings)
-    elif settings["path"]:
-        raise WrongSettingError(f"path: only a class takes settings, but {name} is a {type(found).__name__}")
+    elif settings["path"] or settings["settings"]:
+        setting = "path" if settings["path"] else f"settings.{next(iter(settings['settings']))}"
+        raise WrongSettingError(f"{setting}: only a class takes settings, but {name} is a {type(found).__name__}")
     if not callable(found):
         raise WrongSettingError(
             f"kind: {name} is a {type(found).__name__}; expected a function, or a class with __call__"

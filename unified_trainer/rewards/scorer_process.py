@@ -20,6 +20,7 @@ import torch
 from unified_trainer.errors import MissingFileError, UserError
 from unified_trainer.rewards import scorer_child
 from unified_trainer.rewards.base import ScorerConfig
+from unified_trainer.rewards.own_settings import for_class
 from unified_trainer.types import PerSample, Video
 
 # Variables of this process that would change what the scorer imports, or tell it that it is a rank of the training.
@@ -46,8 +47,7 @@ class ScorerProcess:
         Raise UserError if a setting does not fit the file, else what a call raises.
         """
         file, _, name = config.kind.rpartition(":")
-        settings = {"path": config.path, "precision": config.precision, "batch": config.batch, "device": str(device)}
-        self._load = {"file": file, "name": name, "settings": settings}
+        self._load = {"file": file, "name": name, "settings": for_class(config, device)}
         self._python, self._key, self._timeout = config.python, key, timeout
         self._start()
 

@@ -2,15 +2,21 @@
 
 import importlib
 import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from unified_trainer import rewards
 from unified_trainer.errors import UserError
-from unified_trainer.plugins import load_object
+from unified_trainer.models import hub
+from unified_trainer.plugins import installed, load_object
 from unified_trainer.rewards.base import Features, RewardConfig, Scorer, ScorerConfig, ScorerKind, check_no_weights
+from unified_trainer.rewards.own_settings import ScorerSettings, for_class, kind_of
 from unified_trainer.rewards.scorer_process import ScorerProcess, check_own_python
+from unified_trainer.types import Video
 
 
 def _kinds() -> dict[str, ScorerKind]:
@@ -31,27 +37,39 @@ KINDS: dict[str, ScorerKind] = _kinds()
 def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
     """Return the kind that the settings name: one of `KINDS`, or an object outside this package.
 
-    A kind of the form package.module:NAME or path/to/file.py:NAME is a ScorerKind, or a function of videos and prompts
-    that has no weights. With a Python of its own, the file is not executed in this process, and the scorer has
-    `timeout` seconds for each answer. Raise UserError, naming the key, if there is no such kind.
+    A kind of an installed package, or of the form package.module:NAME or path/to/file.py:NAME, is a ScorerKind, a class
+    derived from ScorerSettings, another class, which is called with its settings and whose object scores, or a function
+    of videos and prompts without weights and settings. With a Python of its own, the file is not executed in this
+    process, and the scorer has `timeout` seconds for each answer. Raise UserError, naming the key, if there is no such
+    kind.
     """
     if config.python:
-        return ScorerKind(config.kind, partial(ScorerProcess, key=key, timeout=timeout), check_own_python)
+        load = partial(ScorerProcess, key=key, timeout=timeout)
+        return ScorerKind(config.kind, load, check_own_python, own_settings=True)
     if config.kind in KINDS:
         return KINDS[config.kind]
-    if ":" not in config.kind:
-        raise UserError(
-            f"{key}.kind {config.kind} is no scorer; have {', '.join(KINDS)}, or path/to/file.py:NAME for one of yours"
-        )
-    found = load_object(config.kind, f"{key}.kind")
+    if ":" in config.kind:
+        found = load_object(config.kind, f"{key}.kind")
+    else:
+        offered = installed("scorers")
+        if config.kind not in offered:
+            have = ", ".join([*KINDS, *offered])
+            raise UserError(
+                f"{key}.kind {config.kind} is no scorer; have {have}, or path/to/file.py:NAME for one of yours"
+            )
+        found = offered[config.kind].load()
     if isinstance(found, ScorerKind):
         return found
+    if isinstance(found, type) and issubclass(found, ScorerSettings):
+        return kind_of(config.kind, found)
+    if isinstance(found, type) and any("__call__" in vars(base) for base in found.__mro__):
+        return ScorerKind(config.kind, partial(_of_class, found), _any, own_settings=True)
     if not callable(found) or isinstance(found, type):
         raise UserError(
-            f"{key}.kind {config.kind} is a {type(found).__name__}; expected a ScorerKind, or a function of videos and "
-            "prompts"
+            f"{key}.kind {config.kind} is a {type(found).__name__}; expected a function of videos and prompts, a class "
+            "with __call__, a class derived from ScorerSettings, or a ScorerKind"
         )
-    return ScorerKind(config.kind, lambda _config, _device: found, check_no_weights)
+    return ScorerKind(config.kind, lambda _config, _device: _plain(found), check_no_weights)
 
 
 def check_reward(config: RewardConfig, frames: int) -> None:
@@ -60,6 +78,10 @@ def check_reward(config: RewardConfig, frames: int) -> None:
     for name, part in config.named().items():
         key = config.key(name)
         kind = scorer_kind(part, key, config.timeout)
+        if part.settings and not kind.own_settings:
+            raise UserError(f"{key}.settings.{next(iter(part.settings))}: {part.kind} has no settings of its own")
+        if part.top_fraction != 1 and not kind.per_frame:
+            raise UserError(f"{key}.top_fraction: {part.kind} does not score frames one by one; leave it out")
         kind.check(part, key, frames)
         _check_device(part.device, key)
         scored = max(1, -(-frames // part.stride(frames)))
@@ -68,6 +90,15 @@ def check_reward(config: RewardConfig, frames: int) -> None:
                 f"{key}: {part.kind} needs at least {kind.min_frames} frames of a video, but sees {scored}; set "
                 f"{key}.frames all"
             )
+
+
+def least_frames(config: RewardConfig) -> int:
+    """Return how many frames a video must have, so that every scorer sees as many as it needs."""
+    needed = [1]
+    for name, part in config.named().items():
+        least = scorer_kind(part, config.key(name), config.timeout).min_frames
+        needed.append(1 + (least - 1) * part.stride(least))
+    return max(needed)
 
 
 def load_scorers(config: RewardConfig, device: torch.device) -> tuple[dict[str, Scorer], Features | None]:
@@ -80,10 +111,26 @@ def load_scorers(config: RewardConfig, device: torch.device) -> tuple[dict[str, 
     features: Features | None = None
     for name, part in config.named().items():
         kind = scorer_kind(part, config.key(name), config.timeout)
+        if kind.files and hub.is_hub_id(part.path):
+            part = replace(part, path=str(hub.download(part.path, f"{config.key(name)}.path", kind.files)))
         scorers[name] = kind.load(part, torch.device(part.device) if part.device else device)
         if features is None and kind.features is not None:
             features = kind.features(scorers[name])
     return scorers, features
+
+
+def _plain(scorer: Callable[[Video, Sequence[str]], Any]) -> Scorer:
+    """Return a user's scorer, which may give a tensor, an array or a list, as one that gives a tensor."""
+    return lambda video, prompts: torch.as_tensor(scorer(video, prompts))
+
+
+def _of_class(scorer: Callable[[dict[str, Any]], Any], config: ScorerConfig, device: torch.device) -> Scorer:
+    """Return the scorer that a user's class makes of its settings."""
+    return _plain(scorer(for_class(config, device)))
+
+
+def _any(config: ScorerConfig, key: str, frames: int) -> None:
+    """Check nothing: the class itself knows what its settings may be."""
 
 
 def _check_device(device: str, key: str) -> None:

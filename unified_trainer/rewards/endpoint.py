@@ -1,0 +1,43 @@
+"""Settings of scorers that ask a server over HTTP, with JSON bodies."""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from unified_trainer.errors import UserError
+from unified_trainer.rewards.base import ScorerConfig
+from unified_trainer.rewards.own_settings import ScorerSettings
+from unified_trainer.serving.http_json import exchange, is_address
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint(ScorerSettings):
+    """The settings of a scorer that asks a server over HTTP."""
+
+    url: str
+    """Address of the server, such as http://10.0.0.7:8000."""
+    timeout: float = 600.0
+    """Seconds within which the server must answer a request."""
+    token_variable: str = ""
+    """Environment variable that holds the access token of the server; empty sends none."""
+
+    def check(self, config: ScorerConfig, key: str, frames: int) -> None:
+        """Raise UserError, naming the key, for settings that cannot be."""
+        if not is_address(self.url):
+            raise UserError(f"{key}.settings.url must begin with http:// or https://, but is {self.url!r}")
+        if not (self.timeout > 0 and math.isfinite(self.timeout)):
+            raise UserError(f"{key}.settings.timeout must be a number of seconds above 0, but is {self.timeout:g}")
+        if self.token_variable and not os.environ.get(self.token_variable):
+            raise UserError(f"{key}.settings.token_variable: the environment has no {self.token_variable}")
+        if config.path or config.device:
+            raise UserError(f"{key}: {config.kind} has no weights here; leave {key}.path and {key}.device out")
+
+    def exchange(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """Return the JSON value that the server answers to a POST of `body`, or to a GET without one.
+
+        Raise ConnectionError if there is no answer or one that another request may not get (5xx, 408, 429), and
+        UserError, with the server's message, for every other failure.
+        """
+        token = os.environ[self.token_variable] if self.token_variable else ""
+        return exchange(self.url, path, body, timeout=self.timeout, token=token)

@@ -1,0 +1,72 @@
+"""The scorer http: it asks a server, such as that of the command serve-reward, for the scores."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unified_trainer.errors import UserError
+from unified_trainer.rewards.base import Scorer, ScorerConfig
+from unified_trainer.rewards.endpoint import Endpoint
+from unified_trainer.rewards.own_settings import kind_of
+from unified_trainer.serving.video_json import PROTOCOL, Encoding, to_json
+from unified_trainer.types import PerSample, Video
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote(Endpoint):
+    """A scorer behind an HTTP server that answers the requests of docs/rewards.md.
+
+    It sends `config.batch` videos in a request, and its scores have no gradient.
+    """
+
+    name: str = ""
+    """Name that the server must give itself; empty takes any."""
+    encoding: Encoding = "float32"
+    """Transport of the frames: float32 is exact; uint8 takes a quarter of the bytes and rounds to 8 bits."""
+
+    def check(self, config: ScorerConfig, key: str, frames: int) -> None:
+        """Ask the server what it is; raise UserError unless it speaks this protocol and can score such videos."""
+        super().check(config, key, frames)
+        try:
+            about = self.exchange("health")
+        except OSError as fault:
+            raise UserError(
+                f"{key}.settings.url: {fault}; start the server first, such as by the command serve-reward"
+            ) from fault
+        known = isinstance(about, dict) and isinstance(about.get("name"), str) and type(about.get("min_frames")) is int
+        if not known:
+            raise UserError(f"{key}: {self.url}/health answered {about}; expected name, protocol and min_frames")
+        if about.get("protocol") != PROTOCOL:
+            raise UserError(f"{key}: {self.url} speaks protocol {about.get('protocol')}, and this program {PROTOCOL}")
+        if self.name not in ("", about["name"]):
+            raise UserError(f"{key}.settings.name is {self.name}, but the server at {self.url} is {about['name']}")
+        scored = max(1, -(-frames // config.stride(frames)))
+        if scored < about["min_frames"]:
+            raise UserError(
+                f"{key}: {about['name']} at {self.url} needs at least {about['min_frames']} frames of a video, but "
+                f"gets {scored}; set {key}.frames all"
+            )
+
+    def load(self, config: ScorerConfig, device: torch.device) -> Scorer:
+        """Return the function that asks the server."""
+
+        def score(video: Video, prompts: Sequence[str]) -> PerSample:
+            starts = range(0, len(video), config.batch)
+            parts = [self._scores(video[i : i + config.batch], prompts[i : i + config.batch]) for i in starts]
+            return torch.tensor([one for part in parts for one in part], dtype=torch.float32, device=video.device)
+
+        return score
+
+    def _scores(self, video: Video, prompts: Sequence[str]) -> list[float]:
+        body = {"protocol": PROTOCOL, "prompts": list(prompts), "videos": to_json(video, self.encoding)}
+        answer = self.exchange("score", body)
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        if not isinstance(scores, list) or not all(type(one) in (int, float) for one in scores):
+            raise UserError(f"{self.url}/score answered {str(answer)[:200]}; expected {{'scores': [numbers]}}")
+        if len(scores) != len(video):
+            raise UserError(f"{self.url}/score gave {len(scores)} scores for {len(video)} videos")
+        return scores
+
+
+KIND = kind_of("http", Remote)

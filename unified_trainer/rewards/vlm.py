@@ -1,0 +1,115 @@
+"""The scorer vlm: the number that a vision-language model answers when it is asked about a video's frames.
+
+It asks any server with OpenAI's chat completions.
+"""
+
+import base64
+import io
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from unified_trainer.errors import UserError
+from unified_trainer.rewards.base import Scorer, ScorerConfig
+from unified_trainer.rewards.endpoint import Endpoint
+from unified_trainer.rewards.own_settings import kind_of
+from unified_trainer.types import PerSample, Video
+
+TEMPLATE = (
+    "These are frames of a video, in order. How well does the video show the following, from 0 (not at all) to 10 "
+    "(perfectly)?\n\n{prompt}\n\nAnswer with the number alone."
+)
+NUMBER = r"\s*(-?\d+(?:\.\d+)?)\s*"  # an answer that is a number and nothing else
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionLanguageModel(Endpoint):
+    """A vision-language model behind an OpenAI-compatible server; `config.batch` requests are under way at a time."""
+
+    model: str
+    """Name of the model, as the server knows it."""
+    template: str = TEMPLATE
+    """Question about the frames; {prompt} stands for the video's prompt."""
+    pattern: str = NUMBER
+    """Regular expression that the whole answer must match; its only group is the number."""
+    lowest: float = 0.0
+    """Lowest number that is an answer."""
+    highest: float = 10.0
+    """Highest number that is an answer."""
+    max_tokens: int = 16
+    """Most tokens of an answer; a model that thinks aloud needs more, and a pattern."""
+
+    def check(self, config: ScorerConfig, key: str, frames: int) -> None:
+        """Raise UserError, naming the key, for settings that cannot be."""
+        super().check(config, key, frames)
+        if "{prompt}" not in self.template:
+            raise UserError(f"{key}.settings.template must hold {{prompt}}, which stands for the video's prompt")
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise UserError(f"{key}.settings.pattern {self.pattern!r} is no regular expression: {error}") from error
+        if groups != 1:
+            raise UserError(f"{key}.settings.pattern must have one group, the number, but has {groups}")
+        if not self.lowest < self.highest or self.max_tokens < 1:
+            raise UserError(f"{key}.settings: lowest must be below highest, and max_tokens at least 1")
+
+    def load(self, config: ScorerConfig, device: torch.device) -> Scorer:
+        """Return the function that asks the server."""
+
+        def score(video: Video, prompts: Sequence[str]) -> PerSample:
+            with ThreadPoolExecutor(min(config.batch, max(1, len(prompts)))) as pool:
+                answers = pool.map(self._answer, video.detach().to("cpu", torch.float32), prompts)
+                return torch.tensor(list(answers), dtype=torch.float32, device=video.device)
+
+        return score
+
+    def _answer(self, clip: Float[Tensor, "3 frames h w"], prompt: str) -> float:
+        """Return the number of one video; raise UserError for an answer that is none."""
+        images = [{"type": "image_url", "image_url": {"url": png_url(frame)}} for frame in clip.unbind(1)]
+        question = {"type": "text", "text": self.template.replace("{prompt}", prompt)}
+        message = {"role": "user", "content": [*images, question]}
+        body = {"model": self.model, "messages": [message], "temperature": 0, "max_tokens": self.max_tokens}
+        return self.number_of(text_of(self.exchange("chat/completions", body), self.url), prompt)
+
+    def number_of(self, answer: str, prompt: str) -> float:
+        """Read the number of an answer; raise UserError unless there is one in the range."""
+        match = re.fullmatch(self.pattern, answer, re.DOTALL)
+        try:
+            number = float(match[1]) if match else None
+        except (TypeError, ValueError):  # the group took no part, or holds something else
+            number = None
+        if number is None or not self.lowest <= number <= self.highest:
+            raise UserError(
+                f"{self.model} answered {answer!r} about {prompt!r}, which is no number from {self.lowest:g} to "
+                f"{self.highest:g} by its settings.pattern: change settings.template, pattern, lowest or highest"
+            )
+        return number
+
+
+def text_of(completion: Any, url: str) -> str:
+    """Return the text of a chat completion; raise UserError for another answer."""
+    try:
+        text = completion["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise UserError(f"{url} answered {str(completion)[:300]}, which is no chat completion with a text")
+    return text
+
+
+def png_url(frame: Float[Tensor, "3 h w"]) -> str:
+    """Return a frame in [0, 1], rounded to 8 bits, as the data URL of a PNG."""
+    pixels = (255 * frame.clamp(0, 1)).round().to(torch.uint8).movedim(0, -1).contiguous().numpy()
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+KIND = kind_of("vlm", VisionLanguageModel)

@@ -1,0 +1,114 @@
+"""Dynamic batching: requests that wait in a queue are worked on together. It knows no network."""
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Request(Generic[Job, Result]):
+    """A job that waits for its result."""
+
+    job: Job
+    kind: Hashable  # only jobs of one kind are worked on together
+    size: int
+    queued: float  # seconds on the queue's clock
+    future: "Future[Result]" = field(default_factory=Future)
+
+
+class BatchQueue(Generic[Job, Result]):
+    """Requests in the order in which they came, and which of them are worked on next.
+
+    A batch is the first request and, in order, those of its kind that fit into `limit` together. It is due when it is
+    full, or `wait` seconds after its first request was queued. A request larger than `limit` is a batch of its own.
+    Times are given, so that the queue can be tested without waiting.
+    """
+
+    def __init__(self, limit: int, wait: float) -> None:
+        self.limit, self.wait = limit, wait
+        self._waiting: list[Request[Job, Result]] = []
+
+    def put(self, request: Request[Job, Result]) -> None:
+        """Add a request at the end."""
+        self._waiting.append(request)
+
+    def due_in(self, now: float) -> float | None:
+        """Return the seconds until the next batch is due, 0 if it is, and None for an empty queue."""
+        if not self._waiting:
+            return None
+        _, full = self._next()
+        return 0.0 if full else max(0.0, self._waiting[0].queued + self.wait - now)
+
+    def take(self) -> list[Request[Job, Result]]:
+        """Remove and return the next batch; [] for an empty queue."""
+        batch, _ = self._next() if self._waiting else ([], False)
+        taken = {id(request) for request in batch}
+        self._waiting = [request for request in self._waiting if id(request) not in taken]
+        return batch
+
+    def _next(self) -> tuple[list[Request[Job, Result]], bool]:
+        """Return the next batch as it is now, and whether no further request can join it."""
+        batch, total = [], 0
+        for request in self._waiting:
+            if request.kind == self._waiting[0].kind:
+                if batch and total + request.size > self.limit:
+                    return batch, True
+                batch.append(request)
+                total += request.size
+        return batch, total >= self.limit
+
+
+class Batcher(Generic[Job, Result]):
+    """A thread that works on queued jobs in batches; results and exceptions reach those who wait for them."""
+
+    def __init__(self, work: Callable[[Sequence[Job]], Sequence[Result]], limit: int, wait: float) -> None:
+        """Start the thread. `work` returns one result for each of its jobs; `wait` is in seconds."""
+        self._work, self._queue = work, BatchQueue[Job, Result](limit, wait)
+        self._changed, self._closed = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job, kind: Hashable, size: int) -> "Future[Result]":
+        """Queue a job; the future has its result, or the exception of the batch that it was in."""
+        request = Request[Job, Result](job, kind, size, time.monotonic())
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the batcher is closed")
+            self._queue.put(request)
+            self._changed.notify()
+        return request.future
+
+    def close(self) -> None:
+        """Refuse further jobs, and return when those in the queue are done."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while batch := self._wait_for_batch():
+            waiting = [request for request in batch if request.future.set_running_or_notify_cancel()]
+            if not waiting:
+                continue
+            try:
+                results = self._work([request.job for request in waiting])
+                pairs = list(zip(waiting, results, strict=True))
+            except Exception as error:  # noqa: BLE001 - those who wait raise it
+                for request in waiting:
+                    request.future.set_exception(error)
+            else:
+                for request, result in pairs:
+                    request.future.set_result(result)
+
+    def _wait_for_batch(self) -> list[Request[Job, Result]]:
+        """Return the next batch when it is due; [] when the queue is closed and empty."""
+        with self._changed:
+            while (due := self._queue.due_in(time.monotonic())) != 0.0 and not self._closed:
+                self._changed.wait(due)
+            return self._queue.take()

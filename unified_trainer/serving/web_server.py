@@ -1,0 +1,136 @@
+"""A web server with a queue: POST requests in JSON that wait are worked on together."""
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from rich.console import Console
+
+from unified_trainer.errors import MissingPackageError, UserError
+from unified_trainer.serving.batch_queue import Batcher
+from unified_trainer.serving.video_json import PROTOCOL
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, PlainTextResponse, Response
+    from starlette.routing import Route
+except ModuleNotFoundError as error:
+    raise MissingPackageError(f"a server needs {error.name}: pip install 'unified-trainer[serve]'") from error
+
+
+@runtime_checkable
+class Asked(Protocol):
+    """A request that was read; the queue must know its kind and its size."""
+
+    @property
+    def kind(self) -> Hashable: ...  # only requests of one kind are worked on together
+
+    @property
+    def size(self) -> int: ...  # number of its videos
+
+
+Job = TypeVar("Job", bound=Asked)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Service(Generic[Job, Result]):
+    """The answers of a server: `about` to GET /health, and to POST at `path` what the batcher makes of the request."""
+
+    about: dict[str, Any]  # its name, and what clients must know
+    path: str
+    read: Callable[[dict[str, Any]], Job]  # raises UserError for a request that cannot be answered
+    write: Callable[[Job, Result], dict[str, Any]]
+    batcher: "Batcher[Job, Result]"
+
+    def app(self) -> Starlette:
+        """Return the web application."""
+        return Starlette(routes=[Route("/health", self._health), Route(self.path, self._post, methods=["POST"])])
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse(self.about | {"protocol": PROTOCOL})
+
+    async def _post(self, request: Request) -> Response:
+        try:
+            body = await request.body()
+            job = await run_in_threadpool(self._read, body)  # large bodies must not hold up other requests
+            result = await asyncio.wrap_future(self.batcher.submit(job, job.kind, job.size))
+            return await run_in_threadpool(lambda: JSONResponse(self.write(job, result)))
+        except UserError as error:
+            return PlainTextResponse(str(error), 400)
+        except Exception:  # noqa: BLE001 - the client ends with it
+            return PlainTextResponse(traceback.format_exc(), 500)
+
+    def _read(self, body: bytes) -> Job:
+        try:
+            asked = json.loads(body)
+        except ValueError as error:
+            raise UserError(f"the request is no JSON: {error}") from error
+        if not isinstance(asked, dict) or asked.get("protocol") != PROTOCOL:
+            raise UserError(f"the request must be an object with protocol {PROTOCOL}")
+        return self.read(asked)
+
+
+def texts(asked: dict[str, Any], key: str) -> list[str]:
+    """Return the list of texts of a request; raise UserError if it is none."""
+    found = asked.get(key)
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise UserError(f"{key} must be a list of texts")
+    return found
+
+
+def check_flags(port: int, batch: int, wait: float) -> None:
+    """Raise UserError for flags of a server that cannot be."""
+    if batch < 1 or not 0 <= wait <= 60:
+        raise UserError(f"--batch must be at least 1, and --wait from 0 to 60 seconds, not {batch} and {wait:g}")
+    if not 0 <= port < 2**16:
+        raise UserError(f"--port must be from 0 to 65535, not {port}")
+
+
+def serve_until_stopped(
+    host: str, port: int, load: Callable[[], Service[Any, Any]], said: Callable[[str], str]
+) -> None:
+    """Open the port, load the service, print what `said` makes of the address, and answer until SIGTERM or Ctrl-C.
+
+    Raise UserError, before anything is loaded, if the port cannot be opened.
+    """
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port}: {error}; choose another, or 0 for a free port") from error
+    with listener:
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        with serving(load(), listener) as address:
+            Console().print(said(address), highlight=False, markup=False, soft_wrap=True)
+            stop.wait()
+    Console().print("stopped", highlight=False)
+
+
+@contextmanager
+def serving(service: Service[Any, Any], listener: socket.socket) -> Iterator[str]:
+    """Answer requests at a listening socket while the context lasts, and give the address of the server.
+
+    On leaving, requests that were received are answered first.
+    """
+    web = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning", lifespan="off", access_log=False))
+    thread = threading.Thread(target=web.run, args=([listener],), name="server")  # no main thread: it takes no signals
+    thread.start()
+    host, port = listener.getsockname()[:2]
+    try:
+        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    finally:
+        web.should_exit = True
+        thread.join()
+        service.batcher.close()
