@@ -8,6 +8,8 @@ from unified_trainer.__main__ import main
 from unified_trainer.cli.command_line import parse
 from unified_trainer.errors import UserError
 
+pytestmark = pytest.mark.slow  # seconds together
+
 GRPO = SMALL["dance_grpo"]
 
 
@@ -18,6 +20,7 @@ GRPO = SMALL["dance_grpo"]
         (["--rollouts.reward-workers", "1"], "rollouts.reward_workers needs rollouts.workers above 0"),
         (["--rollouts.workers", "-1"], "rollouts.workers must not be negative, but is -1"),
         (["--rollouts.workers", "1", "--rollouts.ahead", "-1"], "rollouts.ahead must not be negative, but is -1"),
+        (["--rollouts.check-every", "-1"], "rollouts.check_every must not be negative, but is -1"),
         (["--rollouts.workers", "1", "--rollouts.cpus", "0"], "rollouts.cpus must be above 0, not 0"),
         (["--rollouts.workers", "1", "--rollouts.gpus", "-1"], "rollouts.gpus must not be negative, but is -1"),
         (["--rollouts.workers", "1", "--rollouts.timeout-minutes", "0"], "rollouts.timeout_minutes must be above 0"),

@@ -31,7 +31,7 @@ class InstantScheduler:
     """Makes samples that say which weights made them: the first weight of the version."""
 
     def __init__(self, ray) -> None:
-        self.ray, self.weights, self.items = ray, {}, []
+        self.ray, self.weights, self.items, self.maker = ray, {}, [], "worker 1"
         self.publish, self.make, self.deaths = (Now(ray, one) for one in (self._publish, self._make, lambda: 0))
 
     def _publish(self, version, references, step, oldest):
@@ -45,30 +45,39 @@ class InstantScheduler:
         x0 = np.full((count, *LATENT_SHAPE), first, dtype=np.float32)
         rollout = {"states": x0[:, None][:, :0], "log_probs": np.zeros((count, 0)), "x0": x0}
         scores = {"parts": np.zeros((count, 1), np.float32), "statistics": {}, "thumbnails": np.zeros((count, 1))}
-        return [self.ray.put(rollout), self.ray.put(scores)], {"worker_seconds/rollout": 0.5}
+        return [self.ray.put(rollout), self.ray.put(scores)], {"worker_seconds/rollout": 0.5}, self.maker
 
 
 class Run:
     """Training steps that add 1 to the first weight, with samples from workers."""
 
-    def __init__(self, ray, ahead: int, plan: BatchPlan = PLAN) -> None:
+    def __init__(self, ray, ahead: int, plan: BatchPlan = PLAN, check_every: int = 0) -> None:
         self.student, self.scheduler = trainable(), InstantScheduler(ray)
         self.loader = Loader(Prompts(CAPTIONS), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=ahead)
         group = WorkerGroup(self.scheduler, [])
-        self.rollouts = RemoteRollouts(group, self.student, self.loader, ALONE, size=3, ahead=ahead)
+        how = {"size": 3, "ahead": ahead, "check_every": check_every}
+        self.rollouts = RemoteRollouts(group, self.student, self.loader, ALONE, **how)
         self.first = next(iter(self.student.weights.values())).data.view(-1)
         self.start = float(self.first[0])
+        self.checks: list[tuple[str, int, int]] = []  # who made the samples that were checked, samples, version
 
     def step(self, step: int) -> int:
         """The version that made the samples of this step; it must be that of the weights that they show."""
         batch = self.loader.batch(step)
-        samples = self.rollouts.samples(batch, step, Streams(0, step))
+        samples = self.rollouts.samples(batch, step, Streams(0, step), self.check)
         assert samples.batch is batch
         (version,) = samples.versions.unique().tolist()
         shown = samples.rollout.x0.unique().tolist()
         assert shown == [pytest.approx(self.start + version)]
+        assert float(self.first[0]) == pytest.approx(self.start + step)
         self.first[0] += 1
         return version
+
+    def check(self, samples, maker: str) -> None:
+        """The student has the weights that made the samples."""
+        (version,) = samples.versions.unique().tolist()
+        assert samples.rollout.x0.unique().tolist() == [float(self.first[0])]
+        self.checks.append((maker, len(samples.batch), version))
 
 
 @pytest.mark.slow
@@ -128,6 +137,25 @@ def test_further_samples_of_a_step_have_the_present_weights(ray):
     samples = run.rollouts.samples(run.loader.batch(2), 2, Streams(0, 2))
     assert samples.versions.tolist() == [1] * 4
     assert run.rollouts.samples(further, 2, Streams(0, 2)).versions.tolist() == [2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("check_every", "checked"), [(0, [0]), (1, range(7)), (3, [0, 3, 6])])
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_worker_is_checked_with_its_first_samples_and_every_few_steps(ray, ahead, check_every, checked):
+    """One work item of three samples, with the weights that made it."""
+    run = Run(ray, ahead, check_every=check_every)
+    versions = [run.step(step) for step in range(7)]
+    assert run.checks == [("worker 1", 3, versions[step]) for step in checked]
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_started_again_is_checked(ray):
+    run = Run(ray, 1)
+    for step in range(4):
+        run.scheduler.maker = "worker 1" if step < 2 else "worker 2"
+        run.step(step)
+    assert [maker for maker, *_ in run.checks] == ["worker 1", "worker 2"]  # step 2 was ordered in step 1
 
 
 @pytest.mark.slow

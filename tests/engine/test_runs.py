@@ -175,3 +175,65 @@ def title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:  # it has ended
         return ""
+
+
+# Several nodes.
+
+WAITING = """
+import threading
+from pathlib import Path
+
+def score(video, prompts):
+    folder = Path(__file__).parent
+    while not (folder / "go").exists():
+        for call in folder.glob("call-*"):
+            try:
+                call.unlink()
+            except FileNotFoundError:  # another worker's
+                continue
+            return video.flatten(1).mean(1)
+        threading.Event().wait(0.05)
+    return video.flatten(1).mean(1)
+"""
+
+
+@pytest.mark.kill
+def test_a_node_may_be_lost(tmp_path):
+    """Two nodes on this machine, each with room for one worker; the second one goes in the middle of the run.
+
+    The scorer answers four times, which are two steps, and then waits until the node has gone.
+    """
+    from ray.cluster_utils import Cluster
+
+    (tmp_path / "scorer.py").write_text(WAITING)
+    (tmp_path / "go").touch()
+    words = [*GRPO, "--steps", "6", "--reward.scorers.mean.kind", f"{tmp_path / 'scorer.py'}:score"]
+    alone, there = run(words, tmp_path / "alone"), tmp_path / "there"
+    (tmp_path / "go").unlink()
+    for number in range(4):
+        (tmp_path / f"call-{number}").touch()
+    with nodes(Cluster) as (cluster, second):
+        settings = {"ray.address": cluster.address, "rollouts.workers": 2}
+        with started([*words, "--output", str(there)], **settings) as one:
+            until(lambda: steps_done(there) == 2, one)
+            cluster.remove_node(second, allow_graceful=False)
+            assert one.poll() is None and steps_done(there) == 2
+            (tmp_path / "go").touch()
+            said, errors = one.communicate(timeout=240)
+    assert one.returncode == 0, said + errors
+    assert metrics_of(there)[-1]["train/worker_deaths"] == 1
+    assert_equal_runs(alone, there, step=6)
+
+
+@contextmanager
+def nodes(kind):
+    """A cluster of two nodes with one core each, and its second node."""
+    before = dict(os.environ)
+    os.environ.update(environment(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0"))
+    cluster = kind(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        yield cluster, cluster.add_node(num_cpus=1)
+    finally:
+        cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(before)

@@ -109,7 +109,7 @@ def publish(ray, scheduler, version: int, weights: float, step: int = 0, oldest:
 
 def made(ray, scheduler, items) -> list:
     replies = [scheduler.make.remote(one) for one in items]
-    return [ray.get(references) for references, _ in ray.get(replies)]
+    return [ray.get(references) for references, *_ in ray.get(replies)]
 
 
 def assert_right(items, results, weights: float) -> None:
@@ -133,7 +133,7 @@ def test_results_do_not_depend_on_workers_or_deaths(ray, group, tmp_path, pools)
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_restarted(ray, group, tmp_path):
     (tmp_path / "score-0").write_text("hang")
-    scheduler = group(1, timeout=2.0)
+    scheduler = group(1, timeout=8.0)  # for a call, and for the start of another process
     publish(ray, scheduler, 0, 2.0)
     assert_right([item(0)], made(ray, scheduler, [item(0)]), 2.0)
     assert ray.get(scheduler.deaths.remote()) == 1
@@ -179,7 +179,7 @@ def test_an_item_waits_for_its_weights_and_is_made_once(ray, group):
     first, second = ray.get(late)
     assert first[0] == second[0]  # references to the same samples
     assert_right([item(0)], [ray.get(first[0])], 7.0)
-    again, _ = ray.get(scheduler.make_again.remote(item(0, version=3)))
+    again, *_ = ray.get(scheduler.make_again.remote(item(0, version=3)))
     assert again != first[0] and np.array_equal(ray.get(again[0])["x0"], ray.get(first[0][0])["x0"])
     publish(ray, scheduler, 9, 8.0, step=9, oldest=9)  # forgets version 3
     assert ray.wait([scheduler.make.remote(item(9, version=3))], timeout=0.5)[0] == []

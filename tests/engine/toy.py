@@ -37,7 +37,7 @@ class ToyWorker:
 
     def make(self, item: WorkItem, weights: float):
         self._follow("make", item.step)
-        return {"calls": 1.0}, rollout_of(item, weights)
+        return ("here", {"calls": 1.0}), rollout_of(item, weights)
 
     def score(self, item: WorkItem, rollout: dict[str, np.ndarray]):
         self._follow("score", item.step)

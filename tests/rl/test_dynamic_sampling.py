@@ -49,7 +49,7 @@ class EqualRewards:
     prompts: set[int]
     uniform: bool = True
 
-    def samples(self, batch, step, rng) -> ScoredSamples:
+    def samples(self, batch, step, rng, check=None) -> ScoredSamples:
         ids = zip(batch.prompt_ids, batch.sample_ids, strict=True)
         rewards = torch.tensor([0.0 if prompt in self.prompts else float(i) for prompt, i in ids])
         x0 = torch.tensor(batch.sample_ids).float().view(-1, 1, 1, 1, 1).expand(-1, *LATENT_SHAPE)

@@ -27,6 +27,8 @@ sys.path.insert(0, str(REPO / "scripts"))
 import compare_lag
 from compare_lag import LaggedRollouts
 
+pytestmark = pytest.mark.slow  # seconds together
+
 MIXED = (0, 1, 1, 3, 0, 1, 3, 3)
 CORRECTIONS = [(name, density) for name in ("decoupled", "loglinear", "truncated") for density in ("mean", "joint")]
 
@@ -205,7 +207,6 @@ def lagged(ahead: int, steps: int, **changes):
     return one, before, metrics
 
 
-@pytest.mark.slow
 def test_samples_of_step_k_come_from_the_weights_after_k_minus_ahead_steps():
     one, before, metrics = lagged(2, 5)
     assert [row.get("lag", 0) for row in metrics] == [0, 1, 2, 2, 2]
@@ -221,7 +222,6 @@ def test_samples_of_step_k_come_from_the_weights_after_k_minus_ahead_steps():
         assert torch.equal(made[step].rollout.states, watched.seen[0].rollout.states)
 
 
-@pytest.mark.slow
 def test_ahead_0_is_the_run_without_it_and_a_correction_changes_nothing_there():
     plain = dance_grpo(CONFIG, sampler=ODE, scorer=ScriptedScorer(REWARDS), moves=True)
     for step in range(3):
@@ -230,7 +230,6 @@ def test_ahead_0_is_the_run_without_it_and_a_correction_changes_nothing_there():
     assert_same(weights(one.roles["student"].network), weights(plain.roles["student"].network))
 
 
-@pytest.mark.slow
 def test_a_source_that_was_asked_to_lag_less_does():
     """From step 1 on every step asks for it: ahead 3, then 2, 1 and 0; samples never come from older weights again."""
     _, _, metrics = lagged(3, 6, ess_floor=1.0, clip_low=1e-6, clip_high=1e-6)

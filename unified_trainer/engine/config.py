@@ -44,13 +44,16 @@ class WorkerConfig:
     cpus: float = 1.0
     """CPU cores of one rollout worker, as Ray counts them."""
     gpus: float = 1.0
-    """Devices of one rollout worker, or the part of one that it shares; without effect on CPUs."""
+    """Devices of one rollout worker, or the part of one that it shares; 0 samples on the CPU."""
     reward_cpus: float = 1.0
     """CPU cores of one reward worker, as Ray counts them."""
     reward_gpus: float = 1.0
-    """Devices of one reward worker, or the part of one that it shares; without effect on CPUs."""
+    """Devices of one reward worker, or the part of one that it shares; 0 decodes and scores on the CPU."""
     timeout_minutes: float = 30.0
     """Minutes that a worker may take for algorithm.rollout_batch samples; after that it is restarted."""
+    check_every: int = 20
+    """Training steps after which samples of the same rollout worker are compared again with their replay in training.
+    0 compares the first samples of each worker only."""
 
     @property
     def cores(self) -> float:
@@ -59,7 +62,7 @@ class WorkerConfig:
 
     def check(self, sampled: bool, method: str) -> None:
         """Raise UserError, naming the key, for values that cannot be; `sampled`: the method asks for samples."""
-        for name in ("ahead", "workers", "reward_workers"):
+        for name in ("ahead", "workers", "reward_workers", "check_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"rollouts.{name} must not be negative, but is {getattr(self, name)}")
         for name in ("cpus", "reward_cpus", "timeout_minutes"):

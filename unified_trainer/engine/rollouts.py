@@ -1,6 +1,7 @@
 """Samples from rollout workers, made with weights that are always the same number of training steps old."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -16,12 +17,14 @@ from unified_trainer.meter import phase
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.rollouts import ScoredSamples
+from unified_trainer.rl.rollouts import Check, ScoredSamples
+from unified_trainer.roles.ema import exchanged
 from unified_trainer.roles.reward import Scores
 from unified_trainer.roles.role import Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.types import Batch, Rollout
 
+Asked = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]  # prompts, prompt ids and sample ids
 Ordered = list[tuple[WorkItem, Any]]  # a work item, and the scheduler's reply to come
 
 
@@ -36,11 +39,20 @@ class RemoteRollouts:
     uniform = False
 
     def __init__(
-        self, group: WorkerGroup, role: Trainable | WeightCopy, loader: Loader, mesh: Mesh, *, size: int, ahead: int
+        self,
+        group: WorkerGroup,
+        role: Trainable | WeightCopy,
+        loader: Loader,
+        mesh: Mesh,
+        *,
+        size: int,
+        ahead: int,
+        check_every: int,
     ) -> None:
-        """Take at most `size` samples as one work item."""
+        """Make at most `size` samples as one work item, and check those of a worker every `check_every` steps."""
         self._group, self._role, self._loader, self._mesh = group, role, loader, mesh
-        self._size, self._ahead = size, ahead
+        self._size, self._ahead, self._check_every = size, ahead, check_every
+        self._checked: dict[str, int] = {}  # the training step in which samples of a worker were checked last
         self._step = -1  # the training step that asked last
         self._versions: dict[int, int] = {}  # of the weights that make the samples of this step and of later ones
         self._ordered: dict[int, Ordered] = {}
@@ -50,7 +62,8 @@ class RemoteRollouts:
         self._past = [_copy(role.weights) for _ in range(ahead)]
         self._metrics: dict[str, float] = {}
 
-    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
+    def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
+        past = self._past  # without the present weights
         if step != self._step:
             self._step, self._metrics = step, {}
             self._versions = {later: version for later, version in self._versions.items() if later >= step}
@@ -60,17 +73,18 @@ class RemoteRollouts:
         for later, version in self._versions.items():
             if later not in self._ordered:
                 self._publish(version, step)
-                self._ordered[later] = self._order(later, version, *self._planned(later, step))
+                self._ordered[later] = self._order(later, version, self._planned(later, step))
         self._publish(step, step)
-        planned = self._planned(step, step)
-        if (batch.prompts, batch.prompt_ids, batch.sample_ids) == planned:
-            ordered = self._ordered[step]
-        else:  # further samples of this step
-            ordered = self._order(step, step, batch.prompts, batch.prompt_ids, batch.sample_ids)
+        ordered, asked = self._ordered[step], (batch.prompts, batch.prompt_ids, batch.sample_ids)
+        if asked != self._planned(step, step):  # further samples of this step
+            ordered = self._order(step, step, asked)
         with phase("rollout"):
-            parts = [self._receive(item, reply) for item, reply in ordered]
+            rollouts, scores, makers = zip(*(self._receive(item, reply) for item, reply in ordered), strict=True)
         versions = [torch.full((len(item.prompts),), item.version) for item, _ in ordered]
-        rollouts, scores = zip(*parts, strict=True)
+        if check is not None and (one := self._due(makers, step)) is not None:
+            part, version = batch.split(self._size)[one], ordered[one][0].version  # the version of all ranks
+            with nullcontext() if version == step else exchanged(self._role.weights, past[step - version - 1]):
+                check(ScoredSamples(part, rollouts[one], scores[one], versions[one]), makers[one])
         return ScoredSamples(batch, Rollout.cat(rollouts), Scores.cat(scores), torch.cat(versions))
 
     def metrics(self) -> dict[str, float]:
@@ -95,7 +109,19 @@ class RemoteRollouts:
             later = enumerate(state["versions"].tolist(), self._step + 1)
             self._versions = {step: version for step, version in later if version >= 0}
 
-    def _planned(self, step: int, now: int) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
+    def _due(self, makers: Sequence[str], step: int) -> int | None:
+        """Return the number of the work item to check, whose worker was checked longest ago; None if none is due.
+
+        If one is due on any rank, every rank checks one: a replay is a collective.
+        """
+        number = min(range(len(makers)), key=lambda i: self._checked.get(makers[i], -1))
+        last = self._checked.get(makers[number])
+        if not self._mesh.any(last is None or 0 < self._check_every <= step - last):
+            return None
+        self._checked[makers[number]] = step
+        return number
+
+    def _planned(self, step: int, now: int) -> Asked:
         """Return prompts, prompt ids and sample ids of this rank's batch of a step, as they are known now."""
         rows, sample_ids = self._loader.rows(step, step - now)
         return tuple(map(self._loader.prompt, rows)), tuple(rows), tuple(sample_ids)
@@ -120,22 +146,16 @@ class RemoteRollouts:
                 ray.get(self._group.scheduler.publish.remote(version, [ray.put(sent)], step, oldest))
         self._published = version
 
-    def _order(
-        self,
-        step: int,
-        version: int,
-        prompts: tuple[str, ...],
-        prompt_ids: tuple[int, ...],
-        sample_ids: tuple[int, ...],
-    ) -> Ordered:
+    def _order(self, step: int, version: int, asked: Asked) -> Ordered:
+        prompts, prompt_ids, sample_ids = asked
         parts = [slice(i, i + self._size) for i in range(0, len(prompts), self._size)]
         items = [WorkItem(step, version, prompts[part], prompt_ids[part], sample_ids[part]) for part in parts]
         return [(item, self._group.scheduler.make.remote(item)) for item in items]
 
-    def _receive(self, item: WorkItem, reply: Any) -> tuple[Rollout, Scores]:
+    def _receive(self, item: WorkItem, reply: Any) -> tuple[Rollout, Scores, str]:
         try:
             while True:
-                references, seconds = ray.get(reply)
+                references, seconds, maker = ray.get(reply)
                 try:
                     rollout, scores = ray.get(references)
                     break
@@ -147,12 +167,13 @@ class RemoteRollouts:
             raise RuntimeError("the scheduler of the rollout workers died; continue the run with --resume") from error
         for name, spent in seconds.items():
             self._metrics[name] = self._metrics.get(name, 0.0) + spent
-        return arrays.to_rollout(rollout, self._mesh.device), arrays.to_scores(scores, self._mesh.device)
+        device = self._mesh.device
+        return arrays.to_rollout(rollout, device), arrays.to_scores(scores, device), maker
 
 
 def _copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of this rank's part of the weights in CPU memory."""
-    return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
+    return {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
 
 
 def _cause(error: Exception) -> Exception:

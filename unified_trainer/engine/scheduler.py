@@ -17,6 +17,7 @@ from ray.exceptions import ObjectLostError, RayActorError
 DEATHS = 5  # workers that may die of one work item before the run ends
 
 Measured = dict[str, float]  # metrics of a piece of work, summed over work items
+Made = tuple[list[ObjectRef], Measured, str]  # references to samples and scores, what they took, and who sampled
 
 
 class WorkersLostError(RuntimeError):
@@ -49,17 +50,17 @@ class Pool:
         self._restarts: set[asyncio.Task[None]] = set()
         self.deaths = 0
 
-    async def run(self, item: WorkItem, call: Callable[[Any], list[ObjectRef]]) -> tuple[Measured, list[ObjectRef]]:
-        """Return what a worker took for `call`, and references to its results; raise what the worker raises.
+    async def run(self, item: WorkItem, call: Callable[[Any], list[ObjectRef]]) -> tuple[Any, list[ObjectRef]]:
+        """Return what a worker says of `call`, and references to its results; raise what the worker raises.
 
-        `call` asks a worker and returns references: first to the seconds, then to the results. WorkersLostError if no
+        `call` asks a worker and returns references: first to what it says, then to the results. WorkersLostError if no
         worker is left or DEATHS of them died of this item.
         """
         for _ in range(DEATHS):
             worker = await self._free(item.step)
-            taken, *results = call(worker)
+            told, *results = call(worker)
             try:
-                seconds = await asyncio.wait_for(_answer(taken), self._timeout)
+                said = await asyncio.wait_for(_answer(told), self._timeout)
             except TimeoutError:
                 kill(worker, no_restart=False)
                 self._restart(worker)
@@ -70,7 +71,7 @@ class Pool:
                 raise
             else:
                 self._release(worker)
-                return seconds, results
+                return said, results
         raise WorkersLostError(
             f"{DEATHS} {self._kind} workers died, or took more than {self._timeout:g} s, at {item}: the device may "
             "lack memory (lower algorithm.rollout_batch), or be slow (raise rollouts.timeout_minutes)"
@@ -133,7 +134,7 @@ class Scheduler:
         self._makers = Pool("rollout", rollout_workers, timeout)
         self._scorers = Pool("reward", reward_workers, timeout) if reward_workers else self._makers
         self._weights: dict[int, ObjectRef] = {}
-        self._made: dict[WorkItem, asyncio.Task[tuple[list[ObjectRef], Measured]]] = {}
+        self._made: dict[WorkItem, asyncio.Task[Made]] = {}
         self._published = asyncio.Condition()
 
     async def ready(self) -> None:
@@ -147,13 +148,13 @@ class Scheduler:
             self._published.notify_all()
         self._made = {item: task for item, task in self._made.items() if item.step >= step}
 
-    async def make(self, item: WorkItem) -> tuple[list[ObjectRef], Measured]:
-        """Return references to the samples and the scores of a work item, and what parts of it took."""
+    async def make(self, item: WorkItem) -> Made:
+        """Return references to the samples and the scores of a work item, what parts of it took, and who sampled."""
         if item not in self._made:
             self._made[item] = asyncio.create_task(self._make(item))
         return await self._made[item]
 
-    async def make_again(self, item: WorkItem) -> tuple[list[ObjectRef], Measured]:
+    async def make_again(self, item: WorkItem) -> Made:
         """Make a work item whose results were lost with the machine that held them."""
         self._made.pop(item, None)
         return await self.make(item)
@@ -162,17 +163,17 @@ class Scheduler:
         """Return how many workers have died so far."""
         return self._makers.deaths + (self._scorers.deaths if self._scorers is not self._makers else 0)
 
-    async def _make(self, item: WorkItem) -> tuple[list[ObjectRef], Measured]:
+    async def _make(self, item: WorkItem) -> Made:
         async with self._published:
             await self._published.wait_for(lambda: item.version in self._weights)
         weights = self._weights[item.version]
         while True:
-            made, (rollout,) = await self._makers.run(item, partial(_make, item=item, weights=weights))
+            (maker, made), (rollout,) = await self._makers.run(item, partial(_make, item=item, weights=weights))
             try:
                 scored, (scores,) = await self._scorers.run(item, partial(_score, item=item, rollout=rollout))
             except ObjectLostError:  # with the machine that made the samples
                 continue
-            return [rollout, scores], made | scored
+            return [rollout, scores], made | scored, maker
 
 
 def _make(worker: Any, item: WorkItem, weights: ObjectRef) -> list[ObjectRef]:

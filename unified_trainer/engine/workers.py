@@ -4,12 +4,13 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-import transformers
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
 from unified_trainer.config import RunConfig
@@ -35,18 +36,18 @@ class Worker:
 
     def __init__(self, build: Build, run: RunConfig, folder: str, threads: int, samples: bool, scores: bool) -> None:
         """`folder` is the working directory of the run, and `threads` the CPU threads of a training process."""
-        transformers.utils.logging.disable_progress_bar()
         os.chdir(folder)
         torch.set_num_threads(threads)
         self._run, self._version = run, -1
         self._sampling = build(run, pick_device(run.device, 0), samples, scores)  # Ray shows it no other device
+        self._name = f"{place()}, process {os.getpid()}"
 
     def ready(self) -> tuple[Signature, str]:
         """Return the signature of the weights, and where the worker runs, once it has started."""
         return arrays.signature(self._sampling.weights), place()
 
-    def make(self, item: WorkItem, weights: Weights) -> tuple[Measured, Arrays]:
-        """Return the rollout of a work item, made with these weights."""
+    def make(self, item: WorkItem, weights: Weights) -> tuple[tuple[str, Measured], Arrays]:
+        """Return who made the rollout of a work item with these weights, what it took, and the rollout."""
         begun = time.perf_counter()
         if item.version != self._version:
             self._version = -1
@@ -64,7 +65,7 @@ class Worker:
         assert self._sampling.sample is not None, "a reward worker was asked for samples"
         rollout = self._sampling.sample(batch, item.step, Streams(self._run.seed, item.step))
         took = {"worker_seconds/copy_weights": copied - begun, "worker_seconds/rollout": time.perf_counter() - copied}
-        return took, arrays.of_rollout(rollout)
+        return (self._name, took), arrays.of_rollout(rollout)
 
     def score(self, item: WorkItem, rollout: Arrays) -> tuple[Measured, dict[str, Any]]:
         """Return the scores of the samples of a work item."""
@@ -105,7 +106,10 @@ class WorkerGroup:
             makers = [_worker(run, build, need, True, not run.rollouts.reward_workers) for need in needs[:count]]
             scorers = [_worker(run, build, need, False, True) for need in needs[count:]]
             workers = [*makers, *scorers]
+            # On this node, because an actor without needs may be put on any, and the run cannot go on without it.
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             options = {"num_cpus": 0, "max_concurrency": CALLS, "name": name, "runtime_env": _environment()}
+            options["scheduling_strategy"] = here
             scheduler = (
                 ray.remote(Scheduler).options(**options).remote(makers, scorers, 60 * run.rollouts.timeout_minutes)
             )
@@ -151,7 +155,12 @@ def _worker(run: RunConfig, build: Build, needs: cluster.Needs, samples: bool, s
     kind = ray.remote(Worker).options(
         **cluster.options(needs), max_restarts=-1, max_task_retries=0, runtime_env=_environment()
     )
-    return kind.remote(build, run, str(Path.cwd()), torch.get_num_threads(), samples, scores)
+    return kind.remote(build, placed(run, needs), str(Path.cwd()), torch.get_num_threads(), samples, scores)
+
+
+def placed(run: RunConfig, needs: cluster.Needs) -> RunConfig:
+    """Return the run as a worker with these needs sees it: on the CPU if Ray counts no device for it."""
+    return run if needs.keys() - {"CPU"} else replace(run, device="cpu")
 
 
 def _environment() -> dict[str, Any]:

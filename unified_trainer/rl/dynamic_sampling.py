@@ -7,7 +7,7 @@ from unified_trainer.data.loader import Loader
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.groups import GroupConfig, equal_groups, gather_ids
-from unified_trainer.rl.rollouts import Rollouts, ScoredSamples
+from unified_trainer.rl.rollouts import Check, Rollouts, ScoredSamples
 from unified_trainer.roles.reward import RewardSum
 from unified_trainer.types import Batch
 
@@ -21,6 +21,7 @@ def collect_samples(
     step: int,
     rng: Streams,
     mesh: Mesh,
+    check: Check | None = None,
 ) -> tuple[ScoredSamples, dict[str, float]]:
     """Return the samples of a batch and their metrics, with groups of equal rewards replaced.
 
@@ -28,7 +29,7 @@ def collect_samples(
     old one on the same ranks. Where rollouts must be uniform, all ranks make as many samples as the rank that must
     replace most, and a rank that replaces fewer drops the rest.
     """
-    samples, drawn = rollouts.samples(batch, step, rng), 0
+    samples, drawn = rollouts.samples(batch, step, rng, check), 0
     for number in range(1, config.dynamic_sampling_rounds + 1):
         parts = samples.scores.gathered(mesh).parts
         equal = equal_groups(config, reward, parts, gather_ids(samples.batch, parts, mesh))

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.errors import UserError
 from unified_trainer.numerics.kl import gaussian_kl
 from unified_trainer.numerics.objectives import (
     calibrated_clip,
@@ -23,17 +22,15 @@ from unified_trainer.numerics.off_policy import importance_weight, proximal_log_
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.minibatches import Minibatch
+from unified_trainer.rl.on_policy_check import OnPolicyCheck
 from unified_trainer.rl.policy import PolicyConfig
 from unified_trainer.rl.reference_kl import ReferenceKL
 from unified_trainer.rl.replay import Replay, ReplayCollector, ReplayStats, Trajectories
+from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.rl.updates import LossAt, MinibatchLoss
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig, policy_velocity
 from unified_trainer.types import Batch, Latents, PerSample
-
-
-class ReplayError(UserError, RuntimeError):
-    """The replay of a rollout differs from the rollout before any weight has changed."""
 
 
 class PolicyUpdate:
@@ -47,10 +44,10 @@ class PolicyUpdate:
         reference: Frozen | None,
         update_batch: int,
     ) -> None:
-        """`update_batch` is the number of samples per pass of a KL of whole rollouts."""
+        """`update_batch` is the number of samples per pass of a KL of whole rollouts, and of a check."""
         self.config, self.sampler, self.student, self.policy = config, sampler, student, config.policy(sampler)
         self.kl = ReferenceKL(config.kl_settings(update_batch), sampler, self.policy, reference)
-        self._checked, self._replay_error = False, 0.0  # the error is a fraction of the clip range, before any update
+        self.on_policy, self._update_batch = OnPolicyCheck(student.config.precision), update_batch
         self.lags_too_far = False  # whether ess of this training step is below its floor, equal on all ranks
         self._ess_unread = False  # whether ess of this training step is still to be compared with its floor
 
@@ -72,6 +69,16 @@ class PolicyUpdate:
         first = {"window_first": float(window.start)} if self.config.window.size else {}
         return first | self.student.transition_counts(self.policy.sigmas[trained])
 
+    @torch.no_grad()
+    def check_worker(self, window: range, trained: list[int], rng: Streams, samples: ScoredSamples, maker: str) -> None:
+        """Replay samples of a worker with the weights that made them, which the student has during this call."""
+        version = int(samples.versions[0])
+        trajectories = Trajectories.of(samples, version, window, rng)
+        for rows in torch.arange(len(samples.batch)).split(self._update_batch):
+            for s in trained:
+                replay = self._replay(trajectories, rows, s)
+                self.on_policy.worker(replay, self.policy.mean_gain(s), self.policy.std(s), maker, version)
+
     def begin(
         self,
         trajectories: Trajectories,
@@ -87,7 +94,7 @@ class PolicyUpdate:
         lagging, self.lags_too_far = mesh.any(bool(trajectories.lags.any())), False
         self._ess_unread = lagging
         if lagging:
-            self._checked = True  # a replay with newer weights than the rollout's differs
+            self.on_policy.over = True  # a replay with newer weights than the rollout's differs
             if self.config.correction == "decoupled":
                 trajectories = self._with_start(trajectories, trained, updates)
         return partial(self._start_update, trajectories, advantages, trained, mesh)
@@ -118,15 +125,15 @@ class PolicyUpdate:
         sequences = {id(part): self._sequence(trajectories, part, trained) for part in minibatches}
 
         def loss_at(minibatch: Minibatch, s: int, last: bool) -> MinibatchLoss:
-            replay = self._replay(trajectories, minibatch, s)
+            replay = self._replay(trajectories, minibatch.rows, s)
             advantage = advantages[minibatch.rows, trained.index(s)]
-            self._check_replay(replay)
+            self.on_policy.update(replay)
             collector.add(replay, advantage, minibatch)
             value = self._loss(replay, advantage, minibatch, s, sequences[id(minibatch)])
             if not last:
                 return MinibatchLoss(value)
             metrics = self._metrics(collector.gathered(mesh, len(trained)), trained, trajectories.batch)
-            messages = (*self._replay_messages(), *self._ess_messages(metrics["ess"]))
+            messages = (*self.on_policy.messages(), *self._ess_messages(metrics["ess"]))
             return MinibatchLoss(value, metrics, messages)
 
         return loss_at
@@ -144,9 +151,9 @@ class PolicyUpdate:
         mean, std = self.policy.step(s, x_t, velocity)
         return self.policy.log_prob(x_next, mean, std), mean, std
 
-    def _replay(self, trajectories: Trajectories, minibatch: Minibatch, s: int) -> Replay:
+    def _replay(self, trajectories: Trajectories, rows: Tensor, s: int) -> Replay:
         """Compare transition s under the present weights with the rollout, the proximal policy and the reference."""
-        config, rows = self.config, minibatch.rows
+        config = self.config
         log_prob, mean, std = self.density(trajectories, rows, s)
         batch, x_t, x_next, log_prob_old, x0 = trajectories.transition(s, rows)
         elements, lag = math.prod(batch.latent_shape), trajectories.lags[rows].to(log_prob.device)
@@ -165,7 +172,7 @@ class PolicyUpdate:
         """For gspo, the log-ratios of all trained transitions, from a first pass without gradient."""
         if self.config.objective != "gspo":
             return {}
-        return {s: self._replay(trajectories, minibatch, s).ratio for s in trained}
+        return {s: self._replay(trajectories, minibatch.rows, s).ratio for s in trained}
 
     def _loss(
         self, replay: Replay, advantage: PerSample, minibatch: Minibatch, s: int, sequence: dict[int, PerSample]
@@ -206,27 +213,6 @@ class PolicyUpdate:
         if self.config.step_weight == "inverse_dt":
             return 1 / float(self.policy.sigmas[s] - self.policy.sigmas[s + 1])
         return (1 if self.config.guard else self.policy.std(s)) / self.policy.mean_gain(s)
-
-    def _check_replay(self, replay: Replay) -> None:
-        """Raise ReplayError if a replay differs from its rollout by more than the clip range before any update."""
-        if self._checked:
-            return
-        worst, (low, high) = replay.ratio.detach().abs().max().item(), replay.clip
-        if not worst <= min(low, high):
-            raise ReplayError(
-                f"the first update's log-ratio is {worst:.3g} with unchanged weights, above the clip range "
-                f"{low:g}/{high:g}: rollout and replay differ. Set "
-                "algorithm.update_batch equal to algorithm.rollout_batch, student.precision to fp32, or widen the range"
-            )
-        self._replay_error = max(self._replay_error, worst / min(low, high))
-
-    def _replay_messages(self) -> tuple[str, ...]:
-        """Say once in a run how far replays are from their rollouts before any update."""
-        if self._checked:
-            return ()
-        self._checked = True
-        percent = 100 * self._replay_error
-        return (f"on-policy check: largest log-ratio before the first update is {percent:.2g}% of the clip range",)
 
     def _ess_messages(self, ess: float) -> tuple[str, ...]:
         """Compare ess of the step's first update, which is over all ranks, with its floor if samples lag."""

@@ -40,6 +40,9 @@ class ScoredSamples:
         return ScoredSamples(self.batch.cat(others.batch).take(order), rollout, scores, versions)
 
 
+Check = Callable[[ScoredSamples, str], None]  # samples of one process, and which one it is
+
+
 @dataclass(frozen=True)
 class Sampling:
     """The parts of a run that make and score samples in one process."""
@@ -57,8 +60,12 @@ class Rollouts(Protocol):
 
     uniform: bool  # whether all ranks must ask for equally many samples, because their networks run in collectives
 
-    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
-        """Return the samples of a batch of this training step."""
+    def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
+        """Return the samples of a batch of this training step.
+
+        Another process's samples are given to `check` from time to time, while the role that samples has the weights
+        that made them.
+        """
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -78,7 +85,7 @@ class LocalRollouts:
     def __init__(self, sample: Sample, reward: Reward, size: int) -> None:
         self._sample, self._reward, self._size = sample, reward, size
 
-    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
+    def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
         rollouts, scores = [], []
         parts = batch.split(self._size)
         for number, part in enumerate(parts, 1):
