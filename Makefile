@@ -5,7 +5,7 @@
 #
 # Every target sets up its own venv first. The tests come in tiers, by marker:
 #   (none)   small networks, pure numbers, files and documents: milliseconds each
-#   slow     more than about a second, or the whole program on the tiny world
+#   slow     more than about a second, a file of many seconds, or the whole program on the tiny world
 #   ranks    starts processes with several ranks
 #   kill     kills running processes
 # make check runs those without a marker; one tier alone: .venv/bin/python -m pytest -m ranks
@@ -20,8 +20,8 @@ demo: setup
 	$(VENV)/bin/python -m unified_trainer --method dance_grpo
 
 check: setup
-	$(VENV)/bin/ruff check unified_trainer tests scripts
-	$(VENV)/bin/ruff format --check unified_trainer tests scripts
+	$(VENV)/bin/ruff check unified_trainer tests scripts examples
+	$(VENV)/bin/ruff format --check unified_trainer tests scripts examples
 	$(VENV)/bin/lint-imports --no-cache
 	$(VENV)/bin/mypy
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist load -m "not slow and not ranks and not kill"

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import transformers
 import tyro
 from diffusers import WanTransformer3DModel
 from rich.console import Console
@@ -66,7 +65,6 @@ def main(blocks: int = 12, width: int = 480, folder: Path | None = None) -> None
         width: width of its hidden state, a multiple of 24
         folder: folder to write to; by default a temporary one
     """
-    transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         words = [
             "--recipe",

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import torch
-import transformers
 from diffusers import WanTransformer3DModel
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +25,8 @@ from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
-from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.adapter import AdapterConfig
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
@@ -113,7 +113,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    transformers.utils.logging.disable_progress_bar()
     if len(sys.argv) > 1:
         sys.stdout.write(f"{measure(' '.join(sys.argv[1:]))}\n")
     else:

@@ -18,7 +18,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -87,7 +86,6 @@ def seconds(work: Callable[[], object]) -> tuple[float, float]:
 
 
 def main(argv: list[str]) -> None:
-    transformers.utils.logging.disable_progress_bar()
     run = parse(argv)
     mesh = Mesh.join(run.device)
     trainer = build(run, mesh).trainer

@@ -24,7 +24,7 @@ from unified_trainer.build import build
 from unified_trainer.cli.command_line import parse
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.rollouts import Rollouts, ScoredSamples
+from unified_trainer.rl.rollouts import Check, Rollouts, ScoredSamples
 from unified_trainer.roles.role import Trainable
 from unified_trainer.types import Batch
 
@@ -49,7 +49,7 @@ class LaggedRollouts:
         self._weights: dict[int, dict[str, Tensor]] = {}  # by the number of training steps behind them
         self._newest = 0  # version of the newest weights that made samples
 
-    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
+    def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
         if step not in self._weights:
             self._weights[step] = {key: weight.detach().clone() for key, weight in self._student.weights.items()}
         self._newest = max(self._newest, step - self.ahead)

@@ -52,9 +52,16 @@ class ClassCodec:
     """A codec whose prompts are "class 0" and so on; the empty prompt is any class."""
 
     folder = Path()
+    text_fingerprint = video_fingerprint = "classes"
+    text_tokens = 1
 
     def latent_shape(self, frames, height, width):
         return SHAPE
+
+    def embeddings(self, *_):
+        raise NotImplementedError("classes are not stored in files")
+
+    remember = text_condition = text_difference = embeddings
 
     def encode_text(self, prompts):
         return ClassCondition(torch.tensor([int(prompt[-1]) if prompt else ANY for prompt in prompts]))
@@ -64,6 +71,8 @@ class ClassCodec:
 
     def encode(self, video):
         return video
+
+    encode_raw = encode
 
     def normalise(self, raw):
         return raw
@@ -107,7 +116,7 @@ class Model:
         yield seen
         handle.remove()
 
-    def read(self, mesh):
+    def read(self, mesh, merged=None):
         """Do nothing: the weights are in memory."""
 
     def share_tokens(self, mesh):

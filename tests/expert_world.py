@@ -31,7 +31,8 @@ from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.adapter import AdapterConfig
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.experts import Balance, ExpertConfig, ExpertPair
 from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig

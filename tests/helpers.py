@@ -35,7 +35,8 @@ from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import TINY
 from unified_trainer.rl.rollouts import LocalRollouts
-from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.adapter import AdapterConfig
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.experts import ExpertLayout
 from unified_trainer.roles.reward import Reward, RewardConfig, of_images
@@ -335,7 +336,7 @@ class WatchedRollouts:
     def __init__(self, rollouts) -> None:
         self.rollouts, self.seen, self.uniform = rollouts, [], rollouts.uniform
 
-    def samples(self, batch, step, rng):
+    def samples(self, batch, step, rng, check=None):
         self.seen.append(self.rollouts.samples(batch, step, rng))
         return self.seen[-1]
 

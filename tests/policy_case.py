@@ -90,7 +90,7 @@ class OlderRollouts(WatchedRollouts):
         super().__init__(rollouts)
         self.lags, self.lowered = torch.as_tensor(lags), 0
 
-    def samples(self, batch, step, rng):
+    def samples(self, batch, step, rng, check=None):
         samples = super().samples(batch, step, rng)
         return dataclasses.replace(samples, versions=samples.versions - self.lags)
 
@@ -117,7 +117,7 @@ class Case:
         self.moved, self.config = moved, config
         scorer = ScriptedScorer(REWARDS)
         self.one = dance_grpo(config, sampler=sampler, scorer=scorer, reference=reference)
-        self.one.method.update._checked = moved
+        self.one.method.update.on_policy.over = moved
         if lags is not None:
             self.one.method.rollouts = OlderRollouts(self.one.method.rollouts, lags)
         if moved:

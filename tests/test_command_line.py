@@ -32,7 +32,8 @@ TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 def settings_of_method(name: str) -> dict[str, Setting]:
     """Every setting of a method's runs, with those of one more scorer."""
     run = run_class(METHODS[name])()
-    run = dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers={"NAME": ScorerConfig()}))
+    scorers = {"NAME": ScorerConfig(settings={"KEY": ""})}
+    run = dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers))
     return {setting.key: setting for setting in settings_of(run)}
 
 
@@ -257,7 +258,7 @@ def test_every_switch_has_two_flags_and_is_saved(method, tmp_path):
         ("sample a --prompts x", "--output must be given; --help says how"),
         ("sample a --output x --stream True", "--stream takes no value, not 'True': write --stream or --no-stream"),
         ("rollout a --prompts x --output o --batch x", "--batch must be a whole number, not 'x'"),
-        ("import-hpsv3 --base x", "--checkpoint, --out must be given; --help says how"),
+        ("import-hpsv3 --base x", "--out must be given; --help says how"),
     ],
 )
 def test_a_wrong_word_of_a_command_is_named(words, message, capsys):

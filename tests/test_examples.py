@@ -10,7 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import HPSV3, REPO, WAN, free_port
+import torch
+from adapter_files import by_hand, factors, published
+from helpers import CPU, HPSV3, REPO, WAN, free_port
+from safetensors.torch import load_file
+
+from unified_trainer.models.wan.model import WanModel
+from unified_trainer.rewards.base import RewardConfig, ScorerConfig
+from unified_trainer.rewards.scorers import check_reward, load_scorers
 
 EXAMPLES = REPO / "examples"
 SHORT = ["--steps", "1", "--validate-every", "1", "--validation.num-samples", "2", "--device", "cpu"]
@@ -63,6 +70,28 @@ def test_own_model(tmp_path, own, ranks):
     assert (tmp_path / "runs" / "rl-student" / "model_index.json").is_file()
     settings = (tmp_path / "runs" / "rl" / "config.yaml").read_text()
     assert all(str(path) in settings for path in own.values())
+
+
+@pytest.mark.ranks
+def test_own_model_lora_prompts_and_reward_function(tmp_path, own):
+    """Only files of one's own are needed; the adapter that is exported has moved from where it started."""
+    network = WanModel.open(WAN, "transformer").network
+    base = load_file(WAN / "transformer/diffusion_pytorch_model.safetensors")
+    given = factors(network)
+    start = by_hand(base, given, dict.fromkeys(given, 2.0 / 3))
+    (tmp_path / "my_reward.py").write_text("def score(videos, prompts):\n    return videos[:, 0].flatten(1).mean(1)\n")
+    files = {"MODEL": own["MODEL"], "LORA": published(tmp_path / "lora", given, 2.0), "PROMPTS": own["PROMPTS"]}
+    files |= {"REWARD": "my_reward.py:score", "RECIPE": "tiny", "RANKS": 2}
+    run(EXAMPLES / "own_model.sh", *SHORT, *GROUPS, where=tmp_path, **files)
+    metrics = [json.loads(line) for line in (tmp_path / "runs/rl/metrics.jsonl").read_text().splitlines()]
+    assert {"train/reward/score", "validation/reward/score"} <= {key for line in metrics for key in line}
+    exported = load_file(tmp_path / "runs/rl-student/transformer/diffusion_pytorch_model.safetensors")
+    for layer in given:
+        moved, adapter = (
+            float((one[f"{layer}.weight"] - start[f"{layer}.weight"]).abs().max()) for one in (exported, base)
+        )
+        assert 0 < moved < 0.1 * adapter
+    assert len(list((tmp_path / "runs/rl-videos").glob("*.mp4"))) == 3
 
 
 @pytest.mark.ranks
@@ -119,6 +148,16 @@ def test_two_launchers_make_one_run(tmp_path):
 
 
 @pytest.mark.ranks
+def test_a_loop_of_ones_own_in_python_on_two_ranks(tmp_path):
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    said = run(*start, EXAMPLES / "own_loop.py", "runs/own", where=tmp_path, PYTHONPATH=REPO, OMP_NUM_THREADS=1)
+    steps = [int(step) for step in re.findall(r"^step (\d+): reward \S+, gradient norm \S+$", said, re.M)]
+    assert steps == list(range(10, 10 * len(steps) + 10, 10)) and len(steps) >= 2
+    assert said.count("videos (2, 3, 17, 64, 64) of its last checkpoint") == 1
+    assert (tmp_path / "runs" / "own" / "checkpoints" / "step_10" / "manifest.json").is_file()
+
+
+@pytest.mark.ranks
 def test_two_nodes_of_ray(tmp_path):
     """The second node is started first and waits; the first one runs the program with a rank and a worker."""
     settings = {"HEAD": "127.0.0.1", "PORT": free_port(), "RAY_AUTH_TOKEN": "0a" * 32, "RAY_OPTIONS": "--num-cpus 1"}
@@ -135,3 +174,43 @@ def test_two_nodes_of_ray(tmp_path):
         second.wait()
     assert "ranks: 1 on cpu" in said and "worker 0" in said
     assert (tmp_path / "runs" / "two" / "checkpoints" / "step_1").is_dir()
+
+
+# In the place of the package, which needs transformers 4: the mean color of images of 8 bits, with the prompt's length.
+STAND_IN = """
+import numpy as np
+import torch
+
+
+class HPSv3RewardInferencer:
+    def __init__(self, checkpoint_path, device):
+        assert (checkpoint_path, device) == ("HPSv3.safetensors", "cpu")
+
+    def reward(self, images, prompts):
+        if "fails" in prompts:
+            raise RuntimeError("no memory")
+        mu = [np.asarray(image).mean() / 255 + len(prompt) for image, prompt in zip(images, prompts)]
+        return torch.tensor([[one, 0.1] for one in mu])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["float32", "uint8"])
+def test_serve_hpsv3(tmp_path, encoding):
+    """The server speaks the protocol without this package; its scores are those of the class hpsv3."""
+    (tmp_path / "hpsv3.py").write_text(STAND_IN)
+    started = [sys.executable, str(EXAMPLES / "serve_hpsv3.py"), "HPSv3.safetensors", "0", "cpu"]
+    path = {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(started, stdout=subprocess.PIPE, env={**os.environ, **path}, text=True) as server:
+        try:
+            settings = {"url": server.stdout.readline().split()[-1], "name": "hpsv3-1.0.0", "encoding": encoding}
+            config = RewardConfig(scorers={"official": ScorerConfig(kind="http", frames="all", settings=settings)})
+            check_reward(config, 3)
+            score = load_scorers(config, CPU)[0]["official"]
+            video = torch.rand(2, 3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+            expected = ((255 * video).round() / 255).flatten(1).mean(1) + torch.tensor([1.0, 2.0])
+            torch.testing.assert_close(score(video, ("a", "bc")), expected, rtol=1e-5, atol=0)
+            with pytest.raises(ConnectionError, match=r"(?s)code 500: Traceback .*RuntimeError: no memory"):
+                score(video, ("a", "fails"))
+        finally:
+            server.terminate()

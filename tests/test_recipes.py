@@ -4,7 +4,9 @@ import json
 import re
 
 import pytest
+import torch
 import yaml
+from clip_files import write_clips
 from helpers import ALONE, HPSV3, WAN
 
 from unified_trainer import config as settings
@@ -15,7 +17,7 @@ from unified_trainer.errors import UserError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import check, fits
-from unified_trainer.registry import METHODS
+from unified_trainer.registry import METHODS, family_of
 
 # The sizes of published models that recipes are chosen by: networks, and values of the transformers' configs.
 SIZES = {
@@ -51,6 +53,27 @@ def parsed(*words: object) -> settings.RunConfig:
     return parse([*map(str, words)])
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--video.height", "48"],
+            "video.height must be a multiple of 32 for this VAE (16) and the transformer's patches",
+        ),
+        (["--video.height", "48"], "not 48: set 32 or 64"),
+        (["--video.height", "64", "--video.width", "16"], "not 16: set 32"),
+        (["--video.frames", "48"], "video.frames must be 4k + 1 for this VAE, not 48: set 45 or 49"),
+    ],
+)
+def test_a_size_that_no_patch_divides_is_refused_before_weights_are_read(tmp_path, prompts, flags, message):
+    """The folder has no weights; the tiny world's VAE divides by 16, and the transformer by 2 more."""
+    folder = model_folder(tmp_path / "model", 1, SIZES["wan2.1-1.3b"][1] | {"patch_size": [1, 2, 2]})
+    words = given("wan2.1-1.3b", "dance_grpo", folder, prompts)
+    assert check(parsed(*words, "--video.height", "64"), ALONE).latent_shape[2:] == (4, 26)
+    with pytest.raises(UserError, match=re.escape(message)):
+        check(parsed(*words, *flags), ALONE)
+
+
 def test_every_real_recipe_has_a_published_size():
     assert set(REAL) == set(SIZES)
 
@@ -74,6 +97,10 @@ def prompts(tmp_path):
 @pytest.mark.parametrize("recipe", REAL)
 def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe, method):
     run = parsed(*given(recipe, method, models[recipe], prompts))
+    if run.algorithm.needs_clips:
+        family, folder = family_of("student", run.roles["student"].path)
+        shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
+        write_clips(prompts.with_suffix(".parquet"), torch.zeros(1, *shape))
     for ranks in (1, 8, 16):
         plan = check(run, Mesh(ALONE.device, size=ranks, config=ParallelConfig(shard=ranks)))
         assert plan.notes == () and plan.counts["micro-batch"] == 1
@@ -134,6 +161,13 @@ def test_one_thing_that_is_missing_is_named_alone(models, prompts, flag):
     at = words.index(flag)
     with pytest.raises(ConfigError, match=rf"wan2\.1-1\.3b needs {flag} \([^,]*\)$"):
         check(parsed(*words[:at], *words[at + 2 :]), ALONE)
+
+
+@pytest.mark.parametrize("method", ["finetune", "consistency"])
+def test_prompts_are_refused_where_the_captions_of_clips_are_taken(method, prompts):
+    with pytest.raises(ConfigError, match=f"--prompts .*: {method} trains on clips and takes their captions"):
+        check(parsed("--method", method, "--prompts", prompts), ALONE)
+    check(parsed("--method", method, "--validation.prompts", prompts), ALONE)
 
 
 def test_a_best_checkpoint_by_reward_needs_a_reward(models, prompts):

@@ -18,7 +18,8 @@ from unified_trainer.errors import UserError
 from unified_trainer.meter import Meter
 from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.model import WanModel
-from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.adapter import AdapterConfig
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 
 sys.path.insert(0, str(REPO / "scripts"))

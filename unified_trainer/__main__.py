@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 
-import transformers
 from rich.console import Console
 
 from unified_trainer.cli import help_pages
@@ -12,9 +11,13 @@ from unified_trainer.cli.command_line import before_flags, parse
 from unified_trainer.cli.flags import apply
 from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
+from unified_trainer.commands.preprocess import preprocess
+from unified_trainer.commands.push import push
 from unified_trainer.commands.rollout import rollout
 from unified_trainer.commands.sample import sample
 from unified_trainer.commands.score import score
+from unified_trainer.commands.serve import serve
+from unified_trainer.commands.serve_reward import serve_reward
 from unified_trainer.commands.train import train
 from unified_trainer.errors import UserError
 from unified_trainer.exit_codes import exit_code
@@ -24,9 +27,13 @@ from unified_trainer.suggestions import must_know
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
     "import-hpsv3": import_hpsv3,
+    "preprocess": preprocess,
+    "push": push,
     "rollout": rollout,
     "sample": sample,
     "score": score,
+    "serve": serve,
+    "serve-reward": serve_reward,
 }
 WIDEST = 120  # columns of a help page
 HELP = {"-h", "--help", "--help-all"}
@@ -34,7 +41,6 @@ HELP = {"-h", "--help", "--help-all"}
 
 def main(argv: list[str]) -> int:
     """Run a command or a training and return the exit code; an exception that is not a UserError is raised."""
-    transformers.utils.logging.disable_progress_bar()
     return exit_code(lambda: _run(argv))
 
 

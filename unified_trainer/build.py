@@ -12,17 +12,21 @@ from unified_trainer.checkpoint.manager import Keep
 from unified_trainer.config import RunConfig, plain
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.loader import Loader, Source
+from unified_trainer.data.negative_prompt import use_negative_prompt
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.prompts import Prompts
+from unified_trainer.data.raw_clips import encode_videos
+from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
-from unified_trainer.plan import RolePlan, RunPlan, check, plan_roles
-from unified_trainer.registry import family_of, method_named, open_model
+from unified_trainer.plan import RunPlan, check
+from unified_trainer.registry import add_families, family_of, method_named, open_model
 from unified_trainer.rewards.hacking_monitor import HackingMonitor
 from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.rl.rollouts import LocalRollouts, Sampling
+from unified_trainer.role_plan import RolePlan, plan_roles
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import Expert, ExpertPair
@@ -40,7 +44,11 @@ EMBEDDINGS = "prompt_embeddings"  # folder in the run directory
 class Built:
     """A run that is ready to start."""
 
+    run: RunConfig  # its settings, with what its files decide filled in
     trainer: Trainer
+    roles: Mapping[str, Role]
+    codec: Codec
+    reward: RewardSum  # a Reward, unless workers score and nothing is validated
     validation: Validation | None  # None for a run without validations
     summary: dict[str, str]  # models, reward, prompts and video size
     counts: dict[str, int | str]  # of one training step's batch
@@ -49,7 +57,8 @@ class Built:
     stop_workers: Callable[[], None] | None = None  # of a run with workers
 
     def close(self) -> None:
-        """End the workers of the run, if it has some."""
+        """End the reading of clips, and the workers of the run, if it has some."""
+        self.trainer.loader.close()
         if self.stop_workers is not None:
             self.stop_workers()
 
@@ -60,10 +69,13 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     Embeddings of prompts are kept below the run directory `output`, or without one only in memory.
     """
     plan = check(run, mesh)
-    workers = None
+    run, workers = plan.run, None
+    mesh.assert_same(f"adapters {[config.adapter.sha256[:16] for config in run.roles.values()]}")
     encoders = replace(run.encoders, cache=run.encoders.cache or (str(output / EMBEDDINGS) if output else ""))
     codec = plan.family.codec(plan.folder, mesh.device, encoders)
     source = _source(run, plan, codec)
+    if run.algorithm.needs_clips:
+        use_negative_prompt(Path(run.data.path), run.sampler.negative_prompt, codec)
     if run.rollouts.workers:
         cluster.connect(run.ray, run.rollouts.cores, mesh)
         from unified_trainer.engine.workers import WorkerGroup  # Ray is an extra
@@ -94,7 +106,8 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
             from unified_trainer.engine.rollouts import RemoteRollouts
 
             places = workers.check(role.weights, 60 * run.ray.timeout_minutes)
-            parts["rollouts"] = RemoteRollouts(workers, role, loader, mesh, size=size, ahead=run.rollouts.ahead)
+            how = {"ahead": run.rollouts.ahead, "check_every": run.rollouts.check_every}
+            parts["rollouts"] = RemoteRollouts(workers, role, loader, mesh, size=size, **how)
     trainer = Trainer(
         plan.method(run.algorithm, run.sampler, **roles, **parts),
         {name: role for name, role in roles.items() if isinstance(role, Trainable)},
@@ -113,18 +126,19 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         validation = Validation(run.validation, *measured, mesh, run.video.fps)
     # Last, so that a folder of weights that is not whole is refused before any file is written.
     validated = prompts[: run.validation.num_samples] if validation else ()
-    encoded = codec.encode_ahead([*validated, *loader.prompts(run.steps)], mesh)
+    encoded = _encode_ahead(codec, source, lambda: [*validated, *loader.prompts(run.steps)], mesh)
     rows = summary(run, plan, roles, source) | {f"worker {i}": where for i, where in enumerate(places)}
-    notes = (*_notes(mesh), encoded, *plan.notes)
+    notes = (*_notes(mesh), *encoded, *plan.notes)
     stop = workers.stop if workers is not None else None
-    return Built(trainer, validation, rows, plan.counts, notes, plan.keep, stop)
+    return Built(run, trainer, roles, codec, reward, validation, rows, plan.counts, notes, plan.keep, stop)
 
 
 def build_sampling(run: RunConfig, device: torch.device, samples: bool, scores: bool) -> Sampling:
     """Load what a worker needs to make samples, or to score them: one role without an optimizer, encoders, scorers."""
-    run = replace(run, parallel=ParallelConfig())  # that of the training processes
+    add_families(run.families)
     method, mesh = method_named(run.method), Mesh(device)
-    plan = plan_roles(run, method)[method.sampled_by]
+    run = fetched(replace(run, parallel=ParallelConfig()), mesh)  # that of the training processes
+    plan = plan_roles(run, method, starting=False)[method.sampled_by]  # its weights are sent by training
     family, folder = family_of(method.sampled_by, plan.path)
     codec = family.codec(folder, device, run.encoders)
     video = run.video
@@ -163,13 +177,17 @@ def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) 
     With `half`, such weights are held in the precision of their roles. Without, they are float32 and not shared, so
     that they can be changed afterwards.
     """
-    users: dict[tuple[str, str, str], list[tuple[str, Expert]]] = {}  # by path, component, and a sole owner
+    # by path, component, adapter that is merged into it, and a sole owner
+    users: dict[tuple[str, str, str, str], list[tuple[str, Expert]]] = {}
     for name, plan in plans.items():
         for expert, component in plan.layout.components.items():
             alone = not half or (expert in plan.layout.trained and not plan.config.adapter.rank)
-            users.setdefault((plan.path, component, f"{name} {expert}" if alone else ""), []).append((name, expert))
+            merged = plan.merged[expert].name if expert in plan.merged else ""
+            users.setdefault((plan.path, component, merged, f"{name} {expert}" if alone else ""), []).append(
+                (name, expert)
+            )
     backbones: dict[tuple[str, Expert], Backbone] = {}
-    for (path, component, _), seats in users.items():
+    for (path, component, *_), seats in users.items():
         backbones |= dict.fromkeys(seats, _load_backbone(path, component, seats, plans, mesh, half=half))
     roles: dict[str, Role] = {}
     for name, plan in plans.items():
@@ -206,6 +224,8 @@ def _load_backbone(
         half=half and not owned and all(plans[name].config.precision == "bf16" for name in names),
         compile=any(plans[name].config.compile for name in names),
         offload=half and any(expert in plans[name].layout.offloaded for name, expert in seats),
+        merged=plans[names[0]].merged.get(seats[0][1]),
+        starts={Role.key(name, one): plans[name].starts[one] for name, one in seats if one in plans[name].starts},
     )
 
 
@@ -225,7 +245,21 @@ def _source(run: RunConfig, plan: RunPlan, codec: Codec) -> Source:
         return Prompts(plan.prompts)
     if run.data.path == "tiny":
         return render_clips(run.data, codec, run.video, run.seed)
-    return ParquetClips(Path(run.data.path), codec, plan.latent_shape)
+    if plan.clips is None:
+        return encode_videos(Path(run.data.path), codec, run.video)
+    return ParquetClips(plan.clips, codec, plan.clips.lanes(plan.batch.prompts, run.data.window_gib))
+
+
+def _encode_ahead(codec: Codec, source: Source, prompts: Callable[[], list[str]], mesh: Mesh) -> tuple[str, ...]:
+    """Encode the prompts of a run; of captions with stored embeddings, first those that tell whether these fit."""
+    first = prompts()
+    said = codec.encode_ahead(first, mesh)
+    if not isinstance(source, ParquetClips):
+        return (said,)
+    text = source.check_text(mesh)
+    if {*prompts()} - {*first}:
+        said = codec.encode_ahead(prompts(), mesh)
+    return said, text
 
 
 def _monitor(run: RunConfig, plan: RunPlan) -> HackingMonitor | None:

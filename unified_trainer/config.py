@@ -43,7 +43,6 @@ RESUMABLE_KEYS = (
     "tracking",
     "reward.retries",
     "reward.timeout",
-    "video.fps",
     "parallel",
     "launcher",
     "ray",
@@ -54,6 +53,7 @@ RESUMABLE_KEYS = (
     "rollouts.reward_cpus",
     "rollouts.reward_gpus",
     "rollouts.timeout_minutes",
+    "rollouts.check_every",
     "encoders.offload",
     "encoders.cache",
     "encoders.cache_memory_gib",
@@ -79,10 +79,10 @@ class ValidationConfig:
     frechet_stride: int = 4
     """Frames between two that enter the Frechet distance, which is measured in the tiny world only."""
     prompts: str = ""
-    """File with one prompt per line, or a .jsonl or .parquet file; "tiny": captions of the tiny world that are not
-    trained on. By default the first prompts of the training set."""
+    """File with one prompt per line, or a .jsonl, .csv or .parquet file; "tiny": captions of the tiny world that are
+    not trained on. By default the first prompts of the training set."""
     prompts_column: str = ""
-    """Column of a .jsonl or .parquet file of prompts; by default prompt, caption or text."""
+    """Column of a .jsonl, .csv or .parquet file of prompts; by default prompt, caption or text."""
     num_videos: int = 4
     """Samples written as mp4 and on the contact sheet."""
     ema: bool = True
@@ -117,7 +117,8 @@ class RunConfig:
     method: str = "dance_grpo"
     """Method: a name, or path/to/file.py:Class or package.module:Class of your own."""
     recipe: str = ""
-    """Settings for a model: a name in unified_trainer/recipes. By default tiny, while no path of a role is given."""
+    """Settings for a model: a name in unified_trainer/recipes, or path/to/file.yaml. By default tiny, while no path of
+    a role is given."""
     config: Path | None = None
     """Saved config.yaml to start from."""
     steps: int = 60
@@ -147,11 +148,13 @@ class RunConfig:
     """Order of that metric."""
     validate_every: int = 10
     """Training steps between validations; one runs before the first step and after the last too. 0 is never."""
+    families: tuple[str, ...] = ()
+    """Model families of your own, each path/to/file.py:NAME or package.module:NAME."""
     prompts: str = ""
-    """File with one training prompt per line, or a .jsonl or .parquet file; "tiny": captions of the tiny world. Methods
-    that train on clips take the clips' captions instead."""
+    """File with one training prompt per line, or a .jsonl, .csv or .parquet file; "tiny": captions of the tiny world.
+    Methods that train on clips take the clips' captions instead."""
     prompts_column: str = ""
-    """Column of a .jsonl or .parquet file of prompts; by default prompt, caption or text."""
+    """Column of a .jsonl, .csv or .parquet file of prompts; by default prompt, caption or text."""
     launcher: Literal["process", "ray"] = "process"
     """Starter of the training processes: process runs in this one, or in those of torchrun; ray starts ray.ranks."""
     device: Device = "auto"
@@ -248,10 +251,16 @@ def recipes() -> list[str]:
 def load_recipe(name: str) -> dict[str, Any]:
     """Return the sections of a recipe: `fits`, `common` and one for each method; ConfigError for an unknown name.
 
-    The settings of the recipe that it names as its `base` are filled in.
+    `name` is that of a file of this package, or a path to a .yaml file. The settings of the recipe that it names as its
+    `base` are filled in.
     """
-    must_know("--recipe", name, recipes())
-    own = load_yaml(RECIPES / f"{name}.yaml")
+    file = Path(name)
+    if file.suffix != ".yaml":
+        must_know("--recipe", name, recipes())
+        file = RECIPES / f"{name}.yaml"
+    elif not file.is_file():
+        raise ConfigError(f"--recipe {file}: no such file")
+    own = load_yaml(file)
     base = own.pop("base", None)
     return merged(load_recipe(base), own) if base else own
 

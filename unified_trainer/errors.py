@@ -20,6 +20,10 @@ class OutputExistsError(UserError, FileExistsError):
     """An output path is already in use and would be overwritten."""
 
 
+class MissingPackageError(UserError, ModuleNotFoundError):
+    """A package that a setting or command needs is not installed."""
+
+
 class NotFiniteError(UserError, FloatingPointError):
     """A loss, gradient, score or setting is NaN or infinite."""
 

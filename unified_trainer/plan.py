@@ -1,53 +1,36 @@
 """The plan of a run: everything that can be known, and refused, before any weight is read."""
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
-
+from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.manager import Keep
 from unified_trainer.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.clips import check_tiny_clips
+from unified_trainer.data.parquet_files import ClipFiles, read_clip_files
 from unified_trainer.data.prompts import PromptFile, prompts_of, training_captions, validation_captions
+from unified_trainer.data.raw_clips import checked_videos, holds_videos
 from unified_trainer.engine.config import check_installed
 from unified_trainer.methods.base import Method, MethodSetup
 from unified_trainer.models.base import Family
 from unified_trainer.models.folder import read_json
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import family_of, method_named, open_model
+from unified_trainer.registry import family_of, method_named
 from unified_trainer.renamed import METRICS
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
 from unified_trainer.rewards.scorers import check_reward
-from unified_trainer.roles.causal import Causal, causal_form
-from unified_trainer.roles.experts import ExpertLayout, layout_of
-from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
-from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.role_plan import RolePlan, check_roles, plan_roles, role_path, without_adapter
 from unified_trainer.tracking.external import check_tracking
 from unified_trainer.validation import check_validation
-
-
-@dataclass(frozen=True)
-class RolePlan:
-    """One role: its class, settings, folder and networks."""
-
-    kind: type[Role]
-    config: RoleConfig
-    path: str
-    layout: ExpertLayout
-
-    @property
-    def trainable(self) -> TrainableConfig | None:
-        """The settings of a trained role or of a copy of one; None for a frozen role with settings of its own."""
-        return self.config if isinstance(self.config, TrainableConfig) else None
 
 
 @dataclass(frozen=True)
 class RunPlan:
     """A run that passed every check."""
 
+    run: RunConfig  # with what its files decide filled in, such as the rank of an adapter made elsewhere
     method: type[Method]
     roles: Mapping[str, RolePlan]
     batch: BatchPlan
@@ -59,6 +42,7 @@ class RunPlan:
     family: Family  # of the student
     folder: Path  # of the student
     latent_shape: tuple[int, int, int, int]  # channels, latent frames, height, width
+    clips: ClipFiles | None  # to train on, unless the tiny world's or none
 
 
 def check(run: RunConfig, mesh: Mesh) -> RunPlan:
@@ -67,7 +51,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     This is the only place where settings are checked against each other, and it reads no weights.
     """
     method = method_named(run.method)
-    _check_complete(run, method)
+    check_complete(run)
     keep = Keep(run.keep_last, run.keep_best, run.best_metric, run.best_is)
     keep.check()
     if run.best_metric in METRICS:
@@ -83,8 +67,9 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_validation(run.validation, mesh)
     check_tracking(run.tracking, mesh)
     run.video.check()
+    run.data.check()
     batch = run.algorithm.plan()
-    roles = plan_roles(run, method)
+    roles = plan_roles(run, method, starting=not manifest.folders(run.resume / "checkpoints") if run.resume else True)
     for name, role in roles.items():
         if role.trainable is not None:
             role.trainable.check(name)
@@ -93,7 +78,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     )
     run.algorithm.check(setup)
     counts = batch.table(mesh.data_size)
-    notes = [_misfit(run, method)]
+    notes = [_misfit(run, method), without_adapter(roles)]
     prompts = validation_prompts = PromptFile(())
     if not run.algorithm.needs_clips:
         prompts = prompts_of(run.prompts, training_captions(), "--prompts", run.prompts_column)
@@ -104,22 +89,32 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     notes += [prompts.note, validation_prompts.note]
     family, folder = family_of("student", roles["student"].path)
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
+    clips = None
     if run.algorithm.needs_clips and run.data.path == "tiny":
         check_tiny_clips(run.data, run.video)
+    elif run.algorithm.needs_clips and holds_videos(Path(run.data.path)):
+        checked_videos(Path(run.data.path))
+    elif run.algorithm.needs_clips:
+        clips = read_clip_files(Path(run.data.path), latent_shape)
+        counts["row groups read from"] = lanes = clips.lanes(batch.prompts, run.data.window_gib)
+        if lanes < mesh.data_size:
+            notes.append(
+                f"warning: {mesh.data_size} ranks read from {lanes} row groups at a time, several from the same one: "
+                "raise data.window_gib, or write smaller row groups"
+            )
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
-    _check_networks(roles, mesh)
+    check_roles(run, roles, mesh)
     run.encoders.check()
-    for name, role in roles.items():
-        if role.trainable is not None:
-            _check_adapter(name, role)
     said = tuple(note for note in notes if note)
     known = (prompts.prompts, validation_prompts.prompts)
-    return RunPlan(method, roles, batch, counts, *known, said, keep, family, folder, latent_shape)
+    run = replace(run, **{name: role.config for name, role in roles.items() if not method.roles[name].copy_of})
+    return RunPlan(run, method, roles, batch, counts, *known, said, keep, family, folder, latent_shape, clips)
 
 
-def _check_complete(run: RunConfig, method: type[Method]) -> None:
-    """Raise ConfigError that names everything the run needs and was not given."""
+def check_complete(run: RunConfig) -> None:
+    """Raise ConfigError that names everything the run needs and was not given; a run with a recipe reads no file."""
+    method = method_named(run.method)
     paths = {name: role_path(run, method, name) for name in method.roles}
     if not run.recipe:
         name, path = next((name, path) for name, path in paths.items() if path not in ("", "tiny"))
@@ -130,7 +125,14 @@ def _check_complete(run: RunConfig, method: type[Method]) -> None:
     if method.uses_reward:
         wanted.append(("--reward.path", "a folder that import-hpsv3 wrote", run.reward.named()))
     if run.algorithm.needs_clips:
-        wanted.append(("--data.path", "a folder of FastVideo t2v parquet files", run.data.path))
+        wanted.append(
+            ("--data.path", "a folder of videos, or a parquet file or folder of encoded clips", run.data.path)
+        )
+        if run.prompts not in ("", "tiny"):  # tiny is the recipe's, for other methods
+            raise ConfigError(
+                f"--prompts {run.prompts}: {run.method} trains on clips and takes their captions; leave it out, or "
+                "set --validation.prompts"
+            )
     else:
         wanted.append(("--prompts", "a file with one prompt per line", run.prompts))
     if missing := [f"{flag} ({what})" for flag, what, given in wanted if not given]:
@@ -142,47 +144,15 @@ def fits(recipe: str, role: str, path: str) -> bool:
     family, folder = family_of(role, path)
     components, _ = family.networks(folder)
     found = {"networks": len(components)} | read_json(folder / components[0] / "config.json")
-    return load_recipe(recipe)["fits"].items() <= found.items()
+    return load_recipe(recipe).get("fits", {}).items() <= found.items()
 
 
 def _misfit(run: RunConfig, method: type[Method]) -> str:
     """Return a warning for a recipe that was made for another model than the student's."""
     path = role_path(run, method, "student")
-    if fits(run.recipe, "student", path):
+    if run.resume or fits(run.recipe, "student", path):
         return ""
     return f"warning: recipe {run.recipe} was made for another model than {path}; look at its settings"
-
-
-def plan_roles(run: RunConfig, method: type[Method]) -> dict[str, RolePlan]:
-    """Return the roles that the method declares and its settings need, in order of declaration."""
-    plans: dict[str, RolePlan] = {}
-    for name, spec in method.roles.items():
-        if not spec.when(run.algorithm):
-            continue
-        config, path, kind = run.roles[spec.copy_of or name], role_path(run, method, name), spec.kind
-        if spec.copy_of and kind is Frozen and (run.init_from or config.boundary):
-            kind = WeightCopy  # the trained role starts with other weights, or networks, than those of its folder
-        if run.sampler.chunks.causal and (name == "student" or spec.copy_of == "student"):
-            kind = causal_form(kind)
-        plans[name] = RolePlan(kind, config, path, layout_for(name, kind, config, path))
-    return plans
-
-
-def role_path(run: RunConfig, method: type[Method], name: str) -> str:
-    """Return the folder that a role starts from: its own, or that of the role it starts from; no file is read."""
-    spec = method.roles[name]
-    own = "" if spec.copy_of else run.roles[name].path
-    origin = spec.starts_from or next(iter(method.roles))
-    if own or origin == name:
-        return own
-    return role_path(run, method, origin)
-
-
-def layout_for(name: str, kind: type[Role], config: RoleConfig, path: str) -> ExpertLayout:
-    """Return the networks of a role by its folder and its settings, read from configs alone."""
-    family, folder = family_of(name, path)
-    experts = config.experts if issubclass(kind, (Trainable, WeightCopy)) else None
-    return layout_of(name, path, config.boundary, experts, *family.networks(folder))
 
 
 def _check_monitor(run: RunConfig, method: type[Method]) -> None:
@@ -200,44 +170,3 @@ def _check_workers(run: RunConfig, method: type[Method]) -> None:
     run.rollouts.check(bool(method.sampled_by), run.method)
     if run.rollouts.workers:
         check_installed("rollouts.workers")
-
-
-def _check_adapter(name: str, role: RolePlan) -> None:
-    """Every name of --ROLE.adapter.layers must be, or end, the name of a linear layer of each trained network."""
-    adapter = role.trainable.adapter
-    if adapter.layers and not adapter.rank:
-        raise ConfigError(f"{name}.adapter.layers is for an adapter: set {name}.adapter.rank, or leave it out")
-    for expert in role.layout.trained if adapter.layers else ():
-        model = open_model(name, role.path, role.layout.components[expert], causal=issubclass(role.kind, Causal))
-        layers = [key for key, module in model.network.named_modules() if isinstance(module, nn.Linear)]
-        for wanted in adapter.layers:
-            if not any(f".{key}".endswith(f".{wanted}") for key in layers):
-                numberless = {re.sub(r"^.*?\.\d+\.", "", key): None for key in layers}
-                raise ConfigError(
-                    f"{name}.adapter.layers: {role.path} has no linear layer {wanted}; usual are "
-                    f"{', '.join(model.adapter_layers)}; all are {', '.join(numberless)}"
-                )
-
-
-def _check_networks(roles: Mapping[str, RolePlan], mesh: Mesh) -> None:
-    """Latent channels must agree between roles, and sequence ranks must divide attention heads."""
-    channels = {}
-    for name, role in roles.items():
-        family, folder = family_of(name, role.path)
-        channels[name] = family.latent_channels(folder)
-        heads = family.attention_heads(folder)
-        if heads % mesh.config.sequence:
-            raise ConfigError(
-                f"parallel.sequence ({mesh.config.sequence}) must divide the {heads} attention heads of {name}.path"
-            )
-        if issubclass(role.kind, Causal) and family.causal is None:
-            raise ConfigError(
-                f"{name}.path {role.path}: this family has no causal form; set sampler.chunks.chunk_frames 0"
-            )
-        waiting = [expert for expert in role.layout.offloaded if mesh.size == 1]
-        if waiting:
-            raise ConfigError(
-                f"{name}.{waiting[0]}.offload needs more than one rank: a single process keeps its weights in place"
-            )
-    if len(set(channels.values())) > 1:
-        raise ConfigError(f"roles must share one latent space, but their channels are {channels}: set their paths")

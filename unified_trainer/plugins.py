@@ -1,14 +1,24 @@
-"""Objects that live outside this package, named in settings as package.module:NAME or path/to/file.py:NAME."""
+"""Objects from outside this package: package.module:NAME or path/to/file.py:NAME in settings, or entry points.
+
+A package that is installed beside this one offers methods, model families and scorers by name, as entry points of the
+groups unified_trainer.methods, unified_trainer.families and unified_trainer.scorers.
+"""
 
 import hashlib
 import importlib
 import importlib.util
 import sys
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from unified_trainer.errors import MissingFileError, UserError
+
+
+def installed(kind: Literal["methods", "families", "scorers"]) -> dict[str, EntryPoint]:
+    """Return what installed packages offer, by name; `load` of an entry point imports it."""
+    return {point.name: point for point in entry_points(group=f"unified_trainer.{kind}")}
 
 
 def load_object(spec: str, key: str) -> Any:

@@ -1,6 +1,7 @@
 """The table of methods and model families: the only module that names them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -16,9 +17,10 @@ from unified_trainer.methods.finetune import Finetune
 from unified_trainer.methods.ode_init import ODEInit
 from unified_trainer.methods.reward_gradient import RewardGradient
 from unified_trainer.methods.self_forcing import SelfForcing
+from unified_trainer.models import hub
 from unified_trainer.models.base import Family, VideoModel
 from unified_trainer.models.wan.family import WAN
-from unified_trainer.plugins import load_object
+from unified_trainer.plugins import installed, load_object
 from unified_trainer.suggestions import must_know
 
 TINY = Path(__file__).parent / "assets" / "tiny"
@@ -34,28 +36,41 @@ METHODS: dict[str, type[Method]] = {
     "reward_gradient": RewardGradient,
     "self_forcing": SelfForcing,
 }
-FAMILIES: dict[str, Family] = {"WanPipeline": WAN}
+FAMILIES: dict[str, Family] = {WAN.pipeline: WAN}
 
 
 def method_named(name: str) -> type[Method]:
-    """Return the method of --method: a name of the table, or path/to/file.py:Class or package.module:Class."""
-    if ":" not in name:
-        must_know("--method", name, list(METHODS))
+    """Return the method of --method: a name, or path/to/file.py:Class or package.module:Class."""
+    if name in METHODS:
         return METHODS[name]
-    method = load_object(name, "--method")
+    if ":" in name:
+        method = load_object(name, "--method")
+    else:
+        offered = installed("methods")
+        must_know("--method", name, [*METHODS, *offered])
+        method = offered[name].load()
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise UserError(f"--method {name} is not a subclass of unified_trainer.methods.base.Method")
     return method
 
 
-def register_family(pipeline: str, family: Family) -> None:
-    """Add a model family from outside the package, under the `_class_name` of its model_index.json."""
-    FAMILIES[pipeline] = family
+def add_families(specs: Iterable[str]) -> None:
+    """Add the model families of --families, each path/to/file.py:NAME or package.module:NAME, to the table."""
+    for spec in specs:
+        family = load_object(spec, "--families")
+        if not isinstance(family, Family):
+            raise UserError(f"--families {spec} is a {type(family).__name__}, not a unified_trainer.Family")
+        FAMILIES[family.pipeline] = family
 
 
 def family_of(role: str, path: str) -> tuple[Family, Path]:
     """Return the family and the folder of a role's path; UserError names the file before any weight is read."""
-    folder = TINY / "wan" if path == "tiny" else Path(path)
+    if path == "tiny":
+        folder = TINY / "wan"
+    elif hub.is_hub_id(path):
+        folder = hub.cached(path, f"{role}.path", hub.CONFIGS, hub.PIPELINE)
+    else:
+        folder = Path(path)
     index = folder / "model_index.json"
     if not index.is_file():
         raise MissingFileError(f"{index} is missing: {role}.path must be a diffusers pipeline folder")
@@ -64,7 +79,11 @@ def family_of(role: str, path: str) -> tuple[Family, Path]:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{index} is not a diffusers model index ({error!r})") from error
     if name not in FAMILIES:
-        raise UserError(f"{index}: {name} is not supported; have {', '.join(FAMILIES)}")
+        offered = installed("families")
+        if name not in offered:
+            have = ", ".join(sorted({*FAMILIES, *offered}))
+            raise UserError(f"{index}: {name} is not supported; have {have}, or name a family of yours by --families")
+        FAMILIES[name] = offered[name].load()
     return FAMILIES[name], folder
 
 

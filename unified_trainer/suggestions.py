@@ -1,4 +1,4 @@
-"""The known name that a wrong one probably means."""
+"""The known name, or the number, that a wrong one probably means."""
 
 from collections.abc import Collection, Sequence
 from difflib import SequenceMatcher
@@ -30,6 +30,7 @@ USUAL: dict[str, tuple[str, ...]] = {
     "group_size": ("num_samples",),
     "guidance": ("guidance_scale",),
     "lora_alpha": ("adapter.alpha",),
+    "lora_path": ("adapter.path",),
     "lora_rank": ("adapter.rank",),
     "lr": ("learning_rate",),
     "lr_scheduler": ("lr_schedule",),
@@ -73,6 +74,12 @@ def nearest(key: str, known: Collection[str]) -> list[str]:
         similar[one] = alike if place == section else 0.85 * max(_similarity(key, one), alike)
     least = max(CLOSE, max(similar.values(), default=0.0) - 0.05)
     return _shortest(sorted((one for one in known if similar[one] >= least), key=lambda one: -similar[one]))
+
+
+def multiples_near(value: int, unit: int) -> str:
+    """Return the multiples of `unit` below and above a value, in words."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below > 0 else f"{unit}"
 
 
 def must_know(what: str, name: str, known: Sequence[str]) -> None:

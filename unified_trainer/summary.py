@@ -7,12 +7,13 @@ from unified_trainer.config import RunConfig
 from unified_trainer.data.loader import Source
 from unified_trainer.plan import RunPlan
 from unified_trainer.rewards.base import ScorerConfig
+from unified_trainer.role_plan import RolePlan
 from unified_trainer.roles.role import Role, Trainable
 
 
 def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: Source) -> dict[str, str]:
     """Return the rows of the table by name."""
-    rows = {name: _role(plan.roles[name].path, role) for name, role in roles.items()}
+    rows = {name: _role(plan.roles[name], role) for name, role in roles.items()}
     encoders = run.encoders
     rows["text encoder"] = encoders.text_precision
     rows["VAE"] = encoders.vae_precision + (", in CPU memory between uses" if encoders.offload else "")
@@ -32,9 +33,11 @@ def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: So
     return rows
 
 
-def _role(path: str, role: Role) -> str:
-    """Folder, size, precision, and what is trained."""
-    said = f"{path}: {_millions(role.parameters)}, {role.precision}; "
+def _role(plan: RolePlan, role: Role) -> str:
+    """Folder, size, precision, adapters made elsewhere, and what is trained."""
+    said = f"{plan.path}: {_millions(role.parameters)}, {role.precision}; "
+    for how, files in (("merged with", plan.merged), ("starts from", plan.starts)):
+        said += "".join(f"{how} {file.file}; " for file in files.values())
     if not isinstance(role, Trainable):
         return said + "not trained"
     trained = sum(math.prod(p.shape) for p in role.weights.values())
@@ -50,7 +53,9 @@ def _scorer(config: ScorerConfig) -> str:
     what = f"weight {config.weight:g}" if config.weight else "held out: measured at validations only"
     network = [f"{config.path}, {config.precision}"] if config.path else []
     process = [f"in {config.python}"] if config.python else []
-    return ", ".join([*network, *process, frames, f"scale {config.scale:g}", what])
+    own = [f"{key} {value}" for key, value in config.settings.items()]
+    frames += f", the best {config.top_fraction:.0%}" if config.top_fraction != 1 else ""
+    return ", ".join([*network, *process, *own, frames, f"scale {config.scale:g}", what])
 
 
 def _millions(count: int) -> str:

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.config import ValidationConfig
-from unified_trainer.data.batch_plan import nearest
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.tiny_world import FRAMES, SIZE, SUBJECT_OF_CAPTION, Clip, check_attributes, draw_clip, render
 from unified_trainer.data.video_files import Row, contact_sheet, to_uint8, write_mp4
@@ -27,6 +26,7 @@ from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig, generate
+from unified_trainer.suggestions import multiples_near
 
 
 def check_validation(config: ValidationConfig, mesh: Mesh) -> None:
@@ -39,7 +39,7 @@ def check_validation(config: ValidationConfig, mesh: Mesh) -> None:
     if config.num_samples % mesh.data_size:
         raise UserError(
             f"validation.num_samples ({config.num_samples}) must be divisible by the number of data ranks "
-            f"({mesh.data_size}): set it to {nearest(config.num_samples, mesh.data_size)}"
+            f"({mesh.data_size}): set it to {multiples_near(config.num_samples, mesh.data_size)}"
         )
 
 

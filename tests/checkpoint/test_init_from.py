@@ -8,7 +8,8 @@ from unified_trainer.__main__ import main
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.checkpoint.dcp import CheckpointError
 from unified_trainer.checkpoint.init_from import initialise
-from unified_trainer.roles.backbone import AdapterConfig, Backbone
+from unified_trainer.roles.adapter import AdapterConfig
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 
 SAMPLER = {"num_steps": 4, "solver": "sde", "shift": 5.0, "step_sigmas": [], "negative_prompt": ""}

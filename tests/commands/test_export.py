@@ -22,6 +22,7 @@ from unified_trainer.sampling import SamplerConfig
 pytestmark = pytest.mark.slow
 
 MOVING = flags({"student.ema-decay": 0.5, "student.learning-rate": 1e-2, "student.warmup-updates": 0})
+BESIDE = ("README.md", "pipeline.py", "scheduler", "unified_trainer.json")
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 
@@ -98,7 +99,8 @@ def test_an_adapter_alone_in_pefts_layout(adapted, tmp_path):
     assert {path.name for path in (tmp_path / "alone").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
-        "unified_trainer.json",
+        "pytorch_lora_weights.safetensors",
+        *BESIDE,
     }
     network = WanTransformer3DModel.from_pretrained(WAN / "transformer")
     base = velocity(network)
@@ -161,13 +163,13 @@ def test_components_are_linked_or_copied(saved, out, how):
 
 def test_weights_without_components(saved, out):
     exported(saved, out, "--components", "none")
-    assert {path.name for path in out.iterdir()} == {"transformer", "scheduler", "unified_trainer.json"}
+    assert {path.name for path in out.iterdir()} == {"transformer", *BESIDE}
 
 
 def test_the_folder_says_what_it_is(saved, out, capsys):
     exported(f"{saved}@1:ema", out)
     about = json.loads((out / "unified_trainer.json").read_text())
-    assert (about["step"], about["from"], about["method"]) == (1, f"{saved}@1:ema", "DanceGRPO")
+    assert (about["step"], about["from"], about["method"]) == (1, "run@1:ema", "DanceGRPO")
     assert about["sampler"]["num_steps"] == 4
     out_text = capsys.readouterr().out
     assert f"student (EMA) from {saved / 'checkpoints' / 'step_1'}" in out_text

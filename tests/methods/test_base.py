@@ -24,9 +24,9 @@ from unified_trainer.methods.base import (
     updated_copy,
 )
 from unified_trainer.methods.base import frozen as declare_frozen
-from unified_trainer.plan import plan_roles
 from unified_trainer.plugins import load_object
 from unified_trainer.registry import METHODS
+from unified_trainer.role_plan import plan_roles
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
@@ -46,7 +46,23 @@ def step(self, batch, step, rng, mesh):
     yield Loss("student", torch.zeros((), requires_grad=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class RolloutSettings(Settings):
+    rollout_batch: int = 2
+    """Samples."""
+
+
+def sample(config, sampler, role, batch, step, rng):
+    """One that makes no samples."""
+
+
 GOOD = {"config_class": Settings, "roles": {"student": trained()}, "step": step}
+SAMPLED = {
+    "config_class": RolloutSettings,
+    "sampled_by": "student",
+    "uses_reward": True,
+    "sample": staticmethod(sample),
+}
 
 
 def constructor(self, config, sampler, *, student, teacher):
@@ -75,6 +91,10 @@ def constructor(self, config, sampler, *, student, teacher):
             "critic starts from teacher: a role starts from one declared before it",
         ),
         ({"roles": {"student": trained(), "t": declare_frozen(), "c": updated_copy("t")}}, "which is not trained"),
+        (SAMPLED | {"sampled_by": "teacher"}, "sets sampled_by: it must name one of its roles"),
+        (SAMPLED | {"uses_reward": False}, "sets sampled_by: it must name one of its roles, set uses_reward"),
+        (SAMPLED | {"sample": Method.sample}, "sets sampled_by: it must name one of its roles, set uses_reward, and"),
+        (SAMPLED | {"config_class": Settings}, "sets sampled_by: its config_class needs a field rollout_batch"),
         ({"step": Method.step}, "must define step"),
         ({"__init__": constructor}, "has a constructor with config, sampler, student, teacher, but declares"),
     ],
@@ -83,6 +103,10 @@ def test_a_wrong_declaration_names_the_fault(changes, why):
     with pytest.raises(DeclarationError, match="method Wrong") as caught:
         type("Wrong", (Method,), GOOD | changes)
     assert why in str(caught.value)
+
+
+def test_a_method_that_takes_samples_is_declared_with_its_settings():
+    assert type("Right", (Method,), GOOD | SAMPLED).parts() == ("reward", "loader", "rollouts")
 
 
 def test_a_wrong_declaration_names_file_and_line(tmp_path):

@@ -33,6 +33,8 @@ from unified_trainer.rl.replay import Replay
 from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.sampling import SamplerConfig, generate
 
+pytestmark = pytest.mark.slow  # seconds together
+
 # Kernels.
 
 
@@ -322,7 +324,6 @@ def test_what_is_logged_does_not_depend_on_the_update_batch(changes):
     assert parts == pytest.approx(whole, rel=2e-3, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_the_default_run_keeps_its_numbers():
     """The tiny recipe with fewer samples gives the numbers it had before these settings existed."""
     sizes = {"num-prompts": 4, "num-samples": 4, "prompts-per-update": 2, "rollout-batch": 8, "update-batch": 8}

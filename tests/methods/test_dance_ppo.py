@@ -40,6 +40,8 @@ from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.roles.value import Value
 from unified_trainer.sampling import SamplerConfig
 
+pytestmark = pytest.mark.slow  # seconds together
+
 STEPS = 4
 SIGMAS = sigma_table(STEPS, 3.0)
 REWARDS = (1.0, 2.0, 4.0, 5.0)
@@ -255,7 +257,7 @@ class Stale(WatchedRollouts):
         super().__init__(rollouts)
         self.lag = lag
 
-    def samples(self, batch, step, rng):
+    def samples(self, batch, step, rng, check=None):
         samples = super().samples(batch, step, rng)
         return dataclasses.replace(samples, versions=samples.versions - self.lag)
 
@@ -276,7 +278,6 @@ def test_a_lag_without_a_change_of_weights_is_gae(gae_lambda):
 # The whole program.
 
 
-@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(run_folder):
     whole, halves = run_folder / "whole", run_folder / "halves"
     more = ["--value.learning-rate", "1e-3", "--algorithm.value-warmup-steps", "1", "--checkpoint-every", "1"]
@@ -287,7 +288,6 @@ def test_a_run_resumes_bit_for_bit(run_folder):
     assert metrics_of(halves)[-1] == metrics_of(whole)[-1]
 
 
-@pytest.mark.slow
 def test_student_and_value_function_as_adapters_of_one_network(run_folder):
     adapters = flags({"student.adapter.rank": 2, "value.adapter.rank": 2, "value.learning-rate": 1e-3})
     run("dance_ppo", run_folder, *adapters, "--steps", "2")
@@ -296,7 +296,6 @@ def test_student_and_value_function_as_adapters_of_one_network(run_folder):
     assert {"value.weight", "value.bias"} < weights and all("lora_" in key for key in weights if "value." not in key)
 
 
-@pytest.mark.slow
 def test_two_experts_of_both_roles(run_folder):
     run("dance_ppo", run_folder, "--student.boundary", "0.9", "--value.boundary", "0.9", "--steps", "1")
     (line,) = metrics_of(run_folder)

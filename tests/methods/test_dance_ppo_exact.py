@@ -108,7 +108,7 @@ class LinearReward:
     def __init__(self, role, config, age: int = 0) -> None:
         self.role, self.config, self.age = role, config, age
 
-    def samples(self, batch, step, rng):
+    def samples(self, batch, step, rng, check=None):
         rollout = DancePPO.sample(self.config, SAMPLER, self.role, batch, step, rng.restarted())
         parts = true_value(rollout.states[:, -1], LAST)[:, None]
         versions = torch.full((len(batch),), step - self.age)

@@ -97,16 +97,14 @@ def two_stage(tmp_path_factory):
     index["unet"] = index.pop("transformer")
     (folder / "model/model_index.json").write_text(json.dumps(index))
     (folder / "make.py").write_text(make)
-    python = command()[0]
-    shell(folder, python, "make.py")
-    (folder / "train.py").write_text(
-        "import sys\nimport twostage\nfrom unified_trainer.__main__ import main\nsys.exit(main(sys.argv[1:]))\n"
-    )
+    shell(folder, command()[0], "make.py")
     return folder
 
 
 FAMILY = [
     *SMALL,
+    "--families",
+    "twostage.py:TWO_STAGE",
     "--recipe",
     "tiny",
     "--method",
@@ -122,11 +120,10 @@ FAMILY += ["--algorithm.student-every", "1", "--sampler.num-steps", "2", "--algo
 
 
 def test_the_family_of_the_guide_trains_and_is_exported(two_stage):
-    python = command()[0]
-    shell(two_stage, python, "train.py", *FAMILY, "--student.activation-checkpointing", "--output", "runs/one")
+    shell(two_stage, *command(*FAMILY, "--student.activation-checkpointing", "--output", "runs/one"))
     saved = checkpoint_of(two_stage / "runs/one", 2)
     assert "student/weights/decoder.1.out.weight" in saved
-    shell(two_stage, python, "train.py", "export", "runs/one", "out")
+    shell(two_stage, *command("export", "runs/one", "out"))
     index = json.loads((two_stage / "out/model_index.json").read_text())
     assert index["_class_name"] == "TwoStagePipeline" and (two_stage / "out/unet/config.json").is_file()
 
@@ -135,9 +132,8 @@ def test_the_family_of_the_guide_trains_and_is_exported(two_stage):
 def test_the_family_of_the_guide_is_sharded_over_both_block_lists(two_stage):
     """Two ranks give the run of one rank; every block is a unit of its own."""
     python, port = command()[0], str(free_port())
-    program = "train.py"
     start = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-    shell(two_stage, *start, program, *FAMILY, "--output", "runs/two", "--device", "cpu")
+    shell(two_stage, *start, "-m", "unified_trainer", *FAMILY, "--output", "runs/two", "--device", "cpu")
     one = checkpoint_of(two_stage / "runs/one", 2)
     two = checkpoint_of(two_stage / "runs/two", 2)
     assert one.keys() == two.keys()

@@ -36,6 +36,8 @@ from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
 from unified_trainer.sampling import SamplerConfig, generate, predict_chunks
 from unified_trainer.trainer import Trainer
 
+pytestmark = pytest.mark.slow  # seconds together
+
 SHAPE = (16, 5, 2, 2)
 CHUNKS = ChunkConfig(chunk_frames=2, independent_first_frame=True)
 SAMPLER = dataclasses.replace(FEW_STEPS, chunks=CHUNKS)

@@ -17,6 +17,8 @@ from unified_trainer.cli.command_line import parse
 from unified_trainer.cli.flags import apply, settings_of
 from unified_trainer.config import RECIPES, run_class
 from unified_trainer.registry import METHODS
+from unified_trainer.rewards.aesthetic import Aesthetic
+from unified_trainer.rewards.endpoint import Endpoint
 from unified_trainer.roles.reward import ScorerConfig
 
 PACKAGE = REPO / "unified_trainer"
@@ -54,7 +56,7 @@ def test_the_types_hold():
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [("check",), ("format", "--check")])
 def test_ruff_passes(words):
-    done = shell(tool("ruff"), *words, "--no-cache", "unified_trainer", "tests", "scripts")
+    done = shell(tool("ruff"), *words, "--no-cache", "unified_trainer", "tests", "scripts", "examples")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -205,6 +207,13 @@ def fields_of(kind: type, prefix: str = "") -> list[tuple[type, str, str]]:
 
 SETTINGS = list({row[1:]: row for method in METHODS.values() for row in fields_of(run_class(method))}.values())
 SETTINGS += fields_of(ScorerConfig, "reward.scorers.NAME.")
+# Settings that kinds of scorers declare for themselves.
+OWN = [
+    (kind, f"reward.scorers.NAME.settings.{name}", name)
+    for kind in (Endpoint, *Endpoint.__subclasses__(), Aesthetic)
+    for name in vars(kind)["__annotations__"]
+]
+SETTINGS += OWN
 
 
 READ = {name for text in TEXTS.values() for name in re.findall(r"\.(\w+)\b(?!\s*=[^=])", text)}
@@ -214,6 +223,12 @@ READ = {name for text in TEXTS.values() for name in re.findall(r"\.(\w+)\b(?!\s*
 def test_every_setting_is_read(owner, flag, name):
     """`.name` is used somewhere; a key that nobody reads is a lie. --config is read as a word of the flags."""
     assert name in READ or name == "config", f"{owner.__name__}.{name} is read by nothing"
+
+
+def test_the_settings_of_kinds_of_scorers_are_documented():
+    """They are in no help page, which knows no kinds."""
+    text = (REPO / "docs/rewards.md").read_text(encoding="utf-8")
+    assert len(OWN) >= 12 and [name for _, _, name in OWN if f"settings.{name}`" not in text] == []
 
 
 CLASSES: dict[str, list[ast.ClassDef]] = {}

@@ -13,7 +13,7 @@ from unified_trainer import renamed
 from unified_trainer.checkpoint.dcp import trained_sampler
 from unified_trainer.cli.flags import Setting, UnknownFlagError, apply, settings_of, split, words_of
 from unified_trainer.config import ConfigError, RunConfig, flat, load_recipe, load_yaml, merged, plain, run_class
-from unified_trainer.registry import METHODS, method_named
+from unified_trainer.registry import METHODS, add_families, method_named
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 
 
@@ -23,6 +23,18 @@ def parse(argv: Sequence[str]) -> RunConfig:
     _refuse_renamed(argv, run.method, flat(plain(type(run)())))
     with _other_methods_named(run):
         run = apply(_with_scorers(run, (name.removeprefix("--") for name, _ in split(argv))), argv)
+    return _accepted(run)
+
+
+def with_settings(run: RunConfig, settings: Mapping[str, Any], origin: str) -> RunConfig:
+    """Return the run with settings changed, flat or nested; UserError names `origin` and a wrong key or value."""
+    with _other_methods_named(run):
+        return _accepted(_with_file(run, flat(settings), origin))
+
+
+def _accepted(run: RunConfig) -> RunConfig:
+    """Return a run whose families are known from here on; ConfigError for a number that is none."""
+    add_families(run.families)
     for key, value in flat(plain(run)).items():
         if any(isinstance(one, float) and math.isnan(one) for one in (value if isinstance(value, list) else [value])):
             raise ConfigError(f"{key} is {value}: give a number")
@@ -148,10 +160,24 @@ def _with_file(tree: Any, values: Mapping[str, Any], file: str) -> Any:
 
 
 def _with_scorers(tree: Any, keys: Iterable[str]) -> Any:
-    """Add every scorer that a key names, reward.scorers.NAME.weight, so that its settings are known."""
-    named = [re.match(r"reward\.scorers\.([\w-]+)", key) for key in keys]
-    scorers = {match[1].replace("-", "_"): ScorerConfig() for match in named if match}
-    return dataclasses.replace(tree, reward=dataclasses.replace(tree.reward, scorers=scorers | tree.reward.scorers))
+    """Add every scorer, and every setting of a scorer's own, that a key names, so that the key is known.
+
+    Such keys are reward.scorers.NAME.weight, reward.settings.KEY and reward.scorers.NAME.settings.KEY.
+    """
+    matches = [re.match(r"reward(?:\.scorers\.([\w-]+))?(?:\.settings\.([\w-]+)$)?", key) for key in keys]
+    named = [[part and part.replace("-", "_") for part in match.groups()] for match in matches if match]
+    scorers = {name: ScorerConfig() for name, _ in named if name} | tree.reward.scorers
+    reward = dataclasses.replace(tree.reward, scorers=scorers)
+    for name, key in named:
+        if key and name:
+            scorers[name] = _with_setting(scorers[name], key)
+        elif key:
+            reward = _with_setting(reward, key)
+    return dataclasses.replace(tree, reward=reward)
+
+
+def _with_setting(config: ScorerConfig, key: str) -> Any:
+    return dataclasses.replace(config, settings={**config.settings, key: config.settings.get(key, "")})
 
 
 def _known(tree: Any) -> dict[str, Setting]:

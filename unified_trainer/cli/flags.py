@@ -98,6 +98,9 @@ def settings_of(tree: Any, prefix: str = "") -> Iterator[Setting]:
         elif isinstance(value, dict) and dataclasses.is_dataclass(typing.get_args(kinds[field.name])[-1]):
             for name, inner in value.items():
                 yield from settings_of(inner, f"{key}.{name}.")
+        elif isinstance(value, dict):
+            for name, inner in value.items():
+                yield Setting(f"{key}.{name}", typing.get_args(kinds[field.name])[-1], inner, type(tree))
         else:
             yield Setting(key, kinds[field.name], value, type(tree))
 
@@ -147,7 +150,7 @@ def words_of(values: Mapping[str, Any], known: Mapping[str, Setting], file: str)
             raise UserError(f"{file}: {key} must be {described(setting.kind)}, not {given}")
         elif value is False and "off" in typing.get_args(setting.kind):
             raise UserError(f"{file}: {key} is read as false; write 'off' in quotes")
-        elif isinstance(value, list):
+        elif isinstance(value, (list, tuple)):
             words += [setting.flag, *map(str, value)]
         else:
             words.append(f"{setting.flag}={value}")

@@ -15,6 +15,7 @@ import docstring_parser
 from unified_trainer.cli.flags import REQUIRED, Setting, choices, of_one_flag, settings_of
 from unified_trainer.config import RunConfig
 from unified_trainer.methods.base import Method, MethodConfig
+from unified_trainer.plugins import installed
 from unified_trainer.registry import METHODS
 from unified_trainer.roles.reward import ScorerConfig
 from unified_trainer.roles.role import Trainable
@@ -91,6 +92,7 @@ torchrun --nproc-per-node 8 -m unified_trainer --method finetune \\
 def overview(commands: Mapping[str, Callable[..., None]], width: int) -> str:
     """Return the page of the program: methods, commands and examples."""
     methods = {name: summary(method) for name, method in METHODS.items()}
+    methods |= {name: f"Of an installed package: {point.value}." for name, point in installed("methods").items()}
     lines = [
         *_wrapped(inspect.getdoc(sys.modules["unified_trainer"]) or "", width),
         "",
@@ -127,7 +129,7 @@ def of_method(method: type[Method], run: RunConfig, width: int, *, everything: b
     With `everything` all settings of the run are explained; else the common ones of those that the method reads, and
     the others are named.
     """
-    scorers = {**run.reward.scorers, "NAME": ScorerConfig()}
+    scorers = {**run.reward.scorers, "NAME": ScorerConfig(settings={"KEY": ""})}
     run = dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers))
     groups: dict[str, list[Setting]] = {name: [] for name in ("", "algorithm", *run.roles, *GROUPS)}
     for setting in settings_of(run):
@@ -204,8 +206,9 @@ def summary(owner: type[Method] | Callable[..., None]) -> str:
 def explanation(setting: Setting) -> str:
     """Return the help text of a setting: the docstring below its field, or its line in the docstring of a command."""
     owners = setting.owner.__mro__ if isinstance(setting.owner, type) else (setting.owner,)
-    name = setting.key.rpartition(".")[2]
-    return next((texts[name] for owner in owners if name in (texts := _explanations(owner))), "")
+    names = setting.key.split(".")[:-3:-1]  # its own, and that of the field if it is an entry of a dict
+    found = (texts[name] for name in names for owner in owners if name in (texts := _explanations(owner)))
+    return next(found, "")
 
 
 @functools.cache

@@ -3,20 +3,23 @@
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import tyro
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
 from unified_trainer import config as settings
+from unified_trainer.checkpoint.manifest import Spec
 from unified_trainer.commands.import_hpsv3 import link_or_copy
 from unified_trainer.commands.load_run import LoadedRole, load_role
-from unified_trainer.commands.scheduler import euler_scheduler
+from unified_trainer.commands.model_card import AdapterFile, write_model_card
+from unified_trainer.commands.scheduler import SAMPLER, euler_scheduler, sampler_file
 from unified_trainer.errors import OutputExistsError, UserError
 from unified_trainer.models.base import Family, VideoModel
 from unified_trainer.models.folder import read_json
@@ -27,6 +30,8 @@ from unified_trainer.registry import DTYPES
 ABOUT = "unified_trainer.json"
 MERGED, WRITTEN = 1e-3, 1e-5  # largest change of the example's velocity, relative to its largest value
 INDEX = "model_index.json"
+PIPELINE = "pipeline.py"  # the name that diffusers looks for
+LORA = "pytorch_lora_weights.safetensors"  # the name that load_lora_weights looks for
 
 
 class ExportError(UserError, RuntimeError):
@@ -45,13 +50,16 @@ def export(
 ) -> None:
     """Write a role's weights as a folder that diffusers loads, and check them by loading them again.
 
+    The folder's pipeline.py makes the videos of `sample`; its README.md is a model card that shows how to run it.
+
     Args:
         run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
         out: Folder to write; it must be empty or absent.
         role: Role whose weights are written.
         dtype: Precision of the written weights.
-        adapter: Merge an adapter into the weights, or write it alone: in peft's layout (peft), or by the names of the
-            family's published adapters (published), of two experts one file each.
+        adapter: Merge an adapter into the weights, or write it alone: in the layouts of peft and of diffusers, of two
+            experts one folder each (peft), or by the names of the family's published adapters, of two experts one file
+            each (published).
         components: Text encoder, VAE and the rest of the base: hard links (copies across file systems), copies, or
             none.
         max_shard_size: Largest size of one file of weights.
@@ -66,15 +74,19 @@ def export(
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         folder = Path(scratch) / out.name
         folder.mkdir()
+        _write_scheduler(loaded, folder)
+        adapters = []
         if adapter == "peft":
-            _write_adapters(loaded, folder)
+            adapters = _write_adapters(loaded, folder)
         elif adapter == "published":
-            _write_published(loaded, folder)
+            adapters = _write_published(loaded, folder)
         else:
             _write_network(loaded, folder, DTYPES[dtype], max_shard_size)
             _write_components(loaded, folder, components)
+        _write_sampler(loaded, folder)
         about = _about(loaded, role, run)
         (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        write_model_card(loaded, Spec.of(run), folder, out.name, dtype, adapters)
         folder.chmod(0o755)
         folder.replace(out)
     Console().print(f"{out}: {loaded.said}. {about['how']}", highlight=False, markup=False, soft_wrap=True)
@@ -99,24 +111,59 @@ def _write_network(loaded: LoadedRole, folder: Path, dtype: torch.dtype, max_sha
             _must_agree(_velocity(again), _velocity(model), WRITTEN, f"{loaded.said}: {component} read again")
 
 
-def _write_adapters(loaded: LoadedRole, folder: Path) -> None:
-    """Write the adapter in peft's layout, those of two experts in a folder each."""
+def _write_adapters(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
+    """Write the adapter in peft's layout and in that of diffusers, those of two experts in a folder each."""
+    written = []
     for expert in loaded.layout.trained:
-        own = folder / loaded.components[expert] if expert else folder
+        component = loaded.components[expert]
+        own = folder / component if expert else folder
         with loaded.role.running(expert) as model:
             before = _velocity(model)
         loaded.role.save_adapter(expert, own)
         again = _read(loaded.family, loaded.base, loaded.layout.components[expert])
-        PeftModel.from_pretrained(again.network, own)
+        peft = PeftModel.from_pretrained(again.network, own)
         _must_agree(_velocity(again), before, WRITTEN, f"{loaded.said}: the adapter read again")
+        _write_for_diffusers(*loaded.role.adapter(expert), peft.peft_config["default"], own / LORA)
+        written.append(AdapterFile(component, str((own / LORA).relative_to(folder))))
+    return written
 
 
-def _write_published(loaded: LoadedRole, folder: Path) -> None:
+def _write_for_diffusers(weights: Mapping[str, Tensor], alpha: float, config: LoraConfig, file: Path) -> None:
+    """Write an adapter as `load_lora_weights` reads it; without the metadata it would take the rank for alpha."""
+    named = {f"transformer.{key}": weight.detach().contiguous() for key, weight in weights.items()}
+    facts = {"r": config.r, "lora_alpha": alpha, "target_modules": sorted(config.target_modules)}
+    metadata = json.dumps({f"transformer.{key}": value for key, value in facts.items()})
+    save_file(named, file, metadata={"format": "pt", "lora_adapter_metadata": metadata})
+
+
+def _write_published(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
     """Write the adapter by the names of the family's published ones, those of two experts in a file each."""
     names = dict(zip(("high", "low"), loaded.family.adapter_files, strict=True)) | {"": "model"}
+    written = []
     for expert in loaded.layout.trained:
         named = loaded.family.published_adapter(*loaded.role.adapter(expert))
-        save_file(named, folder / f"{names[expert]}.safetensors", metadata={"format": "pt"})
+        file = f"{names[expert]}.safetensors"
+        save_file(named, folder / file, metadata={"format": "pt"})
+        written.append(AdapterFile(loaded.components[expert], file))
+    return written
+
+
+def _write_scheduler(loaded: LoadedRole, folder: Path) -> None:
+    """Write the run's own scheduler, where diffusers has one."""
+    scheduler = euler_scheduler(loaded.run.sampler)
+    if scheduler is not None:
+        scheduler.save_pretrained(folder / "scheduler")
+
+
+def _write_sampler(loaded: LoadedRole, folder: Path) -> None:
+    """Write the family's pipeline, if it has one, and the sampler that it reads."""
+    if loaded.family.exported_pipeline is None:
+        return
+    shutil.copyfile(loaded.family.exported_pipeline, folder / PIPELINE)
+    (folder / SAMPLER).parent.mkdir(exist_ok=True)
+    (folder / SAMPLER).unlink(missing_ok=True)  # a base that is an export has one, and this may be a link to it
+    content = sampler_file(loaded.run, loaded.role.config, loaded.layout.boundary)
+    (folder / SAMPLER).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _read(family: Family, folder: Path, component: str) -> VideoModel:
@@ -137,11 +184,11 @@ def _must_agree(velocity: Tensor, expected: Tensor, tolerance: float, what: str)
 
 
 def _write_components(loaded: LoadedRole, folder: Path, how: Literal["link", "copy", "none"]) -> None:
-    """Write the rest of the pipeline, with the run's own scheduler where diffusers has one."""
+    """Write the rest of the pipeline; a scheduler that is written already is the run's own."""
     index = read_json(loaded.base / INDEX)
+    index.pop("_name_or_path", None)  # a path on the machine that wrote the base
     scheduler = euler_scheduler(loaded.run.sampler)
     if scheduler is not None:
-        scheduler.save_pretrained(folder / "scheduler")
         index["scheduler"] = ["diffusers", type(scheduler).__name__]
     if loaded.layout.boundary is not None:
         high, low = loaded.family.experts
@@ -157,15 +204,20 @@ def _write_components(loaded: LoadedRole, folder: Path, how: Literal["link", "co
 
 
 def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
-    """Say where the folder comes from, and how diffusers samples as the run does."""
-    sampler = loaded.run.sampler
+    """Say where the folder comes from, without a path of this machine, and how diffusers samples as the run does."""
+    sampler, name = loaded.run.sampler, Spec.of(spec)
     if euler_scheduler(sampler) is None:
-        how = f"diffusers has no scheduler for its sampler: `python -m unified_trainer sample {spec}` has"
+        how = "diffusers has no scheduler for its sampler"
     else:
-        how = f"Sample with num_inference_steps={sampler.num_steps}, {_guidance(sampler.guidance_scale)}"
+        alone = f"num_inference_steps={sampler.num_steps}, {_guidance(sampler.guidance_scale)}"
+        how = f"With the scheduler alone, sample with {alone}"
+        if sampler.solver == "sde" and sampler.num_steps > 1:
+            how += "; its noise differs from run to run"
+    if loaded.family.exported_pipeline is not None:
+        how = f"Its {PIPELINE} makes the videos of `sample`: README.md shows how. {how}"
     return {
         "role": role,
-        "from": spec,
+        "from": f"{name.run.resolve().name}@{loaded.metadata['step']}{':ema' * name.ema}",
         "step": loaded.metadata["step"],
         "method": loaded.metadata["method"],
         "boundary": loaded.layout.boundary,

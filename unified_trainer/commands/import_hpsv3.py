@@ -10,35 +10,42 @@ from pathlib import Path
 
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
-from unified_trainer.errors import MissingFileError, OutputExistsError, UserError
+from unified_trainer.errors import MissingFileError, MissingPackageError, OutputExistsError, UserError
+from unified_trainer.models import hub
 from unified_trainer.rewards.hpsv3 import CHECKPOINT, REWARD_TOKEN, SETTINGS, checkpoint_shapes, skeleton
 
 PACKAGE = "hpsv3"
 PROMPT_SOURCE = "dataset/data_collator_qwen.py"
 PIXELS = 256 * 28 * 28  # the package's budget, both its minimum and its maximum
 COPIED = ("preprocessor_config.json", "chat_template.json")
+BASE, WEIGHTS = "Qwen/Qwen2-VL-7B-Instruct", "MizzenAI/HPSv3"  # hub ids
+BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", *COPIED)
 EMBEDDING = "model.embed_tokens.weight"
 
 
-class MissingPackageError(UserError, ModuleNotFoundError):
-    """A package that the command needs is not installed."""
-
-
-def import_hpsv3(base: Path, checkpoint: Path, out: Path) -> None:
+def import_hpsv3(out: Path, base: Path = Path(BASE), checkpoint: Path = Path(WEIGHTS)) -> None:
     """Make a folder for the HPSv3 reward from its checkpoint, its base model's files and the package's prompt strings.
 
     Args:
-        base: Folder of Qwen2-VL-7B-Instruct: config, tokenizer and processor files; its weights are not read.
-        checkpoint: Official HPSv3.safetensors; it is hard-linked where possible, else copied.
         out: Folder to write; it must be empty or absent.
+        base: Folder or hub id of Qwen2-VL-7B-Instruct: config, tokenizer and processor; its weights are not read.
+        checkpoint: Official HPSv3.safetensors, or hub id of a repository that holds it; it is hard-linked where
+            possible, else copied.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExistsError(f"{out} exists and is not an empty folder; choose another --out or remove it")
+    strings = package_strings()
+    sources = {}
+    if hub.is_hub_id(name := str(base)):
+        base = hub.download(name, "--base", BASE_FILES)
+        sources["base"] = hub.pinned(name, base)
+    if hub.is_hub_id(name := str(checkpoint)):
+        folder = hub.download(name, "--checkpoint", (CHECKPOINT,))
+        sources["checkpoint"], checkpoint = hub.pinned(name, folder), folder / CHECKPOINT
     needed = [base / name for name in ("config.json", "tokenizer_config.json", *COPIED)] + [checkpoint]
     missing = [str(path) for path in needed if not path.is_file()]
     if missing:
         raise MissingFileError(f"import-hpsv3 needs {', '.join(missing)}; check --base and --checkpoint")
-    strings = package_strings()
     tokenizer = Qwen2Tokenizer.from_pretrained(base, local_files_only=True)
     tokenizer.add_special_tokens({"extra_special_tokens": [REWARD_TOKEN]}, replace_extra_special_tokens=False)
     config = checked_config(base, checkpoint, len(tokenizer))
@@ -55,6 +62,7 @@ def import_hpsv3(base: Path, checkpoint: Path, out: Path) -> None:
             "instruction": strings["INSTRUCTION"],
             "prompt_with_special_token": strings["prompt_with_special_token"],
             "pixels": PIXELS,
+            **({"sources": sources} if sources else {}),
         }
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         link_or_copy(checkpoint, folder / CHECKPOINT)

@@ -9,10 +9,13 @@ from unified_trainer.checkpoint.init_from import initialise, roles_in
 from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec, find
 from unified_trainer.cli.command_line import parse
 from unified_trainer.config import RunConfig
+from unified_trainer.downloads import fetch_pipeline
+from unified_trainer.models import hub
 from unified_trainer.models.base import Family
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.plan import RolePlan, layout_for, role_path
 from unified_trainer.registry import family_of, method_named
+from unified_trainer.role_adapters import adapters_of
+from unified_trainer.role_plan import RolePlan, layout_for, role_path
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.experts import Expert, ExpertLayout
 from unified_trainer.roles.headed import Headed
@@ -57,7 +60,10 @@ def load_role(spec: str, role: str, base: Path | None, mesh: Mesh, *, causal: bo
         run.roles[role], ema_decay=0.0, activation_checkpointing=False, selective_checkpointing=False, compile=False
     )
     path = str(base) if base else role_path(run, method, role)
+    if hub.is_hub_id(path):
+        path = fetch_pipeline(path, f"{role}.path")
     layout = layout_for(role, kind, bare, path)
-    one = load_roles({role: RolePlan(kind, bare, path, layout)}, mesh, half=False)[role]
+    found = adapters_of(role, kind, bare, path, layout, starting=False)
+    one = load_roles({role: RolePlan(kind, found.config, path, layout, found.merged)}, mesh, half=False)[role]
     said = initialise({role: one.weights}, spec, mesh)
     return LoadedRole(run, metadata, one, *family_of(role, path), said, layout)

@@ -61,6 +61,7 @@ def rollout(
     plain = settings.plain(loaded.run)
     size = {key: plain["video"][key] for key in ("frames", "height", "width")}
     about = {"run": run, "step": loaded.metadata["step"], "method": loaded.metadata["method"], "base": str(loaded.base)}
+    about |= {"families": list(loaded.run.families)} if loaded.run.families else {}
     about |= {"sampler": plain["sampler"], "video": size, "seed": seed, "num_samples": num_samples}
     folder = RolloutFolder.begin(output, about | {"batch": batch, "prompts": lines})
     codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
@@ -68,7 +69,8 @@ def rollout(
     drawn = 0
     for part, numbers in enumerate(folder.parts):
         if not folder.file(part).is_file():
-            folder.write(part, draw_latents(loaded, codec, prompt_of_sample, numbers, seed))
+            texts = [prompt_of_sample[i] for i in numbers]
+            folder.write(part, draw_latents(loaded, codec, texts, [seed + i for i in numbers]))
             drawn += len(numbers)
     scorers, _ = load_scorers(rewards, loaded.role.device)
     on_video = _videos(output, num_videos, loaded.run.video.fps)

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from unified_trainer.commands.output_folder import begin_output, write_text
 from unified_trainer.errors import MissingFileError, OutputExistsError, UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.models.folder import read_json
@@ -53,22 +54,10 @@ class RolloutFolder:
     @classmethod
     def begin(cls, folder: Path, about: Mapping[str, Any]) -> "RolloutFolder":
         """Begin a new folder, or continue one of the same `about`; raise OutputExistsError if it differs."""
-        about = json.loads(json.dumps({"version": VERSION, **about}))
-        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-            (folder / "latents").mkdir(parents=True)
-            (folder / "scores").mkdir()
-            _write(folder / ABOUT, json.dumps(about, indent=1) + "\n")
-            return cls(folder, about)
-        if not (folder / ABOUT).is_file():
-            raise OutputExistsError(f"{folder} exists and is no folder of rollouts; choose another one or remove it")
-        held = cls.read(folder).about
-        if differing := [key for key in about if held.get(key) != about[key]]:
-            key = differing[0]
-            raise OutputExistsError(
-                f"{folder} holds other rollouts: their {key} is {_short(held.get(key))}, now {_short(about[key])}; "
-                "choose another folder"
-            )
-        return cls(folder, held)
+        begin_output(folder, ABOUT, {"version": VERSION, **about}, "rollouts")
+        for name in ("latents", "scores"):
+            (folder / name).mkdir(exist_ok=True)
+        return cls.read(folder)
 
     @property
     def samples(self) -> list[tuple[int, str]]:
@@ -142,7 +131,7 @@ class RolloutFolder:
 def _check_reward_is(file: Path, config: RewardConfig, name: str) -> None:
     settings = json.loads(json.dumps(asdict(config)))
     if not file.is_file():
-        _write(file, json.dumps(settings, indent=1) + "\n")
+        write_text(file, json.dumps(settings, indent=1) + "\n")
     elif _scoring(read_json(file)) != _scoring(settings):
         raise OutputExistsError(f"{file}: the scores {name} are of another reward; give these another --name")
 
@@ -162,20 +151,8 @@ def _whole_rows(table: Path, parts: list[range]) -> list[dict[str, Any]]:
     whole = sum(line.endswith("\n") for line in lines)
     kept = max((part.stop for part in parts if part.stop <= whole), default=0)
     if kept < len(lines):
-        _write(table, "".join(lines[:kept]))
+        write_text(table, "".join(lines[:kept]))
     try:
         return [json.loads(line) for line in lines[:kept]]
     except json.JSONDecodeError as error:
         raise UserError(f"{table} is damaged ({error}): remove it to score again") from error
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a text file atomically."""
-    building = file.with_suffix(file.suffix + ".tmp")
-    building.write_text(text, encoding="utf-8")
-    building.replace(file)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unified_trainer.build import cache_memory
 from unified_trainer.commands.load_run import LoadedRole, load_role
+from unified_trainer.config import RunConfig
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import SUFFIXES, read_prompts
 from unified_trainer.data.video_files import Mp4, Row, contact_sheet, to_uint8
@@ -23,6 +24,7 @@ from unified_trainer.errors import OutputExistsError, UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import Draw, generate, stream_chunks
 from unified_trainer.types import Batch, Latents, Video
 
@@ -105,7 +107,7 @@ def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | N
 def read_lines(prompts: Sequence[str]) -> list[str]:
     """Return the prompts, with a file of prompts replaced by its prompts; raise UserError if there are none.
 
-    A text that ends in .txt, .jsonl or .parquet or holds a slash names a file, which must exist.
+    A text that ends in .txt, .jsonl, .csv or .parquet or holds a slash names a file, which must exist.
     """
     lines: list[str] = []
     for text in prompts:
@@ -133,32 +135,40 @@ def pieces(
     """Generate the videos of the prompts, each batch as an iterator over its frames: all at once, or by chunks."""
     codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
     for start in range(0, len(prompts), batch):
-        numbers = range(start, min(start + batch, len(prompts)))
-        if by_chunk:
-            made = _stream(loaded, codec, prompts, numbers, seed)
-        else:
-            made = iter([draw_latents(loaded, codec, prompts, numbers, seed)])
+        texts = prompts[start : start + batch]
+        seeds = range(seed + start, seed + start + len(texts))
+        made = _stream(loaded, codec, texts, seeds) if by_chunk else iter([draw_latents(loaded, codec, texts, seeds)])
         yield map(codec.decoder(), made)
 
 
-def draw_latents(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> Latents:
-    """Generate clean latents of the samples `numbers`; sample i depends on prompts[i] and seed + i alone.
+class Student(Protocol):
+    """A role with the run whose sampler and video size it generates with."""
 
-    Its noise is what diffusers draws with `torch.Generator().manual_seed(seed + i)`.
+    @property
+    def run(self) -> RunConfig: ...
+
+    @property
+    def role(self) -> Trainable: ...
+
+
+def draw_latents(student: Student, codec: Codec, prompts: Sequence[str], seeds: Sequence[int]) -> Latents:
+    """Generate a batch of clean latents; sample i depends on prompts[i] and seeds[i] alone, but for rounding.
+
+    Its noise is what diffusers draws with `torch.Generator().manual_seed(seeds[i])`.
     """
-    batch_of, draw = _start(loaded, codec, numbers, seed)
-    return generate(loaded.role, draw(0), batch_of([prompts[i] for i in numbers]), loaded.run.sampler, draw)
+    batch_of, draw = _start(student, codec, seeds)
+    return generate(student.role, draw(0), batch_of(list(prompts)), student.run.sampler, draw)
 
 
-def _start(loaded: LoadedRole, codec: Codec, numbers: range, seed: int) -> tuple[Callable[[list[str]], Batch], Draw]:
-    """Return a function from prompts to a batch, and the noise of the samples `numbers`."""
-    video, ids = loaded.run.video, list(numbers)
+def _start(student: Student, codec: Codec, seeds: Sequence[int]) -> tuple[Callable[[list[str]], Batch], Draw]:
+    """Return a function from prompts to a batch, and the noise of samples with these seeds."""
+    video, ids = student.run.video, list(range(len(seeds)))
     shape = codec.latent_shape(video.frames, video.height, video.width)
-    uncond = codec.encode_text([loaded.run.sampler.negative_prompt])
-    streams = [torch.Generator().manual_seed(seed + i) for i in ids]
+    uncond = codec.encode_text([student.run.sampler.negative_prompt])
+    streams = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def draw(_: int) -> Tensor:
-        return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(loaded.role.device)
+        return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(student.role.device)
 
     def batch_of(texts: list[str]) -> Batch:
         return make_batch(codec, texts, uncond, shape, prompt_ids=ids, sample_ids=ids)
@@ -167,11 +177,11 @@ def _start(loaded: LoadedRole, codec: Codec, numbers: range, seed: int) -> tuple
 
 
 @torch.no_grad()
-def _stream(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], numbers: range, seed: int) -> Iterator[Latents]:
+def _stream(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], seeds: Sequence[int]) -> Iterator[Latents]:
     """Generate chunk by chunk; each prompt of "a | b" has an equal number of chunks, up to rounding."""
-    batch_of, draw = _start(loaded, codec, numbers, seed)
+    batch_of, draw = _start(loaded, codec, seeds)
     noise, sampler = draw(0), loaded.run.sampler
-    scenes = [prompts[i].split(" | ") for i in numbers]
+    scenes = [prompt.split(" | ") for prompt in prompts]
     count = len(sampler.chunks.ranges(noise.shape[2]))
     now = [[scene[i * len(scene) // count] for scene in scenes] for i in range(count)]
     switches = {i: batch_of(now[i]).cond for i in range(1, count) if now[i] != now[i - 1]}

@@ -1,10 +1,16 @@
-"""The diffusers scheduler that samples as a run's sampler does, where there is one."""
+"""How diffusers samples as a run does: the sampler for an exported pipeline, and a scheduler where there is one."""
 
+import dataclasses
 import math
+from typing import Any
 
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from unified_trainer.config import RunConfig
+from unified_trainer.roles.role import RoleConfig
 from unified_trainer.sampling import SamplerConfig
+
+SAMPLER = "scheduler/sampler.json"  # diffusers downloads scheduler/ whole, and not every file beside it
 
 TRAIN_STEPS = 1000  # diffusers' network time of noise level 1
 TOLERANCE = 1e-6  # of a noise level
@@ -35,3 +41,19 @@ def euler_scheduler(sampler: SamplerConfig) -> FlowMatchEulerDiscreteScheduler |
     scheduler.set_timesteps(steps)
     near = all(abs(a - b) < TOLERANCE for a, b in zip(scheduler.sigmas.tolist(), levels, strict=True))
     return scheduler if near else None
+
+
+def sampler_file(run: RunConfig, role: RoleConfig, boundary: float | None) -> dict[str, Any]:
+    """Return the content of `SAMPLER`: what a pipeline needs to sample as `sample` does, resolved to numbers."""
+    sampler, video = run.sampler, run.video
+    scale = sampler.guidance_scale
+    return {
+        "sigmas": sampler.sigmas().tolist(),
+        "solver": sampler.solver,
+        "guidance_scale": list(scale) if isinstance(scale, tuple) else [scale, scale],
+        "negative_prompt": sampler.negative_prompt,
+        "boundary": boundary,
+        "precision": role.precision,
+        **{"frames": video.frames, "height": video.height, "width": video.width},
+        **dataclasses.asdict(sampler.chunks),
+    }

@@ -11,7 +11,7 @@ from unified_trainer.commands.rollout_folder import RolloutFolder
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import family_of
+from unified_trainer.registry import add_families, family_of
 from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.roles.reward import Reward
 
@@ -35,6 +35,7 @@ def score(
     rollouts, rewards = RolloutFolder.read(folder), read_reward(reward)
     check_reward(rewards, rollouts.about["video"]["frames"])
     mesh = Mesh.join(device)
+    add_families(rollouts.about.get("families", ()))
     family, path = family_of("--base", str(base or rollouts.about["base"]))
     codec = family.codec(path, mesh.device, EncoderConfig())
     scorers, _ = load_scorers(rewards, mesh.device)

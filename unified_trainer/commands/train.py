@@ -2,25 +2,27 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import transformers
 from rich.console import Console
 
 from unified_trainer import config as settings
-from unified_trainer.build import build
+from unified_trainer.build import Built, build
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.checkpoint.manifest import finished
 from unified_trainer.checkpoint.run_lock import claimed
 from unified_trainer.config import ConfigError, RunConfig
+from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
 from unified_trainer.engine.config import check_installed
 from unified_trainer.exit_codes import HACKED, exit_code
 from unified_trainer.memory import memory_advice
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.plan import check_complete
+from unified_trainer.registry import add_families
 from unified_trainer.tracking.environment import note_environment
 from unified_trainer.tracking.tracker import Tracker
 
@@ -43,53 +45,27 @@ def train(run: RunConfig, argv: Sequence[str]) -> int:
 
 def train_in_actor(run: RunConfig, argv: Sequence[str]) -> int:
     """Run one training process that Ray started."""
-    transformers.utils.logging.disable_progress_bar()
+    add_families(run.families)
     return exit_code(lambda: train_here(run, argv))
 
 
 def train_here(run: RunConfig, argv: Sequence[str]) -> int:
     """Build the run, start or continue it, write everything into its directory and return the exit code."""
     mesh = Mesh.join(run.device, run.parallel)
-    digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
-    mesh.assert_same(f"{run.method} with settings {digest[:16]}")
-    output = run.resume or run.output or _free_folder(run.method)
-    with claimed(output, mesh), memory_advice(run):
-        changed: list[str] = []
-        if run.resume:
-            changed = settings.check_resumable(run, output / "config.yaml")
-            if finished(run.resume, run.steps, mesh):
-                said = f"{run.resume} is at step {run.steps} of {run.steps}: nothing to do; raise --steps to go on"
-                Console(quiet=not mesh.is_main).print(said, highlight=False, soft_wrap=True, markup=False)
-                mesh.leave()
-                return 0
-        elif (output / "config.yaml").exists():
-            raise ConfigError(
-                f"--output {output} already holds a run: continue it with --resume {output}, or name another folder"
-            )
-        built = build(run, mesh, output)
-        trainer = built.trainer
-        start, skipped = trainer.resume(output) if run.resume else (0, [])
-        if start > run.steps:
-            raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
-        initialised = trainer.init_from(run.init_from) if run.init_from and not start else None
-        if mesh.is_main:
-            settings.save(run, output / "config.yaml")
-            note_environment(output, argv, run.seed, start, mesh)
+    if run.resume and _is_finished(run, run.resume, mesh):
+        mesh.leave()
+        return 0
+    with begin(run, mesh, argv) as begun:
+        built, run, output, start = begun.built, begun.built.run, begun.output, begun.start
         with (
-            closing(built),
             Tracker(output, run.tracking, settings.plain(run), run.steps, start, mesh.is_main) as tracker,
             Saver(output / "checkpoints", mesh, built.keep, tracker.say, asynchronous=run.async_save) as saver,
         ):
             tracker.table(f"{run.method} with recipe {run.recipe}", built.summary)
             tracker.table(f"{run.method}: one training step", built.counts)
-            for note in built.notes:
-                tracker.say(note)
-            tracker.say(f"writing to {output}" + (f"; weights of {initialised}" if initialised else ""))
-            if run.resume:
-                tracker.say(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
-            for line in (*(f"skipped {why}" for why in skipped), *(f"changed {what}" for what in changed)):
+            for line in (*built.notes, *begun.said):
                 tracker.say(line)
-            hacked = trainer.run(
+            hacked = built.trainer.run(
                 output,
                 tracker,
                 built.validation,
@@ -101,6 +77,61 @@ def train_here(run: RunConfig, argv: Sequence[str]) -> int:
             )
     mesh.leave()
     return HACKED if hacked else 0
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A run that holds the lock of its directory, with the weights that it starts or continues with."""
+
+    built: Built
+    output: Path  # the run directory
+    start: int  # training steps done before
+    said: tuple[str, ...]  # where it begins and with which weights, in words
+
+
+@contextmanager
+def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
+    """Check and build a run, load the weights it begins with, and write its config.yaml; it ends with the context.
+
+    Raise UserError before a file is written for settings that cannot be, for a new run in the directory of another one,
+    and for a resumed run whose settings differ.
+    """
+    if run.recipe:
+        check_complete(run)  # before anything is downloaded
+    run = fetched(run, mesh)
+    digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
+    mesh.assert_same(f"{run.method} with settings {digest[:16]}")
+    output = run.resume or run.output or _free_folder(run.method)
+    with claimed(output, mesh), memory_advice(run):
+        changed = settings.check_resumable(run, output / "config.yaml") if run.resume else []
+        if not run.resume and (output / "config.yaml").exists():
+            raise ConfigError(
+                f"--output {output} already holds a run: continue it with --resume {output}, or name another folder"
+            )
+        with closing(build(run, mesh, output)) as built:
+            run = built.run
+            start, skipped = built.trainer.resume(output) if run.resume else (0, [])
+            if start > run.steps:
+                raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
+            initialised = built.trainer.init_from(run.init_from) if run.init_from and not start else None
+            if mesh.is_main:
+                settings.save(run, output / "config.yaml")
+                note_environment(output, argv, run.seed, start, mesh)
+            said = [f"writing to {output}" + (f"; weights of {initialised}" if initialised else "")]
+            if run.resume:
+                said.append(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
+            said += [*(f"skipped {why}" for why in skipped), *(f"changed {what}" for what in changed)]
+            yield Begun(built, output, start, tuple(said))
+
+
+def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:
+    """Say so if the run to continue has all its steps; ConfigError for settings that it cannot change."""
+    settings.check_resumable(run, folder / "config.yaml")
+    if not finished(folder, run.steps, mesh):
+        return False
+    said = f"{folder} is at step {run.steps} of {run.steps}: nothing to do; raise --steps to go on"
+    Console(quiet=not mesh.is_main).print(said, highlight=False, soft_wrap=True, markup=False)
+    return True
 
 
 def _free_folder(method: str) -> Path:

@@ -228,6 +228,11 @@ def _check_declaration(cls: type[Method]) -> None:
             fail(f"declares role {name} as a copy of {spec.copy_of}, which is not trained")
     if cls.sampled_by and not (cls.uses_reward and cls.sampled_by in roles and cls.sample is not Method.sample):
         fail("sets sampled_by: it must name one of its roles, set uses_reward, and define sample(...)")
+    if cls.sampled_by and "rollout_batch" not in config_class.__dataclass_fields__:
+        fail(
+            "sets sampled_by: its config_class needs a field rollout_batch, the samples generated at a time; derive it "
+            "from unified_trainer.rl.rollout_config.RolloutConfig, or from GroupConfig"
+        )
     if cls.step is Method.step:
         fail("must define step(batch, step, rng, mesh), a generator of losses")
     if cls.__init__ is not Method.__init__:

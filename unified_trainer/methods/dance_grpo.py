@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -73,8 +74,9 @@ class DanceGRPO(Method):
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         window, trained = self.update.transitions(step, rng)
+        check = partial(self.update.check_worker, window, trained, rng)
         samples, collected = collect_samples(
-            self.config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh
+            self.config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh, check
         )
         trajectories = Trajectories.of(samples, step, window, rng)
         penalty, kl_metrics = self.update.kl.penalty(trajectories, mesh)

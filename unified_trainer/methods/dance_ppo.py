@@ -137,7 +137,8 @@ class DancePPO(Method):
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         config, (window, trained) = self.config, self.update.transitions(step, rng)
-        samples = self.rollouts.samples(batch, step, rng)
+        check = partial(self.update.check_worker, window, trained, rng)
+        samples = self.rollouts.samples(batch, step, rng, check)
         trajectories = Trajectories.of(samples, step, window, rng)
         penalty, metrics = self.update.kl.penalty(trajectories, mesh)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from unified_trainer.parallel.device import can_pin
 from unified_trainer.parallel.mesh import Mesh
@@ -70,6 +70,13 @@ def storage_device(mesh: Mesh) -> torch.device:
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor; return other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_part(whole: Tensor, like: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds of `like`, without communication; every rank has the whole."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def full(tensor: Tensor) -> Tensor:

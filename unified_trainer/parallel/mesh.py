@@ -73,6 +73,7 @@ class Mesh:
     weights: DeviceMesh | None = None  # for FSDP2: replicate x (shard x sequence), or only the latter
     samples: DeviceMesh | None = None  # data (replicate x shard) x sequence
     control_group: dist.ProcessGroup | None = None  # all ranks, on their CPUs
+    first_on_node: bool = True  # whether this rank does what is done once per node
 
     def __str__(self) -> str:
         config = self.config
@@ -113,7 +114,8 @@ class Mesh:
         """
         size, rank = _environment_number("WORLD_SIZE", 1), _environment_number("RANK", 0)
         config = config.degrees(size)
-        picked = pick_device(device, _environment_number("LOCAL_RANK", 0))
+        local = _environment_number("LOCAL_RANK", 0)
+        picked = pick_device(device, local)
         if size == 1:
             return cls(picked)
         timeout = timedelta(minutes=config.timeout_minutes)
@@ -133,7 +135,13 @@ class Mesh:
             weights=_device_mesh(picked, dict(sharded)),
             samples=_device_mesh(picked, {"data": data, "sequence": config.sequence}),
             control_group=dist.new_group(backend=CONTROL_BACKEND, timeout=timeout),
+            first_on_node=local == 0,
         )
+
+    @classmethod
+    def alone(cls, device: Device) -> "Mesh":
+        """Return the mesh of this process alone, on the device of its local rank if torchrun started it."""
+        return cls(pick_device(device, _environment_number("LOCAL_RANK", 0)))
 
     def leave(self) -> None:
         """Destroy the process groups; call it at the end of a run without errors."""

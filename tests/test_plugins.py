@@ -1,0 +1,101 @@
+"""What an installed package offers by name: methods, model families and scorers, as entry points."""
+
+import json
+import sys
+
+import pytest
+import torch
+from helpers import WAN
+
+from unified_trainer.__main__ import COMMANDS
+from unified_trainer.cli import help_pages
+from unified_trainer.errors import UserError
+from unified_trainer.methods.finetune import Finetune
+from unified_trainer.models.wan.family import WAN as WAN_FAMILY
+from unified_trainer.registry import FAMILIES, add_families, family_of, method_named
+from unified_trainer.rewards.base import ScorerConfig
+from unified_trainer.rewards.scorers import scorer_kind
+
+POINTS = """\
+[unified_trainer.methods]
+own_finetune = own_package:OwnFinetune
+wrong = own_package:score
+
+[unified_trainer.families]
+OwnPipeline = own_package:OWN
+
+[unified_trainer.scorers]
+own_score = own_package:score
+"""
+CODE = """\
+import dataclasses
+from unified_trainer.methods.finetune import Finetune
+from unified_trainer.models.wan.family import WAN
+
+class OwnFinetune(Finetune):
+    pass
+
+OWN = dataclasses.replace(WAN, pipeline="OwnPipeline")
+
+def score(videos, prompts):
+    return videos[:, 0].flatten(1).mean(1)
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package with entry points, as pip leaves it."""
+    (tmp_path / "own_package.py").write_text(CODE)
+    about = tmp_path / "own_package-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: own-package\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("own_package", None)
+
+
+def model_of(folder, pipeline: str):
+    """A model folder of this pipeline class, without networks."""
+    folder.mkdir()
+    index = json.loads((WAN / "model_index.json").read_text()) | {"_class_name": pipeline}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return str(folder)
+
+
+def test_a_method_of_an_installed_package_has_a_name(package):
+    method = method_named("own_finetune")
+    assert method.__name__ == "OwnFinetune" and issubclass(method, Finetune)
+    page = help_pages.overview(COMMANDS, 100)
+    assert "own_finetune" in page and "Of an installed package: own_package:OwnFinetune." in page
+    with pytest.raises(UserError, match="did you mean own_finetune"):
+        method_named("own_finetun")
+    with pytest.raises(UserError, match="--method wrong is not a subclass"):
+        method_named("wrong")
+
+
+def test_a_family_of_an_installed_package_is_found_by_the_class_of_the_model_folder(package, tmp_path, monkeypatch):
+    monkeypatch.setattr("unified_trainer.registry.FAMILIES", dict(FAMILIES))
+    family, folder = family_of("student", model_of(tmp_path / "model", "OwnPipeline"))
+    assert family.pipeline == "OwnPipeline" and family.model == WAN_FAMILY.model and folder == tmp_path / "model"
+    with pytest.raises(
+        UserError, match="AbsentPipeline is not supported; have OwnPipeline, WanPipeline, or name a family"
+    ):
+        family_of("student", model_of(tmp_path / "absent", "AbsentPipeline"))
+
+
+def test_a_scorer_of_an_installed_package_has_a_name(package):
+    kind = scorer_kind(ScorerConfig(kind="own_score"), "reward.scorers.x", 1.0)
+    scorer = kind.load(ScorerConfig(kind="own_score"), None)
+    videos = torch.rand(2, 3, 1, 4, 4)
+    assert torch.equal(scorer(videos, ("a", "b")), videos[:, 0].flatten(1).mean(1)) and kind.name == "own_score"
+    with pytest.raises(UserError, match=r"have .*, own_score, or path/to/file.py:NAME"):
+        scorer_kind(ScorerConfig(kind="absent"), "reward.scorers.x", 1.0)
+
+
+def test_families_must_be_families(package, monkeypatch):
+    monkeypatch.setattr("unified_trainer.registry.FAMILIES", dict(FAMILIES))
+    with pytest.raises(UserError, match="--families own_package:score is a function"):
+        add_families(["own_package:score"])
+    add_families(["own_package:OWN"])
+    assert set(sys.modules["unified_trainer.registry"].FAMILIES) == {"WanPipeline", "OwnPipeline"}

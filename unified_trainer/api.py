@@ -1,0 +1,182 @@
+"""Training, sampling and scoring from Python: the runs of the command line, one training step at a time."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from unified_trainer.checkpoint.manager import Saver
+from unified_trainer.cli.command_line import parse, with_settings
+from unified_trainer.commands.load_run import load_role
+from unified_trainer.commands.sample import draw_latents
+from unified_trainer.commands.train import begin
+from unified_trainer.commands.train import train as train_run
+from unified_trainer.config import RunConfig
+from unified_trainer.errors import UserError
+from unified_trainer.models.base import Codec
+from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.reward import Reward
+from unified_trainer.roles.role import Role, Trainable
+from unified_trainer.types import PerSample, Video
+
+
+def configure(recipe: str, method: str, settings: Mapping[str, Any] | None = None) -> RunConfig:
+    """Return the settings of a run: those of a recipe for a method, changed by `settings`.
+
+    `recipe` is a name in unified_trainer/recipes or a path/to/file.yaml, and `method` what --method takes. `settings`
+    are keys such as "student.learning_rate", or nested mappings of them; "output" is the run directory. Raise UserError
+    that names a wrong key or value.
+    """
+    settings = settings or {}
+    words = [f"--recipe={recipe}", f"--method={method}"]
+    words += [f"--init-from={settings['init_from']}"] if settings.get("init_from") else []
+    return with_settings(parse(words), settings, "settings")
+
+
+def train(run: RunConfig) -> int:
+    """Run a training from beginning to end, as the command line does, and return its exit code.
+
+    0 is a run that ended or was stopped by Ctrl-C, and 3 one that the hacking monitor stopped.
+    """
+    return train_run(run, sys.argv)
+
+
+@dataclass(frozen=True)
+class Student:
+    """A role that generates videos with the sampler and the video size of its run."""
+
+    run: RunConfig
+    role: Trainable
+    codec: Codec
+
+    @classmethod
+    def load(cls, spec: str, *, base: Path | None = None, device: Device = "auto") -> "Student":
+        """Load the student of RUN[@step][:ema], a run directory, without its other roles, whole in this process.
+
+        `base` is the pipeline folder that the student started from, if it is no longer where the run found it. Raise
+        UserError for a folder that is no run or holds no such checkpoint.
+        """
+        loaded = load_role(spec, "student", base, Mesh.alone(device), causal=True)
+        return cls(loaded.run, loaded.role, loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders))
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[str], *, seed: int = 0, batch: int = 8) -> Video:
+        """Return a video of each prompt, in [0, 1], `[n, 3, frames, height, width]`, made `batch` at a time.
+
+        Video i depends on its prompt and on seed + i: the command `sample` writes the same ones.
+        """
+        if not prompts or batch < 1:
+            raise UserError(f"sample needs at least one prompt and a batch of at least 1, not {len(prompts)}, {batch}")
+        parts = []
+        for start in range(0, len(prompts), batch):
+            texts = prompts[start : start + batch]
+            seeds = range(seed + start, seed + start + len(texts))
+            parts.append(self.codec.decode(draw_latents(self, self.codec, texts, seeds)))
+        return torch.cat(parts)
+
+
+class Run:
+    """A training run that is driven step by step; a context manager that releases its directory and workers.
+
+    It does what the command line does at the start of a run, on one rank or on those of torchrun. Then nothing happens
+    by itself: `step` trains, `validate`, `sample` and `score` measure, and `save` writes a checkpoint that
+    `Run.resume` or --resume continues. Metrics are returned and not written; `train` is a whole run with its logs.
+    """
+
+    def __init__(self, settings: RunConfig) -> None:
+        """Check the settings, load the models, and write config.yaml into the run directory.
+
+        Raise UserError, before a file is written, for settings that cannot be.
+        """
+        self._stack = ExitStack()
+        self._mesh = Mesh.join(settings.device, settings.parallel)
+        begun = self._stack.enter_context(begin(settings, self._mesh, sys.argv))
+        self._built, self.settings = begun.built, begun.built.run
+        self.folder, self.steps_done = begun.output, begun.start
+        saver = Saver(self.folder / "checkpoints", self._mesh, self._built.keep, self._say, asynchronous=False)
+        self._saver = self._stack.enter_context(saver)
+
+    @classmethod
+    def resume(cls, folder: str | Path, settings: Mapping[str, Any] | None = None) -> "Run":
+        """Continue a run from its newest checkpoint whose checksums match.
+
+        Raise UserError if `settings` change what a step computes and are not named in "allow", as for --resume.
+        """
+        return cls(with_settings(parse([f"--resume={folder}"]), settings or {}, "settings"))
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)  # the process groups stay: torchrun's ranks cannot meet a second time
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the only one that should print or write."""
+        return self._mesh.is_main
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        """The roles by name, with their weights."""
+        return self._built.roles
+
+    def step(self) -> dict[str, float]:
+        """Run the next training step and return its metrics, which docs/metrics.md explains as train/NAME."""
+        metrics = self._built.trainer.step(self.steps_done)
+        self.steps_done += 1
+        return metrics
+
+    def validate(self) -> dict[str, float]:
+        """Generate and measure the fixed samples of validation; write them into validation/step_N of the run directory.
+
+        Raise UserError for a run without validations, validate_every 0.
+        """
+        if self._built.validation is None:
+            raise UserError("validate_every 0: this run was built without validations; set it to 1 or more")
+        folder = self.folder / "validation" / f"step_{self.steps_done}"
+        return self._built.validation.run(self._student(), folder, self.steps_done).metrics
+
+    def sample(self, prompts: Sequence[str], *, seed: int = 0, batch: int = 8, ema: bool = True) -> Video:
+        """Return videos of the student, as `Student.sample` does; with `ema` by its EMA weights, if it keeps any."""
+        student = self._student()
+        with student.ema_weights() if ema else nullcontext():
+            return Student(self.settings, student, self._built.codec).sample(prompts, seed=seed, batch=batch)
+
+    @torch.no_grad()
+    def score(self, videos: Video, prompts: Sequence[str]) -> dict[str, PerSample]:
+        """Return scale x score of every scorer, held-out ones too, for videos in [0, 1]; "reward" is the weighted sum.
+
+        Raise UserError for a run without scorers.
+        """
+        reward = self._built.reward
+        if not isinstance(reward, Reward) or not reward.scorers:
+            raise UserError("this run loaded no scorer: set reward.path, reward.kind or reward.scorers.NAME.kind")
+        names = (*reward.weights, *reward.held_out)
+        parts = reward.parts(videos.to(self._mesh.device), tuple(prompts), names)
+        total = {"reward": reward.total(parts[:, : len(reward.weights)])} if reward.weights else {}
+        return total | dict(zip(names, parts.unbind(1), strict=True))
+
+    def save(self) -> Path:
+        """Write a checkpoint of the steps done and return its folder; older ones go, as keep_last and keep_best say.
+
+        Raise DiskFull, a UserError, if there is no space: earlier checkpoints then stay.
+        """
+        trainer = self._built.trainer
+        self._saver.save(self.steps_done, trainer.tensors(), trainer.metadata({}))
+        self._saver.finish(self.steps_done)
+        return self.folder / "checkpoints" / f"step_{self.steps_done}"
+
+    def _student(self) -> Trainable:
+        return self._built.trainer.roles["student"]
+
+    def _say(self, text: str) -> None:
+        Console(quiet=not self.is_main).print(text, highlight=False, soft_wrap=True, markup=False)
