@@ -20,7 +20,7 @@ from unified_trainer.commands.serve import serve
 from unified_trainer.commands.serve_reward import serve_reward
 from unified_trainer.commands.train import train
 from unified_trainer.errors import UserError
-from unified_trainer.exit_codes import exit_code
+from unified_trainer.exit_codes import end, exit_code
 from unified_trainer.registry import METHODS, method_named
 from unified_trainer.suggestions import must_know
 
@@ -81,7 +81,7 @@ def _command(name: str) -> Callable[..., None]:
 
 
 def run_cli() -> None:
-    sys.exit(main(sys.argv[1:]))
+    end(main(sys.argv[1:]))
 
 
 if __name__ == "__main__":

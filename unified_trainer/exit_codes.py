@@ -1,8 +1,10 @@
 """The exit codes of the program, and the one line that each kind of failure prints."""
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import peer_lost, where
@@ -28,3 +30,16 @@ def exit_code(work: Callable[[], int]) -> int:
         sys.stderr.write("stopped\n")
         sys.stderr.flush()
         os._exit(INTERRUPTED)
+
+
+def end(code: int) -> NoReturn:
+    """End the process; a rank of several ends after its exit functions, without the interpreter's own finalization.
+
+    A thread of gloo may let go of its last tensor only then, which aborts the process (pytorch pull request 179291).
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
