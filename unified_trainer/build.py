@@ -19,7 +19,7 @@ from unified_trainer.data.raw_clips import encode_videos
 from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
 from unified_trainer.models.base import Codec
-from unified_trainer.parallel.device import require_memory
+from unified_trainer.parallel.device import attention_order, require_memory, use_attention
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import RunPlan, check
 from unified_trainer.registry import add_families, family_of, method_named, open_model
@@ -127,7 +127,9 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     # Last, so that a folder of weights that is not whole is refused before any file is written.
     validated = prompts[: run.validation.num_samples] if validation else ()
     encoded = _encode_ahead(codec, source, lambda: [*validated, *loader.prompts(run.steps)], mesh)
-    rows = summary(run, plan, roles, source) | {f"worker {i}": where for i, where in enumerate(places)}
+    kernels = ", ".join(attention_order(run.parallel.attention, mesh.device)) or "torch's order of kernels"
+    rows = summary(run, plan, roles, source) | {"attention": kernels}
+    rows |= {f"worker {i}": where for i, where in enumerate(places)}
     notes = (*_notes(mesh), *encoded, *plan.notes)
     stop = workers.stop if workers is not None else None
     return Built(run, trainer, roles, codec, reward, validation, rows, plan.counts, notes, plan.keep, stop)
@@ -137,6 +139,7 @@ def build_sampling(run: RunConfig, device: torch.device, samples: bool, scores: 
     """Load what a worker needs to make samples, or to score them: one role without an optimizer, encoders, scorers."""
     add_families(run.families)
     method, mesh = method_named(run.method), Mesh(device)
+    use_attention(run.parallel.attention, device)
     run = fetched(replace(run, parallel=ParallelConfig()), mesh)  # that of the training processes
     plan = plan_roles(run, method, starting=False)[method.sampled_by]  # its weights are sent by training
     family, folder = family_of(method.sampled_by, plan.path)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from helpers import (
     tiny_codec,
 )
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.roles.adapter import AdapterConfig
@@ -63,6 +65,31 @@ def test_what_is_trained_stays_whole():
     assert gradients == held == {torch.float32}
     assert is_half(backbone.model.blocks[0].attn1.to_q.base_layer.weight)
     assert asked(student).dtype == torch.float32
+
+
+class Casts(TorchDispatchMode):
+    """Weak references to the bf16 copies of weights that operations make."""
+
+    def __init__(self, weights: set[int]) -> None:
+        super().__init__()
+        self.weights, self.made = weights, []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        if operation is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.weights:
+            self.made.append(weakref.ref(out))
+        return out
+
+
+def test_a_pass_without_gradient_keeps_no_copy_of_the_weights():
+    """Autocast's cache would hold them until the pass ends, also those of weights that FSDP has freed by then."""
+    student = Trainable("student", Backbone(small_model(), ALONE, trained=True), TrainableConfig(precision="bf16"))
+    x_t, cond = torch.randn(2, *LATENT_SHAPE), tiny_codec().encode_text(CAPTIONS[:2])
+    with torch.no_grad(), student.running() as model:
+        with Casts({p.data_ptr() for p in student.network.parameters()}) as casts:
+            model.velocity(x_t, torch.tensor([0.3, 0.9]), cond)
+        assert len(casts.made) > 20
+        assert not [cast for cast in casts.made if cast() is not None]
 
 
 def test_a_role_says_its_precision():

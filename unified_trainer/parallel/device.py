@@ -3,14 +3,25 @@
 import itertools
 import re
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import psutil
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unified_trainer.errors import UserError
 
 Device = Literal["auto", "cuda", "npu", "cpu"]
+Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
+ATTENTION = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_chosen_attention = ExitStack()  # torch keeps the order of kernels until this is closed
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gloo"}
 RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # names by which Ray counts devices; it does not count a CPU as one
 CONTROL_BACKEND = "gloo"  # of the control group, whose collectives run on the CPUs
@@ -114,6 +125,31 @@ class Timeline:
             return [after - before for before, after in itertools.pairwise(self._points)]
         self._points[-1].synchronize()
         return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(self._points)]
+
+
+def attention_order(choice: Attention, device: torch.device) -> Sequence[str]:
+    """Return the kernels of unmasked attention by name, to be tried in this order; none for torch's own order.
+
+    The first that supports a call's precision, shape and mask computes it: the text encoder and the VAE in float32 need
+    another one than a transformer in bf16. `auto` prefers cuDNN on Hopper and Blackwell, where it is the fastest
+    (pytorch issue 142132). UserError for a kernel that the device cannot have.
+    """
+    if choice == "math":
+        return ["math"]
+    here = ["flash", "math"] if device.type == "cpu" else ["cudnn", "flash", "efficient", "math"]
+    if choice == "auto":
+        newer = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+        return here if newer else []
+    if choice not in here or device.type not in ("cpu", "cuda"):
+        raise UserError(f"parallel.attention {choice} does not run on {device.type}: leave it at auto")
+    return [choice, *(name for name in here if name != choice)]
+
+
+def use_attention(choice: Attention, device: torch.device) -> None:
+    """Let scaled_dot_product_attention try kernels in `attention_order`, in the whole process, until the next call."""
+    _chosen_attention.close()
+    if order := attention_order(choice, device):
+        _chosen_attention.enter_context(sdpa_kernel([ATTENTION[name] for name in order], set_priority=True))
 
 
 def has_flex_attention(device: torch.device) -> bool:

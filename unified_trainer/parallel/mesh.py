@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from unified_trainer.errors import UserError
-from unified_trainer.parallel.device import BACKENDS, CONTROL_BACKEND, Device, pick_device
+from unified_trainer.parallel.device import (
+    BACKENDS,
+    CONTROL_BACKEND,
+    Attention,
+    Device,
+    pick_device,
+    use_attention,
+)
 
 TORCHRUN = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # environment variables by which ranks find each other
 POINT_BYTES = 128  # longest description that `Mesh.assert_same` compares
@@ -35,6 +42,9 @@ class ParallelConfig:
     """Reduce after the last backward (fast) or all (less memory)."""
     offload: bool = False
     """Keep weights and optimizer state in CPU memory, copied to the device block by block."""
+    attention: Attention = "auto"
+    """Kernel of unmasked attention that is tried first; `auto` takes cuDNN's on Hopper and Blackwell, and torch's own
+    choice elsewhere."""
     timeout_minutes: float = 30.0
     """Minutes that a rank waits for the others before the run fails."""
 
@@ -109,15 +119,16 @@ class Mesh:
     def join(cls, device: Device, config: ParallelConfig = ParallelConfig()) -> "Mesh":
         """Return the mesh of the ranks that torchrun started, or of this process alone.
 
-        Raises UserError if the degrees do not fit the ranks, the device is missing, or an environment variable of
-        torchrun is not an integer.
+        Raises UserError if the degrees do not fit the ranks, the device or its attention kernel is missing, or an
+        environment variable of torchrun is not an integer.
         """
         size, rank = _environment_number("WORLD_SIZE", 1), _environment_number("RANK", 0)
         config = config.degrees(size)
         local = _environment_number("LOCAL_RANK", 0)
         picked = pick_device(device, local)
+        use_attention(config.attention, picked)
         if size == 1:
-            return cls(picked)
+            return cls(picked, config=config)
         timeout = timedelta(minutes=config.timeout_minutes)
         if not dist.is_initialized():
             if absent := [name for name in TORCHRUN if name not in os.environ]:
@@ -141,7 +152,9 @@ class Mesh:
     @classmethod
     def alone(cls, device: Device) -> "Mesh":
         """Return the mesh of this process alone, on the device of its local rank if torchrun started it."""
-        return cls(pick_device(device, _environment_number("LOCAL_RANK", 0)))
+        picked = pick_device(device, _environment_number("LOCAL_RANK", 0))
+        use_attention("auto", picked)
+        return cls(picked)
 
     def leave(self) -> None:
         """Destroy the process groups; call it at the end of a run without errors."""

@@ -155,7 +155,9 @@ class Role:
         """
         key = self.key(self.name, expert, " ")
         self._mesh.assert_same(f"pass of {key} {self._with_gradient()}")
-        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
+        half = self.config.precision == "bf16"
+        # The cache would keep a bf16 copy of all weights until the pass ends, also of those that FSDP has freed.
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=half, cache_enabled=False)
         running = self._backbones[expert].running(self.key(self.name, expert))
         graph = torch.is_grad_enabled() and self.keeps_graph
         with working_on(f"role {key}"), torch.set_grad_enabled(graph), running as model, autocast:

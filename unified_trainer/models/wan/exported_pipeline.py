@@ -207,7 +207,7 @@ class Networks:
     def _pass(self, network: WanTransformer3DModel, x: Tensor, sigma: float, text: Tensor) -> Tensor:
         time, half = torch.full((len(x),), TIME_SCALE * sigma, device=x.device), self.sampler.precision == "bf16"
         dtype = torch.float32 if half else network.dtype
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
             return network(x.to(dtype), time, text.to(dtype), return_dict=False)[0].float()
 
 

@@ -1,0 +1,80 @@
+"""Which kernels of unmasked attention a run tries, and in which order."""
+
+import pytest
+import torch
+from helpers import run
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unified_trainer.__main__ import main
+from unified_trainer.errors import UserError
+from unified_trainer.parallel.device import attention_order, use_attention
+
+CPU = torch.device("cpu")
+FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def _torchs_own_order_again():
+    yield
+    use_attention("auto", CPU)
+
+
+@pytest.mark.parametrize(("choice", "flash"), [("math", False), ("flash", True), ("auto", True)])
+def test_the_chosen_kernel_runs(choice, flash):
+    query = torch.randn(1, 2, 8, 16)
+    use_attention("auto" if choice == "math" else "math", CPU)  # an earlier choice is gone
+    use_attention(choice, CPU)
+    with Operations() as ran:
+        found = scaled_dot_product_attention(query, query, query)
+    assert (FLASH in ran.names) == flash
+    exact = (query @ query.mT / 4).softmax(-1) @ query
+    torch.testing.assert_close(found, exact)
+
+
+@pytest.mark.parametrize(
+    ("choice", "generation", "order"),
+    [
+        ("auto", 8, ""),
+        ("auto", 9, "cudnn flash efficient math"),
+        ("auto", 10, "cudnn flash efficient math"),
+        ("flash", 9, "flash cudnn efficient math"),
+        ("efficient", 8, "efficient cudnn flash math"),
+        ("math", 9, "math"),
+    ],
+)
+def test_order_by_generation(monkeypatch, choice, generation, order):
+    """The other kernels follow the chosen one, which does not support every call; `math` allows no other."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
+    assert attention_order(choice, torch.device("cuda")) == order.split()
+
+
+@pytest.mark.parametrize(("choice", "device"), [("cudnn", "cpu"), ("efficient", "cpu"), ("flash", "mps")])
+def test_a_kernel_that_the_device_lacks(choice, device):
+    with pytest.raises(UserError, match=f"^parallel.attention {choice} does not run on {device}: leave it at auto$"):
+        attention_order(choice, torch.device(device))
+
+
+def test_a_run_refuses_it_before_it_writes_anything(run_folder, capsys):
+    assert main(["--method", "finetune", "--output", str(run_folder), "--parallel.attention", "cudnn"]) == 2
+    assert "parallel.attention cudnn does not run on cpu" in capsys.readouterr().err
+    assert not run_folder.exists()
+
+
+@pytest.mark.slow
+def test_a_run_says_its_kernels(run_folder, capsys):
+    run("finetune", run_folder, "--parallel.attention", "math")
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert " attention math " in said
