@@ -157,6 +157,14 @@ def has_flex_attention(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def optimizer_kernels(device: torch.device) -> dict[str, bool]:
+    """Return how torch's optimizers work on weights of this device: in one kernel for many weights where it has one.
+
+    By itself torch does so for plain tensors only, and updates sharded weights one after the other.
+    """
+    return {"cpu": {}, "cuda": {"fused": True}}.get(device.type, {"foreach": True})
+
+
 def can_pin(device: torch.device) -> bool:
     """Return whether CPU memory can be pinned for copies to this device."""
     return device.type != "cpu"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from unified_trainer.errors import UserError
+from unified_trainer.parallel.fsdp import to_local
 
 
 class EMA:
@@ -26,8 +27,8 @@ class EMA:
     def update(self, updates: int) -> None:
         """Follow the weights after the role's update number `updates`, counted from 1."""
         decay = self.decay if updates > self.start else 0.0
-        for name, weight in self._weights.items():
-            self.shadow[name].lerp_(weight.detach(), 1 - decay)
+        shadows = [to_local(shadow) for shadow in self.shadow.values()]
+        torch._foreach_lerp_(shadows, [to_local(weight.detach()) for weight in self._weights.values()], 1 - decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

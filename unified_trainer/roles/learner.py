@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unified_trainer.errors import NotFiniteError
+from unified_trainer.parallel.device import optimizer_kernels
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.roles.ema import EMA
 
@@ -47,12 +48,15 @@ class Learner:
         self.name, self.config = name, config  # name in metrics and messages: student, or student/high
         self.weights = dict(weights)
         self.updates = 0
+        device = next(iter(self.weights.values())).device
+        self._many = device.type != "cpu" or None  # weights in one kernel; None: torch decides
         self._optimizer = torch.optim.AdamW(
             self.weights.values(),
             lr=config.learning_rate,
             betas=(float(config.betas[0]), float(config.betas[1])),
             eps=config.eps,
             weight_decay=config.weight_decay,
+            **optimizer_kernels(device),
         )
         self._ema = EMA(self.weights, config.ema_decay, config.ema_start) if config.ema_decay else None
 
@@ -63,7 +67,8 @@ class Learner:
 
     def gradient_norm(self) -> Tensor:
         """Return the gradient norm over all weights; NotFiniteError, naming a weight, if it is not finite."""
-        norm = full(torch.nn.utils.get_total_norm([p.grad for p in self.weights.values() if p.grad is not None]))
+        gradients = [p.grad for p in self.weights.values() if p.grad is not None]
+        norm = full(torch.nn.utils.get_total_norm(gradients, foreach=self._many))
         if not math.isfinite(float(norm)):
             bad = next(key for key, p in self.weights.items() if p.grad is not None and not _finite(p.grad))
             role = self.name.split("/")[0]
@@ -76,7 +81,9 @@ class Learner:
     def step(self, norm: Tensor) -> dict[str, float]:
         """Clip a gradient of this norm, update the weights once, and clear the gradient."""
         if self.config.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.weights.values(), self.config.max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(
+                self.weights.values(), self.config.max_grad_norm, norm, foreach=self._many
+            )
         learning_rate = self.config.learning_rate * learning_rate_factor(self.config, self.updates)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
@@ -104,7 +111,8 @@ class Learner:
         for key, p in self.weights.items():
             moments = self._optimizer.state[p]
             if not moments:  # AdamW creates its state in its first step
-                moments["step"] = torch.tensor(0.0)
+                fused = self._optimizer.defaults["fused"]  # its kernel reads the counter on the device
+                moments["step"] = torch.tensor(0.0, device=p.device if fused else None)
                 moments["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 moments["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state |= {f"optimizer/{key}/{name}": value for name, value in moments.items()}
