@@ -81,6 +81,7 @@ class Casts(TorchDispatchMode):
         return out
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_a_pass_without_gradient_keeps_no_copy_of_the_weights():
     """Autocast's cache would hold them until the pass ends, also those of weights that FSDP has freed by then."""
     student = Trainable("student", Backbone(small_model(), ALONE, trained=True), TrainableConfig(precision="bf16"))
