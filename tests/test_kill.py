@@ -64,6 +64,18 @@ METHODS = {
     "dmd2": MATCHING | {"student.adapter.rank": 2, "critic.adapter.rank": 2},
     "self_forcing": MATCHING,
 }
+GROUPS = {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.rollout-batch": 2} | {
+    "algorithm.prompts-per-update": 2,
+    "algorithm.update-batch": 2,
+}
+# Their state is of the same kinds; they are killed only where --kills asks for many.
+OTHERS = {
+    "dance_ppo": SMALL | GROUPS | {"value.learning-rate": 1e-3},
+    "diffusion_nft": SMALL | GROUPS,
+    "reward_gradient": SMALL | PAIRS,
+    "ode_init": SMALL | PAIRS | {"algorithm.teacher-steps": 3},
+    "consistency": PAIRS | {"data.num-clips": 6, "sampler.num-steps": 2},
+}
 LARGER = {"finetune": ["--algorithm.micro-batch", "4"]} | {
     "dance_grpo": ["--algorithm.rollout-batch", "4", "--algorithm.update-batch", "4"]
 }
@@ -200,9 +212,11 @@ def killed_often(lives: Lives, words: list[str], run: Path, ranks: int, pace: Pa
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS | OTHERS)
 def test_killed_and_resumed_is_never_killed(lives, base, tmp_path, method, ranks, request):
-    words = flags({"method": method, "student.path": base} | COMMON | METHODS[method])
+    if method in OTHERS and not request.config.getoption("--kills"):
+        pytest.skip("killed with --kills N only")
+    words = flags({"method": method, "student.path": base} | COMMON | (METHODS | OTHERS)[method])
     alone = tmp_path / "alone"
     pace = undisturbed(lives, [*words, "--output", str(alone)], alone, ranks)
     draw = generator("kill", method, ranks)
