@@ -13,7 +13,7 @@ from unified_trainer.config import RunConfig, plain
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.negative_prompt import use_negative_prompt
-from unified_trainer.data.parquet import ParquetClips
+from unified_trainer.data.parquet import ParquetClips, ParquetRows, ParquetTrajectories
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.data.raw_clips import encode_videos
 from unified_trainer.downloads import fetched
@@ -74,7 +74,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     encoders = replace(run.encoders, cache=run.encoders.cache or (str(output / EMBEDDINGS) if output else ""))
     codec = plan.family.codec(plan.folder, mesh.device, encoders)
     source = _source(run, plan, codec)
-    if run.algorithm.needs_clips:
+    if run.trains_on != "prompts":
         use_negative_prompt(Path(run.data.path), run.sampler.negative_prompt, codec)
     if run.rollouts.workers:
         cluster.connect(run.ray, run.rollouts.cores, mesh)
@@ -241,20 +241,21 @@ def cache_memory(
 
 
 def _source(run: RunConfig, plan: RunPlan, codec: Codec) -> Source:
-    if not run.algorithm.needs_clips:
+    if run.trains_on == "prompts":
         return Prompts(plan.prompts)
     if run.data.path == "tiny":
         return render_clips(run.data, codec, run.video, run.seed)
-    if plan.clips is None:
+    if plan.stored is None:
         return encode_videos(Path(run.data.path), codec, run.video)
-    return ParquetClips(plan.clips, codec, plan.clips.lanes(plan.batch.prompts, run.data.window_gib))
+    kind = ParquetClips if run.trains_on == "clips" else ParquetTrajectories
+    return kind(plan.stored, codec, plan.stored.lanes(plan.batch.prompts, run.data.window_gib))
 
 
 def _encode_ahead(codec: Codec, source: Source, prompts: Callable[[], list[str]], mesh: Mesh) -> tuple[str, ...]:
     """Encode the prompts of a run; of captions with stored embeddings, first those that tell whether these fit."""
     first = prompts()
     said = codec.encode_ahead(first, mesh)
-    if not isinstance(source, ParquetClips):
+    if not isinstance(source, ParquetRows):
         return (said,)
     text = source.check_text(mesh)
     if {*prompts()} - {*first}:

@@ -179,6 +179,19 @@ class RunConfig:
         return {name: config for name, config in vars(self).items() if name in own}
 
 
+    @property
+    def trains_on(self) -> Literal["prompts", "clips", "trajectories"]:
+        """What a batch is made of: prompts alone, or the clips or the teacher's trajectories of data.path."""
+        if self.algorithm.needs_clips:
+            return "clips"
+        stored = self.data.path not in ("", "tiny")  # tiny is the recipe's, for methods that train on clips
+        return "trajectories" if stored and self.algorithm.teacher_ode(self.sampler) is not None else "prompts"
+
+    def needs_role(self, name: str) -> bool:
+        """Whether a role that the method declares is loaded: not the teacher whose trajectories are stored."""
+        return self.trains_on != "trajectories" or self.algorithm.teacher_ode(self.sampler).role != name
+
+
 @functools.cache
 def run_class(method: type[Method]) -> type[RunConfig]:
     """Return the class of a method's settings: those of every run, of the method, and of each of its roles.
