@@ -106,7 +106,7 @@ class Batch:
             cond=self.cond.cat(other.cond),
             uncond=self.uncond.cat(other.uncond),
             latents=None if self.latents is None else cat([self.latents, other.latents]),
-            trajectory=None if self.trajectory is None else self.trajectory.cat(other.trajectory),
+            trajectory=self.trajectory and other.trajectory and self.trajectory.cat(other.trajectory),
         )
 
 

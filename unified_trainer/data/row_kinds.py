@@ -50,8 +50,8 @@ class RowKind(Protocol):
 class ClipRows:
     """Kinds t2v and i2v: raw latents of a clip."""
 
-    tensors = LATENT
-    small = LATENT[1:]
+    tensors: tuple[str, ...] = LATENT
+    small: tuple[str, ...] = LATENT[1:]
 
     def __init__(self, latent_shape: Shape) -> None:
         self._latent_shape = latent_shape
@@ -86,8 +86,8 @@ class TrajectoryRows:
     files of FastVideo lack.
     """
 
-    tensors = (*STATES, *TIMES, *NOISE)
-    small = (*STATES[1:], *TIMES, *NOISE[1:])
+    tensors: tuple[str, ...] = (*STATES, *TIMES, *NOISE)
+    small: tuple[str, ...] = (*STATES[1:], *TIMES, *NOISE[1:])
 
     def __init__(self, latent_shape: Shape, levels: Float[Tensor, " l"], shift: float) -> None:
         """`levels` are the student's falling noise levels without 0, and `shift` is that of its sampler."""

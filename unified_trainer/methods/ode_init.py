@@ -16,6 +16,9 @@ from unified_trainer.teacher_ode import TeacherODE
 from unified_trainer.types import Batch, Latents, PerFrame, Trajectory
 
 
+ROUNDING = 1e-9  # noise levels that are no further apart are one: they were computed in different ways
+
+
 @dataclass(frozen=True)
 class ODEInitConfig(SingleUpdateConfig):
     guidance_scale: GuidanceScale = 3.0
@@ -40,7 +43,8 @@ class ODEInitConfig(SingleUpdateConfig):
     def teacher_ode(self, sampler: SamplerConfig) -> TeacherODE:
         """Return the ODE from the student's first noise level: the teacher's levels below it, and the student's."""
         levels, table = sampler.sigmas()[:-1], sigma_table(self.teacher_steps, self.teacher_shift)
-        sigmas = torch.cat([table[table <= levels[0]], levels]).unique().flip(0)
+        further = (table[:, None] - levels).abs().amin(1) > ROUNDING
+        sigmas = torch.cat([table[further & (table < levels[0])], levels]).sort(descending=True).values
         return TeacherODE("teacher", sigmas, levels, self.guidance_scale)
 
 
