@@ -137,8 +137,8 @@ def check_complete(run: RunConfig) -> None:
         )
         if run.prompts not in ("", "tiny"):  # tiny is the recipe's, for other methods
             raise ConfigError(
-                f"--prompts {run.prompts}: {run.method} trains on {run.trains_on} and takes their captions; leave it out, or "
-                "set --validation.prompts"
+                f"--prompts {run.prompts}: {run.method} trains on {run.trains_on} and takes their captions; leave "
+                "it out, or set --validation.prompts"
             )
     else:
         wanted.append(("--prompts", "a file with one prompt per line", run.prompts))

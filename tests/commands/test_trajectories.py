@@ -28,6 +28,7 @@ from unified_trainer.teacher_ode import TeacherODE
 
 pytestmark = pytest.mark.slow  # seconds together
 
+NOISE = ["initial_noise_bytes", "initial_noise_shape", "initial_noise_dtype"]
 LEVELS = [1.0, 0.9375, 5 / 6, 0.625]  # of the student: 5u / (1 + 4u) at u = 1, 3/4, 1/2, 1/4
 STEPS = [1.0, 0.9375, 6 / 7, 5 / 6, 0.75, 0.625, 0.6, 0.375]  # with those of the teacher: 3u / (1 + 2u) at u = k / 6
 SMALL = {"video.frames": 5, "video.height": 32, "video.width": 32, "algorithm.teacher-steps": 6}
@@ -78,7 +79,7 @@ def copied(stored, folder, change):
 
 def as_fastvideo(table: pa.Table) -> pa.Table:
     """The columns that FastVideo writes: without the state before the first step, and without our metadata."""
-    return table.drop_columns([f"initial_noise_{part}" for part in ("bytes", "shape", "dtype")]).replace_schema_metadata()
+    return table.drop_columns(NOISE).replace_schema_metadata()
 
 
 # What is written.
@@ -88,7 +89,7 @@ def test_columns_are_those_of_fastvideo_and_the_initial_noise():
     golden = json.loads((REPO / "tests" / "golden" / "fastvideo_schema.json").read_text())["ode_trajectory"]
     held = [[field.name, str(field.type)] for field in ODE]
     assert held[: len(golden)] == golden
-    assert [name for name, _ in held[len(golden) :]] == [f"initial_noise_{part}" for part in ("bytes", "shape", "dtype")]
+    assert [name for name, _ in held[len(golden) :]] == NOISE
 
 
 def test_rows_hold_the_states_after_each_level_and_the_noise_before_them(stored):
@@ -284,7 +285,7 @@ def test_the_way_out_works(stored):
 @pytest.mark.parametrize(
     ("column", "change", "message"),
     [
-        ("trajectory_latents_shape", lambda shape: [1, 4, 16, 2, 2, 4], r"row 2 \(.*\) has states \(1, 4, 16, 2, 2, 4\)"),
+        ("trajectory_latents_shape", lambda shape: [1, 4, 16, 2, 2, 4], r"row 2 .* has states \(1, 4, 16, 2, 2, 4\)"),
         ("trajectory_latents_shape", lambda shape: None, r"row 2 \(.*\) has states \(\), the run's video"),
         ("trajectory_latents_dtype", lambda kind: "int8", "row 2 .* has states of type int8, not float16"),
         ("trajectory_timesteps_bytes", lambda data: data[:-4], "row 2 .* has 3 timesteps for 4 states"),

@@ -36,7 +36,7 @@ from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableC
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
 
-# Of the teacher, 3u / (1 + 2u) at u = 1, 5/6 ... 0, and of the student, 5u / (1 + 4u) at 1, 3/4, 1/2, 1/4; both have .9375.
+# Of the teacher, 3u / (1 + 2u) at u = 1, 5/6 ... 0, and of the student, 5u / (1 + 4u) at 1, 3/4, 1/2, 1/4.
 LEVELS = [1.0, 0.9375, 6 / 7, 5 / 6, 0.75, 0.625, 0.6, 0.375, 0.0]
 CONFIG = ODEInitConfig(batch_size=2, micro_batch=2, guidance_scale=3.0, teacher_steps=6, teacher_shift=3.0)
 

@@ -59,11 +59,11 @@ class ClipRows:
     def check_columns(self, file: Path, columns: Collection[str]) -> None:
         missing = [name for name in ("id", "caption", *LATENT) if name not in columns]
         if STATES[0] in columns:
-            raise UserError(
-                f"data.path: {file} holds trajectories of a teacher (kind ode) instead of clips (kind t2v)"
-            )
+            raise UserError(f"data.path: {file} holds trajectories of a teacher (kind ode) instead of clips (kind t2v)")
         if missing == [*LATENT]:
-            raise UserError(f"data.path: {file} holds captions without clips; methods that train on none take --prompts")
+            raise UserError(
+                f"data.path: {file} holds captions without clips; methods that train on none take --prompts"
+            )
         if missing:
             raise UserError(f"data.path: columns {', '.join(missing)} are missing in {file}; expected FastVideo's t2v")
 

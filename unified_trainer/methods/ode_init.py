@@ -15,7 +15,6 @@ from unified_trainer.sampling import SamplerConfig
 from unified_trainer.teacher_ode import TeacherODE
 from unified_trainer.types import Batch, Latents, PerFrame, Trajectory
 
-
 ROUNDING = 1e-9  # noise levels that are no further apart are one: they were computed in different ways
 
 
