@@ -20,7 +20,8 @@ from rich.console import Console
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.parquet import ParquetClips
-from unified_trainer.data.parquet_files import LATENT, read_clip_files
+from unified_trainer.data.parquet_files import read_stored_files
+from unified_trainer.data.row_kinds import LATENT, ClipRows
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.parallel.mesh import Mesh
@@ -68,7 +69,7 @@ def main(
         draw = torch.Generator().manual_seed(0)
         for first in range(0, rows, 64):
             write(Path(folder) / f"{first:06}.parquet", min(64, rows - first), shape, row_group, draw)
-        files, plan = read_clip_files(Path(folder), shape), BatchPlan.one_update(batch, batch)
+        files, plan = read_stored_files(Path(folder), ClipRows(shape)), BatchPlan.one_update(batch, batch)
         lanes, meshes = files.lanes(batch, 16.0), [Mesh(CPU, rank, ranks) for rank in range(ranks)]
         loaders = [Loader(ParquetClips(files, codec, lanes), codec, plan, shape, "", 0, mesh) for mesh in meshes]
         start, steps, times = bytes_read(), epochs * rows // batch, []

@@ -13,9 +13,10 @@ from unified_trainer.config import RunConfig, plain
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.negative_prompt import use_negative_prompt
-from unified_trainer.data.parquet import ParquetClips
+from unified_trainer.data.parquet import ParquetClips, ParquetRows, ParquetTrajectories
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.data.raw_clips import encode_videos
+from unified_trainer.data.stored_prompts import use_stored_prompts
 from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
 from unified_trainer.models.base import Codec
@@ -74,8 +75,9 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     encoders = replace(run.encoders, cache=run.encoders.cache or (str(output / EMBEDDINGS) if output else ""))
     codec = plan.family.codec(plan.folder, mesh.device, encoders)
     source = _source(run, plan, codec)
-    if run.algorithm.needs_clips:
-        use_negative_prompt(Path(run.data.path), run.sampler.negative_prompt, codec)
+    use_negative_prompt(
+        Path(run.prompts if run.trains_on == "prompts" else run.data.path), run.sampler.negative_prompt, codec
+    )
     if run.rollouts.workers:
         cluster.connect(run.ray, run.rollouts.cores, mesh)
         from unified_trainer.engine.workers import WorkerGroup  # Ray is an extra
@@ -126,7 +128,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         validation = Validation(run.validation, *measured, mesh, run.video.fps)
     # Last, so that a folder of weights that is not whole is refused before any file is written.
     validated = prompts[: run.validation.num_samples] if validation else ()
-    encoded = _encode_ahead(codec, source, lambda: [*validated, *loader.prompts(run.steps)], mesh)
+    encoded = _encode_ahead(run, codec, source, lambda: [*validated, *loader.prompts(run.steps)], mesh)
     kernels = ", ".join(attention_order(run.parallel.attention, mesh.device)) or "torch's order of kernels"
     rows = summary(run, plan, roles, source) | {"attention": kernels}
     rows |= {f"worker {i}": where for i, where in enumerate(places)}
@@ -244,25 +246,32 @@ def cache_memory(
 
 
 def _source(run: RunConfig, plan: RunPlan, codec: Codec) -> Source:
-    if not run.algorithm.needs_clips:
+    if run.trains_on == "prompts":
         return Prompts(plan.prompts)
     if run.data.path == "tiny":
         return render_clips(run.data, codec, run.video, run.seed)
-    if plan.clips is None:
+    if plan.stored is None:
         return encode_videos(Path(run.data.path), codec, run.video)
-    return ParquetClips(plan.clips, codec, plan.clips.lanes(plan.batch.prompts, run.data.window_gib))
+    kind = ParquetClips if run.trains_on == "clips" else ParquetTrajectories
+    return kind(plan.stored, codec, plan.stored.lanes(plan.batch.prompts, run.data.window_gib))
 
 
-def _encode_ahead(codec: Codec, source: Source, prompts: Callable[[], list[str]], mesh: Mesh) -> tuple[str, ...]:
+def _encode_ahead(
+    run: RunConfig, codec: Codec, source: Source, prompts: Callable[[], list[str]], mesh: Mesh
+) -> tuple[str, ...]:
     """Encode the prompts of a run; of captions with stored embeddings, first those that tell whether these fit."""
     first = prompts()
+    files = {"--validation.prompts": run.validation.prompts}
+    files |= {"--prompts": run.prompts} if run.trains_on == "prompts" else {}
+    named = {key: Path(path) for key, path in files.items() if path not in ("", "tiny")}
+    stored = [use_stored_prompts(path, key, first, codec, mesh) for key, path in named.items()]
     said = codec.encode_ahead(first, mesh)
-    if not isinstance(source, ParquetClips):
-        return (said,)
+    if not isinstance(source, ParquetRows):
+        return said, *filter(None, stored)
     text = source.check_text(mesh)
     if {*prompts()} - {*first}:
         said = codec.encode_ahead(prompts(), mesh)
-    return said, text
+    return said, text, *filter(None, stored)
 
 
 def _monitor(run: RunConfig, plan: RunPlan) -> HackingMonitor | None:

@@ -151,8 +151,9 @@ class RunConfig:
     families: tuple[str, ...] = ()
     """Model families of your own, each path/to/file.py:NAME or package.module:NAME."""
     prompts: str = ""
-    """File with one training prompt per line, or a .jsonl, .csv or .parquet file; "tiny": captions of the tiny world.
-    Methods that train on clips take the clips' captions instead."""
+    """File with one training prompt per line, or a .jsonl, .csv or .parquet file, or a folder of .parquet files, whose
+    text embeddings are used if the run's text encoder made them; "tiny": captions of the tiny world. Methods that train
+    on clips take the clips' captions instead."""
     prompts_column: str = ""
     """Column of a .jsonl, .csv or .parquet file of prompts; by default prompt, caption or text."""
     launcher: Literal["process", "ray"] = "process"
@@ -177,6 +178,18 @@ class RunConfig:
         """Settings of the method's roles by name, of those that have settings of their own."""
         own = {f.name for f in dataclasses.fields(self)} - {f.name for f in dataclasses.fields(RunConfig)}
         return {name: config for name, config in vars(self).items() if name in own}
+
+    @property
+    def trains_on(self) -> Literal["prompts", "clips", "trajectories"]:
+        """What a batch is made of: prompts alone, or the clips or the teacher's trajectories of data.path."""
+        if self.algorithm.needs_clips:
+            return "clips"
+        stored = self.data.path not in ("", "tiny")  # tiny is the recipe's, for methods that train on clips
+        return "trajectories" if stored and self.algorithm.teacher_ode(self.sampler) is not None else "prompts"
+
+    def needs_role(self, name: str) -> bool:
+        """Whether a role that the method declares is loaded: not the teacher whose trajectories are stored."""
+        return self.trains_on != "trajectories" or self.algorithm.teacher_ode(self.sampler).role != name
 
 
 @functools.cache

@@ -21,7 +21,8 @@ def fetched(run: RunConfig, mesh: Mesh) -> RunConfig:
     with the way out, for a repository that is absent or cannot be reached.
     """
     method = method_named(run.method)
-    roles = {name: config.path for name, config in run.roles.items() if hub.is_hub_id(config.path)}
+    needed = {name: config.path for name, config in run.roles.items() if run.needs_role(name)}
+    roles = {name: path for name, path in needed.items() if hub.is_hub_id(path)}
     scorers = {name: part for name, part in run.reward.named().items() if _on_hub(part)}
     if not roles and not scorers:
         return run

@@ -9,9 +9,10 @@ from unified_trainer.checkpoint.manager import Keep
 from unified_trainer.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.clips import check_tiny_clips
-from unified_trainer.data.parquet_files import ClipFiles, read_clip_files
+from unified_trainer.data.parquet_files import StoredFiles, read_stored_files
 from unified_trainer.data.prompts import PromptFile, prompts_of, training_captions, validation_captions
 from unified_trainer.data.raw_clips import checked_videos, holds_videos
+from unified_trainer.data.row_kinds import ClipRows, RowKind, Shape, TrajectoryRows
 from unified_trainer.engine.config import check_installed
 from unified_trainer.methods.base import Method, MethodSetup
 from unified_trainer.models.base import Family
@@ -42,7 +43,7 @@ class RunPlan:
     family: Family  # of the student
     folder: Path  # of the student
     latent_shape: tuple[int, int, int, int]  # channels, latent frames, height, width
-    clips: ClipFiles | None  # to train on, unless the tiny world's or none
+    stored: StoredFiles | None  # parquet files to train on, if any
 
 
 def check(run: RunConfig, mesh: Mesh) -> RunPlan:
@@ -80,7 +81,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     counts = batch.table(mesh.data_size)
     notes = [_misfit(run, method), without_adapter(roles)]
     prompts = validation_prompts = PromptFile(())
-    if not run.algorithm.needs_clips:
+    if run.trains_on == "prompts":
         prompts = prompts_of(run.prompts, training_captions(), "--prompts", run.prompts_column)
     if run.validation.prompts:
         captions = validation_captions(run.validation.num_samples)
@@ -89,14 +90,14 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     notes += [prompts.note, validation_prompts.note]
     family, folder = family_of("student", roles["student"].path)
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
-    clips = None
-    if run.algorithm.needs_clips and run.data.path == "tiny":
+    stored = None
+    if run.trains_on == "clips" and run.data.path == "tiny":
         check_tiny_clips(run.data, run.video)
-    elif run.algorithm.needs_clips and holds_videos(Path(run.data.path)):
+    elif run.trains_on == "clips" and holds_videos(Path(run.data.path)):
         checked_videos(Path(run.data.path))
-    elif run.algorithm.needs_clips:
-        clips = read_clip_files(Path(run.data.path), latent_shape)
-        counts["row groups read from"] = lanes = clips.lanes(batch.prompts, run.data.window_gib)
+    elif run.trains_on != "prompts":
+        stored = read_stored_files(Path(run.data.path), _row_kind(run, latent_shape))
+        counts["row groups read from"] = lanes = stored.lanes(batch.prompts, run.data.window_gib)
         if lanes < mesh.data_size:
             notes.append(
                 f"warning: {mesh.data_size} ranks read from {lanes} row groups at a time, several from the same one: "
@@ -109,7 +110,13 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     said = tuple(note for note in notes if note)
     known = (prompts.prompts, validation_prompts.prompts)
     run = replace(run, **{name: role.config for name, role in roles.items() if not method.roles[name].copy_of})
-    return RunPlan(run, method, roles, batch, counts, *known, said, keep, family, folder, latent_shape, clips)
+    return RunPlan(run, method, roles, batch, counts, *known, said, keep, family, folder, latent_shape, stored)
+
+
+def _row_kind(run: RunConfig, latent_shape: Shape) -> RowKind:
+    if run.trains_on == "clips":
+        return ClipRows(latent_shape)
+    return TrajectoryRows(latent_shape, run.algorithm.teacher_ode(run.sampler).levels, run.sampler.shift)
 
 
 def check_complete(run: RunConfig) -> None:
@@ -124,14 +131,14 @@ def check_complete(run: RunConfig) -> None:
     wanted = [("--student.path", "a diffusers pipeline folder", paths["student"])]
     if method.uses_reward:
         wanted.append(("--reward.path", "a folder that import-hpsv3 wrote", run.reward.named()))
-    if run.algorithm.needs_clips:
+    if run.trains_on != "prompts":
         wanted.append(
             ("--data.path", "a folder of videos, or a parquet file or folder of encoded clips", run.data.path)
         )
         if run.prompts not in ("", "tiny"):  # tiny is the recipe's, for other methods
             raise ConfigError(
-                f"--prompts {run.prompts}: {run.method} trains on clips and takes their captions; leave it out, or "
-                "set --validation.prompts"
+                f"--prompts {run.prompts}: {run.method} trains on {run.trains_on} and takes their captions; leave "
+                "it out, or set --validation.prompts"
             )
     else:
         wanted.append(("--prompts", "a file with one prompt per line", run.prompts))

@@ -44,7 +44,7 @@ def plan_roles(run: RunConfig, method: type[Method], *, starting: bool = True) -
     """
     plans: dict[str, RolePlan] = {}
     for name, spec in method.roles.items():
-        if not spec.when(run.algorithm):
+        if not (spec.when(run.algorithm) and run.needs_role(name)):
             continue
         config, path, kind = run.roles[spec.copy_of or name], role_path(run, method, name), spec.kind
         if spec.copy_of and kind is Frozen and (run.init_from or config.boundary or config.trains_on_adapter):

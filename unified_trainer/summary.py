@@ -21,8 +21,8 @@ def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: So
         rows["scorer " + name] = _scorer(config)
     if not run.reward.named():
         rows["reward"] = "none: validations measure pixels alone"
-    origin = run.data.path if run.algorithm.needs_clips else run.prompts
-    rows["clips" if run.algorithm.needs_clips else "prompts"] = f"{origin}: {len(source)}"
+    origin = run.prompts if run.trains_on == "prompts" else run.data.path
+    rows[run.trains_on] = f"{origin}: {len(source)}"
     rows["validation prompts"] = (
         f"{run.validation.prompts or f'the first of {origin}'}: {run.validation.num_samples} samples"
     )

@@ -43,6 +43,23 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
+class Trajectory:
+    """States of a teacher's ODE at l noise levels, which all b samples share, and where it ends; normalised latents."""
+
+    sigmas: Float[Tensor, " l"]  # noise levels of the states in (0, 1], falling; float64
+    states: Float[Tensor, "b l c t h w"]
+    end: Latents  # the state at noise level 0
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "Trajectory":
+        """Apply `fn` to states and end; their first axis is the sample."""
+        return replace(self, states=fn(self.states), end=fn(self.end))
+
+    def cat(self, other: "Trajectory") -> "Trajectory":
+        """Return the samples of both, in order; they must have equal noise levels."""
+        return replace(self, states=cat([self.states, other.states]), end=cat([self.end, other.end]))
+
+
+@dataclass(frozen=True)
 class Batch:
     """b samples to train on or to generate; all fields list the same samples in the same order."""
 
@@ -53,6 +70,7 @@ class Batch:
     cond: Condition
     uncond: Condition  # the condition of the unconditional branch of guidance
     latents: Latents | None = None  # clean latents, for methods that learn from data
+    trajectory: Trajectory | None = None  # of a teacher, for methods that learn from stored ones
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -75,6 +93,7 @@ class Batch:
             cond=self.cond.map(lambda x: x[index]),
             uncond=self.uncond.map(lambda x: x[index]),
             latents=None if self.latents is None else self.latents[index],
+            trajectory=None if self.trajectory is None else self.trajectory.map(lambda x: x[index]),
         )
 
     def cat(self, other: "Batch") -> "Batch":
@@ -87,6 +106,7 @@ class Batch:
             cond=self.cond.cat(other.cond),
             uncond=self.uncond.cat(other.uncond),
             latents=None if self.latents is None else cat([self.latents, other.latents]),
+            trajectory=self.trajectory and other.trajectory and self.trajectory.cat(other.trajectory),
         )
 
 

@@ -16,7 +16,8 @@ from unified_trainer.data import parquet
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.parquet import ParquetClips
-from unified_trainer.data.parquet_files import read_clip_files
+from unified_trainer.data.parquet_files import StoredFiles, read_stored_files
+from unified_trainer.data.row_kinds import ClipRows
 from unified_trainer.errors import MissingFileError, NotFiniteError, UserError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
@@ -28,8 +29,12 @@ SHAPE = (16, 3, 8, 8)  # larger: 12 KiB
 PLAN = BatchPlan.one_update(4, 4)
 
 
+def clip_files(path: Path, shape=LATENT_SHAPE) -> StoredFiles:
+    return read_stored_files(path, ClipRows(shape))
+
+
 def source(path: Path, codec, shape=LATENT_SHAPE) -> ParquetClips:
-    return ParquetClips(read_clip_files(path, shape), codec, lanes=4)
+    return ParquetClips(clip_files(path, shape), codec, lanes=4)
 
 
 def many(folder: Path, count: int = 96, rows: int = 8, shape=LATENT_SHAPE, **more) -> torch.Tensor:
@@ -83,7 +88,7 @@ def test_further_columns_of_kind_i2v_are_ignored(codec, tmp_path):
 
 def refused(path: Path, message: str, kind: type[Exception] = UserError) -> None:
     with pytest.raises(kind, match=message):
-        read_clip_files(path, LATENT_SHAPE)
+        clip_files(path)
 
 
 def test_rows_that_cannot_be_trained_on_are_named(tmp_path):
@@ -131,7 +136,7 @@ def test_a_folder_without_rows_and_a_file_cut_short_are_named(tmp_path):
 
 def test_a_window_that_is_too_small_is_refused(tmp_path):
     write_clips(tmp_path / "a.parquet", torch.randn(96, *LATENT_SHAPE), rows=24)
-    files = read_clip_files(tmp_path, LATENT_SHAPE)
+    files = clip_files(tmp_path)
     group = files.row_groups[0].size / 2**30
     assert 24 * RAW[0].nbytes < files.row_groups[0].size < 28 * RAW[0].nbytes
     assert [files.lanes(8, window * group) for window in (1.5, 3.9, 7.9, 100)] == [1, 2, 4, 8]

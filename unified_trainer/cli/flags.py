@@ -22,6 +22,7 @@ import tyro
 from unified_trainer.errors import UserError
 from unified_trainer.suggestions import RANKS, nearest
 
+RunFlags = Annotated[tuple[str, ...], tyro.conf.Suppress]  # argument of a command: flags of a run, see `divided`
 REQUIRED = inspect.Parameter.empty
 TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")  # what a switch might be given, and does not take
 DASHES = re.compile(r"[\u2010-\u2015\u2212]+-?|-(?=[A-Za-z])")  # in place of the two hyphens of a flag
@@ -83,6 +84,8 @@ def settings_of(tree: Any, prefix: str = "") -> Iterator[Setting]:
     """Yield the settings of a tree of dataclasses, with the tree's values as defaults, or of a function's arguments."""
     if inspect.isfunction(tree):
         for name, argument in inspect.signature(tree).parameters.items():
+            if argument.annotation == RunFlags:
+                continue
             kind, *marks = (
                 typing.get_args(argument.annotation)
                 if typing.get_origin(argument.annotation) is Annotated
@@ -115,6 +118,16 @@ def split(words: Sequence[str]) -> list[tuple[str, list[str]]]:
         else:
             parts[-1][1].append(word)
     return parts
+
+
+def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a command's own words, and the flags with a dot, such as --teacher.path, with the words after each."""
+    (_, first), *flags = split(words)
+    own, of_run = list(first), []
+    for name, values in flags:
+        kind = of_run if "." in name else own
+        kind += [name, *values]
+    return own, of_run
 
 
 def apply(tree: Any, words: Sequence[str], file: str = "") -> Any:

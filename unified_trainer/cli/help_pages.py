@@ -190,7 +190,7 @@ def reads(method: type[Method], key: str) -> bool:
     return {
         "hacking_monitor": method.uses_reward,
         "rollouts": bool(method.sampled_by),
-        "data": may_need_clips,
+        "data": may_need_clips or method.config_class.teacher_ode is not MethodConfig.teacher_ode,
         "prompts": not always_needs_clips,
         "prompts_column": not always_needs_clips,
     }.get(key.partition(".")[0], True)

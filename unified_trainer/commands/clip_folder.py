@@ -15,8 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from unified_trainer.commands.output_folder import write_text
+from unified_trainer.commands.progress import ItemProgress
 from unified_trainer.errors import UserError
 
+WHAT = "encoded clips"
 ABOUT = "preprocess.json"
 SKIPPED = "skipped.jsonl"
 GROUP_BYTES = 8 * 2**20  # of a row group at most, where a row is smaller
@@ -103,3 +105,17 @@ class ClipFolder:
         except OSError as error:
             self._writer, self._rows = None, 0
             raise UserError(f"{self._building} cannot be written ({error}): free space, and call again") from error
+
+
+def add_row(written: ClipFolder, row: Mapping[str, object], progress: ItemProgress) -> None:
+    """Add a row, count it, and say which file it completes."""
+    complete = written.add(row)
+    progress.advance()
+    if complete:
+        progress.note(f"{complete.name} is complete")
+
+
+def summarise(progress: ItemProgress, what: str, out: Path, new: int, rest: str) -> None:
+    """Say what the folder holds at the end of a call, and how fast the new rows were made."""
+    speed = f", {progress.rate:.3g} per second" if new else ""
+    progress.say(f"{what} in {out}, {new} of them new{speed}{rest}")

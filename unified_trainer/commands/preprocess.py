@@ -1,7 +1,8 @@
-"""The command preprocess: it encodes videos with captions, or prompts alone, to FastVideo's parquet files."""
+"""The command preprocess: it encodes videos with captions, or prompts, to FastVideo's parquet files."""
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +11,11 @@ import tyro
 
 from unified_trainer.checkpoint.run_lock import claimed
 from unified_trainer.cli.command_line import parse
-from unified_trainer.commands.clip_folder import ABOUT, SKIPPED, ClipFolder
+from unified_trainer.cli.flags import RunFlags
+from unified_trainer.commands.clip_folder import ABOUT, SKIPPED, WHAT, ClipFolder, add_row, summarise
 from unified_trainer.commands.output_folder import begin_output, check_output
 from unified_trainer.commands.progress import ItemProgress
+from unified_trainer.commands.teacher_trajectories import write_trajectories
 from unified_trainer.config import ConfigError, RunConfig, load_yaml
 from unified_trainer.data.captioned import CaptionedVideo, find_videos
 from unified_trainer.data.fastvideo import T2V, TEXT_ENCODER, TEXT_ONLY, t2v_row, text_only_row
@@ -28,7 +31,6 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import family_of
 
 VERSION = 1
-WHAT = "encoded clips"
 TEXTS = 64  # captions that are encoded at a time
 
 
@@ -38,7 +40,7 @@ def preprocess(
     captions: Path | None = None,
     recipe: str = "",
     config: Path | None = None,
-    method: str = "finetune",
+    method: str = "",
     model: str = "",
     frames: int = 0,
     height: int = 0,
@@ -47,9 +49,16 @@ def preprocess(
     rows_per_file: int = 64,
     workers: int = 4,
     strict: bool = False,
+    trajectories: bool = False,
+    every_state: bool = False,
+    seed: int = 0,
     device: Device = "auto",
+    *,
+    settings: RunFlags = (),
 ) -> None:
-    """Encode videos with captions, or prompts alone, to parquet files to train on; called again, it continues.
+    """Encode videos with captions, or prompts, to parquet files to train on; called again, it continues.
+
+    Flags with a dot, such as --teacher.path, are settings of the run and come after SOURCE and OUT.
 
     Args:
         source: Folder of videos with x.txt beside x.mp4; or a .jsonl, .csv or .parquet file with columns path and
@@ -58,7 +67,8 @@ def preprocess(
         captions: Table with the captions of the folder's videos, instead of text files; its paths are below the folder.
         recipe: Recipe whose video size, precisions and negative prompt are used; by default tiny, without a model.
         config: Saved config.yaml, or one with a few settings, that changes those of the recipe.
-        method: Method whose section of the recipe is used, unless the config names one.
+        method: Method whose section of the recipe is used, unless the config names one; by default finetune, or
+            ode_init with --trajectories.
         model: Pipeline folder or hub id whose text encoder and VAE are used.
         frames: Pixel frames of a clip; 0 takes the recipe's.
         height: Height of the clips in pixels; 0 takes the recipe's.
@@ -67,13 +77,27 @@ def preprocess(
         rows_per_file: Clips or prompts in one parquet file.
         workers: Videos decoded at a time.
         strict: End at the first video that cannot be used, instead of listing and skipping it.
+        trajectories: Write the states of the teacher's ODE from SOURCE, a file of prompts, that ode_init trains on.
+            The teacher is --teacher.path or --model; settings such as --sampler.num-steps,
+            --algorithm.guidance-scale, --algorithm.teacher-steps and --algorithm.teacher-shift are those of the run.
+        every_state: With --trajectories, write the states of all steps of the teacher, for students of other levels.
+        seed: Seed of the noise that trajectories start from.
         device: Device to run on.
+        settings: Flags with a dot and their values, one word each.
     """
     if min(rows_per_file, workers) < 1:
         raise UserError("--rows-per-file and --workers must be at least 1")
     if captions and not source.is_dir():
         raise UserError(f"--captions is for a folder of videos, but SOURCE {source} is none: leave it out")
-    run = _settings(recipe, config, method, model, {"frames": frames, "height": height, "width": width, "fps": fps})
+    if (every_state or seed) and not trajectories:
+        raise UserError("--every-state and --seed are for trajectories of a teacher: add --trajectories")
+    size = {"frames": frames, "height": height, "width": width, "fps": fps}
+    run = _settings(recipe, config, method or ("ode_init" if trajectories else "finetune"), model, size, settings)
+    if trajectories:
+        mesh = _one_process(device)
+        run = replace(run, seed=seed)
+        write_trajectories(run, source, out, mesh, every_state=every_state, rows_per_file=rows_per_file)
+        return
     run.video.check()
     run.encoders.check()
     path = run.roles["student"].path
@@ -82,9 +106,7 @@ def preprocess(
     prompts = read_prompts(source, "SOURCE").prompts if source.suffix == ".txt" else ()
     videos = () if prompts else find_videos(source, "SOURCE", captions)
     check_output(out, ABOUT, WHAT)
-    mesh = Mesh.join(device)
-    if mesh.size > 1:
-        raise UserError("preprocess is one process: give each of several a table of its own videos and a folder in OUT")
+    mesh = _one_process(device)
     with claimed(out, mesh):
         codec = family.codec(folder, mesh.device, run.encoders)
         negative = run.sampler.negative_prompt
@@ -104,13 +126,22 @@ def preprocess(
             _write_prompts(prompts, written, codec, out)
 
 
-def _settings(recipe: str, config: Path | None, method: str, model: str, video: dict[str, float]) -> RunConfig:
+def _one_process(device: Device) -> Mesh:
+    mesh = Mesh.join(device)
+    if mesh.size > 1:
+        raise UserError("preprocess is one process: give each of several a source of its own and a folder in OUT")
+    return mesh
+
+
+def _settings(
+    recipe: str, config: Path | None, method: str, model: str, video: dict[str, float], settings: Sequence[str]
+) -> RunConfig:
     """Return the run whose clips are encoded; ConfigError for a model without a recipe."""
     given = {"--recipe": recipe, "--config": str(config or ""), "--student.path": model}
     given |= {f"--video.{name}": str(value) for name, value in video.items() if value}
     named = config is not None and config.is_file() and "method" in load_yaml(config)
     words = [word for flag, value in given.items() if value for word in (flag, value)]
-    run = parse([*words, *([] if named else ["--method", method])])
+    run = parse([*words, *([] if named else ["--method", method]), *settings])
     if not run.recipe or not run.roles["student"].path:
         raise ConfigError("preprocess needs --model, a diffusers pipeline folder, with a --recipe made for it")
     return run
@@ -147,14 +178,14 @@ def _write_videos(
                     progress.note(f"skipped {clip}")
                 else:
                     raw, embedding = codec.encode_raw(to_video(clip))[0], embeddings[video.caption]
-                    _add(written, t2v_row(video.name, video.caption, raw, embedding, run.video), progress)
+                    add_row(written, t2v_row(video.name, video.caption, raw, embedding, run.video), progress)
         finally:
             written.finish()
             written.write_skipped(skipped)
         new = len(left) - len(skipped)
         if not done and not new:
             raise UserError(f"none of the {len(videos)} videos could be used: {out / SKIPPED} says why")
-        _summarise(progress, f"{len(done) + new} clips", out, new, f", {len(skipped)} videos skipped")
+        summarise(progress, f"{len(done) + new} clips", out, new, f", {len(skipped)} videos skipped")
 
 
 def _write_prompts(prompts: Sequence[str], written: ClipFolder, codec: Codec, out: Path) -> None:
@@ -166,19 +197,7 @@ def _write_prompts(prompts: Sequence[str], written: ClipFolder, codec: Codec, ou
                 embedding = codec.embeddings([prompt])[0]
                 padded = torch.nn.functional.pad(embedding, (0, 0, 0, codec.text_tokens - len(embedding)))
                 name = f"text_{hashlib.sha256(prompt.encode()).hexdigest()[:16]}"
-                _add(written, text_only_row(name, prompt, padded), progress)
+                add_row(written, text_only_row(name, prompt, padded), progress)
         finally:
             written.finish()
-        _summarise(progress, f"{len(done) + len(left)} prompts", out, len(left), "")
-
-
-def _add(written: ClipFolder, row: dict[str, object], progress: ItemProgress) -> None:
-    complete = written.add(row)
-    progress.advance()
-    if complete:
-        progress.note(f"{complete.name} is complete")
-
-
-def _summarise(progress: ItemProgress, what: str, out: Path, new: int, rest: str) -> None:
-    speed = f", {progress.rate:.3g} per second" if new else ""
-    progress.say(f"{what} in {out}, {new} of them new{speed}{rest}")
+        summarise(progress, f"{len(done) + len(left)} prompts", out, len(left), "")

@@ -35,12 +35,12 @@ class VideoConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The clips to train on, for methods that need some."""
+    """The clips to train on, for methods that need some, or the stored trajectories of a teacher."""
 
     path: str = ""
     """Parquet file of encoded clips, or a folder of such files (FastVideo's kinds t2v and i2v); or a small set of
     videos, a folder with x.txt beside x.mp4 or a .jsonl or .csv file with columns path and caption; "tiny": clips of
-    the tiny world."""
+    the tiny world. For ode_init, parquet files of trajectories (kind ode), which take the place of the teacher."""
     num_clips: int = 512
     """Number of rendered clips, if path is tiny."""
     window_gib: float = 16.0

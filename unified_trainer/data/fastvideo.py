@@ -3,16 +3,26 @@
 from collections.abc import Mapping
 
 import pyarrow as pa
+import torch
 from torch import Tensor
 
 from unified_trainer.data.clips import VideoConfig
+from unified_trainer.types import Trajectory
 
 TEXT_ENCODER = "unified_trainer.text_encoder"  # key in a schema's metadata: the fingerprint of what made the embeddings
 
 
+NETWORK_TIME = 1000  # stored timesteps are 1000 sigma
+
+
+def columns_of(name: str) -> tuple[str, str, str]:
+    """Return the names of the three columns of a tensor."""
+    return f"{name}_bytes", f"{name}_shape", f"{name}_dtype"
+
+
 def _tensor(name: str) -> tuple[pa.Field, ...]:
-    kinds = {"bytes": pa.binary(), "shape": pa.list_(pa.int64()), "dtype": pa.string()}
-    return tuple(pa.field(f"{name}_{part}", kind) for part, kind in kinds.items())
+    kinds = (pa.binary(), pa.list_(pa.int64()), pa.string())
+    return tuple(pa.field(column, kind) for column, kind in zip(columns_of(name), kinds, strict=True))
 
 
 T2V = pa.schema(
@@ -26,6 +36,16 @@ T2V = pa.schema(
     ]
 )
 TEXT_ONLY = pa.schema([("id", pa.string()), *_tensor("text_embedding"), ("caption", pa.string())])
+ODE = pa.schema(
+    [
+        ("id", pa.string()),
+        *_tensor("text_embedding"),
+        *_tensor("trajectory_latents"),
+        *_tensor("trajectory_timesteps"),
+        *((name, pa.string()) for name in ("file_name", "caption", "media_type")),
+        *_tensor("initial_noise"),  # ours: FastVideo stores no state before the first step, and ignores the columns
+    ]
+)
 
 
 def t2v_row(name: str, caption: str, raw: Tensor, embedding: Tensor, video: VideoConfig) -> dict[str, object]:
@@ -50,7 +70,25 @@ def text_only_row(name: str, caption: str, embedding: Tensor) -> dict[str, objec
     return {"id": name, **_columns("text_embedding", embedding), "caption": caption}
 
 
+def ode_row(name: str, caption: str, embedding: Tensor, trajectory: Trajectory) -> dict[str, object]:
+    """Return the row of one trajectory from pure noise, with a padded embedding [n, d].
+
+    FastVideo's state s is the one after the step from timestep s, so that the first state stands apart.
+    """
+    states = torch.cat([trajectory.states, trajectory.end[:, None]], 1)
+    return {
+        "id": name,
+        **_columns("text_embedding", embedding),
+        **_columns("trajectory_latents", states[:, 1:]),
+        **_columns("trajectory_timesteps", NETWORK_TIME * trajectory.sigmas),
+        "file_name": name,
+        "caption": caption,
+        "media_type": "text",
+        **_columns("initial_noise", states[0, 0]),
+    }
+
+
 def _columns(name: str, value: Tensor) -> Mapping[str, object]:
     """Return the columns of a tensor in float32: FastVideo reads nothing else, whatever the dtype column says."""
     array = value.float().cpu().contiguous().numpy()
-    return {f"{name}_bytes": array.tobytes(), f"{name}_shape": list(array.shape), f"{name}_dtype": str(array.dtype)}
+    return dict(zip(columns_of(name), (array.tobytes(), list(array.shape), str(array.dtype)), strict=True))

@@ -15,7 +15,7 @@ from unified_trainer.models.base import Codec
 from unified_trainer.numerics.advantages import curriculum
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
-from unified_trainer.types import Batch, Condition
+from unified_trainer.types import Batch, Condition, Trajectory
 
 
 class Source(Protocol):
@@ -38,6 +38,10 @@ class StoredSource(Source, Protocol):
 
     row_groups: Sequence[int]  # number of rows of each
     lanes: int  # row groups that the rows of a batch come from
+
+    def trajectory(self, indices: list[int]) -> Trajectory | None:
+        """Return the teacher's trajectories of these rows, or None for a source without them."""
+        ...
 
     def condition(self, indices: list[int]) -> Condition | None:
         """Return the stored text embeddings of these rows, or None if their prompts are to be encoded."""
@@ -145,6 +149,8 @@ class Loader:
     def batch_of(self, indices: list[int], sample_ids: list[int]) -> Batch:
         """Make a batch of these rows of the source."""
         latents = self._source.latents(indices)
+        trajectory = None if self._stored is None else self._stored.trajectory(indices)
+        device = self._mesh.device
         return make_batch(
             self._codec,
             [self._source.prompt(i) for i in indices],
@@ -152,7 +158,8 @@ class Loader:
             self._latent_shape,
             prompt_ids=indices,
             sample_ids=sample_ids,
-            latents=None if latents is None else latents.to(self._mesh.device),
+            latents=None if latents is None else latents.to(device),
+            trajectory=None if trajectory is None else trajectory.map(lambda x: x.to(device)),
             cond=None if self._stored is None else self._stored.condition(indices),
         )
 
@@ -190,6 +197,7 @@ def make_batch(
     prompt_ids: list[int],
     sample_ids: list[int],
     latents: Tensor | None = None,
+    trajectory: Trajectory | None = None,
     cond: Condition | None = None,
 ) -> Batch:
     """Make a batch: encode each distinct prompt once, unless `cond` holds the conditions of the prompts already.
@@ -207,4 +215,5 @@ def make_batch(
         cond,
         uncond.map(lambda x: x.expand(len(prompts), *x.shape[1:])),
         latents,
+        trajectory,
     )

@@ -1,7 +1,8 @@
-"""Clips encoded by FastVideo's preprocessing, or ours, read row group by row group on a thread ahead of training."""
+"""Rows encoded by FastVideo's preprocessing, or ours, read row group by row group on a thread ahead of training."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -11,25 +12,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.data.parquet_files import LATENT, TEXT, ClipFiles
+from unified_trainer.data.parquet_files import TEXT, StoredFiles
 from unified_trainer.errors import NotFiniteError, UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.types import Condition
+from unified_trainer.types import Condition, Trajectory
 
 SAMPLES = 4  # files of one text encoder whose first embedding is compared with the run's
 TOLERANCE = 0.05  # norm of the difference over the norm; bf16 instead of fp32 makes about 0.01
 
 
 class Rows(NamedTuple):
-    """Latents and text embeddings of some rows, as the files hold them, on the CPU."""
+    """What the kind of the files reads of some rows, and their text embeddings, on the CPU."""
 
-    latents: Float[Tensor, "b c t h w"]  # raw posterior means
+    values: Float[Tensor, "b ..."]  # one `RowKind.value` for each row
     text: list[Tensor]  # embeddings of the captions [n, d]; none if they are not used
 
 
-class ParquetClips:
-    """A source of captions with clean latents and, where the run's text encoder made them, text embeddings.
+class ParquetRows:
+    """A source of captions with stored tensors and, where the run's text encoder made them, text embeddings.
 
     Files are read by one thread of its own, which keeps the row groups of the rows that were read last.
 
@@ -38,7 +39,7 @@ class ParquetClips:
     one differs by more than 5%, all captions are encoded instead, once, as prompts are.
     """
 
-    def __init__(self, files: ClipFiles, codec: Codec, lanes: int) -> None:
+    def __init__(self, files: StoredFiles, codec: Codec, lanes: int) -> None:
         """`lanes` is the number of row groups that a batch is read from."""
         self._files, self._codec, self.lanes = files, codec, lanes
         self.row_groups = [group.rows for group in files.row_groups]
@@ -55,9 +56,13 @@ class ParquetClips:
         """Return the caption of a row."""
         return self._files.captions[index]
 
-    def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
-        """Return normalised latents; raise UserError, naming file and row, for one that is damaged."""
-        return self._codec.normalise(self._ask(indices).result().latents)
+    def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"] | None:
+        """Return the clean, normalised latents of these rows, or None for files without clips."""
+        return None
+
+    def trajectory(self, indices: list[int]) -> Trajectory | None:
+        """Return the teacher's trajectories of these rows, or None for files without any."""
+        return None
 
     def condition(self, indices: list[int]) -> Condition | None:
         """Return the condition of the text embeddings in the files, or None if captions are to be encoded."""
@@ -96,6 +101,10 @@ class ParquetClips:
         """End the thread, after the row group that it is reading."""
         self._thread.shutdown(cancel_futures=True)
 
+    def values(self, indices: list[int]) -> Float[Tensor, "b ..."]:
+        """Return what the files' kind reads of these rows; UserError names file and row of one that is damaged."""
+        return self._ask(indices).result().values
+
     def _ask(self, indices: list[int]) -> Future[Rows]:
         if self._asked is None or self._asked[0] != indices:
             self._asked = (list(indices), self._thread.submit(self._read, indices))
@@ -109,19 +118,24 @@ class ParquetClips:
         self._tables = {group: table for group, table in self._tables.items() if group in needed}
         for group in needed:
             if group not in self._tables:
-                self._tables[group] = self._read_row_group(group, [*LATENT, *(TEXT if with_text else ())])
+                self._tables[group] = self._read_row_group(group, with_text)
         rows = [(row, self._tables[group], within) for row, (group, within) in zip(indices, places, strict=True)]
-        latents = torch.stack([self._tensor(*row, LATENT) for row in rows])
-        return Rows(latents, [self._tensor(*row, TEXT) for row in rows] if with_text else [])
+        values = torch.stack([self._value(*row) for row in rows])
+        return Rows(values, [self._tensor(*row, TEXT) for row in rows] if with_text else [])
 
-    def _read_row_group(self, number: int, columns: list[str]) -> pa.Table:
+    def _read_row_group(self, number: int, with_text: bool) -> pa.Table:
         group = self._files.row_groups[number]
         metadata = self._files.metadata[group.file]  # is not read again
+        held = metadata.schema.to_arrow_schema().names
+        columns = [name for name in (*self._files.kind.tensors, *(TEXT if with_text else ())) if name in held]
         try:
             with pq.ParquetFile(group.file, metadata=metadata, page_checksum_verification=True) as opened:
                 return opened.read_row_group(group.number, columns=columns)
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"data.path: {group.file} is damaged in row group {group.number + 1} ({error})") from error
+
+    def _value(self, row: int, table: pa.Table, within: int) -> Tensor:
+        return self._files.kind.value(partial(self._tensor, row, table, within), table.column_names)
 
     def _tensor(self, row: int, table: pa.Table, within: int, columns: Sequence[str]) -> Tensor:
         data, shape, dtype = (table[name][within] for name in columns)
@@ -134,7 +148,22 @@ class ParquetClips:
         return torch.from_numpy(values)
 
 
-def _rows_to_compare(files: ClipFiles, fingerprint: str) -> list[int]:
+class ParquetClips(ParquetRows):
+    """A source of captions with clean latents."""
+
+    def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
+        return self._codec.normalise(self.values(indices))
+
+
+class ParquetTrajectories(ParquetRows):
+    """A source of captions with states of a teacher's ODE at the noise levels `levels`."""
+
+    def trajectory(self, indices: list[int]) -> Trajectory:
+        values = self.values(indices)
+        return Trajectory(self._files.kind.levels, values[:, :-1], values[:, -1])
+
+
+def _rows_to_compare(files: StoredFiles, fingerprint: str) -> list[int]:
     """Return the first rows of files that name no or another text encoder: up to SAMPLES for each encoder they name."""
     unknown = [rows for encoder, rows in files.first_rows().items() if encoder != fingerprint]
     return [row for rows in unknown for row in rows[:: -(-len(rows) // SAMPLES)]]

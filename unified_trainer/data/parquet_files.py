@@ -1,10 +1,9 @@
-"""FastVideo's parquet files of clips: which rows and row groups they hold, checked before anything is trained on.
+"""FastVideo's parquet files: which rows and row groups they hold, checked before anything is trained on.
 
-Kinds t2v and i2v have a latent and a caption in each row, and usually the caption's text embedding. A tensor NAME is
-three columns: NAME_bytes, NAME_shape and NAME_dtype.
+Each row has tensors of its kind (see row_kinds.py), a caption, and usually the caption's text embedding.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,15 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from unified_trainer.data.batch_plan import largest_divisor
-from unified_trainer.data.fastvideo import TEXT_ENCODER
+from unified_trainer.data.fastvideo import TEXT_ENCODER, columns_of
+from unified_trainer.data.row_kinds import RowKind
 from unified_trainer.errors import MissingFileError, UserError
 
-LATENT = ("vae_latent_bytes", "vae_latent_shape", "vae_latent_dtype")
-TEXT = ("text_embedding_bytes", "text_embedding_shape", "text_embedding_dtype")
-FLOATS = ("float16", "float32", "float64")  # types of stored tensors
+TEXT = columns_of("text_embedding")
 THREADS = 8  # that read footers and captions at the start
 SHOWN = 5  # bad rows that a message names
-Shape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,8 @@ class RowGroup:
 
 
 @dataclass(frozen=True)
-class ClipFile:
-    """One file, as far as it is known without its latents and embeddings."""
+class StoredFile:
+    """One file, as far as it is known without its tensors."""
 
     file: Path
     metadata: pq.FileMetaData
@@ -53,11 +50,11 @@ class ClipFile:
     faults: list[str]  # rows that cannot be trained on
 
 
-class ClipFiles:
+class StoredFiles:
     """The rows of all files, in the order of their names."""
 
-    def __init__(self, files: Sequence[ClipFile]) -> None:
-        self.files = tuple(files)
+    def __init__(self, kind: RowKind, files: Sequence[StoredFile]) -> None:
+        self.kind, self.files = kind, tuple(files)
         self.metadata = {one.file: one.metadata for one in files}
         self.captions = tuple(caption for one in files for caption in one.captions)
         self.row_groups = tuple(group for one in files for group in one.row_groups)
@@ -100,17 +97,17 @@ class ClipFiles:
         return largest_divisor(batch, room)
 
 
-def read_clip_files(path: Path, latent_shape: Shape) -> ClipFiles:
-    """Read footers, captions and shapes of a parquet file, or of all below a folder; no latent is read.
+def read_stored_files(path: Path, kind: RowKind) -> StoredFiles:
+    """Read footers, captions and shapes of a parquet file, or of all below a folder; no large tensor is read.
 
     Raise UserError, naming file and row, for what cannot be trained on: a file that is not whole, of another kind or
-    with other columns than the first, and a row without caption or with latents of another shape.
+    with other columns than the first, and a row without caption or with tensors of another shape.
     """
     files = sorted(path.rglob("*.parquet")) if path.is_dir() else [path]
     if not path.exists() or not files:
         raise MissingFileError(f"data.path {path} {'holds no .parquet files' if path.exists() else 'does not exist'}")
     with ThreadPoolExecutor(THREADS) as pool:
-        read = list(pool.map(lambda file: _read(file, latent_shape), files))
+        read = list(pool.map(lambda file: _read(file, kind), files))
     for one in read[1:]:
         if differing := sorted({name for name, _ in one.columns.items() ^ read[0].columns.items()}):
             raise UserError(
@@ -122,68 +119,53 @@ def read_clip_files(path: Path, latent_shape: Shape) -> ClipFiles:
         raise UserError(f"data.path: {'; '.join(faults[:SHOWN])}{rest}")
     if not any(one.captions for one in read):
         raise UserError(f"data.path {path}: its files hold no rows")
-    return ClipFiles(read)
+    return StoredFiles(kind, read)
 
 
-def _read(file: Path, latent_shape: Shape) -> ClipFile:
+def _read(file: Path, kind: RowKind) -> StoredFile:
     try:
         with pq.ParquetFile(file) as opened:
             metadata, schema = opened.metadata, opened.schema_arrow
             columns = {field.name: str(field.type) for field in schema}
-            _check_kind(file, columns)
-            small = [name for name in ("id", "caption", *LATENT[1:], TEXT[1]) if name in columns]
+            kind.check_columns(file, columns)
+            small = [name for name in ("id", "caption", *kind.small, TEXT[1]) if name in columns]
             rows = opened.read(small).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"data.path: {file} is not whole parquet ({error})") from error
     places = [_place(file, number, row["id"]) for number, row in enumerate(rows)]
-    faults = ((place, _fault(row, latent_shape)) for place, row in zip(places, rows, strict=True))
+    faults = ((place, _no_caption(row) or kind.fault(place, row)) for place, row in zip(places, rows, strict=True))
     unusable = f"{file} holds none"
     if {*TEXT} <= columns.keys():
         shapes = zip(places, (row[TEXT[1]] or [] for row in rows), strict=True)
         unusable = next((f"{place} has one of shape {shape}" for place, shape in shapes if not _is_text(shape)), "")
-    return ClipFile(
+    return StoredFile(
         file,
         metadata,
         columns,
         [str(row["id"]) for row in rows],
         [str(row["caption"]) for row in rows],
-        list(_row_groups(file, metadata)),
+        list(_row_groups(file, metadata, kind)),
         (metadata.metadata or {}).get(TEXT_ENCODER.encode(), b"").decode(errors="replace"),
         unusable,
         [f"{place} {fault}" for place, fault in faults if fault],
     )
 
 
-def _check_kind(file: Path, columns: Collection[str]) -> None:
-    missing = [name for name in ("id", "caption", *LATENT) if name not in columns]
-    if "trajectory_latents_bytes" in columns:
-        raise UserError(f"data.path: {file} holds trajectories of a teacher (kind ode) instead of clips (kind t2v)")
-    if missing == [*LATENT]:
-        raise UserError(f"data.path: {file} holds captions without clips; methods that train on none take --prompts")
-    if missing:
-        raise UserError(f"data.path: columns {', '.join(missing)} are missing in {file}; expected FastVideo's t2v")
-
-
-def _fault(row: Mapping[str, Any], latent_shape: Shape) -> str:
-    """Say what is wrong with a row, as far as caption, shape and type tell."""
-    caption, (shape, dtype) = row["caption"], (row[name] for name in LATENT[1:])
-    if not isinstance(caption, str) or not caption.strip():
-        return "has no caption"
-    if tuple(shape or ()) != latent_shape:
-        return f"has latents {tuple(shape or ())}, the run's video.* settings make {latent_shape}"
-    return "" if dtype in FLOATS else f"has latents of type {dtype}, not {', '.join(FLOATS)}"
+def _no_caption(row: Mapping[str, Any]) -> str:
+    caption = row["caption"]
+    return "" if isinstance(caption, str) and caption.strip() else "has no caption"
 
 
 def _is_text(shape: Sequence[int]) -> bool:
     return len(shape) == 2 and all(shape)
 
 
-def _row_groups(file: Path, metadata: pq.FileMetaData) -> Iterator[RowGroup]:
-    first = 0
+def _row_groups(file: Path, metadata: pq.FileMetaData, kind: RowKind) -> Iterator[RowGroup]:
+    first, read = 0, {*kind.tensors, *TEXT}
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
         parts = [group.column(i) for i in range(group.num_columns)]
-        size = sum(p.total_uncompressed_size for p in parts if p.path_in_schema.split(".")[0] in (*LATENT, *TEXT))
+        size = sum(p.total_uncompressed_size for p in parts if p.path_in_schema.split(".")[0] in read)
         if group.num_rows:
             yield RowGroup(file, number, first, group.num_rows, size)
         first += group.num_rows

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from unified_trainer.data.stored_prompts import parquet_files
 from unified_trainer.data.tables import TABLES, read_columns
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
 from unified_trainer.errors import MissingFileError, UserError
@@ -60,15 +61,17 @@ def prompts_of(path: str, tiny: tuple[str, ...], key: str, column: str) -> Promp
 
 
 def read_prompts(file: Path, key: str = "--prompts", column: str = "") -> PromptFile:
-    """Read a text file with one prompt per line, or a column of a .jsonl, .csv or .parquet file.
+    """Read a text file with one prompt per line, a column of a .jsonl, .csv or .parquet file, or of a folder of those.
 
     Blank lines and repeated prompts are skipped and counted in the note. `key` is the setting that names the file, for
     messages. Raise UserError, naming file and line, for a file that cannot be read or holds no prompt.
     """
-    if not file.is_file():
-        raise MissingFileError(f"{key} {file}: {'it is a folder, not a file' if file.is_dir() else 'no such file'}")
+    files = parquet_files(file) if file.is_dir() else [file]
+    if not files or not files[0].is_file():
+        why = "it is a folder without .parquet files" if file.is_dir() else "no such file"
+        raise MissingFileError(f"{key} {file}: {why}")
     try:
-        rows = _rows(file, key, column)
+        rows = [row for one in files for row in _rows(one, key, column)]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key} {file} cannot be read: {error}") from error
     texts = [row.strip() for row in rows]

@@ -20,6 +20,7 @@ from unified_trainer.roles.experts import ExpertLayout, check_balance
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling import SamplerConfig
+from unified_trainer.teacher_ode import TeacherODE
 from unified_trainer.types import Batch, Rollout
 
 PARTS = ("reward", "loader", "rollouts")  # constructor arguments besides roles: see `Method.parts`
@@ -122,6 +123,13 @@ class MethodConfig:
     def needs_clips(self) -> bool:
         """Whether batches must hold clean latents of clips."""
         return False
+
+    def teacher_ode(self, sampler: SamplerConfig) -> TeacherODE | None:
+        """Return the teacher's ODE whose trajectories data.path may hold, or None for a method that takes none.
+
+        Its role is not loaded where data.path holds them: the method's constructor needs a default for it.
+        """
+        return None
 
     def check(self, setup: MethodSetup) -> None:
         """Raise UserError, naming the key, for settings that cannot work; called before any weight is loaded."""

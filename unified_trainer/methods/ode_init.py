@@ -8,12 +8,14 @@ import torch
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, frozen, trained
 from unified_trainer.numerics.flow import GuidanceScale, sigma_table, x0_from_velocity
-from unified_trainer.numerics.kernels import transition
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.types import Batch, Latents, PerFrame
+from unified_trainer.teacher_ode import TeacherODE
+from unified_trainer.types import Batch, Latents, PerFrame, Trajectory
+
+ROUNDING = 1e-9  # noise levels that are no further apart are one: they were computed in different ways
 
 
 @dataclass(frozen=True)
@@ -33,30 +35,42 @@ class ODEInitConfig(SingleUpdateConfig):
         if setup.sampler.chunks.context_noise:
             raise UserError("sampler.chunks.context_noise must be 0 for ode_init: its chunks attend to clean chunks")
         setup.sampler.check_unguided()
-        setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)
+        if "teacher" in setup.layouts:  # its trajectories are not stored
+            setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)
         setup.require_trained("student", [setup.sampler.sigmas()[:-1].tolist()], "sampler.step_sigmas")
+
+    def teacher_ode(self, sampler: SamplerConfig) -> TeacherODE:
+        """Return the ODE from the student's first noise level: the teacher's levels below it, and the student's."""
+        levels, table = sampler.sigmas()[:-1], sigma_table(self.teacher_steps, self.teacher_shift)
+        further = (table[:, None] - levels).abs().amin(1) > ROUNDING
+        sigmas = torch.cat([table[further & (table < levels[0])], levels]).sort(descending=True).values
+        return TeacherODE("teacher", sigmas, levels, self.guidance_scale)
 
 
 class ODEInit(Method):
-    """loss = 1/2 mean |x0(x_sigma) - x_end|^2 over the states of the teacher's ODE at the student's noise levels."""
+    """loss = 1/2 mean |x0(x_sigma) - x_end|^2 over the states of the teacher's ODE at the student's noise levels.
+
+    Batches bring the states, or the teacher makes them.
+    """
 
     config_class = ODEInitConfig
     roles = {"student": trained(), "teacher": frozen()}
     trained_for_sampler = True
 
-    def __init__(self, config: ODEInitConfig, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen) -> None:
+    def __init__(
+        self, config: ODEInitConfig, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen | None = None
+    ) -> None:
         self.config, self.student, self.teacher, self.chunks = config, student, teacher, sampler.chunks
-        self.levels = sampler.sigmas()[:-1]
-        table = sigma_table(config.teacher_steps, config.teacher_shift)
-        self.table = torch.cat([table[table <= self.levels[0]], self.levels]).unique().flip(0)
+        self.ode = config.teacher_ode(sampler)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
-        states, end = self._trajectory(batch, rng)
+        trajectory = batch.trajectory or self._trajectory(batch, rng)
+        states, end = trajectory.states.unbind(1), trajectory.end
         for _ in range(self.config.passes):
-            for i, (level, x_t) in enumerate(zip(self.levels, states, strict=True)):
+            for i, (level, x_t) in enumerate(zip(trajectory.sigmas, states, strict=True)):
                 sigma = level.expand(len(batch))
                 if self.chunks.causal:
-                    x_t, sigma = self._by_chunk(states, i)
+                    x_t, sigma = self._by_chunk(trajectory, i)
                     velocity = self.student.masked_velocity(x_t, sigma, batch.cond, self.chunks, end)
                 else:
                     velocity = self.student.velocity(x_t, sigma, batch.cond)
@@ -64,22 +78,15 @@ class ODEInit(Method):
                 loss = 0.5 * (x0 - end).square().mean()
                 yield Loss("student", loss, metrics={"loss": loss.detach()})
 
-    def _by_chunk(self, states: list[Latents], offset: int) -> tuple[Latents, PerFrame]:
+    def _by_chunk(self, trajectory: Trajectory, offset: int) -> tuple[Latents, PerFrame]:
         """Give adjacent chunks different noise levels; over all offsets each chunk has been at every level."""
-        frames = states[0].shape[2]
-        ranges = self.chunks.ranges(frames)
-        rows = [(offset + c) % len(states) for c, (start, stop) in enumerate(ranges) for _ in range(start, stop)]
-        x_t = torch.stack([states[row][:, :, frame] for frame, row in enumerate(rows)], 2)
-        return x_t, self.levels[rows].expand(len(x_t), -1)
+        states, levels = trajectory.states, trajectory.sigmas
+        ranges = self.chunks.ranges(states.shape[3])
+        rows = [(offset + c) % len(levels) for c, (start, stop) in enumerate(ranges) for _ in range(start, stop)]
+        x_t = torch.stack([states[:, row, :, frame] for frame, row in enumerate(rows)], 2)
+        return x_t, levels[rows].expand(len(x_t), -1)
 
-    def _trajectory(self, batch: Batch, rng: Streams) -> tuple[list[Latents], Latents]:
+    def _trajectory(self, batch: Batch, rng: Streams) -> Trajectory:
         """The guided teacher's states at the student's noise levels and its end, from noise at the first level."""
-        x_t = rng.noise("noise", batch.sample_ids, batch.latent_shape).to(self.student.device)
-        states = []
-        for sigma, sigma_next in zip(self.table[:-1], self.table[1:], strict=True):
-            if sigma in self.levels:
-                states.append(x_t)
-            levels = sigma.expand(len(batch))
-            velocity = self.teacher.guided_velocity(x_t, levels, batch.cond, batch.uncond, self.config.guidance_scale)
-            x_t, _ = transition("ode", x_t, velocity, sigma, sigma_next, 0.0)
-        return states, x_t
+        noise = rng.noise("noise", batch.sample_ids, batch.latent_shape).to(self.student.device)
+        return self.ode.solve(self.teacher, noise, batch)

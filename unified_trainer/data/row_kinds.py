@@ -1,0 +1,162 @@
+"""The kinds of rows in FastVideo's parquet files that are trained on: clips, and trajectories of a teacher.
+
+A tensor NAME is three columns: NAME_bytes, NAME_shape and NAME_dtype.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.data.fastvideo import NETWORK_TIME, columns_of
+from unified_trainer.errors import UserError
+from unified_trainer.numerics.flow import unshift_sigma
+
+LATENT = columns_of("vae_latent")
+STATES = columns_of("trajectory_latents")
+TIMES = columns_of("trajectory_timesteps")
+NOISE = columns_of("initial_noise")
+FLOATS = ("float16", "float32", "float64")  # types of stored tensors
+SAME_LEVEL = 1e-5  # largest difference of two noise levels that are taken as one; files hold them as float32
+SHOWN = 4  # noise levels that a message names
+Shape = tuple[int, int, int, int]
+Stored = Callable[[Sequence[str]], Tensor]  # the three columns of a tensor -> that of a row, in float32
+
+
+class RowKind(Protocol):
+    """What the rows of a kind of files hold, and which of it is trained on."""
+
+    tensors: tuple[str, ...]  # columns that are read for a batch, besides text embeddings
+    small: tuple[str, ...]  # columns that are read of all rows before training
+
+    def check_columns(self, file: Path, columns: Collection[str]) -> None:
+        """Raise UserError for a file of another kind."""
+        ...
+
+    def fault(self, place: str, row: Mapping[str, Any]) -> str:
+        """Return what is wrong with a row as far as small columns tell; raise UserError for what is wrong with all."""
+        ...
+
+    def value(self, stored: Stored, columns: Collection[str]) -> Tensor:
+        """Return what a batch holds of a row of a file with these columns."""
+        ...
+
+
+class ClipRows:
+    """Kinds t2v and i2v: raw latents of a clip."""
+
+    tensors: tuple[str, ...] = LATENT
+    small: tuple[str, ...] = LATENT[1:]
+
+    def __init__(self, latent_shape: Shape) -> None:
+        self._latent_shape = latent_shape
+
+    def check_columns(self, file: Path, columns: Collection[str]) -> None:
+        missing = [name for name in ("id", "caption", *LATENT) if name not in columns]
+        if STATES[0] in columns:
+            raise UserError(f"data.path: {file} holds trajectories of a teacher (kind ode) instead of clips (kind t2v)")
+        if missing == [*LATENT]:
+            raise UserError(
+                f"data.path: {file} holds captions without clips; methods that train on none take --prompts"
+            )
+        if missing:
+            raise UserError(f"data.path: columns {', '.join(missing)} are missing in {file}; expected FastVideo's t2v")
+
+    def fault(self, place: str, row: Mapping[str, Any]) -> str:
+        shape, dtype = (row[name] for name in self.small)
+        if tuple(shape or ()) != self._latent_shape:
+            return f"has latents {tuple(shape or ())}, the run's video.* settings make {self._latent_shape}"
+        return "" if dtype in FLOATS else f"has latents of type {dtype}, not {', '.join(FLOATS)}"
+
+    def value(self, stored: Stored, columns: Collection[str]) -> Float[Tensor, "c t h w"]:
+        """Return the raw latents."""
+        return stored(LATENT)
+
+
+class TrajectoryRows:
+    """Kind ode: states of a teacher's ODE, of which those at the student's noise levels are trained on.
+
+    State s of trajectory_latents [1, s, c, t, h, w] is the one after the step from timestep s, 1000 sigma: it is at the
+    level of timestep s + 1, and the last is at 0. The state at the first timestep is initial_noise [c, t, h, w], which
+    files of FastVideo lack.
+    """
+
+    tensors: tuple[str, ...] = (*STATES, *TIMES, *NOISE)
+    small: tuple[str, ...] = (*STATES[1:], *TIMES, *NOISE[1:])
+
+    def __init__(self, latent_shape: Shape, levels: Float[Tensor, " l"], shift: float) -> None:
+        """`levels` are the student's falling noise levels without 0, and `shift` is that of its sampler."""
+        self._latent_shape, self.levels, self._shift = latent_shape, levels, shift
+
+    def check_columns(self, file: Path, columns: Collection[str]) -> None:
+        missing = [name for name in ("id", "caption", *STATES, *TIMES) if name not in columns]
+        if LATENT[0] in columns:
+            raise UserError(f"data.path: {file} holds clips (kind t2v) instead of trajectories of a teacher (kind ode)")
+        if missing:
+            raise UserError(
+                f"data.path: columns {', '.join(missing)} are missing in {file}; expected FastVideo's ode_trajectory, "
+                "which preprocess --trajectories writes"
+            )
+
+    def fault(self, place: str, row: Mapping[str, Any]) -> str:
+        shape, dtype = (row[name] for name in STATES[1:])
+        shape = tuple(shape or ())
+        if len(shape) < 5 or shape[-4:] != self._latent_shape or math.prod(shape[:-5]) != 1:
+            return f"has states {shape}, the run's video.* settings make (1, n, {str(self._latent_shape)[1:]}"
+        if dtype not in FLOATS:
+            return f"has states of type {dtype}, not {', '.join(FLOATS)}"
+        try:
+            data, _, kind = (row[name] for name in TIMES)
+            times = np.frombuffer(data, np.dtype(kind)).astype(np.float64)
+        except (TypeError, ValueError) as error:
+            return f"has timesteps that cannot be read ({error})"
+        if len(times) != shape[-5] or (np.diff(times, append=0.0) >= 0).any():
+            return f"has {len(times)} timesteps for {shape[-5]} states, which must be as many and fall to above 0"
+        has_noise = NOISE[1] in row
+        if has_noise and tuple(row[NOISE[1]] or ()) != self._latent_shape:
+            return f"has initial noise {tuple(row[NOISE[1]] or ())}, its states are {self._latent_shape}"
+        held = torch.from_numpy(times) / NETWORK_TIME
+        self._check_levels(place, held if has_noise else held[1:])
+        return ""
+
+    def _check_levels(self, place: str, held: Float[Tensor, " n"]) -> None:
+        """Raise UserError unless there are states at all levels of the student."""
+        missing = [one for one in self.levels if not _same(held, one).any()]
+        if not missing:
+            return
+        below = [one for one in self.levels if one not in missing]
+        nearest = [held[(held - one).abs().argmin()] for one in missing] if len(held) else []
+        way_out = "make trajectories for this sampler: preprocess PROMPTS OUT --trajectories"
+        near = sorted({float(one) for one in (*below, *nearest)}, reverse=True)
+        if len(near) == len(self.levels):
+            sigmas = " ".join(f"{float(unshift_sigma(one, self._shift)):.6g}" for one in near)
+            way_out += f"; or train a student of levels that it has: --sampler.step-sigmas {sigmas}"
+        raise UserError(
+            f"data.path: {place} has no state at noise level {_listed(missing)} of the student; near them it has "
+            f"{_listed(nearest) or 'none'}. {way_out[0].upper()}{way_out[1:]}"
+        )
+
+    def value(self, stored: Stored, columns: Collection[str]) -> Float[Tensor, "l_and_end c t h w"]:
+        """Return the states at the student's levels, and the end."""
+        states = stored(STATES).reshape(-1, *self._latent_shape)
+        held = stored(TIMES).flatten().double() / NETWORK_TIME
+        if NOISE[0] in columns:
+            states = torch.cat([stored(NOISE)[None], states])
+        else:
+            held = held[1:]
+        rows = [int((held - one).abs().argmin()) for one in self.levels]
+        return states[[*rows, -1]]
+
+
+def _same(held: Float[Tensor, " n"], level: Tensor) -> Tensor:
+    return (held - level).abs() <= SAME_LEVEL
+
+
+def _listed(levels: Sequence[Tensor]) -> str:
+    rest = f" and {len(levels) - SHOWN} more" if len(levels) > SHOWN else ""
+    return ", ".join(f"{float(one):.6g}" for one in levels[:SHOWN]) + rest
