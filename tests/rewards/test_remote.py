@@ -322,8 +322,6 @@ def test_a_wrong_request_is_answered_with_its_fault(change, message):
         ({"reward": "clip"}, "reward.path must be the folder of a clip scorer"),
         ({"reward": "absent.yaml"}, "--reward absent.yaml: no such file"),
         ({"reward": "absent.yaml", "path": "x"}, "leave --path out"),
-        ({"reward": "sharpness", "batch": 0}, "--batch must be at least 1"),
-        ({"reward": "sharpness", "port": 70000}, "--port must be from 0 to 65535, not 70000"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):

@@ -25,6 +25,7 @@ from unified_trainer.models.base import Codec
 from unified_trainer.models.hub import is_hub_id
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.ranges import Count, FramesOrZero, PixelsOrZero, at_least
 from unified_trainer.registry import family_of
 
 VERSION = 1
@@ -40,12 +41,12 @@ def preprocess(
     config: Path | None = None,
     method: str = "finetune",
     model: str = "",
-    frames: int = 0,
-    height: int = 0,
-    width: int = 0,
-    fps: float = 0.0,
-    rows_per_file: int = 64,
-    workers: int = 4,
+    frames: FramesOrZero = 0,
+    height: PixelsOrZero = 0,
+    width: PixelsOrZero = 0,
+    fps: Annotated[float, at_least(0, 1000)] = 0.0,
+    rows_per_file: Count = 64,
+    workers: Count = 4,
     strict: bool = False,
     device: Device = "auto",
 ) -> None:
@@ -69,12 +70,9 @@ def preprocess(
         strict: End at the first video that cannot be used, instead of listing and skipping it.
         device: Device to run on.
     """
-    if min(rows_per_file, workers) < 1:
-        raise UserError("--rows-per-file and --workers must be at least 1")
     if captions and not source.is_dir():
         raise UserError(f"--captions is for a folder of videos, but SOURCE {source} is none: leave it out")
     run = _settings(recipe, config, method, model, {"frames": frames, "height": height, "width": width, "fps": fps})
-    run.video.check()
     run.encoders.check()
     path = run.roles["student"].path
     family, folder = family_of("--model", fetch_pipeline(path, "--model") if is_hub_id(path) else path)
