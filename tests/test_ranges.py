@@ -115,19 +115,30 @@ def test_a_field_without_a_range_is_found():
 # Values.
 
 
+def declared() -> dict[tuple[Any, str], tuple[RunConfig, Setting]]:
+    """Each numeric field that a class declares, once, with a run that has it."""
+    return {(s.owner, s.key.split(".")[-1]): (run_of(m), s) for m in METHODS for s in numbers(run_of(m))}
+
+
 def test_a_value_is_in_range_or_refused_by_its_key():
-    """Each declared field once, of all methods, set as Python code may do it; numbers of a tuple one by one."""
-    fields = {(s.owner, s.key.split(".")[-1]): (run_of(m), s) for m in METHODS for s in numbers(run_of(m))}
-    assert len(fields) > 120
-    for run, setting in fields.values():
+    """Set as Python code may do it; numbers of a tuple one by one."""
+    assert len(declared()) > 120
+    for (owner, name), (_, setting) in declared().items():
         kinds = [part for part in flattened(setting.kind) if typing.get_origin(part) is tuple]
         for kind in {setting.kind, *kinds}:
             for number in (value for value in VALUES if isinstance(value, int) or kind is not int):
-                message = said(lambda: check_ranges(changed(run, setting.key, of_kind(kind, number)), "origin"))  # noqa: B023
+                part = dataclasses.replace(owner(), **{name: of_kind(kind, number)})
+                message = said(lambda: check_ranges(part, "origin"))  # noqa: B023
                 place = f"{setting.key} {number} as {kind}"
                 assert bool(message) != (number in setting.limits), place
-                assert not message or message.startswith(f"origin: {setting.key} must "), place
+                assert not message or message.startswith(f"origin: {name} must "), place
                 assert not message or message.endswith(f", not {number}"), place
+
+
+def test_the_message_has_the_whole_key():
+    for run, setting in declared().values():
+        wrong = changed(run, setting.key, of_kind(setting.kind, 10**30 if setting.kind is int else INF))
+        assert said(lambda: check_ranges(wrong)).startswith(f"{setting.key} must ")  # noqa: B023
 
 
 def test_infinity_and_nan_are_in_no_range_but_one():
@@ -298,7 +309,7 @@ def test_settings_of_an_own_method(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("limits", "inside", "outside", "words"),
+    ("limits", "numbers_in", "numbers_out", "words"),
     [
         (Range(), (0, -1e300), (INF, -INF, NAN), "a finite number"),
         (at_least(1), (1, 1e300), (0.999, INF), "at least 1"),
@@ -310,6 +321,6 @@ def test_settings_of_an_own_method(tmp_path):
         (Range(also=(-INF,)), (0, -INF), (INF, NAN), "a finite number, or -inf"),
     ],
 )
-def test_a_range_holds_its_numbers_and_says_so(limits, inside, outside, words):
-    assert all(number in limits for number in inside) and not any(number in limits for number in outside)
+def test_a_range_holds_its_numbers_and_says_so(limits, numbers_in, numbers_out, words):
+    assert all(number in limits for number in numbers_in) and not any(number in limits for number in numbers_out)
     assert str(limits) == words

@@ -59,7 +59,7 @@ Finite = Annotated[float, Range()]
 NonNegative = Annotated[float, at_least(0)]
 Positive = Annotated[float, above(0)]
 Fraction = Annotated[float, at_least(0, 1)]
-Share = Annotated[float, above(0, 1)]  # a fraction that is not 0
+PositiveFraction = Annotated[float, above(0, 1)]
 Decay = Annotated[float, Range(0, 1, open_high=True)]
 Count = Annotated[int, at_least(1, MOST)]
 CountOrZero = Annotated[int, at_least(0, MOST)]

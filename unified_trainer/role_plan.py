@@ -109,7 +109,7 @@ def without_adapter(roles: Mapping[str, RolePlan]) -> str:
 
 
 def _check_adapter(name: str, role: RolePlan) -> None:
-    """Every name of --ROLE.adapter.layers must be, or end, the name of a linear layer of each trained network."""
+    """Every name of --ROLE.adapter.layers must, once, be or end the name of a linear layer of each trained network."""
     adapter = role.trainable.adapter
     if len({*adapter.layers}) < len(adapter.layers):
         twice = Counter(adapter.layers).most_common(1)[0][0]

@@ -23,7 +23,7 @@ from unified_trainer.numerics.flow import (
     x0_from_velocity,
 )
 from unified_trainer.numerics.kernels import Kernel, Policy, transition
-from unified_trainer.ranges import NetworkCalls, Share, Shift
+from unified_trainer.ranges import NetworkCalls, PositiveFraction, Shift
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.types import Batch, Condition, Latents, Rollout
@@ -37,7 +37,7 @@ Velocity = Callable[[Latents, Tensor], Latents]  # velocity of x_t at one noise 
 class SamplerConfig:
     num_steps: NetworkCalls = 30
     """Network calls per sample."""
-    step_sigmas: tuple[Share, ...] = ()
+    step_sigmas: tuple[PositiveFraction, ...] = ()
     """Falling noise levels in (0, 1] before the shift, one per step, e.g. 1 0.75 0.5 0.25; empty spaces them evenly."""
     shift: Shift = 3.0
     """Shift of the noise levels towards noise; 1 is none."""

@@ -124,7 +124,7 @@ def test_the_scorer_of_the_guide(tmp_path):
     config = ScorerConfig(kind=kind, frames="all", top_fraction=0.25, settings={"target": "0.4"})
     best = -((VIDEO.mean((1, 3, 4)) - 0.4) ** 2).amin(1)
     torch.testing.assert_close(scored(config), best)
-    with pytest.raises(UserError, match=r"mine\.settings\.target must be from 0 to 1, but is 4"):
+    with pytest.raises(UserError, match=r"mine\.settings\.target must be from 0 to 1, not 4"):
         check_reward(RewardConfig(scorers={"mine": ScorerConfig(kind=kind, settings={"target": "4"})}), 4)
 
 

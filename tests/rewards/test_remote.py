@@ -144,7 +144,7 @@ def test_the_transport_is_exact_or_rounds_to_8_bits():
             {"url": "localhost:8000"},
             "url must begin with http:// or https://, but is 'localhost:8000'",
         ),
-        ({"url": "http://h", "timeout": "0"}, r"mine\.settings\.timeout must be a number of seconds above 0"),
+        ({"url": "http://h", "timeout": "0"}, r"mine\.settings\.timeout must be above 0 and at most 1e\+07, not 0"),
         ({"url": "http://h", "token_variable": "NO_SUCH_TOKEN"}, "the environment has no NO_SUCH_TOKEN"),
         ({"url": "http://h", "encoding": "png"}, r"mine\.settings\.encoding must be one of float32, uint8, not 'png'"),
     ],

@@ -92,7 +92,7 @@ def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | N
     frames_of_run = loaded.family.latent_shape(loaded.base, run.video.frames, video.height, video.width)[1]
     if window is None:
         window = chunks.window_frames or (frames_of_run - chunks.chunk_frames if shape[1] > frames_of_run else 0)
-    sink = chunks.sink_frames if sink is None else sink
+    sink = (chunks.sink_frames if window else 0) if sink is None else sink
     sampler = dataclasses.replace(
         run.sampler, chunks=dataclasses.replace(chunks, window_frames=window, sink_frames=sink)
     )

@@ -16,7 +16,7 @@ from unified_trainer.numerics.advantages import gae, standardized, vtrace
 from unified_trainer.numerics.values import explained_variance, value_loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import Count, Fraction, NonNegative, PeriodOrZero, Positive, Share
+from unified_trainer.ranges import Count, Fraction, NonNegative, PeriodOrZero, Positive, PositiveFraction
 from unified_trainer.rl.dynamic_sampling import lag_metrics
 from unified_trainer.rl.groups import reward_metrics
 from unified_trainer.rl.minibatches import Minibatch, plan_minibatches
@@ -45,7 +45,7 @@ class DancePPOConfig(PolicyConfig, RolloutConfig):
     """Samples of each prompt; one is enough, because advantages are relative to predicted rewards."""
     prompts_per_update: Count = 32
     """Prompts of one optimizer update; a rollout has num_prompts / prompts_per_update updates."""
-    discount: Share = 1.0
+    discount: PositiveFraction = 1.0
     """Discount of the reward for each transition between a state and the end."""
     gae_lambda: Fraction = 1.0
     """Lambda of GAE: 1 compares the reward with the predicted one, lower values rely more on later predictions."""

@@ -10,7 +10,7 @@ from unified_trainer.numerics.flow import Sigma, add_noise, x0_from_velocity
 from unified_trainer.numerics.kl import velocity_kl
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import Decay, Fraction, NonNegative, Positive, Share
+from unified_trainer.ranges import Decay, Fraction, NonNegative, Positive, PositiveFraction
 from unified_trainer.rl.dynamic_sampling import collect_samples
 from unified_trainer.rl.groups import GroupConfig, compute_advantages
 from unified_trainer.rl.minibatches import Minibatch
@@ -31,7 +31,7 @@ LEAST_ERROR = 1e-5  # smallest divisor of a loss
 class DiffusionNFTConfig(GroupConfig):
     beta: Positive = 1.0
     """Distance of the two implicit policies from the old policy, in units of the student's own distance."""
-    timestep_fraction: Share = 1.0
+    timestep_fraction: PositiveFraction = 1.0
     """Fraction of the sampler's noise levels trained at, drawn anew in each training step."""
     old_decay: Decay = 0.5
     """Largest decay of the old policy, which samples: an average of the student, updated once a training step."""

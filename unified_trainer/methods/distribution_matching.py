@@ -20,7 +20,7 @@ from unified_trainer.numerics.flow import (
     x0_from_velocity,
 )
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import NonNegative, Period, PeriodOrZero, Share, Shift
+from unified_trainer.ranges import NonNegative, Period, PeriodOrZero, PositiveFraction, Shift
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen
 from unified_trainer.types import Batch, Latents
@@ -34,7 +34,7 @@ class MatchingConfig(SingleUpdateConfig):
     """Guidance scale w of the teacher, uncond + w (cond - uncond); two numbers for two experts."""
     tau_shift: Shift = 5.0
     """Shift towards noise of the noise levels tau at which teacher and critic are compared."""
-    tau_range: tuple[Share, Share] = (0.02, 0.98)
+    tau_range: tuple[PositiveFraction, PositiveFraction] = (0.02, 0.98)
     """Range to which tau is clipped."""
     student_every: Period = 5
     """Training steps between two updates of the student."""

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.errors import UserError
-from unified_trainer.ranges import Count, CountOrZero, Finite, Range, Seconds, Share
+from unified_trainer.ranges import Count, CountOrZero, Finite, PositiveFraction, Range, Seconds
 from unified_trainer.types import PerSample, Video
 
 # Videos in [0, 1] and one prompt for each -> one number for each; higher is better. A scorer raises rather than guess.
@@ -31,7 +31,7 @@ class ScorerConfig:
     """Precision of the backbone."""
     frames: Literal["first", "every", "all"] = "first"
     """Frames that are scored: the first, every frame_stride-th, or all. Scorers of images give the mean over them."""
-    top_fraction: Share = 1.0
+    top_fraction: PositiveFraction = 1.0
     """Fraction of the scored frames, those of the highest scores, that a scorer of images averages; 1 is the mean."""
     frame_stride: Count = 8
     """Distance of the scored frames with frames = every; the first frame is always scored."""

@@ -12,7 +12,7 @@ from unified_trainer.numerics.kl import KL
 from unified_trainer.numerics.objectives import Mode, ObjectiveParameters
 from unified_trainer.numerics.off_policy import Correction, WeightDensity
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import Fraction, NonNegative, Positive, Share, above, at_least
+from unified_trainer.ranges import Fraction, NonNegative, Positive, PositiveFraction, above, at_least
 from unified_trainer.rl.reference_kl import KLSettings
 from unified_trainer.rl.replay import transition_noise
 from unified_trainer.rl.sde_windows import WindowConfig
@@ -32,7 +32,7 @@ class PolicyConfig(MethodConfig):
     normalised: bool = True
     """Use the policy's normalised density; without, -(x_next - mean)^2 as published for cps (experimental)."""
     window: WindowConfig = field(default_factory=WindowConfig)
-    timestep_fraction: Share = 0.6
+    timestep_fraction: PositiveFraction = 0.6
     """Fraction of the stochastic transitions trained, drawn anew in each training step. It has no effect with
     algorithm.window.size: a window is trained whole."""
     objective: Mode = "clip"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unified_trainer.errors import NotFiniteError
 from unified_trainer.parallel.fsdp import full
-from unified_trainer.ranges import Decay, Fraction, NonNegative, PeriodOrZero, Share, at_least
+from unified_trainer.ranges import Decay, Fraction, NonNegative, PeriodOrZero, PositiveFraction, at_least
 from unified_trainer.roles.ema import EMA
 
 
@@ -21,7 +21,7 @@ class LearnerConfig:
     """Learning rate of AdamW after the warm-up."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
-    eps: Share = 1e-8
+    eps: PositiveFraction = 1e-8
     """Epsilon of AdamW."""
     weight_decay: Annotated[float, at_least(0, 100)] = 0.01
     """Weight decay of AdamW."""
