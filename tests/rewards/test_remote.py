@@ -225,7 +225,7 @@ def test_a_wrong_answer_is_not_retried(answer, message):
 def test_a_resumed_run_may_have_another_address(tmp_path):
     url = ["--reward.scorers.mine.kind", "http", "--reward.scorers.mine.settings.url"]
     save(parse([*url, "http://a"]), tmp_path / "config.yaml")
-    resumed = ["--config", str(tmp_path / "config.yaml"), "--reward.scorers.mine.settings.url", "http://b"]
+    resumed = ["--resume", str(tmp_path), "--reward.scorers.mine.settings.url", "http://b"]
     with pytest.raises(UserError, match=r"add --allow reward\.scorers\.mine\.settings\.url"):
         check_resumable(parse(resumed), tmp_path / "config.yaml")
     allowed = parse([*resumed, "--allow", "reward.scorers.mine.settings.url"])
