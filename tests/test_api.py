@@ -67,7 +67,7 @@ def test_settings_are_keys_or_nested_mappings_over_a_recipe(tmp_path):
         (("tiny", "finetune", {"student.learning_rat": 1}), "settings: student.learning_rat is not known; did you"),
         (("tiny", "finetune", {"student": {"learning_rate": "fast"}}), "learning_rate must be a number, not 'fast'"),
         (("tiny", "finetune", {"algorithm.eta": 1.0}), "settings: algorithm.eta is a setting of dance_grpo"),
-        (("tiny", "finetune", {"sampler.shift": float("nan")}), "sampler.shift is nan: give a number"),
+        (("tiny", "finetune", {"sampler.shift": float("nan")}), "settings: sampler.shift must be above 0 .*, not nan"),
     ],
 )
 def test_wrong_settings_are_named(words, message):

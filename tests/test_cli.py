@@ -74,7 +74,7 @@ def refused(run_folder, capsys):
     ],
 )
 def test_nan_is_no_number(refused, flags, key):
-    assert f"{key} is" in refused(*flags)
+    assert f"{key} must " in refused(*flags)
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "{a: [}\n"])
@@ -246,17 +246,14 @@ def test_a_nan_in_the_reward_stops_the_run(run_folder, hpsv3, capsys, validate_e
             ["--algorithm.num-prompts", "3"],
             "algorithm.num_prompts (3) must be divisible by algorithm.prompts_per_update (2)",
         ),
-        (["--algorithm.prompts-per-update", "0"], "algorithm.prompts_per_update must be at least 1, not 0"),
-        (["--algorithm.update-batch", "0"], "algorithm.update_batch must be at least 1, not 0"),
-        (["--algorithm.rollout-batch", "0"], "algorithm.rollout_batch must be at least 1"),
+        (["--algorithm.prompts-per-update", "0"], "algorithm.prompts_per_update must be from 1 to 1000000, not 0"),
+        (["--algorithm.update-batch", "0"], "algorithm.update_batch must be from 1 to 1000000, not 0"),
+        (["--algorithm.rollout-batch", "0"], "algorithm.rollout_batch must be from 1 to 1000000, not 0"),
         (["--video.frames", "6"], "video.frames must be 4k + 1 for this VAE, not 6: set 5 or 9"),
-        (["--video.frames", "0"], "video.frames must be 4k + 1 for this VAE, not 0: set 1"),
-        (["--video.frames", "-3"], "video.frames must be 4k + 1 for this VAE, not -3"),
         (["--video.width", "33"], "video.width must be a multiple of 16 for this VAE, not 33: set 32 or 48"),
-        (["--video.height", "0"], "video.height must be a multiple of 16 for this VAE, not 0: set 16"),
-        (["--validation.num-samples", "1"], "validation.num_samples must be at least 2"),
-        (["--reward.batch", "0"], "reward.batch must be at least 1"),
-        (["--student.ema-decay", "1.5"], "ema_decay must be in [0, 1), not 1.5"),
+        (["--validation.num-samples", "1"], "validation.num_samples must be from 2 to 1000000, not 1"),
+        (["--reward.batch", "0"], "reward.batch must be from 1 to 1000000, not 0"),
+        (["--student.ema-decay", "1.5"], "student.ema_decay must be at least 0 and below 1, not 1.5"),
     ],
 )
 def test_numbers_that_do_not_fit_name_their_key(refused, flags, message):
@@ -267,8 +264,8 @@ def test_numbers_that_do_not_fit_name_their_key(refused, flags, message):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--algorithm.micro-batch", "0"], "algorithm.micro_batch must be at least 1, not 0"),
-        (["--algorithm.batch-size", "0"], "algorithm.batch_size must be at least 1, not 0"),
+        (["--algorithm.micro-batch", "0"], "algorithm.micro_batch must be from 1 to 1000000, not 0"),
+        (["--algorithm.batch-size", "0"], "algorithm.batch_size must be from 1 to 1000000, not 0"),
         (["--video.frames", "5"], "video.frames"),
         (["--data.num-clips", "0"], "data.num_clips"),
     ],

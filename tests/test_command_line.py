@@ -160,7 +160,7 @@ def test_a_value_that_cannot_be_is_named_with_what_can(words, message):
 
 def test_nan_a_method_without_a_name_and_a_group_are_refused():
     assert refused("--reward.scorers.look", "5").startswith("--reward.scorers.look is a group of settings: ")
-    assert refused("--student.learning-rate", "nan") == "student.learning_rate is nan: give a number"
+    assert refused("--student.learning-rate", "nan") == "student.learning_rate must be from 0 to 1, not nan"
     assert refused("--steps", "3", "--method") == "--method needs a value"
 
 
@@ -402,7 +402,8 @@ def test_help_shows_the_values_of_the_recipe_and_the_saved_file(tmp_path, capsys
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"method": "dmd2", "steps": 77}))
     assert main(["--config", str(tmp_path / "mine.yaml"), "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "or one update. Default: 77." in said and "Network calls per sample. Default: 4." in said
+    assert "or one update. Must be from 1 to 1000000000. Default: 77." in said
+    assert "Network calls per sample. Must be from 1 to 1000. Default: 4." in said
 
 
 OWN = """

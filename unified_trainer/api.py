@@ -13,6 +13,7 @@ from rich.console import Console
 
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.cli.command_line import parse, with_settings
+from unified_trainer.cli.flags import check_ranges
 from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.sample import draw_latents
 from unified_trainer.commands.train import begin
@@ -95,6 +96,7 @@ class Run:
 
         Raise UserError, before a file is written, for settings that cannot be.
         """
+        check_ranges(settings)
         self._stack = ExitStack()
         self._mesh = Mesh.join(settings.device, settings.parallel)
         begun = self._stack.enter_context(begin(settings, self._mesh, sys.argv))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 import yaml
@@ -19,6 +19,7 @@ from unified_trainer.methods.base import DeclarationError, Method, MethodConfig,
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import ParallelConfig
+from unified_trainer.ranges import MOST, Count, CountOrZero, Period, PeriodOrZero, Seed, at_least
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 from unified_trainer.roles.role import RoleConfig
@@ -70,20 +71,20 @@ class ConfigError(UserError):
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    num_samples: int = 48
+    num_samples: Annotated[int, at_least(2, MOST)] = 48
     """Videos generated and scored at each validation, from fixed prompts and noise."""
-    batch: int = 48
+    batch: Count = 48
     """Samples generated at a time."""
-    seed: int = 1000
+    seed: Seed = 1000
     """Seed of the noise."""
-    frechet_stride: int = 4
+    frechet_stride: Count = 4
     """Frames between two that enter the Frechet distance, which is measured in the tiny world only."""
     prompts: str = ""
     """File with one prompt per line, or a .jsonl, .csv or .parquet file; "tiny": captions of the tiny world that are
     not trained on. By default the first prompts of the training set."""
     prompts_column: str = ""
     """Column of a .jsonl, .csv or .parquet file of prompts; by default prompt, caption or text."""
-    num_videos: int = 4
+    num_videos: CountOrZero = 4
     """Samples written as mp4 and on the contact sheet."""
     ema: bool = True
     """Sample with the EMA weights if the student keeps any."""
@@ -121,9 +122,9 @@ class RunConfig:
     a role is given."""
     config: Path | None = None
     """Saved config.yaml to start from."""
-    steps: int = 60
+    steps: Period = 60
     """Training steps; one is a rollout with its updates, or one update."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of all random numbers."""
     output: Path | None = None
     """Run directory; runs/METHOD-N by default."""
@@ -134,19 +135,19 @@ class RunConfig:
     init_from: str | None = None
     """RUN[@step][:ema]: a run whose newest checkpoint, or that step's, gives the weights of the trained roles; with
     :ema their EMA weights."""
-    checkpoint_every: int = 20
+    checkpoint_every: PeriodOrZero = 20
     """Training steps between checkpoints; the last step is always saved, and 0 saves no other."""
     async_save: bool = False
     """Write checkpoints from a copy in CPU memory while training goes on."""
-    keep_last: int = 2
+    keep_last: Count = 2
     """Newest checkpoints kept."""
-    keep_best: int = 0
+    keep_best: CountOrZero = 0
     """Best checkpoints kept besides, among those saved after a validation."""
     best_metric: str = "reward"
     """Validation metric that ranks them."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Order of that metric."""
-    validate_every: int = 10
+    validate_every: PeriodOrZero = 10
     """Training steps between validations; one runs before the first step and after the last too. 0 is never."""
     families: tuple[str, ...] = ()
     """Model families of your own, each path/to/file.py:NAME or package.module:NAME."""

@@ -54,7 +54,6 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     method = method_named(run.method)
     check_complete(run)
     keep = Keep(run.keep_last, run.keep_best, run.best_metric, run.best_is)
-    keep.check()
     if run.best_metric in METRICS:
         raise ConfigError(f"best_metric {run.best_metric}: renamed to {METRICS[run.best_metric]}")
     if keep.best and not run.validate_every:
@@ -67,8 +66,6 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_reward(run.reward, run.video.frames)
     check_validation(run.validation, mesh)
     check_tracking(run.tracking, mesh)
-    run.video.check()
-    run.data.check()
     batch = run.algorithm.plan()
     roles = plan_roles(run, method, starting=not manifest.folders(run.resume / "checkpoints") if run.resume else True)
     for name, role in roles.items():
@@ -92,7 +89,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     stored = None
     if run.trains_on == "clips" and run.data.path == "tiny":
-        check_tiny_clips(run.data, run.video)
+        check_tiny_clips(run.video)
     elif run.trains_on == "clips" and holds_videos(Path(run.data.path)):
         checked_videos(Path(run.data.path))
     elif run.trains_on != "prompts":
@@ -167,13 +164,11 @@ def _check_monitor(run: RunConfig, method: type[Method]) -> None:
         if run.hacking_monitor != HackingMonitorConfig():
             raise ConfigError(f"--hacking-monitor.*: {run.method} trains on no reward; leave these settings out")
         return
-    run.hacking_monitor.check()
     if run.hacking_monitor.action == "stop" and not run.validate_every:
         raise ConfigError("hacking_monitor.action stop needs validations to compare: set validate_every")
 
 
 def _check_workers(run: RunConfig, method: type[Method]) -> None:
-    run.ray.check()
     run.rollouts.check(bool(method.sampled_by), run.method)
     if run.rollouts.workers:
         check_installed("rollouts.workers")

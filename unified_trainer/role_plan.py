@@ -1,6 +1,7 @@
 """The roles of a run: class, settings, folder, networks and adapters of each, known before any weight is read."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -108,8 +109,11 @@ def without_adapter(roles: Mapping[str, RolePlan]) -> str:
 
 
 def _check_adapter(name: str, role: RolePlan) -> None:
-    """Every name of --ROLE.adapter.layers must be, or end, the name of a linear layer of each trained network."""
+    """Every name of --ROLE.adapter.layers must, once, be or end the name of a linear layer of each trained network."""
     adapter = role.trainable.adapter
+    if len({*adapter.layers}) < len(adapter.layers):
+        twice = Counter(adapter.layers).most_common(1)[0][0]
+        raise ConfigError(f"{name}.adapter.layers names {twice} more than once")
     if adapter.layers and not adapter.rank:
         raise ConfigError(f"{name}.adapter.layers is for an adapter: set {name}.adapter.rank, or leave it out")
     for expert in role.layout.trained if adapter.layers else ():

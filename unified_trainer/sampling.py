@@ -23,6 +23,7 @@ from unified_trainer.numerics.flow import (
     x0_from_velocity,
 )
 from unified_trainer.numerics.kernels import Kernel, Policy, transition
+from unified_trainer.ranges import NetworkCalls, PositiveFraction, Shift
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.types import Batch, Condition, Latents, Rollout
@@ -34,11 +35,11 @@ Velocity = Callable[[Latents, Tensor], Latents]  # velocity of x_t at one noise 
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    num_steps: int = 30
+    num_steps: NetworkCalls = 30
     """Network calls per sample."""
-    step_sigmas: tuple[float, ...] = ()
+    step_sigmas: tuple[PositiveFraction, ...] = ()
     """Falling noise levels in (0, 1] before the shift, one per step, e.g. 1 0.75 0.5 0.25; empty spaces them evenly."""
-    shift: float = 3.0
+    shift: Shift = 3.0
     """Shift of the noise levels towards noise; 1 is none."""
     solver: Solver = "ode"
     """Euler steps of the ODE (ode), or renoising of the predicted x0 (sde), for which few-step students are trained."""
@@ -51,16 +52,14 @@ class SamplerConfig:
     def check(self) -> None:
         """Raise UserError, naming the key, for settings that contradict each other."""
         self.chunks.check()
-        if self.num_steps < 1:
-            raise UserError(f"sampler.num_steps must be at least 1, not {self.num_steps}")
         if not self.step_sigmas:
             return
         if len(self.step_sigmas) != self.num_steps:
             raise UserError(
                 f"sampler.step_sigmas has {len(self.step_sigmas)} levels, but sampler.num_steps is {self.num_steps}"
             )
-        if self.step_sigmas[0] > 1 or any(a <= b for a, b in itertools.pairwise((*self.step_sigmas, 0.0))):
-            raise UserError(f"sampler.step_sigmas must be in (0, 1] and fall from step to step, not {self.step_sigmas}")
+        if any(a <= b for a, b in itertools.pairwise(self.step_sigmas)):
+            raise UserError(f"sampler.step_sigmas must fall from step to step, not {self.step_sigmas}")
 
     def check_unguided(self) -> None:
         """Raise UserError if the sampler has guidance, which a distilled student does not need."""

@@ -31,11 +31,6 @@ from unified_trainer.suggestions import multiples_near
 
 def check_validation(config: ValidationConfig, mesh: Mesh) -> None:
     """Raise UserError for counts of samples that cannot be divided over the ranks."""
-    if config.num_samples < 2 or config.batch < 1:
-        raise UserError(
-            f"validation.num_samples must be at least 2, not {config.num_samples}, "
-            f"and validation.batch at least 1, not {config.batch}"
-        )
     if config.num_samples % mesh.data_size:
         raise UserError(
             f"validation.num_samples ({config.num_samples}) must be divisible by the number of data ranks "

@@ -245,7 +245,7 @@ ONE_EXPERT = ("--student.boundary", "0.5", "--student.low.no-trained")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ((*TUNE, "--student.boundary", "1.5"), "student.boundary must be in (0, 1)"),
+        ((*TUNE, "--student.boundary", "1.5"), "student.boundary must be at least 0 and below 1, not 1.5"),
         (
             (*TUNE, "--student.high.learning-rate", "0.1"),
             "student.high and student.low are settings of two experts, but tiny",

@@ -259,7 +259,7 @@ def test_a_killed_call_keeps_its_finished_files_and_is_continued(tmp_path):
         (["--frames", "9"], "holds other encoded clips: their video.frames is 5, now 9; choose another folder"),
         (["--fps", "4"], "their video.fps is 8.0, now 4.0"),
         (["--height", "40"], "video.height must be a multiple of 16 for this VAE, not 40: set 32 or 48"),
-        (["--rows-per-file", "0"], "--rows-per-file and --workers must be at least 1"),
+        (["--rows-per-file", "0"], "--rows-per-file must be from 1 to 1000000, not 0"),
         (["--recipe", "wan2.1-1.3b"], "preprocess needs --model"),
         (["--captions", "absent.csv"], "--captions absent.csv: no such file"),
     ],

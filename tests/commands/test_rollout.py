@@ -116,7 +116,7 @@ def test_a_complete_folder_is_not_changed(trained, rollouts, capsys):
         (["--num-samples", "2"], "their num_samples is 3, now 2"),
         (["--batch", "2"], "their batch is 4, now 2"),
         (["--prompts", "another"], "their prompts is"),
-        (["--batch", "0"], "--batch and --num-samples must be at least 1"),
+        (["--batch", "0"], "--batch must be from 1 to 1000000, not 0"),
     ],
 )
 def test_other_rollouts_are_not_overwritten(trained, rollouts, capsys, options, message):

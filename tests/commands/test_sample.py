@@ -184,7 +184,7 @@ def test_videos_and_their_table(runs, tmp_path, capsys):
     [
         (["RUN@9", "--prompts", "a"], "has no checkpoint of step 9; it has 1"),
         (["RUN", "--prompts", "EMPTY"], "empty.txt is empty"),
-        (["RUN", "--prompts", "a", "--batch", "0"], "--batch must be at least 1"),
+        (["RUN", "--prompts", "a", "--batch", "0"], "--batch must be from 1 to 1000000, not 0"),
         (["RUN", "--prompts", "a", "--output", "RUN"], "exists and is not an empty folder"),
         (["RUN", "--prompts"], "--prompts needs at least one"),
         (["RUN", "--prompts", "a", "--stream"], "--stream needs a causal student"),

@@ -11,9 +11,7 @@ from fontTools.pens.ttGlyphPen import TTGlyphPen
 from PIL import Image
 
 from unified_trainer.data import fonts
-from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.video_files import LINES, TEXT_HEIGHT, Row, contact_sheet, write_mp4
-from unified_trainer.errors import UserError
 
 FRAMES = np.zeros((7, 64, 96, 3), np.uint8)
 WIDTH, HEIGHT = 6 * 192, 128  # of a row: six frames, twice as large
@@ -114,9 +112,3 @@ def test_letters_that_join_need_raqm(folder, monkeypatch):
     assert fonts.font_for("ثعلب") is not None
     monkeypatch.setattr(fonts.features, "check_feature", lambda name: False)
     assert fonts.font_for("ثعلب") is None and fonts.font_for("fox") is not None
-
-
-@pytest.mark.parametrize("fps", [0.0, -1.0, float("inf")])
-def test_a_frame_rate_that_cannot_be_is_refused(fps):
-    with pytest.raises(UserError, match=r"video\.fps must be above 0 and finite"):
-        VideoConfig(fps=fps).check()

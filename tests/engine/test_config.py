@@ -18,14 +18,7 @@ GRPO = SMALL["dance_grpo"]
     [
         (["--rollouts.ahead", "1"], "rollouts.ahead needs rollouts.workers above 0"),
         (["--rollouts.reward-workers", "1"], "rollouts.reward_workers needs rollouts.workers above 0"),
-        (["--rollouts.workers", "-1"], "rollouts.workers must not be negative, but is -1"),
-        (["--rollouts.workers", "1", "--rollouts.ahead", "-1"], "rollouts.ahead must not be negative, but is -1"),
-        (["--rollouts.check-every", "-1"], "rollouts.check_every must not be negative, but is -1"),
-        (["--rollouts.workers", "1", "--rollouts.cpus", "0"], "rollouts.cpus must be above 0, not 0"),
-        (["--rollouts.workers", "1", "--rollouts.gpus", "-1"], "rollouts.gpus must not be negative, but is -1"),
-        (["--rollouts.workers", "1", "--rollouts.timeout-minutes", "0"], "rollouts.timeout_minutes must be above 0"),
-        (["--launcher", "ray", "--ray.ranks", "0"], "ray.ranks must be at least 1, and ray.restarts not negative"),
-        (["--launcher", "ray", "--ray.timeout-minutes", "0"], "ray.cpus and ray.timeout_minutes must be above 0"),
+        (["--launcher", "ray", "--ray.ranks", "0"], "ray.ranks must be from 1 to 1000000, not 0"),
     ],
 )
 def test_settings_that_cannot_be(tmp_path, capsys, words, message):

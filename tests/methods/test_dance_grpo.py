@@ -14,7 +14,6 @@ from helpers import ALONE, CPU, Calls, ScriptedScorer, assert_near, dance_grpo, 
 
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.numerics.flow import sigma_table
-from unified_trainer.numerics.objectives import ObjectiveParameters
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.roles.role import Trainable
@@ -370,33 +369,18 @@ def test_the_rollout_is_the_same_for_any_rollout_batch():
         ({"num_samples": 1}, r"algorithm\.num_samples must be at least 2: a group of one"),
         ({"sampler": SamplerConfig(num_steps=1)}, r"sampler\.num_steps must be at least 2"),
         ({"kernel": "ode"}, r"algorithm\.kernel must be stochastic"),
-        ({"eta": 0.0}, r"algorithm\.eta above 0"),
-        ({"timestep_fraction": 0.0}, r"algorithm\.timestep_fraction must be in \(0, 1\], not 0\.0"),
-        ({"timestep_fraction": 1.5}, r"algorithm\.timestep_fraction must be in \(0, 1\], not 1\.5"),
-        ({"rollout_batch": 0}, r"algorithm\.rollout_batch must be at least 1"),
         ({"kernel": "cps", "eta": 1.2}, r"algorithm\.eta must be at most 1 for cps, not 1\.2"),
         ({"normalised": False}, r"--algorithm\.no-normalised needs algorithm\.kernel cps"),
         ({"kernel": "cps", "normalised": False, "guard": True}, r"set --algorithm\.normalised"),
         ({"kernel": "cps", "normalised": False, "step_weight": "equal"}, r"set --algorithm\.normalised"),
         ({"kernel": "cps", "normalised": False, "clip_velocity": 0.1}, r"set --algorithm\.normalised"),
-        ({"window": WindowConfig(size=4)}, r"algorithm\.window\.size must be from 0 to 3, .*, not 4"),
-        ({"window": WindowConfig(size=-1)}, r"algorithm\.window\.size must be from 0 to 3, .*, not -1"),
+        ({"window": WindowConfig(size=4)}, r"algorithm\.window\.size must be at most 3, .*, not 4"),
         ({"window": WindowConfig(size=2), "sampler": RENOISED}, r"algorithm\.window\.size must be 0 for .* sde"),
         ({"kl_target": 0.1}, r"algorithm\.kl_target and .* need algorithm\.kl_coefficient above 0"),
         ({"kl_in": "reward"}, r"algorithm\.kl_in reward need algorithm\.kl_coefficient above 0"),
-        ({"kl_coefficient": 0.1, "kl_horizon": 0.0}, r"algorithm\.kl_horizon must be above 0"),
-        ({"advantage_clip": 0.0}, r"algorithm\.advantage_clip must be above 0, not 0\.0"),
-        ({"kl_coefficient": -0.1}, r"algorithm\.kl_coefficient must not be negative"),
-        ({"trust_region": -1.0}, r"algorithm\.trust_region and .* must not be negative"),
-        ({"clip_low": 1.1}, r"algorithm\.clip_low must be in \[0, 1\]"),
-        ({"clip_high": -0.1}, r"algorithm\.clip_high not negative"),
         ({"objective": "gspo", "step_weight": "inverse_dt"}, r"algorithm\.step_weight must be none for gspo"),
         ({"best_of_n": 3}, r"algorithm\.best_of_n must be even and at most .*, not 3"),
         ({"best_of_n": 6}, r"algorithm\.best_of_n must be even and at most .*, not 6"),
-        (
-            {"objective_parameters": ObjectiveParameters(dual_clip=0.5)},
-            r"algorithm\.objective_parameters\.dual_clip must be above 1",
-        ),
     ],
 )
 def test_a_wrong_setting_names_its_key(changes, message):

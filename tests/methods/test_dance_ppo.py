@@ -309,16 +309,9 @@ def test_two_experts_of_both_roles(run_folder):
     ("changes", "message"),
     [
         ({"num_prompts": 1, "prompts_per_update": 1}, r"num_prompts x algorithm\.num_samples must be at least 2"),
-        ({"discount": 0.0}, r"algorithm\.discount must be in \(0, 1\]"),
-        ({"gae_lambda": 1.5}, r"algorithm\.gae_lambda in \[0, 1\], not 1\.0 and 1\.5"),
-        ({"value_clip": -1.0}, r"algorithm\.value_clip and .* must not be negative"),
-        ({"value_warmup_steps": -1}, r"algorithm\.value_warmup_steps must not be negative"),
-        ({"c_bar": 2.0}, r"algorithm\.c_bar must be above 0 and at most algorithm\.rho_bar, not 2\.0 and 1\.0"),
+        ({"c_bar": 2.0}, r"algorithm\.c_bar must be at most algorithm\.rho_bar \(1\.0\), not 2\.0"),
         ({"objective": "gspo"}, r"algorithm\.objective must not be gspo"),
         ({"kernel": "cps", "normalised": False, "weight_density": "joint"}, r"algorithm\.weight_density joint needs"),
-        ({"rollout_batch": 0}, r"algorithm\.rollout_batch must be at least 1"),
-        ({"advantage_clip": 0.0}, r"algorithm\.advantage_clip must be above 0"),
-        ({"clip_low": 1.1}, r"algorithm\.clip_low must be in \[0, 1\]"),
         (
             {"sampler": SamplerConfig(num_steps=STEPS, chunks=ChunkConfig(chunk_frames=1))},
             r"sampler\.chunks\.chunk_frames must be 0 for dance_ppo: .*; dance_grpo trains causal students",

@@ -230,11 +230,6 @@ def test_four_steps_are_two_and_two(options, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sampler", "message"),
     [
-        ({"beta": 0.0}, SAMPLER, r"algorithm\.beta must be above 0"),
-        ({"timestep_fraction": 0.0}, SAMPLER, r"algorithm\.timestep_fraction must be in \(0, 1\]"),
-        ({"old_decay": 1.0}, SAMPLER, r"algorithm\.old_decay must be in \[0, 1\)"),
-        ({"old_decay_rise": -0.1}, SAMPLER, r"algorithm\.old_decay_rise not negative"),
-        ({"kl_coefficient": -0.1}, SAMPLER, r"algorithm\.kl_coefficient must not be negative"),
         ({"num_samples": 1}, SAMPLER, r"algorithm\.num_samples must be at least 2"),
         ({}, SamplerConfig(), r"sampler\.guidance_scale must be 1, not 3\.0"),
         ({}, dataclasses.replace(SAMPLER, chunks=ChunkConfig(chunk_frames=1)), r"chunk_frames must be 0"),

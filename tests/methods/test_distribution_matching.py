@@ -376,13 +376,7 @@ def test_the_gaps_are_sorted_by_noise_level():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"tau_range": (0.0, 0.98)}, r"algorithm\.tau_range must rise within \(0, 1\]"),
-        ({"tau_range": (0.9, 0.1)}, r"algorithm\.tau_range must rise within \(0, 1\]"),
-        ({"tau_shift": 0.0}, r"algorithm\.tau_shift must be above 0"),
-        ({"student_every": 0}, r"algorithm\.student_every must be at least 1"),
-        ({"critic_warmup_steps": -1}, r"algorithm\.critic_warmup_steps"),
-        ({"gan_weight": -1.0}, r"algorithm\.gan_weight"),
-        ({"gan_critic_weight": -1.0}, r"algorithm\.gan_critic_weight"),
+        ({"tau_range": (0.9, 0.1)}, r"algorithm\.tau_range must rise, not"),
         (
             {"update_schedule": "exclusive", "student_every": 1},
             r"algorithm\.update_schedule exclusive never updates the critic",

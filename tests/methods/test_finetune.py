@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import ALONE, CAPTIONS, Calls, assert_near, finetune, setup_of, tiny_codec
+from helpers import ALONE, CAPTIONS, Calls, assert_near, finetune, tiny_codec
 
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
@@ -128,12 +128,6 @@ def test_clips_are_trained_with_their_own_captions():
     calls = Calls.of(one.roles["student"])
     one.step(2)
     assert torch.equal(calls.text[0], one.loader.batch(2).cond.text)
-
-
-@pytest.mark.parametrize("fraction", [-0.1, 1.1])
-def test_a_wrong_fraction_names_its_key(fraction):
-    with pytest.raises(ValueError, match=r"algorithm\.caption_dropout must be in \[0, 1\]"):
-        FinetuneConfig(caption_dropout=fraction).check(setup_of(SamplerConfig()))
 
 
 def test_diffusion_forcing_draws_a_noise_level_for_every_chunk_of_every_sample():

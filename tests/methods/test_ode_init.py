@@ -135,7 +135,6 @@ def test_a_student_learns_where_the_ode_of_the_exact_teacher_ends():
 @pytest.mark.parametrize(
     ("changes", "sampler", "message"),
     [
-        ({"passes": 0}, FEW_STEPS, "algorithm.passes and algorithm.teacher_steps must be at least 1"),
         ({}, dataclasses.replace(FEW_STEPS, guidance_scale=3.0), "sampler.guidance_scale must be 1, not 3.0"),
         ({}, dataclasses.replace(FEW_STEPS, chunks=ChunkConfig(1, context_noise=0.1)), "context_noise must be 0"),
     ],

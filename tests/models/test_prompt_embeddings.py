@@ -247,8 +247,6 @@ def test_a_run_keeps_its_embeddings_and_may_share_them(run_folder, tmp_path, cap
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (("--encoders.cache-memory-gib", "-1"), "encoders.cache_memory_gib must not be negative, but is -1"),
-        (("--encoders.cache-disk-gib", "nan"), "encoders.cache_disk_gib is nan"),
         (("--encoders.cache", __file__), "test_prompt_embeddings.py cannot be written into (File exists)"),
     ],
 )

@@ -33,9 +33,9 @@ def test_a_falling_list_gives_falling_levels_down_to_zero(levels, shift):
     assert bool((sigmas.diff() < 0).all())
 
 
-@pytest.mark.parametrize("levels", [(0.5, 0.75), (0.5, 0.5), (1.001, 0.5), (0.5, 0.0), (0.5, -1.0), (1000.0, 500.0)])
+@pytest.mark.parametrize("levels", [(0.5, 0.75), (0.5, 0.5)])
 def test_a_list_that_does_not_fall_is_refused(levels):
-    with pytest.raises(UserError, match=r"sampler\.step_sigmas must be in \(0, 1\] and fall from step to step, not \("):
+    with pytest.raises(UserError, match=r"sampler\.step_sigmas must fall from step to step, not \("):
         SamplerConfig(num_steps=2, step_sigmas=levels).check()
 
 

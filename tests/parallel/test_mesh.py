@@ -47,12 +47,6 @@ def test_what_does_not_multiply_to_the_ranks_is_refused_with_the_arithmetic(rank
     assert f"the {ranks} ranks, but {replicate} x {told} x {sequence} = " in str(error.value)
 
 
-@pytest.mark.parametrize("change", [{"replicate": 0}, {"sequence": 0}, {"shard": -1}, {"timeout_minutes": 0}])
-def test_degrees_that_mean_nothing_are_refused(change):
-    with pytest.raises(ValueError, match=r"parallel\.replicate and parallel\.sequence must be at least 1"):
-        ParallelConfig(**change).degrees(1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),

@@ -101,8 +101,8 @@ def test_declared_settings_are_typed(file):
     ("given", "message"),
     [
         ({}, r"reward\.scorers\.mine\.settings\.target must be given: Level has no default"),
-        ({"target": "high"}, r"mine\.settings\.target must be a finite number, not 'high'"),
-        ({"target": "inf"}, r"mine\.settings\.target must be a finite number, not 'inf'"),
+        ({"target": "high"}, r"mine\.settings\.target must be a number, not 'high'"),
+        ({"target": "inf"}, r"mine\.settings\.target must be a finite number, not inf"),
         ({"target": "1", "power": "1.5"}, r"mine\.settings\.power must be a whole number, not '1.5'"),
         ({"target": "1", "inverse": "maybe"}, r"mine\.settings\.inverse must be true or false, not 'maybe'"),
         ({"target": "1", "channel": "pink"}, r"mine\.settings\.channel must be one of red, green, blue, not 'pink'"),
@@ -124,7 +124,7 @@ def test_the_scorer_of_the_guide(tmp_path):
     config = ScorerConfig(kind=kind, frames="all", top_fraction=0.25, settings={"target": "0.4"})
     best = -((VIDEO.mean((1, 3, 4)) - 0.4) ** 2).amin(1)
     torch.testing.assert_close(scored(config), best)
-    with pytest.raises(UserError, match=r"mine\.settings\.target must be from 0 to 1, but is 4"):
+    with pytest.raises(UserError, match=r"mine\.settings\.target must be from 0 to 1, not 4"):
         check_reward(RewardConfig(scorers={"mine": ScorerConfig(kind=kind, settings={"target": "4"})}), 4)
 
 
@@ -247,11 +247,8 @@ def test_the_highest_frames_are_averaged(fraction, frames):
     torch.testing.assert_close(scorer(video, ["a", "b", "c"]), expected)
 
 
-def test_the_setting_reaches_a_scorer_of_images_and_is_checked(file):
+def test_the_setting_reaches_a_scorer_of_images(file):
     settings = {"target": "0.25"}
     config = ScorerConfig(kind=f"{file}:Level", frames="all", top_fraction=0.5, settings=settings)
     of_frames = 1 - (VIDEO[0, 0].flatten(1).mean(1) - 0.25).abs()
     torch.testing.assert_close(scored(config)[0], of_frames.sort().values[2:].mean())
-    for wrong in (0.0, 1.5):
-        with pytest.raises(UserError, match=r"mine\.top_fraction must be above 0 and at most 1"):
-            RewardConfig(scorers={"mine": ScorerConfig(top_fraction=wrong)}).check()

@@ -104,7 +104,7 @@ def test_faults_and_refusals():
         ({"template": "Rate it."}, r"mine\.settings\.template must hold \{prompt\}"),
         ({"pattern": "("}, r"mine\.settings\.pattern '\(' is no regular expression"),
         ({"pattern": "(a)(b)"}, r"mine\.settings\.pattern must have one group, the number, but has 2"),
-        ({"lowest": "10"}, r"lowest must be below highest"),
+        ({"lowest": "10"}, r"mine\.settings\.lowest must be below .*\.highest"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):

@@ -19,7 +19,6 @@ from helpers import (
     metrics_of,
     reward_of,
     run,
-    setup_of,
     tiny_codec,
 )
 
@@ -32,7 +31,6 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.dynamic_sampling import collect_samples
 from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.roles.reward import Scores
-from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Rollout
 
 MANY = tuple(f"{caption}, number {i}" for i in range(2) for caption in CAPTIONS)
@@ -145,11 +143,6 @@ def test_the_update_trains_on_the_new_group():
     other.step(0)
     new = other.roles["student"].gradients[1]
     assert_near(both, {key: (left[key] + new[key]) / 2 for key in both}, 1e-4)
-
-
-def test_a_negative_number_of_rounds_names_its_key():
-    with pytest.raises(ValueError, match=r"algorithm\.dynamic_sampling_rounds must not be negative"):
-        dataclasses.replace(CONFIG, dynamic_sampling_rounds=-1).check(setup_of(SamplerConfig()))
 
 
 # Prompts drawn by failures.

@@ -242,8 +242,6 @@ def test_a_source_that_was_asked_to_lag_less_does():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_max": 0.5}, r"algorithm\.weight_max must be at least 1, not 0\.5"),
-        ({"ess_floor": 1.5}, r"algorithm\.ess_floor must be in \[0, 1\], not 1\.5"),
         ({"correction": "decoupled", "objective": "gspo"}, r"algorithm\.correction decoupled needs another objective"),
         ({"correction": "truncated", "guard": True}, r"no algorithm\.guard"),
         ({"correction": "loglinear", "trust_region": 0.1}, r"algorithm\.trust_region 0"),

@@ -177,9 +177,10 @@ def test_the_average_starts_after_so_many_updates():
         assert_near(weights(role.network), expected, 1e-6)
 
 
-def test_the_start_of_the_average_must_not_be_negative():
-    with pytest.raises(ValueError, match=r"student\.ema_start must not be negative, but is -1"):
-        TrainableConfig(ema_start=-1).check("student")
+def test_a_schedule_needs_its_length():
+    with pytest.raises(ValueError, match=r"student\.lr_schedule cosine needs student\.lr_decay_updates"):
+        TrainableConfig(lr_schedule="cosine").check("student")
+    TrainableConfig(lr_schedule="cosine", lr_decay_updates=1).check("student")
 
 
 def test_the_average_is_put_back_after_an_error():

@@ -27,11 +27,6 @@ class Keep:
     metric: str = "reward"  # validation metric that ranks them
     order: Literal["highest", "lowest"] = "highest"  # which value of the metric is best
 
-    def check(self) -> None:
-        """Raise UserError, naming the setting, for values out of range."""
-        if self.last < 1 or self.best < 0:
-            raise UserError(f"keep_last must be at least 1 and keep_best at least 0, not {self.last} and {self.best}")
-
     def check_metric(self, metrics: Mapping[str, float]) -> None:
         """Raise UserError if the metric that ranks checkpoints is not among those of a validation."""
         if self.best and self.metric not in metrics:

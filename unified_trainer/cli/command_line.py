@@ -1,7 +1,6 @@
 """The command line of a run: settings from a recipe, a saved file and flags, in that order."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,11 +32,10 @@ def with_settings(run: RunConfig, settings: Mapping[str, Any], origin: str) -> R
 
 
 def _accepted(run: RunConfig) -> RunConfig:
-    """Return a run whose families are known from here on; ConfigError for a number that is none."""
+    """Return a run whose families are known from here on; ConfigError for --allow without the run it is about."""
+    if run.allow and not run.resume:
+        raise ConfigError(f"--allow {run.allow[0]} is for --resume: leave it out, or name the run to continue")
     add_families(run.families)
-    for key, value in flat(plain(run)).items():
-        if any(isinstance(one, float) and math.isnan(one) for one in (value if isinstance(value, list) else [value])):
-            raise ConfigError(f"{key} is {value}: give a number")
     return run
 
 
@@ -122,7 +120,7 @@ class _Sources:
         for name, values in split(argv):
             flag = name.replace("_", "-")
             if flag in ("--method", "--recipe", "--config", "--resume", "--init-from"):
-                if not values:
+                if not values or (not values[0] and flag != "--recipe"):
                     raise ConfigError(f"{name} needs a value")
                 found[flag] = values[0]
         if "--config" in found and "--resume" in found:

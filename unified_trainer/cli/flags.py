@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from unified_trainer.errors import UserError
+from unified_trainer.ranges import Range, range_of, reason
 from unified_trainer.suggestions import RANKS, nearest
 
 RunFlags = Annotated[tuple[str, ...], tyro.conf.Suppress]  # argument of a command: flags of a run, see `divided`
@@ -49,10 +50,11 @@ class Setting:
     """A value that a flag, or a key of a file, sets."""
 
     key: str  # student.learning_rate
-    kind: Any  # type of the value
+    kind: Any  # type of the value, without the mark of its range
     default: Any  # REQUIRED if there is none
     owner: Callable[..., Any]  # class or function that declares it, and whose docstrings explain it
     positional: bool = False  # is given by its place instead of a flag
+    limits: Range | None = None  # range of a number, or of each number of a tuple
 
     @property
     def switch(self) -> bool:
@@ -75,6 +77,11 @@ class Setting:
         return f"--{section}{dot}no-{name}"
 
     @property
+    def never_empty(self) -> bool:
+        """Whether the empty text is no value: of a path it would be the present folder, and None has no text."""
+        return self.kind is Path or type(None) in typing.get_args(self.kind)
+
+    @property
     def variadic(self) -> bool:
         """Whether it takes any number of values."""
         return typing.get_origin(self.kind) is tuple and typing.get_args(self.kind)[1:] == (...,)
@@ -83,29 +90,43 @@ class Setting:
 def settings_of(tree: Any, prefix: str = "") -> Iterator[Setting]:
     """Yield the settings of a tree of dataclasses, with the tree's values as defaults, or of a function's arguments."""
     if inspect.isfunction(tree):
+        declared = _declared(tree)
         for name, argument in inspect.signature(tree).parameters.items():
             if argument.annotation == RunFlags:
                 continue
-            kind, *marks = (
-                typing.get_args(argument.annotation)
-                if typing.get_origin(argument.annotation) is Annotated
-                else (argument.annotation,)
-            )
-            yield Setting(name, kind, argument.default, tree, tyro.conf.Positional in marks)
+            positional = tyro.conf.Positional in typing.get_args(argument.annotation)
+            kind, limits = declared[name]
+            yield Setting(name, kind, argument.default, tree, positional, limits)
         return
-    kinds = typing.get_type_hints(type(tree), include_extras=True)
+    owner: Any = type(tree)
+    declared = _declared(owner)
     for field in dataclasses.fields(tree):
-        value, key = getattr(tree, field.name), f"{prefix}{field.name}"
+        value, key, (kind, limits) = getattr(tree, field.name), f"{prefix}{field.name}", declared[field.name]
         if dataclasses.is_dataclass(value):
             yield from settings_of(value, f"{key}.")
-        elif isinstance(value, dict) and dataclasses.is_dataclass(typing.get_args(kinds[field.name])[-1]):
+        elif isinstance(value, dict) and dataclasses.is_dataclass(typing.get_args(kind)[-1]):
             for name, inner in value.items():
                 yield from settings_of(inner, f"{key}.{name}.")
         elif isinstance(value, dict):
             for name, inner in value.items():
-                yield Setting(f"{key}.{name}", typing.get_args(kinds[field.name])[-1], inner, type(tree))
+                yield Setting(f"{key}.{name}", typing.get_args(kind)[-1], inner, type(tree))
         else:
-            yield Setting(key, kinds[field.name], value, type(tree))
+            yield Setting(key, kind, value, type(tree), limits=limits)
+
+
+@functools.cache
+def _declared(owner: Any) -> dict[str, tuple[Any, Range | None]]:
+    """Return the type and the range of each field or argument; marks stay where a flag is repeatable by one."""
+    marked, bare = typing.get_type_hints(owner, include_extras=True), typing.get_type_hints(owner)
+    repeatable = {name for name, kind in marked.items() if tyro.conf.UseAppendAction in typing.get_args(kind)}
+    return {name: (kind if name in repeatable else bare[name], range_of(kind)) for name, kind in marked.items()}
+
+
+def check_ranges(tree: Any, file: str = "") -> None:
+    """Raise UserError for the first number of a tree of dataclasses that is out of its range; `file` is its origin."""
+    for setting in settings_of(tree):
+        if why := reason(setting.limits, setting.default):
+            raise UserError(f"{file}: {setting.key} {why}".removeprefix(": "))
 
 
 def split(words: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -138,13 +159,25 @@ def apply(tree: Any, words: Sequence[str], file: str = "") -> Any:
     """
     known = {setting.key: setting for setting in settings_of(tree)}
     given, stray = _look_up(words, known)
+    for one in given:
+        if one.values == [""] and one.setting.never_empty:
+            name = f"{file}: {one.setting.key}" if file else one.name
+            raise UserError(f"{name} needs a value: {described(one.setting.kind)}")
     try:
         if inspect.isfunction(tree):
             bind = functools.wraps(tree)(lambda *args, **options: functools.partial(tree, *args, **options))
-            return _tyro(bind, words)
-        return _tyro(type(tree), words, default=tree)
+            bound = _tyro(bind, words)
+        else:
+            bound = _tyro(type(tree), words, default=tree)
     except _RefusedError as error:
         raise UserError(_reason(given, stray, known, file) or f"{file}: {error}".removeprefix(": ")) from None
+    if not inspect.isfunction(tree):
+        check_ranges(bound, file)
+        return bound
+    for name, value in inspect.signature(tree).bind(*bound.args, **bound.keywords).arguments.items():
+        if why := reason(known[name].limits, value):
+            raise UserError(f"{known[name].shown} {why}")
+    return bound
 
 
 def words_of(values: Mapping[str, Any], known: Mapping[str, Setting], file: str) -> list[str]:

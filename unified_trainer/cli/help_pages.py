@@ -227,8 +227,8 @@ def _entry(setting: Setting, width: int) -> list[str]:
         heads = [setting.flag, setting.off]
     else:
         heads = [f"{setting.flag} {form(setting.kind)}"]
-    default = _default(setting.default)
-    text = f"{explanation(setting)} {default}".strip()
+    limits = f"Must be {setting.limits}." if setting.limits else ""
+    text = " ".join(filter(None, (explanation(setting), limits, _default(setting.default))))
     joined = ", ".join(heads)
     return _row([joined] if len(joined) + 2 <= width else heads, text, width // 3, width)
 

@@ -28,6 +28,7 @@ from unified_trainer.models.base import Codec
 from unified_trainer.models.hub import is_hub_id
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.ranges import Count, FramesOrZero, PixelsOrZero, at_least
 from unified_trainer.registry import family_of
 
 VERSION = 1
@@ -42,12 +43,12 @@ def preprocess(
     config: Path | None = None,
     method: str = "",
     model: str = "",
-    frames: int = 0,
-    height: int = 0,
-    width: int = 0,
-    fps: float = 0.0,
-    rows_per_file: int = 64,
-    workers: int = 4,
+    frames: FramesOrZero = 0,
+    height: PixelsOrZero = 0,
+    width: PixelsOrZero = 0,
+    fps: Annotated[float, at_least(0, 1000)] = 0.0,
+    rows_per_file: Count = 64,
+    workers: Count = 4,
     strict: bool = False,
     trajectories: bool = False,
     every_state: bool = False,
@@ -85,8 +86,6 @@ def preprocess(
         device: Device to run on.
         settings: Flags with a dot and their values, one word each.
     """
-    if min(rows_per_file, workers) < 1:
-        raise UserError("--rows-per-file and --workers must be at least 1")
     if captions and not source.is_dir():
         raise UserError(f"--captions is for a folder of videos, but SOURCE {source} is none: leave it out")
     if (every_state or seed) and not trajectories:
@@ -98,7 +97,6 @@ def preprocess(
         run = replace(run, seed=seed)
         write_trajectories(run, source, out, mesh, every_state=every_state, rows_per_file=rows_per_file)
         return
-    run.video.check()
     run.encoders.check()
     path = run.roles["student"].path
     family, folder = family_of("--model", fetch_pipeline(path, "--model") if is_hub_id(path) else path)

@@ -16,6 +16,7 @@ from unified_trainer.data.video_files import to_uint8, write_mp4
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.ranges import Count, CountOrZero, Seed
 from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.roles.reward import Reward
 from unified_trainer.types import Video
@@ -25,10 +26,10 @@ def rollout(
     run: Annotated[str, tyro.conf.Positional],
     prompts: tuple[str, ...],
     output: Path,
-    num_samples: int = 1,
-    seed: int = 0,
-    batch: int = 8,
-    num_videos: int = 0,
+    num_samples: Count = 1,
+    seed: Seed = 0,
+    batch: Count = 8,
+    num_videos: CountOrZero = 0,
     name: str = "run",
     reward: Path | None = None,
     device: Device = "auto",
@@ -50,8 +51,6 @@ def rollout(
         device: Device to run on.
         base: Pipeline folder that the student started from, if it is no longer where the run found it.
     """
-    if min(batch, num_samples) < 1 or num_videos < 0:
-        raise UserError("--batch and --num-samples must be at least 1, --num-videos not negative")
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
     rewards = read_reward(reward) if reward else loaded.run.reward

@@ -24,6 +24,7 @@ from unified_trainer.errors import OutputExistsError, UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.ranges import Count, FramesOrZero, Seed
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import Draw, generate, stream_chunks
 from unified_trainer.types import Batch, Latents, Video
@@ -33,12 +34,12 @@ def sample(
     run: Annotated[str, tyro.conf.Positional],
     prompts: tuple[str, ...],
     output: Path,
-    seed: int = 0,
-    batch: int = 8,
-    frames: int = 0,
+    seed: Seed = 0,
+    batch: Count = 8,
+    frames: FramesOrZero = 0,
     stream: bool = False,
-    window_frames: int | None = None,
-    sink_frames: int | None = None,
+    window_frames: FramesOrZero | None = None,
+    sink_frames: FramesOrZero | None = None,
     device: Device = "auto",
     base: Path | None = None,
 ) -> None:
@@ -60,8 +61,6 @@ def sample(
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise OutputExistsError(f"{output} exists and is not an empty folder; choose another one or remove it")
-    if batch < 1:
-        raise UserError(f"--batch must be at least 1, not {batch}")
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
     loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)))
@@ -93,7 +92,7 @@ def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | N
     frames_of_run = loaded.family.latent_shape(loaded.base, run.video.frames, video.height, video.width)[1]
     if window is None:
         window = chunks.window_frames or (frames_of_run - chunks.chunk_frames if shape[1] > frames_of_run else 0)
-    sink = chunks.sink_frames if sink is None else sink
+    sink = (chunks.sink_frames if window else 0) if sink is None else sink
     sampler = dataclasses.replace(
         run.sampler, chunks=dataclasses.replace(chunks, window_frames=window, sink_frames=sink)
     )

@@ -10,14 +10,15 @@ from unified_trainer.checkpoint.manifest import Spec
 from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.ranges import Count, Port, at_least
 
 
 def serve(
     run: Annotated[str, tyro.conf.Positional],
-    port: int = 8000,
+    port: Port = 8000,
     host: str = "127.0.0.1",
-    batch: int = 8,
-    wait: float = 0.05,
+    batch: Count = 8,
+    wait: Annotated[float, at_least(0, 60)] = 0.05,
     device: Device = "auto",
     base: Path | None = None,
 ) -> None:
@@ -33,9 +34,8 @@ def serve(
         base: Pipeline folder that the student started from, if it is no longer where the run found it.
     """
     from unified_trainer.commands.student_service import student_service  # an optional extra
-    from unified_trainer.serving.web_server import Service, check_flags, serve_until_stopped
+    from unified_trainer.serving.web_server import Service, serve_until_stopped
 
-    check_flags(port, batch, wait)
     folder, _, ema = Spec.of(run)
 
     def load() -> Service:

@@ -1,10 +1,12 @@
 """The command serve-reward: it answers requests for scores over HTTP, for runs in other environments or machines."""
 
 from pathlib import Path
+from typing import Annotated
 
 from unified_trainer.cli.command_line import read_reward
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.device import Device, pick_device
+from unified_trainer.ranges import Count, Port, at_least
 from unified_trainer.rewards.scorers import check_reward, least_frames, load_scorers
 from unified_trainer.roles.reward import RewardConfig, VideoReward
 
@@ -12,10 +14,10 @@ from unified_trainer.roles.reward import RewardConfig, VideoReward
 def serve_reward(
     reward: str,
     path: str = "",
-    port: int = 8000,
+    port: Port = 8000,
     host: str = "127.0.0.1",
-    batch: int = 64,
-    wait: float = 0.01,
+    batch: Count = 64,
+    wait: Annotated[float, at_least(0, 60)] = 0.01,
     device: Device = "auto",
 ) -> None:
     """Serve a scorer or a whole reward to runs with reward.scorers.NAME.kind http, until SIGTERM or Ctrl-C.
@@ -30,9 +32,8 @@ def serve_reward(
         device: Device to run on.
     """
     from unified_trainer.commands.reward_service import reward_service  # an optional extra
-    from unified_trainer.serving.web_server import Service, check_flags, serve_until_stopped
+    from unified_trainer.serving.web_server import Service, serve_until_stopped
 
-    check_flags(port, batch, wait)
     name, config = _served(reward, path)
     frames = least_frames(config)
     check_reward(config, frames)

@@ -14,6 +14,7 @@ from unified_trainer.build import Built, build
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.checkpoint.manifest import finished
 from unified_trainer.checkpoint.run_lock import claimed
+from unified_trainer.cli.flags import check_ranges
 from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
@@ -32,10 +33,10 @@ def train(run: RunConfig, argv: Sequence[str]) -> int:
 
     `argv` is the command line, for environment.jsonl.
     """
+    check_ranges(run)  # those that Python code replaced; a command line was checked as it was read
     if run.launcher == "process":
         return train_here(run, argv)
     check_installed("launcher ray")
-    run.ray.check()
     cluster.connect(run.ray, run.ray.cpus * run.ray.ranks + run.rollouts.cores)
     from unified_trainer.engine.launch import launch
 

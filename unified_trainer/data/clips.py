@@ -1,7 +1,7 @@
 """Clips of the tiny world to train on, rendered and encoded when the run starts."""
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -10,6 +10,7 @@ from torch import Tensor
 from unified_trainer.data.tiny_world import FRAMES, PHRASINGS, SIZE, TRAINING, draw_clip, render
 from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
+from unified_trainer.ranges import Count, Frames, FramesPerSecond, Pixels, above
 
 ENCODE_BATCH = 32
 
@@ -18,19 +19,14 @@ ENCODE_BATCH = 32
 class VideoConfig:
     """The size of the videos that are trained on and generated."""
 
-    frames: int = 81
+    frames: Frames = 81
     """Pixel frames; a VAE that compresses time by 4 takes 4k + 1."""
-    height: int = 480
+    height: Pixels = 480
     """Height in pixels."""
-    width: int = 832
+    width: Pixels = 832
     """Width in pixels."""
-    fps: float = 16.0
+    fps: FramesPerSecond = 16.0
     """Frames per second of written mp4 files, and at which videos to train on are sampled; Wan's videos have 16."""
-
-    def check(self) -> None:
-        """Raise UserError for a frame rate that no file can have; sizes are checked by the codec."""
-        if not 0 < self.fps < math.inf:
-            raise UserError(f"video.fps must be above 0 and finite, not {self.fps}")
 
 
 @dataclass(frozen=True)
@@ -41,16 +37,11 @@ class DataConfig:
     """Parquet file of encoded clips, or a folder of such files (FastVideo's kinds t2v and i2v); or a small set of
     videos, a folder with x.txt beside x.mp4 or a .jsonl or .csv file with columns path and caption; "tiny": clips of
     the tiny world. For ode_init, parquet files of trajectories (kind ode), which take the place of the teacher."""
-    num_clips: int = 512
+    num_clips: Count = 512
     """Number of rendered clips, if path is tiny."""
-    window_gib: float = 16.0
+    window_gib: Annotated[float, above(0, 1e6)] = 16.0
     """CPU memory for the row groups that batches are read from at a time, in GiB over all ranks. Of a larger window,
     more row groups are mixed in a batch, and more ranks read row groups of their own."""
-
-    def check(self) -> None:
-        """Raise UserError for a window of no size."""
-        if not 0 < self.window_gib < math.inf:
-            raise UserError(f"data.window_gib must be above 0 and finite, not {self.window_gib}")
 
 
 @dataclass(frozen=True)
@@ -72,15 +63,13 @@ class Clips:
         return self.encoded[indices]
 
 
-def check_tiny_clips(config: DataConfig, video: VideoConfig) -> None:
-    """Raise UserError for a number or size of clips that the tiny world does not have."""
+def check_tiny_clips(video: VideoConfig) -> None:
+    """Raise UserError for a size of clips that the tiny world does not have."""
     if (video.frames, video.height, video.width) != (FRAMES, SIZE, SIZE):
         raise UserError(
             f"the tiny world's clips have {FRAMES} frames of {SIZE} x {SIZE} pixels, but video.frames, height and "
             f"width are {video.frames}, {video.height} and {video.width}: change them, or set data.path"
         )
-    if config.num_clips < 1:
-        raise UserError(f"data.num_clips must be at least 1, not {config.num_clips}")
 
 
 def render_clips(config: DataConfig, codec: Codec, video: VideoConfig, seed: int) -> Clips:

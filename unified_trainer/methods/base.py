@@ -16,6 +16,7 @@ from unified_trainer.errors import UserError
 from unified_trainer.numerics.flow import NoiseLevelLaw
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.ranges import Count
 from unified_trainer.roles.experts import ExpertLayout, check_balance
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
@@ -143,9 +144,9 @@ class MethodConfig:
 class SingleUpdateConfig(MethodConfig):
     """Settings of a method whose training step is one optimizer update on one batch."""
 
-    batch_size: int = 32
+    batch_size: Count = 32
     """Samples per optimizer update, over all ranks."""
-    micro_batch: int = 32
+    micro_batch: Count = 32
     """Samples per backward pass, at most: a rank takes the largest size that divides its share."""
 
     def plan(self) -> BatchPlan:

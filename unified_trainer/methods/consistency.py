@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
@@ -11,6 +11,7 @@ from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdate
 from unified_trainer.numerics.flow import GuidanceScale, add_noise, per_sample, sigma_table, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.ranges import Positive, Shift, at_least
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Batch
@@ -20,17 +21,15 @@ from unified_trainer.types import Batch
 class ConsistencyConfig(SingleUpdateConfig):
     guidance_scale: GuidanceScale = 3.0
     """Guidance scale w of the teacher, uncond + w (cond - uncond); two numbers for two experts."""
-    teacher_steps: int = 30
+    teacher_steps: Annotated[int, at_least(2, 1000)] = 30
     """Steps of the teacher's ODE; the student is consistent across each."""
-    teacher_shift: float = 5.0
+    teacher_shift: Shift = 5.0
     """Shift of the teacher's noise levels towards noise."""
-    huber: float = 0.01
+    huber: Positive = 0.01
     """Constant c of the loss sqrt(d^2 + c^2) - c per element (arXiv:2310.14189); a large c gives squared error."""
     needs_clips: ClassVar[bool] = True
 
     def check(self, setup: MethodSetup) -> None:
-        if self.teacher_steps < 2 or self.huber <= 0:
-            raise UserError("algorithm.teacher_steps must be at least 2 and algorithm.huber above 0")
         if setup.sampler.chunks.causal:
             raise UserError("sampler.chunks.chunk_frames must be 0: consistency trains a bidirectional student")
         setup.sampler.check_unguided()

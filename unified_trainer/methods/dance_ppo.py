@@ -16,6 +16,7 @@ from unified_trainer.numerics.advantages import gae, standardized, vtrace
 from unified_trainer.numerics.values import explained_variance, value_loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.ranges import Count, Fraction, NonNegative, PeriodOrZero, Positive, PositiveFraction
 from unified_trainer.rl.dynamic_sampling import lag_metrics
 from unified_trainer.rl.groups import reward_metrics
 from unified_trainer.rl.minibatches import Minibatch, plan_minibatches
@@ -38,27 +39,27 @@ PerTransition = Float[Tensor, "b s"]  # of each sample at the state before each 
 class DancePPOConfig(PolicyConfig, RolloutConfig):
     """Settings of the policy, of its update and of the value function."""
 
-    num_prompts: int = 64
+    num_prompts: Count = 64
     """Prompts per training step, over all ranks."""
-    num_samples: int = 1
+    num_samples: Count = 1
     """Samples of each prompt; one is enough, because advantages are relative to predicted rewards."""
-    prompts_per_update: int = 32
+    prompts_per_update: Count = 32
     """Prompts of one optimizer update; a rollout has num_prompts / prompts_per_update updates."""
-    discount: float = 1.0
-    """Discount of the reward for each transition between a state and the end, in (0, 1]."""
-    gae_lambda: float = 1.0
+    discount: PositiveFraction = 1.0
+    """Discount of the reward for each transition between a state and the end."""
+    gae_lambda: Fraction = 1.0
     """Lambda of GAE: 1 compares the reward with the predicted one, lower values rely more on later predictions."""
     normalise_advantages: bool = True
     """Give the advantages of a training step, over all samples and trained transitions, mean 0 and std 1."""
-    value_clip: float = 0.2
+    value_clip: NonNegative = 0.2
     """Change of a value in one training step, in standard deviations of the reward, above which it gets no further
     gradient; 0 is no clip."""
-    value_warmup_steps: int = 0
+    value_warmup_steps: PeriodOrZero = 0
     """Training steps at the start in which only the value function is updated."""
-    rho_bar: float = 1.0
+    rho_bar: Positive = 1.0
     """For samples that older weights made: largest importance ratio, of the algorithm.weight_density, with which a
     transition corrects the value before it (V-trace)."""
-    c_bar: float = 1.0
+    c_bar: Positive = 1.0
     """For samples that older weights made: largest importance ratio with which a transition hands on the corrections of
     later ones (V-trace)."""
 
@@ -66,17 +67,8 @@ class DancePPOConfig(PolicyConfig, RolloutConfig):
         super().check(setup)
         if self.num_prompts * self.num_samples < 2:
             raise UserError("algorithm.num_prompts x algorithm.num_samples must be at least 2, for a std of rewards")
-        if not 0 < self.discount <= 1 or not 0 <= self.gae_lambda <= 1:
-            raise UserError(
-                "algorithm.discount must be in (0, 1] and algorithm.gae_lambda in [0, 1], not "
-                f"{self.discount} and {self.gae_lambda}"
-            )
-        if self.value_clip < 0 or self.value_warmup_steps < 0:
-            raise UserError("algorithm.value_clip and algorithm.value_warmup_steps must not be negative")
-        if not 0 < self.c_bar <= self.rho_bar:
-            raise UserError(
-                f"algorithm.c_bar must be above 0 and at most algorithm.rho_bar, not {self.c_bar} and {self.rho_bar}"
-            )
+        if self.c_bar > self.rho_bar:
+            raise UserError(f"algorithm.c_bar must be at most algorithm.rho_bar ({self.rho_bar}), not {self.c_bar}")
         if self.weight_density == "joint" and not self.normalised:
             raise UserError("algorithm.weight_density joint needs the normalised density: set --algorithm.normalised")
         if self.objective == "gspo":

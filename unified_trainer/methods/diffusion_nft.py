@@ -10,6 +10,7 @@ from unified_trainer.numerics.flow import Sigma, add_noise, x0_from_velocity
 from unified_trainer.numerics.kl import velocity_kl
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.ranges import Decay, Fraction, NonNegative, Positive, PositiveFraction
 from unified_trainer.rl.dynamic_sampling import collect_samples
 from unified_trainer.rl.groups import GroupConfig, compute_advantages
 from unified_trainer.rl.minibatches import Minibatch
@@ -28,28 +29,20 @@ LEAST_ERROR = 1e-5  # smallest divisor of a loss
 
 @dataclass(frozen=True)
 class DiffusionNFTConfig(GroupConfig):
-    beta: float = 1.0
+    beta: Positive = 1.0
     """Distance of the two implicit policies from the old policy, in units of the student's own distance."""
-    timestep_fraction: float = 1.0
+    timestep_fraction: PositiveFraction = 1.0
     """Fraction of the sampler's noise levels trained at, drawn anew in each training step."""
-    old_decay: float = 0.5
+    old_decay: Decay = 0.5
     """Largest decay of the old policy, which samples: an average of the student, updated once a training step."""
-    old_decay_rise: float = 0.001
+    old_decay_rise: Fraction = 0.001
     """Increase of that decay in each training step, from 0."""
-    kl_coefficient: float = 0.0
+    kl_coefficient: NonNegative = 0.0
     """Coefficient of mean (v - v_ref)^2 to the student as the run started; 0 needs no reference."""
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
         sampler = setup.sampler
-        if self.beta <= 0:
-            raise UserError(f"algorithm.beta must be above 0, not {self.beta}")
-        if not 0 < self.timestep_fraction <= 1:
-            raise UserError(f"algorithm.timestep_fraction must be in (0, 1], not {self.timestep_fraction}")
-        if not 0 <= self.old_decay < 1 or self.old_decay_rise < 0:
-            raise UserError("algorithm.old_decay must be in [0, 1) and algorithm.old_decay_rise not negative")
-        if self.kl_coefficient < 0:
-            raise UserError(f"algorithm.kl_coefficient must not be negative, but is {self.kl_coefficient}")
         if sampler.guidance_scale != 1:
             raise UserError(
                 f"sampler.guidance_scale must be 1, not {sampler.guidance_scale}: diffusion_nft trains the velocity "

@@ -20,6 +20,7 @@ from unified_trainer.numerics.flow import (
     x0_from_velocity,
 )
 from unified_trainer.parallel.random import Streams
+from unified_trainer.ranges import NonNegative, Period, PeriodOrZero, PositiveFraction, Shift
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen
 from unified_trainer.types import Batch, Latents
@@ -31,33 +32,27 @@ Sample = Callable[[Batch, Streams, str], Latents]  # the student's samples; the 
 class MatchingConfig(SingleUpdateConfig):
     guidance_scale: GuidanceScale = 3.0
     """Guidance scale w of the teacher, uncond + w (cond - uncond); two numbers for two experts."""
-    tau_shift: float = 5.0
+    tau_shift: Shift = 5.0
     """Shift towards noise of the noise levels tau at which teacher and critic are compared."""
-    tau_range: tuple[float, float] = (0.02, 0.98)
+    tau_range: tuple[PositiveFraction, PositiveFraction] = (0.02, 0.98)
     """Range to which tau is clipped."""
-    student_every: int = 5
+    student_every: Period = 5
     """Training steps between two updates of the student."""
     update_schedule: Literal["every_step", "exclusive"] = "every_step"
     """The critic is updated in every step, or only in those without a student update (exclusive)."""
-    critic_warmup_steps: int = 0
+    critic_warmup_steps: PeriodOrZero = 0
     """Training steps at the start in which only the critic is updated."""
     critic_samples: Literal["fresh", "shared"] = "fresh"
     """Critic's samples after a student update: fresh ones of the updated student, or the student's own (shared)."""
-    gan_weight: float = 0.0
+    gan_weight: NonNegative = 0.0
     """Weight of the discriminator in the student's loss, 3e-3 in DMD2; needs clips (experimental)."""
-    gan_critic_weight: float = 1e-2
+    gan_critic_weight: NonNegative = 1e-2
     """Weight of the discriminator's own loss in the critic's (experimental)."""
 
     def check(self, setup: MethodSetup) -> None:
         low, high = self.tau_range
-        if not 0 < low < high <= 1:
-            raise UserError(f"algorithm.tau_range must rise within (0, 1], not {self.tau_range}")
-        if self.tau_shift <= 0:
-            raise UserError(f"algorithm.tau_shift must be above 0, not {self.tau_shift}")
-        if min(self.gan_weight, self.gan_critic_weight) < 0:
-            raise UserError("algorithm.gan_weight and algorithm.gan_critic_weight must not be negative")
-        if self.student_every < 1 or self.critic_warmup_steps < 0:
-            raise UserError("algorithm.student_every must be at least 1 and algorithm.critic_warmup_steps at least 0")
+        if low >= high:
+            raise UserError(f"algorithm.tau_range must rise, not {self.tau_range}")
         if self.update_schedule == "exclusive" and self.student_every == 1:
             raise UserError(
                 "algorithm.update_schedule exclusive never updates the critic with algorithm.student_every 1: raise it"

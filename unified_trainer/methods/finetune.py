@@ -11,6 +11,7 @@ from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdate
 from unified_trainer.numerics.flow import ShiftedUniform, add_noise
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.ranges import Fraction, Shift
 from unified_trainer.types import Batch, PerFrame, PerSample
 
 Forcing = Literal["none", "diffusion", "teacher"]  # diffusion forcing: arXiv:2407.01392
@@ -18,11 +19,11 @@ Forcing = Literal["none", "diffusion", "teacher"]  # diffusion forcing: arXiv:24
 
 @dataclass(frozen=True)
 class FinetuneConfig(SingleUpdateConfig):
-    shift: float = 3.0
+    shift: Shift = 3.0
     """Shift of the uniform noise levels towards noise; 1 is none."""
     forcing: Forcing = "none"
     """Chunks that a causal student attends to: noisy (diffusion forcing) or clean ones (teacher forcing); else none."""
-    caption_dropout: float = 0.1
+    caption_dropout: Fraction = 0.1
     """Fraction of clips trained on the negative prompt, for guidance."""
     needs_clips: ClassVar[bool] = True
 
@@ -35,8 +36,6 @@ class FinetuneConfig(SingleUpdateConfig):
             )
         if chunks.context_noise:
             raise UserError("sampler.chunks.context_noise must be 0 for finetune: its chunks attend to clean chunks")
-        if not 0 <= self.caption_dropout <= 1:
-            raise UserError(f"algorithm.caption_dropout must be in [0, 1], not {self.caption_dropout}")
         if self.forcing != "none" and setup.roles["student"].expert_balance != "mixed":
             raise UserError(
                 "student.expert_balance must be mixed for a causal student: its chunks differ in noise level"

@@ -10,6 +10,7 @@ from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdate
 from unified_trainer.numerics.flow import GuidanceScale, sigma_table, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.ranges import Count, NetworkCalls, Shift
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.teacher_ode import TeacherODE
@@ -22,16 +23,14 @@ ROUNDING = 1e-9  # noise levels that are no further apart are one: they were com
 class ODEInitConfig(SingleUpdateConfig):
     guidance_scale: GuidanceScale = 3.0
     """Guidance scale w of the teacher, uncond + w (cond - uncond); two numbers for two experts."""
-    teacher_steps: int = 30
+    teacher_steps: NetworkCalls = 30
     """Euler steps of the teacher; the student's noise levels are added to them."""
-    teacher_shift: float = 3.0
+    teacher_shift: Shift = 3.0
     """Shift of the teacher's noise levels towards noise."""
-    passes: int = 1
+    passes: Count = 1
     """Times each trajectory is trained on; the student takes one optimizer step per noise level and pass."""
 
     def check(self, setup: MethodSetup) -> None:
-        if self.passes < 1 or self.teacher_steps < 1:
-            raise UserError("algorithm.passes and algorithm.teacher_steps must be at least 1")
         if setup.sampler.chunks.context_noise:
             raise UserError("sampler.chunks.context_noise must be 0 for ode_init: its chunks attend to clean chunks")
         setup.sampler.check_unguided()

@@ -10,24 +10,25 @@ from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, trained
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.ranges import Count, NetworkCalls
 from unified_trainer.sampling import predict_at
 from unified_trainer.types import Batch, Latents
 
 
 @dataclass(frozen=True)
 class RewardGradientConfig(SingleUpdateConfig):
-    batch_size: int = 16
+    batch_size: Count = 16
     """Samples per optimizer update, over all ranks, each of another prompt."""
-    micro_batch: int = 16
+    micro_batch: Count = 16
     """Samples per backward pass, at most; each is decoded and scored with its graph."""
-    last_calls: int = 1
+    last_calls: NetworkCalls = 1
     """The sample is the x0 that one of this many last network calls predicts, drawn equal on all ranks."""
 
     def check(self, setup: MethodSetup) -> None:
         sampler = setup.sampler
-        if not 1 <= self.last_calls <= sampler.num_steps:
+        if self.last_calls > sampler.num_steps:
             raise UserError(
-                f"algorithm.last_calls must be from 1 to sampler.num_steps ({sampler.num_steps}), not {self.last_calls}"
+                f"algorithm.last_calls must be at most sampler.num_steps ({sampler.num_steps}), not {self.last_calls}"
             )
         if sampler.chunks.causal:
             raise UserError(

@@ -11,6 +11,7 @@ from unified_trainer.methods.base import Loss, Method, MethodSetup, frozen, trai
 from unified_trainer.methods.distribution_matching import DistributionMatching, MatchingConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.ranges import Frames
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen
@@ -24,7 +25,7 @@ class SelfForcingConfig(MatchingConfig):
     """Draw one exit step for all chunks of a rollout instead of one for each."""
     last_step_only: bool = False
     """Every chunk exits at the sampler's last step."""
-    gradient_frames: int = 21
+    gradient_frames: Frames = 21
     """Latent frames at the end whose chunks are trained; earlier chunks are context only."""
 
     @property

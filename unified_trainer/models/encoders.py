@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unified_trainer.errors import UserError
+from unified_trainer.ranges import Gibibytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -28,17 +29,14 @@ class EncoderConfig:
     cache: str = ""
     """Folder for the embeddings of prompts on a disk that all ranks share; several runs may share it too. By default
     prompt_embeddings in the run directory."""
-    cache_memory_gib: float = 1.0
+    cache_memory_gib: Gibibytes = 1.0
     """Embeddings of prompts that each rank keeps in CPU memory, in GiB."""
-    cache_disk_gib: float = 100.0
+    cache_disk_gib: Gibibytes = 100.0
     """Embeddings on disk, in GiB. The run's prompts are encoded before the first step as far as they fit; the text
     encoder is then removed from memory, and read again only for a prompt that did not fit."""
 
     def check(self) -> None:
-        """Raise UserError for a bound below 0 or a folder that cannot be written into; create the folder."""
-        for name, size in (("cache_memory_gib", self.cache_memory_gib), ("cache_disk_gib", self.cache_disk_gib)):
-            if not size >= 0:
-                raise UserError(f"encoders.{name} must not be negative, but is {size:g}")
+        """Raise UserError for a folder that cannot be written into; create the folder."""
         if self.cache:
             try:
                 Path(self.cache).mkdir(parents=True, exist_ok=True)

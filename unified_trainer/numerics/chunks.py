@@ -10,19 +10,20 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from unified_trainer.errors import UserError
+from unified_trainer.ranges import Decay, FramesOrZero
 
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    chunk_frames: int = 0
+    chunk_frames: FramesOrZero = 0
     """Latent frames that a causal student generates at a time; 0: all at once, bidirectional."""
     independent_first_frame: bool = False
     """Make the first latent frame a chunk of its own."""
-    window_frames: int = 0
+    window_frames: FramesOrZero = 0
     """Latent frames in the KV cache, the sink included; 0 keeps all."""
-    sink_frames: int = 0
+    sink_frames: FramesOrZero = 0
     """First latent frames of the video that always stay in the cache."""
-    context_noise: float = 0.0
+    context_noise: Decay = 0.0
     """Noise level in [0, 1) at which finished chunks are written into the cache."""
 
     @property
@@ -32,10 +33,10 @@ class ChunkConfig:
 
     def check(self) -> None:
         """Raise UserError, naming the setting, for values that contradict each other."""
-        if self.chunk_frames < 0 or self.sink_frames < 0 or not 0 <= self.context_noise < 1:
+        if self.sink_frames and not self.window_frames:
             raise UserError(
-                "sampler.chunks: chunk_frames and sink_frames must be at least 0 and context_noise in [0, 1), not "
-                f"{self.chunk_frames}, {self.sink_frames} and {self.context_noise}"
+                f"sampler.chunks.sink_frames {self.sink_frames} needs sampler.chunks.window_frames: without a window "
+                "all frames stay in the cache"
             )
         if self.window_frames and self.window_frames < self.chunk_frames + self.sink_frames:
             raise UserError(

@@ -6,14 +6,17 @@ number, one per sample [b], or one per sample and latent frame [b, t] (then x_t 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.ranges import at_least
+
 Sigma = Tensor | float  # one noise level, one per sample, or one per sample and latent frame
-GuidanceScale = float | tuple[float, float]  # one, or one each for the high- and the low-noise expert
+# One guidance scale, or one each for the high- and the low-noise expert.
+GuidanceScale = Annotated[float | tuple[float, float], at_least(0, 1000)]
 
 
 def shift_sigma(u: Sigma, shift: float) -> Sigma:

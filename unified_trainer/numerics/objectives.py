@@ -6,15 +6,15 @@ spread of about 1e-5 at D = 1e6 is only a hundred times the spacing of float32 n
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from unified_trainer.errors import UserError
 from unified_trainer.numerics.flow import sample_mean
 from unified_trainer.numerics.kl import gaussian_kl
+from unified_trainer.ranges import NonNegative, Positive, above
 
 Mode = Literal["none", "clip", "dual_clip", "soft_clip", "sapo", "ce_gppo", "cispo", "gspo"]
 LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped to this size before exp
@@ -24,33 +24,18 @@ LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped to this size before exp
 class ObjectiveParameters:
     """Parameters that a single objective reads; see `surrogate` for the formulas."""
 
-    dual_clip: float = 3.0
+    dual_clip: Annotated[float, above(1)] = 3.0
     """For dual_clip: ratio above which a sample of negative advantage has no gradient."""
-    alpha: float = 1.0
+    alpha: NonNegative = 1.0
     """For soft_clip: exponent of the weight min(r, 1 / r)."""
-    tau_pos: float = 1.0
+    tau_pos: Positive = 1.0
     """For sapo: steepness of the gate for positive advantages."""
-    tau_neg: float = 1.05
+    tau_neg: Positive = 1.05
     """For sapo: steepness of the gate for advantages of 0 and below."""
-    beta_low: float = 0.75
+    beta_low: NonNegative = 0.75
     """For ce_gppo: gradient scale below the clip range for negative advantages."""
-    beta_high: float = 1.0
+    beta_high: NonNegative = 1.0
     """For ce_gppo: gradient scale above the clip range for positive advantages."""
-
-    def check(self) -> None:
-        """Raise UserError, naming the setting, for values out of range."""
-        if self.dual_clip <= 1:
-            raise UserError(f"algorithm.objective_parameters.dual_clip must be above 1, not {self.dual_clip}")
-        if self.alpha < 0 or self.beta_low < 0 or self.beta_high < 0:
-            raise UserError(
-                "algorithm.objective_parameters: alpha, beta_low and beta_high must not be negative, not "
-                f"{self.alpha}, {self.beta_low} and {self.beta_high}"
-            )
-        if self.tau_pos <= 0 or self.tau_neg <= 0:
-            raise UserError(
-                "algorithm.objective_parameters: tau_pos and tau_neg must be above 0, not "
-                f"{self.tau_pos} and {self.tau_neg}"
-            )
 
 
 def surrogate(

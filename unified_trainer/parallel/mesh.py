@@ -19,6 +19,7 @@ from unified_trainer.parallel.device import (
     pick_device,
     use_attention,
 )
+from unified_trainer.ranges import Count, CountOrZero, Minutes
 
 TORCHRUN = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # environment variables by which ranks find each other
 POINT_BYTES = 128  # longest description that `Mesh.assert_same` compares
@@ -30,11 +31,11 @@ class RanksDivergedError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    replicate: int = 1
+    replicate: Count = 1
     """Copies of the weights; each copy is sharded over shard x sequence ranks."""
-    shard: int = 0
+    shard: CountOrZero = 0
     """Ranks with samples of their own that share one copy of the weights; 0 takes all remaining ranks."""
-    sequence: int = 1
+    sequence: Count = 1
     """Ranks that share the tokens of the same samples (Ulysses, arXiv:2309.14509)."""
     reshard_after_forward: bool = True
     """Free gathered weights after forward; keeping them is faster and uses more memory."""
@@ -45,17 +46,11 @@ class ParallelConfig:
     attention: Attention = "auto"
     """Kernel of unmasked attention that is tried first; `auto` takes cuDNN's on Hopper and Blackwell, and torch's own
     choice elsewhere."""
-    timeout_minutes: float = 30.0
+    timeout_minutes: Minutes = 30.0
     """Minutes that a rank waits for the others before the run fails."""
 
     def degrees(self, ranks: int) -> "ParallelConfig":
         """Return the config with `shard` filled in; raise UserError if replicate x shard x sequence is not `ranks`."""
-        if min(self.replicate, self.sequence) < 1 or self.shard < 0 or self.timeout_minutes <= 0:
-            raise UserError(
-                "parallel.replicate and parallel.sequence must be at least 1, parallel.shard at least 0 and "
-                f"parallel.timeout_minutes above 0, not {self.replicate}, {self.sequence}, {self.shard} and "
-                f"{self.timeout_minutes:g}"
-            )
         rest = self.replicate * self.sequence
         shard = self.shard or ranks // rest
         if rest * shard != ranks or not shard:

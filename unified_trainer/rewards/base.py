@@ -1,15 +1,15 @@
 """The interface of a scorer, and the settings of the scorers that a reward is made of."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.errors import UserError
+from unified_trainer.ranges import Count, CountOrZero, Finite, PositiveFraction, Range, Seconds
 from unified_trainer.types import PerSample, Video
 
 # Videos in [0, 1] and one prompt for each -> one number for each; higher is better. A scorer raises rather than guess.
@@ -31,15 +31,15 @@ class ScorerConfig:
     """Precision of the backbone."""
     frames: Literal["first", "every", "all"] = "first"
     """Frames that are scored: the first, every frame_stride-th, or all. Scorers of images give the mean over them."""
-    top_fraction: float = 1.0
+    top_fraction: PositiveFraction = 1.0
     """Fraction of the scored frames, those of the highest scores, that a scorer of images averages; 1 is the mean."""
-    frame_stride: int = 8
+    frame_stride: Count = 8
     """Distance of the scored frames with frames = every; the first frame is always scored."""
-    scale: float = 1.0
+    scale: Annotated[float, Range(never=(0,))] = 1.0
     """Factor of the score; scale x score is logged and weighted."""
-    weight: float = 1.0
+    weight: Finite = 1.0
     """Weight in the reward, which is a weighted sum; 0 holds the scorer out: it is measured at validations only."""
-    batch: int = 64
+    batch: Count = 64
     """Images scored at a time."""
     device: str = ""
     """Device of the scorer's network, as torch names it; empty is the device of the run."""
@@ -70,9 +70,9 @@ class RewardConfig(ScorerConfig):
     """Folder of the first scorer's weights; "tiny" is the embedded HPSv3, others are written by import-hpsv3."""
     scorers: dict[str, ScorerConfig] = field(default_factory=dict)
     """Further scorers by name: scorers.NAME.weight and so on."""
-    retries: int = 0
+    retries: CountOrZero = 0
     """Calls of a scorer that are repeated after a fault of its device, disk or connection."""
-    timeout: float = 600.0
+    timeout: Seconds = 600.0
     """Seconds within which a scorer with a Python of its own must load, and answer a call."""
 
     @property
@@ -96,20 +96,12 @@ class RewardConfig(ScorerConfig):
         return "reward" if name == self.first else f"reward.scorers.{name}"
 
     def check(self) -> None:
-        """Raise UserError, naming the key, for values that cannot be; called before any weight is read."""
+        """Raise UserError, naming the key, unless the scorers fit each other; called before any weight is read."""
         if self.first in self.scorers:
             raise UserError(
                 f"reward.scorers.{self.first} has the name of the scorer that reward.path, reward.weight and so on "
                 f"describe: set those, or give this one another name and kind {self.first}"
             )
-        for name, config in self.named().items():
-            key = self.key(name)
-            if config.frame_stride < 1 or config.batch < 1:
-                raise UserError(f"{key}.frame_stride and {key}.batch must be at least 1")
-            if not 0 < config.top_fraction <= 1:
-                raise UserError(f"{key}.top_fraction must be above 0 and at most 1, but is {config.top_fraction:g}")
-            if not (math.isfinite(config.weight) and math.isfinite(config.scale)):
-                raise UserError(f"{key}.weight and {key}.scale must be finite numbers")
         weights = {name: config.weight for name, config in self.named().items()}
         if weights and abs(sum(weights.values())) < 1e-9 * max(1.0, *map(abs, weights.values())):
             listed = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
@@ -117,10 +109,6 @@ class RewardConfig(ScorerConfig):
                 f"the weights of the reward sum to zero ({listed}): what all scorers agree on would not count; change "
                 "reward.weight or a reward.scorers.NAME.weight"
             )
-        if self.retries < 0:
-            raise UserError(f"reward.retries must not be negative, but is {self.retries}")
-        if not (self.timeout > 0 and math.isfinite(self.timeout)):
-            raise UserError(f"reward.timeout must be a number of seconds above 0, but is {self.timeout}")
 
 
 @dataclass(frozen=True)

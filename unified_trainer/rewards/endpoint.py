@@ -1,11 +1,11 @@
 """Settings of scorers that ask a server over HTTP, with JSON bodies."""
 
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from unified_trainer.errors import UserError
+from unified_trainer.ranges import Seconds
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.own_settings import ScorerSettings
 from unified_trainer.serving.http_json import exchange, is_address
@@ -17,7 +17,7 @@ class Endpoint(ScorerSettings):
 
     url: str
     """Address of the server, such as http://10.0.0.7:8000."""
-    timeout: float = 600.0
+    timeout: Seconds = 600.0
     """Seconds within which the server must answer a request."""
     token_variable: str = ""
     """Environment variable that holds the access token of the server; empty sends none."""
@@ -26,8 +26,6 @@ class Endpoint(ScorerSettings):
         """Raise UserError, naming the key, for settings that cannot be."""
         if not is_address(self.url):
             raise UserError(f"{key}.settings.url must begin with http:// or https://, but is {self.url!r}")
-        if not (self.timeout > 0 and math.isfinite(self.timeout)):
-            raise UserError(f"{key}.settings.timeout must be a number of seconds above 0, but is {self.timeout:g}")
         if self.token_variable and not os.environ.get(self.token_variable):
             raise UserError(f"{key}.settings.token_variable: the environment has no {self.token_variable}")
         if config.path or config.device:

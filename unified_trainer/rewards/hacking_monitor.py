@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from unified_trainer.errors import UserError
+from unified_trainer.ranges import Decay, Positive
 
 DIVERSITY = "pixels/diversity"
 IN_TRAINING = f"train/{DIVERSITY}"
@@ -15,22 +15,14 @@ IN_TRAINING = f"train/{DIVERSITY}"
 class HackingMonitorConfig:
     action: Literal["off", "warn", "stop"] = "warn"
     """Response to reward hacking; stop saves and exits with code 3."""
-    rise: float = 0.3
+    rise: Positive = 0.3
     """Rise of the reward since the first validation from which other metrics are compared, in std of samples."""
-    fall: float = 0.3
+    fall: Positive = 0.3
     """Fall of the accuracy or a held-out scorer that counts as hacking, in std of samples."""
-    drift: float = 1.5
+    drift: Positive = 1.5
     """Change of a pixel statistic, up or down, that counts as hacking, in std of samples."""
-    collapse: float = 0.5
+    collapse: Decay = 0.5
     """Fraction of the first diversity within groups; diversity below it counts as hacking."""
-
-    def check(self) -> None:
-        """Raise UserError, naming the setting, for values out of range."""
-        if min(self.rise, self.fall, self.drift) <= 0 or not 0 <= self.collapse < 1:
-            raise UserError(
-                "hacking_monitor: rise, fall and drift must be above 0 and collapse in [0, 1), not "
-                f"{self.rise}, {self.fall}, {self.drift} and {self.collapse}"
-            )
 
 
 class HackingMonitor:
@@ -38,7 +30,6 @@ class HackingMonitor:
 
     def __init__(self, config: HackingMonitorConfig, held_out: tuple[str, ...]) -> None:
         """`held_out` names the validation metrics that must not fall; metrics that are not measured are ignored."""
-        config.check()
         self.config, self._held_out = config, held_out
         self.reference: dict[str, float] = {}  # the first value of every metric that is compared
         self._diversity: list[float] = []  # of the training steps since the last validation

@@ -1,7 +1,6 @@
 """Settings of a scorer's own: the dataclass that declares them, and how texts become its values."""
 
 import dataclasses
-import math
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -11,10 +10,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 
 from unified_trainer.errors import UserError
+from unified_trainer.ranges import range_of, reason
 from unified_trainer.rewards.base import Scorer, ScorerConfig, ScorerKind
 from unified_trainer.suggestions import must_know
 
-WORDS = {str: "a text", int: "a whole number", float: "a finite number", bool: "true or false"}
+WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 WHOLE = re.compile(r"[+-]?(?:0|[1-9]\d*)")
 DECIMAL = re.compile(r"[+-]?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 TRUTHS = {"true": True, "false": False}
@@ -26,7 +26,7 @@ class ScorerSettings:
     """The settings of a scorer's own, and the scorer that is made of them.
 
     A dataclass derived from this one is a kind of scorer. Its fields are the settings: of type str, int, float or bool,
-    or a Literal of texts. A field without a default must be given.
+    or a Literal of texts; a number has a range of unified_trainer.ranges. A field without a default must be given.
     """
 
     min_frames: ClassVar[int] = 1  # frames of a video that a score needs
@@ -69,7 +69,7 @@ def typed(declared: type[S], given: Mapping[str, str], key: str) -> S:
             f"{key}.kind: {declared.__name__} is no dataclass; write @dataclass(frozen=True) above the class"
         )
     fields = {field.name: field for field in dataclasses.fields(declared)}  # type: ignore[arg-type]
-    kinds = typing.get_type_hints(declared)
+    kinds, marked = typing.get_type_hints(declared), typing.get_type_hints(declared, include_extras=True)
     for name in given:
         must_know(f"{key}.settings", name, list(fields) or ["no setting"])
     required = [
@@ -79,7 +79,11 @@ def typed(declared: type[S], given: Mapping[str, str], key: str) -> S:
     ]
     if missing := [f"{key}.settings.{name}" for name in required if not given.get(name)]:
         raise UserError(f"{', '.join(missing)} must be given: {declared.__name__} has no default for it")
-    return declared(**{name: _value(kinds[name], text, f"{key}.settings.{name}") for name, text in given.items()})
+    values = {name: _value(kinds[name], text, f"{key}.settings.{name}") for name, text in given.items()}
+    for name, value in values.items():
+        if why := reason(range_of(marked[name]), value):
+            raise UserError(f"{key}.settings.{name} {why}")
+    return declared(**values)
 
 
 def by_form(text: str) -> str | int | float | bool:
@@ -110,9 +114,6 @@ def _value(kind: Any, text: str, where: str) -> Any:
         )
     read: dict[Any, Callable[[str], Any]] = {str: str, int: int, float: float, bool: lambda one: TRUTHS[one.lower()]}
     try:
-        value = read[kind](text)
+        return read[kind](text)
     except (ValueError, KeyError):
-        value = math.nan
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{where} must be {WORDS[kind]}, not {text!r}")
-    return value
+        raise UserError(f"{where} must be {WORDS[kind]}, not {text!r}") from None

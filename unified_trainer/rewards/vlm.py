@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from unified_trainer.errors import UserError
+from unified_trainer.ranges import Count, Finite
 from unified_trainer.rewards.base import Scorer, ScorerConfig
 from unified_trainer.rewards.endpoint import Endpoint
 from unified_trainer.rewards.own_settings import kind_of
@@ -39,11 +40,11 @@ class VisionLanguageModel(Endpoint):
     """Question about the frames; {prompt} stands for the video's prompt."""
     pattern: str = NUMBER
     """Regular expression that the whole answer must match; its only group is the number."""
-    lowest: float = 0.0
+    lowest: Finite = 0.0
     """Lowest number that is an answer."""
-    highest: float = 10.0
+    highest: Finite = 10.0
     """Highest number that is an answer."""
-    max_tokens: int = 16
+    max_tokens: Count = 16
     """Most tokens of an answer; a model that thinks aloud needs more, and a pattern."""
 
     def check(self, config: ScorerConfig, key: str, frames: int) -> None:
@@ -57,8 +58,8 @@ class VisionLanguageModel(Endpoint):
             raise UserError(f"{key}.settings.pattern {self.pattern!r} is no regular expression: {error}") from error
         if groups != 1:
             raise UserError(f"{key}.settings.pattern must have one group, the number, but has {groups}")
-        if not self.lowest < self.highest or self.max_tokens < 1:
-            raise UserError(f"{key}.settings: lowest must be below highest, and max_tokens at least 1")
+        if not self.lowest < self.highest:
+            raise UserError(f"{key}.settings.lowest must be below {key}.settings.highest")
 
     def load(self, config: ScorerConfig, device: torch.device) -> Scorer:
         """Return the function that asks the server."""

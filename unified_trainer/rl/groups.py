@@ -1,6 +1,8 @@
 """Groups of samples of one prompt: their settings, their advantages, and the samples that updates train on."""
 
+import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,6 +21,7 @@ from unified_trainer.numerics.advantages import (
     zero_variance,
 )
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.ranges import CountOrZero, Finite, Range
 from unified_trainer.rl.minibatches import Minibatch, plan_minibatches
 from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.roles.reward import RewardSum, Scores
@@ -31,13 +34,13 @@ class GroupConfig(RolloutConfig):
 
     advantage: Estimator = "grpo"
     """Advantage estimator; grpo is measured in docs/methods/dance_grpo.md, the others are experimental."""
-    reward_threshold: float = float("-inf")
+    reward_threshold: Annotated[float, Range(also=(-math.inf,))] = -math.inf
     """Groups whose mean reward is below this get advantage 0 (experimental)."""
-    best_of_n: int = 0
+    best_of_n: CountOrZero = 0
     """Train on this many samples of each group, half the best and half the worst; 0 trains on all (experimental)."""
-    dynamic_sampling_rounds: int = 0
+    dynamic_sampling_rounds: CountOrZero = 0
     """Rounds at most in which groups of equal rewards are replaced by further prompts (experimental)."""
-    failure_below: float | None = None
+    failure_below: Finite | None = None
     """A group with a lower mean reward is a failure of its prompt, and prompts are drawn in proportion to failures + 1;
     None draws every prompt once an epoch (experimental)."""
 
@@ -45,10 +48,6 @@ class GroupConfig(RolloutConfig):
         super().check(setup)
         if self.num_samples < 2:
             raise UserError("algorithm.num_samples must be at least 2: a group of one has no advantage")
-        if self.dynamic_sampling_rounds < 0:
-            raise UserError(
-                f"algorithm.dynamic_sampling_rounds must not be negative, but is {self.dynamic_sampling_rounds}"
-            )
         if self.best_of_n and not (2 <= self.best_of_n <= self.num_samples and self.best_of_n % 2 == 0):
             raise UserError(f"algorithm.best_of_n must be even and at most algorithm.num_samples, not {self.best_of_n}")
 

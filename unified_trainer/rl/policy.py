@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import MethodConfig, MethodSetup
@@ -12,6 +12,7 @@ from unified_trainer.numerics.kl import KL
 from unified_trainer.numerics.objectives import Mode, ObjectiveParameters
 from unified_trainer.numerics.off_policy import Correction, WeightDensity
 from unified_trainer.parallel.random import Streams
+from unified_trainer.ranges import Fraction, NonNegative, Positive, PositiveFraction, above, at_least
 from unified_trainer.rl.reference_kl import KLSettings
 from unified_trainer.rl.replay import transition_noise
 from unified_trainer.rl.sde_windows import WindowConfig
@@ -26,21 +27,21 @@ class PolicyConfig(MethodConfig):
 
     kernel: Kernel | Literal["auto"] = "auto"
     """Transition kernel of the policy; auto takes dance, or for an sde sampler its own renoising."""
-    eta: float = 0.3
+    eta: Annotated[float, above(0, 100)] = 0.3
     """Noise level of the policy; flow_wan has none, and renoising is cps at level 1."""
     normalised: bool = True
     """Use the policy's normalised density; without, -(x_next - mean)^2 as published for cps (experimental)."""
     window: WindowConfig = field(default_factory=WindowConfig)
-    timestep_fraction: float = 0.6
+    timestep_fraction: PositiveFraction = 0.6
     """Fraction of the stochastic transitions trained, drawn anew in each training step. It has no effect with
     algorithm.window.size: a window is trained whole."""
     objective: Mode = "clip"
     """Policy objective; clip is measured, the others are experimental."""
-    clip_low: float = 1e-4
+    clip_low: Fraction = 1e-4
     """The ratio is clipped at 1 - clip_low; it stays near 1 because log-densities are means over elements."""
-    clip_high: float = 1e-4
+    clip_high: NonNegative = 1e-4
     """The ratio is clipped at 1 + clip_high."""
-    clip_velocity: float = 0.0
+    clip_velocity: NonNegative = 0.0
     """Change of the velocity, rms per element, at which the ratio reaches the clip range: calibrates the range of each
     transition from its noise and the latent size. 0 takes clip_low and clip_high (experimental)."""
     objective_parameters: ObjectiveParameters = field(default_factory=ObjectiveParameters)
@@ -51,14 +52,14 @@ class PolicyConfig(MethodConfig):
     weight_density: WeightDensity = "mean"
     """Density that the importance weight of a correction is a ratio of: mean over elements, which is near 1, or joint
     over all elements, which is unbiased and only useful while lag and latents are small."""
-    weight_max: float = 2.0
+    weight_max: Annotated[float, at_least(1)] = 2.0
     """Largest importance weight; larger ones are truncated."""
-    ess_floor: float = 0.0
+    ess_floor: Fraction = 0.0
     """Share of samples that a step's gradient must come from (metric ess) while samples lag; below it the run says so
     and makes samples less ahead. 0 never does."""
     guard: bool = False
     """Centre the log-ratio on 0 with one spread at all steps, as GRPO-Guard does (experimental)."""
-    trust_region: float = 0.0
+    trust_region: NonNegative = 0.0
     """KL per element from which samples that moved with their advantage are dropped; 0 is none (experimental)."""
     step_weight: Literal["none", "inverse_dt", "equal"] = "none"
     """Weight of transitions: none, 1 / (sigma - sigma'), or equal gradient per velocity (experimental)."""
@@ -67,11 +68,11 @@ class PolicyConfig(MethodConfig):
     loss the gradient of k1 has expectation zero."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL to the loss of each trained transition, or subtract it from a sample's reward."""
-    kl_coefficient: float = 0.0
+    kl_coefficient: NonNegative = 0.0
     """Coefficient of the KL to the reference, the student as the run started; 0 needs no reference."""
-    kl_target: float = 0.0
+    kl_target: NonNegative = 0.0
     """KL to which the coefficient is adapted, from the one given; 0 keeps it fixed."""
-    kl_horizon: float = 1e4
+    kl_horizon: Positive = 1e4
     """Samples over which an adapted coefficient may change by its own size."""
 
     def policy(self, sampler: SamplerConfig) -> Policy:
@@ -90,8 +91,6 @@ class PolicyConfig(MethodConfig):
         sampler = setup.sampler
         if sampler.num_steps < 2:
             raise UserError("sampler.num_steps must be at least 2: the last transition is not trained")
-        if not 0 < self.timestep_fraction <= 1:
-            raise UserError(f"algorithm.timestep_fraction must be in (0, 1], not {self.timestep_fraction}")
         self._check_policy(sampler)
         self._check_objective()
         setup.check_guidance("student", "sampler.guidance_scale", sampler.guidance_scale)
@@ -100,8 +99,8 @@ class PolicyConfig(MethodConfig):
         setup.require_trained("student", windows, "algorithm.window")
 
     def _check_policy(self, sampler: SamplerConfig) -> None:
-        if self.kernel == "ode" or self.eta <= 0:
-            raise UserError("algorithm.kernel must be stochastic and algorithm.eta above 0: else there is no policy")
+        if self.kernel == "ode":
+            raise UserError("algorithm.kernel must be stochastic, not ode: else there is no policy")
         if self.kernel == "cps" and self.eta > 1:
             raise UserError(f"algorithm.eta must be at most 1 for cps, not {self.eta}: 1 draws all noise anew")
         policy = self.policy(sampler)
@@ -120,19 +119,10 @@ class PolicyConfig(MethodConfig):
             raise UserError("sampler.chunks.context_noise must be 0: the replay attends to clean chunks")
 
     def _check_objective(self) -> None:
-        self.objective_parameters.check()
-        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
-            raise UserError("algorithm.clip_low must be in [0, 1] and algorithm.clip_high not negative")
-        if self.trust_region < 0 or self.kl_coefficient < 0:
-            raise UserError("algorithm.trust_region and algorithm.kl_coefficient must not be negative")
-        if self.kl_target < 0 or self.kl_horizon <= 0:
-            raise UserError("algorithm.kl_target must not be negative, and algorithm.kl_horizon must be above 0")
         if not self.kl_coefficient and (self.kl_target or self.kl_in == "reward"):
             raise UserError("algorithm.kl_target and algorithm.kl_in reward need algorithm.kl_coefficient above 0")
-        if self.clip_velocity < 0 or (self.clip_velocity and self.objective == "gspo"):
-            raise UserError(
-                "algorithm.clip_velocity must not be negative, and 0 for gspo, which has one ratio for all transitions"
-            )
+        if self.clip_velocity and self.objective == "gspo":
+            raise UserError("algorithm.clip_velocity must be 0 for gspo, which has one ratio for all transitions")
         if self.objective == "gspo" and self.step_weight != "none":
             raise UserError("algorithm.step_weight must be none for gspo, which has one ratio for all transitions")
         self._check_correction()
@@ -143,10 +133,6 @@ class PolicyConfig(MethodConfig):
             )
 
     def _check_correction(self) -> None:
-        if self.weight_max < 1:
-            raise UserError(f"algorithm.weight_max must be at least 1, not {self.weight_max}")
-        if not 0 <= self.ess_floor <= 1:
-            raise UserError(f"algorithm.ess_floor must be in [0, 1], not {self.ess_floor}")
         if self.correction == "none":
             return
         if self.objective == "gspo" or self.guard or self.trust_region:

@@ -14,40 +14,37 @@ import numpy as np
 
 from unified_trainer.errors import UserError
 from unified_trainer.numerics.kernels import Tail
+from unified_trainer.ranges import Count, CountOrZero, NonNegative, Period
 
 
 @dataclass(frozen=True)
 class WindowConfig:
-    size: int = 0
+    size: CountOrZero = 0
     """Stochastic transitions of a training step, which alone are stored and which are all trained; others are Euler
     steps. 0: all transitions are stochastic, and algorithm.timestep_fraction of them are trained."""
     schedule: Literal["progressive", "random", "decay"] = "progressive"
     """Where the window is: from noise to data (progressive), anywhere (random), or ever faster to data (decay). random
     and decay are experimental."""
-    every: int = 25
+    every: Period = 25
     """Training steps at one place."""
-    stride: int = 1
+    stride: Count = 1
     """Transitions from one place to the next."""
-    decay: float = 0.1
+    decay: NonNegative = 0.1
     """With schedule decay, place p is kept every x exp(-decay (p - decay_from)) steps, and at least one."""
-    decay_from: int = 0
+    decay_from: CountOrZero = 0
     """With schedule decay, the last transition whose place is kept for `every` steps."""
     tail: Tail = "euler"
     """Steps after the window: Euler, or second order (DPM-Solver++) from the second one on."""
 
     def check(self, transitions: int) -> None:
         """Raise UserError, naming the key, for settings that do not fit this number of stochastic transitions."""
-        if not 0 <= self.size <= transitions:
+        if self.size > transitions:
             raise UserError(
-                f"algorithm.window.size must be from 0 to {transitions}, the transitions that can be stochastic with "
+                f"algorithm.window.size must be at most {transitions}, the transitions that can be stochastic with "
                 f"this sampler.num_steps, not {self.size}"
             )
         if self.tail == "second_order" and not self.size:
             raise UserError("algorithm.window.tail second_order needs algorithm.window.size above 0")
-        if self.every < 1 or self.stride < 1:
-            raise UserError("algorithm.window.every and algorithm.window.stride must be at least 1")
-        if self.decay < 0 or self.decay_from < 0:
-            raise UserError("algorithm.window.decay and algorithm.window.decay_from must not be negative")
 
     def at(self, step: int, transitions: int, shared: np.random.Generator) -> range:
         """Return the stochastic transitions of a training step, equal on all ranks."""

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -10,6 +11,7 @@ from peft.tuners.lora import LoraLayer
 from unified_trainer.errors import UserError
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.random import generator
+from unified_trainer.ranges import at_least
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,10 @@ class AdapterFileConfig:
 
 @dataclass(frozen=True)
 class AdapterConfig(AdapterFileConfig):
-    rank: int = 0
+    rank: Annotated[int, at_least(0, 8192)] = 0
     """Rank of the LoRA adapter that is trained in place of the weights; 0 takes that of an adapter made elsewhere, and
     without one trains the weights themselves."""
-    alpha: float = 0.0
+    alpha: Annotated[float, at_least(0, 1e6)] = 0.0
     """The adapter's output is scaled by alpha / rank; 0 takes that of an adapter made elsewhere, else the rank."""
     layers: tuple[str, ...] = ()
     """Names of the linear layers that get an adapter; empty takes those of an adapter made elsewhere, else the family's

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unified_trainer.errors import UserError
 from unified_trainer.numerics.flow import GuidanceScale, per_sample
+from unified_trainer.ranges import Fraction, NonNegative
 from unified_trainer.roles.adapter import FrozenExpertConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.types import PerFrame, PerSample
@@ -29,9 +30,9 @@ Balance = Literal["mixed", "natural", "equal"]
 class ExpertConfig(FrozenExpertConfig):
     trained: bool = True
     """Train this expert. If not, its weights stay, and are shared with other roles of the same path."""
-    learning_rate: float | None = None
+    learning_rate: Fraction | None = None
     """Learning rate of this expert; None takes the role's."""
-    max_grad_norm: float | None = None
+    max_grad_norm: NonNegative | None = None
     """Largest gradient norm of this expert; None takes the role's."""
     offload: bool = False
     """Keep an expert that is not trained in CPU memory and copy it to the device block by block."""
@@ -78,8 +79,6 @@ def layout_of(
     `boundary` and `experts` are the role's settings (`experts` is None for a frozen role); `components` and
     `folder_boundary` are the folder's networks, high noise first, and its own boundary. UserError names the key.
     """
-    if not 0 <= boundary < 1:
-        raise UserError(f"{role}.boundary must be in (0, 1), or 0 for the folder's own boundary, not {boundary}")
     if len(components) == 1 and not boundary:
         if experts and any(config != ExpertConfig() for config in experts.values()):
             raise UserError(

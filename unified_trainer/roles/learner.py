@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,32 +12,33 @@ from torch import Tensor, nn
 from unified_trainer.errors import NotFiniteError
 from unified_trainer.parallel.device import optimizer_kernels
 from unified_trainer.parallel.fsdp import full
+from unified_trainer.ranges import Decay, Fraction, NonNegative, PeriodOrZero, PositiveFraction, at_least
 from unified_trainer.roles.ema import EMA
 
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    learning_rate: float = 1e-5
+    learning_rate: Fraction = 1e-5
     """Learning rate of AdamW after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
-    eps: float = 1e-8
+    eps: PositiveFraction = 1e-8
     """Epsilon of AdamW."""
-    weight_decay: float = 0.01
+    weight_decay: Annotated[float, at_least(0, 100)] = 0.01
     """Weight decay of AdamW."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Largest gradient norm over all weights of the role or the expert; 0 does not clip."""
-    warmup_updates: int = 0
+    warmup_updates: PeriodOrZero = 0
     """Updates over which the learning rate rises linearly from 0."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning-rate schedule after the warm-up."""
-    lr_decay_updates: int = 0
+    lr_decay_updates: PeriodOrZero = 0
     """Updates from the end of the warm-up to the lowest learning rate."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Fraction = 0.0
     """Lowest learning rate as a fraction of learning_rate."""
-    ema_decay: float = 0.0
+    ema_decay: Decay = 0.0
     """Decay of the exponential moving average (EMA) of the weights, per update; 0 keeps none."""
-    ema_start: int = 0
+    ema_start: PeriodOrZero = 0
     """Updates after which the averaging starts; until then the EMA weights are the weights."""
 
 

@@ -15,6 +15,7 @@ from unified_trainer.errors import UserError, working_on
 from unified_trainer.models.base import VideoModel
 from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw, guide
 from unified_trainer.parallel.random import Streams
+from unified_trainer.ranges import Decay
 from unified_trainer.roles.adapter import AdapterConfig, AdapterFileConfig, FrozenExpertConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import (
@@ -46,7 +47,7 @@ class RoleConfig:
     path of the role it starts from."""
     precision: Precision = "fp32"
     """Precision of the forward pass. With bf16, weights that are not trained are also held in bf16."""
-    boundary: float = 0.0
+    boundary: Decay = 0.0
     """Noise level from which the high-noise expert runs; 0 takes the folder's. A trained role whose folder holds one
     network gets two experts, which both start from that network."""
     compile: bool = False
@@ -87,10 +88,11 @@ class TrainableConfig(LearnerConfig, RoleConfig):
 
     def check(self, role: str) -> None:
         """Raise UserError, naming the key, for settings that contradict each other."""
-        if not 0 <= self.ema_decay < 1:
-            raise UserError(f"{role}.ema_decay must be in [0, 1), not {self.ema_decay}")
-        if self.ema_start < 0:
-            raise UserError(f"{role}.ema_start must not be negative, but is {self.ema_start}")
+        if self.lr_schedule != "constant" and not self.lr_decay_updates:
+            raise UserError(
+                f"{role}.lr_schedule {self.lr_schedule} needs {role}.lr_decay_updates, the updates until the lowest "
+                "learning rate"
+            )
         if self.selective_checkpointing and not self.activation_checkpointing:
             raise UserError(
                 f"{role}.selective_checkpointing needs {role}.activation_checkpointing: set both, or neither"

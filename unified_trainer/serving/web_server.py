@@ -89,14 +89,6 @@ def texts(asked: dict[str, Any], key: str) -> list[str]:
     return found
 
 
-def check_flags(port: int, batch: int, wait: float) -> None:
-    """Raise UserError for flags of a server that cannot be."""
-    if batch < 1 or not 0 <= wait <= 60:
-        raise UserError(f"--batch must be at least 1, and --wait from 0 to 60 seconds, not {batch} and {wait:g}")
-    if not 0 <= port < 2**16:
-        raise UserError(f"--port must be from 0 to 65535, not {port}")
-
-
 def serve_until_stopped(
     host: str, port: int, load: Callable[[], Service[Any, Any]], said: Callable[[str], str]
 ) -> None:
