@@ -17,7 +17,8 @@ from unified_trainer import config as settings
 from unified_trainer.__main__ import COMMANDS, main
 from unified_trainer.cli import command_line, help_pages
 from unified_trainer.cli.command_line import before_flags, parse
-from unified_trainer.cli.flags import Setting, apply, settings_of
+from unified_trainer.cli.flags import apply
+from unified_trainer.cli.settings import Setting, settings_of
 from unified_trainer.config import RunConfig, flat, plain, run_class
 from unified_trainer.errors import UserError
 from unified_trainer.registry import METHODS

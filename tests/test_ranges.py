@@ -14,7 +14,8 @@ from helpers import SMALL
 import unified_trainer as ut
 from unified_trainer.__main__ import COMMANDS, main
 from unified_trainer.cli.command_line import before_flags
-from unified_trainer.cli.flags import REQUIRED, Setting, apply, check_ranges, settings_of
+from unified_trainer.cli.flags import apply
+from unified_trainer.cli.settings import REQUIRED, Setting, check_ranges, settings_of
 from unified_trainer.config import RunConfig, run_class
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import MethodConfig

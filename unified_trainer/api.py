@@ -13,7 +13,7 @@ from rich.console import Console
 
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.cli.command_line import parse, with_settings
-from unified_trainer.cli.flags import check_ranges
+from unified_trainer.cli.settings import check_ranges
 from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.sample import draw_latents
 from unified_trainer.commands.train import begin

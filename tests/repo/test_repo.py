@@ -14,7 +14,8 @@ from unified_trainer import config as settings
 from unified_trainer.__main__ import COMMANDS, main
 from unified_trainer.cli import command_line
 from unified_trainer.cli.command_line import parse
-from unified_trainer.cli.flags import apply, settings_of
+from unified_trainer.cli.flags import apply
+from unified_trainer.cli.settings import settings_of
 from unified_trainer.config import RECIPES, run_class
 from unified_trainer.registry import METHODS
 from unified_trainer.rewards.aesthetic import Aesthetic

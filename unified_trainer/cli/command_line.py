@@ -10,7 +10,8 @@ from typing import Any
 
 from unified_trainer import renamed
 from unified_trainer.checkpoint.dcp import trained_sampler
-from unified_trainer.cli.flags import Setting, UnknownFlagError, apply, settings_of, split, words_of
+from unified_trainer.cli.flags import UnknownFlagError, apply, split, words_of
+from unified_trainer.cli.settings import Setting, settings_of
 from unified_trainer.config import ConfigError, RunConfig, flat, load_recipe, load_yaml, merged, plain, run_class
 from unified_trainer.registry import METHODS, add_families, method_named
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig

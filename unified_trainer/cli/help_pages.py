@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import docstring_parser
 
-from unified_trainer.cli.flags import REQUIRED, Setting, choices, of_one_flag, settings_of
+from unified_trainer.cli.flags import choices, of_one_flag
+from unified_trainer.cli.settings import REQUIRED, Setting, settings_of
 from unified_trainer.config import RunConfig
 from unified_trainer.methods.base import Method, MethodConfig
 from unified_trainer.plugins import installed

@@ -11,7 +11,7 @@ import tyro
 
 from unified_trainer.checkpoint.run_lock import claimed
 from unified_trainer.cli.command_line import parse
-from unified_trainer.cli.flags import RunFlags
+from unified_trainer.cli.settings import RunFlags
 from unified_trainer.commands.clip_folder import ABOUT, SKIPPED, WHAT, ClipFolder, add_row, summarise
 from unified_trainer.commands.output_folder import begin_output, check_output
 from unified_trainer.commands.progress import ItemProgress
@@ -28,7 +28,7 @@ from unified_trainer.models.base import Codec
 from unified_trainer.models.hub import is_hub_id
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.ranges import Count, FramesOrZero, PixelsOrZero, at_least
+from unified_trainer.ranges import Count, FramesOrZero, PixelsOrZero, Seed, at_least
 from unified_trainer.registry import family_of
 
 VERSION = 1
@@ -52,7 +52,7 @@ def preprocess(
     strict: bool = False,
     trajectories: bool = False,
     every_state: bool = False,
-    seed: int = 0,
+    seed: Seed = 0,
     device: Device = "auto",
     *,
     settings: RunFlags = (),

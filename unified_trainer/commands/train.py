@@ -14,7 +14,7 @@ from unified_trainer.build import Built, build
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.checkpoint.manifest import finished
 from unified_trainer.checkpoint.run_lock import claimed
-from unified_trainer.cli.flags import check_ranges
+from unified_trainer.cli.settings import check_ranges
 from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
