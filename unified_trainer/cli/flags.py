@@ -22,7 +22,7 @@ import tyro
 from unified_trainer.errors import UserError
 from unified_trainer.suggestions import RANKS, nearest
 
-RunFlags = Annotated[tuple[str, ...], tyro.conf.Suppress]  # argument of a command: flags of a run, see `divided`
+RunFlags = Annotated[tuple[str, ...], tyro.conf.Suppress]  # an argument of a command: flags of a run, with their values
 REQUIRED = inspect.Parameter.empty
 TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")  # what a switch might be given, and does not take
 DASHES = re.compile(r"[\u2010-\u2015\u2212]+-?|-(?=[A-Za-z])")  # in place of the two hyphens of a flag
@@ -120,22 +120,17 @@ def split(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     return parts
 
 
-def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command's own words, and the flags with a dot, such as --teacher.path, with the words after each."""
-    (_, first), *flags = split(words)
-    own, of_run = list(first), []
-    for name, values in flags:
-        kind = of_run if "." in name else own
-        kind += [name, *values]
-    return own, of_run
-
-
 def apply(tree: Any, words: Sequence[str], file: str = "") -> Any:
     """Return a tree of dataclasses with the flags applied, or a function bound to its arguments.
 
     `file` is where the settings come from, if not from a command line. Raise UserError, or UnknownFlagError, for a name
-    or value that cannot be.
+    or value that cannot be. A function with an argument of RunFlags gets the flags with a dot, unread.
     """
+    if inspect.isfunction(tree):
+        marked = [one.name for one in inspect.signature(tree).parameters.values() if one.annotation == RunFlags]
+        if marked and any("." in name for name, _ in split(words)):
+            own, of_run = _divided(words)
+            return functools.partial(apply(tree, own), **{marked[0]: tuple(of_run)})
     known = {setting.key: setting for setting in settings_of(tree)}
     given, stray = _look_up(words, known)
     try:
@@ -145,6 +140,15 @@ def apply(tree: Any, words: Sequence[str], file: str = "") -> Any:
         return _tyro(type(tree), words, default=tree)
     except _RefusedError as error:
         raise UserError(_reason(given, stray, known, file) or f"{file}: {error}".removeprefix(": ")) from None
+
+
+def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command, and the flags with a dot, such as --teacher.path, with the words after each."""
+    (_, first), *flags = split(words)
+    own, of_run = list(first), []
+    for name, values in flags:
+        (of_run if "." in name else own).extend([name, *values])
+    return own, of_run
 
 
 def words_of(values: Mapping[str, Any], known: Mapping[str, Setting], file: str) -> list[str]:
