@@ -29,7 +29,7 @@ Stored = Callable[[Sequence[str]], Tensor]  # the three columns of a tensor -> t
 
 
 class RowKind(Protocol):
-    """What the rows of a kind of files hold, and which of it is trained on."""
+    """A kind of rows: the columns they have, their checks, and the value of a row that is trained on."""
 
     tensors: tuple[str, ...]  # columns that are read for a batch, besides text embeddings
     small: tuple[str, ...]  # columns that are read of all rows before training
