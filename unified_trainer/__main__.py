@@ -1,6 +1,5 @@
 """The command line: python -m unified_trainer."""
 
-import inspect
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -9,7 +8,7 @@ from rich.console import Console
 
 from unified_trainer.cli import help_pages
 from unified_trainer.cli.command_line import before_flags, parse
-from unified_trainer.cli.flags import apply, divided
+from unified_trainer.cli.flags import apply
 from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
 from unified_trainer.commands.preprocess import preprocess
@@ -52,19 +51,10 @@ def _run(argv: list[str]) -> int:
     if "--version" in argv:
         Console().print(f"unified-trainer {version('unified-trainer')}, torch {version('torch')}", highlight=False)
     elif _names_command(argv):
-        _run_command(_command(argv[0]), argv[1:])
+        apply(_command(argv[0]), argv[1:])()
     else:
         return train(parse(argv), argv)
     return 0
-
-
-def _run_command(command: Callable[..., None], words: list[str]) -> None:
-    """Run a command; one that takes settings of a run gets the flags with a dot."""
-    if "settings" not in inspect.signature(command).parameters:
-        apply(command, words)()
-        return
-    own, of_run = divided(words)
-    apply(command, own)(settings=tuple(of_run))
 
 
 def _page(argv: list[str], width: int) -> str:

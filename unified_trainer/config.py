@@ -182,7 +182,7 @@ class RunConfig:
 
     @property
     def trains_on(self) -> Literal["prompts", "clips", "trajectories"]:
-        """What a batch is made of: prompts alone, or the clips or the teacher's trajectories of data.path."""
+        """The content of a batch: prompts alone, or the clips or the teacher's trajectories of data.path."""
         if self.algorithm.needs_clips:
             return "clips"
         stored = self.data.path not in ("", "tiny")  # tiny is the recipe's, for methods that train on clips

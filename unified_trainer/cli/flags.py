@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from unified_trainer.cli.settings import REQUIRED, Setting, check_ranges, settings_of
+from unified_trainer.cli.settings import REQUIRED, RunFlags, Setting, check_ranges, settings_of
 from unified_trainer.errors import UserError
 from unified_trainer.ranges import reason
 from unified_trainer.suggestions import RANKS, nearest
@@ -56,22 +56,17 @@ def split(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     return parts
 
 
-def divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command's own words, and the flags with a dot, such as --teacher.path, with the words after each."""
-    (_, first), *flags = split(words)
-    own, of_run = list(first), []
-    for name, values in flags:
-        kind = of_run if "." in name else own
-        kind += [name, *values]
-    return own, of_run
-
-
 def apply(tree: Any, words: Sequence[str], file: str = "") -> Any:
     """Return a tree of dataclasses with the flags applied, or a function bound to its arguments.
 
     `file` is where the settings come from, if not from a command line. Raise UserError, or UnknownFlagError, for a name
-    or value that cannot be.
+    or value that cannot be. A function with an argument of RunFlags gets the flags with a dot, unread.
     """
+    if inspect.isfunction(tree):
+        marked = [one.name for one in inspect.signature(tree).parameters.values() if one.annotation == RunFlags]
+        if marked and any("." in name for name, _ in split(words)):
+            own, of_run = _divided(words)
+            return functools.partial(apply(tree, own), **{marked[0]: tuple(of_run)})
     known = {setting.key: setting for setting in settings_of(tree)}
     given, stray = _look_up(words, known)
     for one in given:
@@ -93,6 +88,15 @@ def apply(tree: Any, words: Sequence[str], file: str = "") -> Any:
         if name in known and (why := reason(known[name].limits, value)):
             raise UserError(f"{known[name].shown} {why}")
     return bound
+
+
+def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words of a command, and the flags with a dot, such as --teacher.path, with the words after each."""
+    (_, first), *flags = split(words)
+    own, of_run = list(first), []
+    for name, values in flags:
+        (of_run if "." in name else own).extend([name, *values])
+    return own, of_run
 
 
 def words_of(values: Mapping[str, Any], known: Mapping[str, Setting], file: str) -> list[str]:

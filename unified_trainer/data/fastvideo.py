@@ -12,7 +12,7 @@ from unified_trainer.types import Trajectory
 TEXT_ENCODER = "unified_trainer.text_encoder"  # key in a schema's metadata: the fingerprint of what made the embeddings
 
 
-NETWORK_TIME = 1000  # stored timesteps are 1000 sigma
+NETWORK_TIME = 1000  # files hold 1000 sigma in place of a noise level
 
 
 def columns_of(name: str) -> tuple[str, str, str]:

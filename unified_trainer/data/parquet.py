@@ -23,7 +23,7 @@ TOLERANCE = 0.05  # norm of the difference over the norm; bf16 instead of fp32 m
 
 
 class Rows(NamedTuple):
-    """What the kind of the files reads of some rows, and their text embeddings, on the CPU."""
+    """Some rows on the CPU: the values that their kind reads, and text embeddings."""
 
     values: Float[Tensor, "b ..."]  # one `RowKind.value` for each row
     text: list[Tensor]  # embeddings of the captions [n, d]; none if they are not used

@@ -29,7 +29,7 @@ Stored = Callable[[Sequence[str]], Tensor]  # the three columns of a tensor -> t
 
 
 class RowKind(Protocol):
-    """What the rows of a kind of files hold, and which of it is trained on."""
+    """A kind of rows: the columns they have, their checks, and the value of a row that is trained on."""
 
     tensors: tuple[str, ...]  # columns that are read for a batch, besides text embeddings
     small: tuple[str, ...]  # columns that are read of all rows before training
@@ -114,9 +114,9 @@ class TrajectoryRows:
             data, _, kind = (row[name] for name in TIMES)
             times = np.frombuffer(data, np.dtype(kind)).astype(np.float64)
         except (TypeError, ValueError) as error:
-            return f"has timesteps that cannot be read ({error})"
+            return f"has trajectory_timesteps that cannot be read ({error})"
         if len(times) != shape[-5] or (np.diff(times, append=0.0) >= 0).any():
-            return f"has {len(times)} timesteps for {shape[-5]} states, which must be as many and fall to above 0"
+            return f"has {len(times)} noise levels for {shape[-5]} states, which must be as many and fall to above 0"
         has_noise = NOISE[1] in row
         if has_noise and tuple(row[NOISE[1]] or ()) != self._latent_shape:
             return f"has initial noise {tuple(row[NOISE[1]] or ())}, its states are {self._latent_shape}"

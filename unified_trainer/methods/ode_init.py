@@ -42,7 +42,7 @@ class ODEInitConfig(SingleUpdateConfig):
         """Return the ODE from the student's first noise level: the teacher's levels below it, and the student's."""
         levels, table = sampler.sigmas()[:-1], sigma_table(self.teacher_steps, self.teacher_shift)
         further = (table[:, None] - levels).abs().amin(1) > ROUNDING
-        sigmas = torch.cat([table[further & (table < levels[0])], levels]).sort(descending=True).values
+        sigmas = torch.cat([table[further & (table < levels[0])], levels]).sort().values.flip(0)
         return TeacherODE("teacher", sigmas, levels, self.guidance_scale)
 
 
