@@ -129,7 +129,7 @@ def drop_shard(folder):
 
 def foreign(folder):
     """A foreign shard, which the reader would take for one of these."""
-    copy_of(folder / "student" / "weights", folder / "student" / "weights" / "more")
+    (folder / "student" / "weights" / "more.safetensors").write_bytes((folder / SHARD).read_bytes())
 
 
 def older_version(folder):
@@ -151,7 +151,7 @@ DAMAGE = {
     flip_a_bit: f"{SHARD} is damaged, its checksum is not the manifest's",
     cut_shard: f"{SHARD} is missing or not",
     drop_shard: f"{SHARD} is missing or not",
-    foreign: "student/weights/more/shard-00001-model-00001-of-00001.safetensors is not in manifest.json",
+    foreign: "student/weights/more.safetensors is not in manifest.json: remove it",
     older_version: "format version 1, this program reads 2",
 }
 
