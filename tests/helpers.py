@@ -1,7 +1,11 @@
 """Small real parts of the product, built in one place for all tests."""
 
+import builtins
 import contextlib
+import errno
+import fnmatch
 import functools
+import io
 import json
 import os
 import re
@@ -9,9 +13,11 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import av
 import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
@@ -426,6 +432,29 @@ def checkpoint_of(folder: Path, step: int) -> dict[str, torch.Tensor]:
         tensors |= {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in held.items()}
     checkpoint.load(saved, tensors, ALONE)
     return tensors
+
+
+def fill_disk(monkeypatch, *names: str) -> None:
+    """From now on there is no space for files and folders of these names, below whatever folder."""
+
+    def refused(file: object) -> bool:
+        return isinstance(file, str | os.PathLike) and any(fnmatch.fnmatch(Path(file).name, name) for name in names)
+
+    def patch(where: object, name: str, writes: Callable[..., bool]) -> None:
+        original = vars(where)[name]
+
+        def stand_in(file, *arguments, **more):
+            if refused(file) and writes(*arguments, **more):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+            return original(file, *arguments, **more)
+
+        monkeypatch.setattr(where, name, stand_in)
+
+    for module in (builtins, io):
+        patch(module, "open", lambda mode="r", *_, **__: bool({*mode} & {*"wax+"}))
+    patch(av, "open", lambda *_, **__: True)
+    patch(os, "open", lambda flags, *_, **__: bool(flags & os.O_CREAT))
+    patch(os, "mkdir", lambda *_, **__: True)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -38,6 +38,7 @@ from helpers import (
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.dcp import CheckpointError
+from unified_trainer.exit_codes import HACKED
 from unified_trainer.parallel.random import generator
 from unified_trainer.trainer import stop_signal
 
@@ -60,7 +61,8 @@ METHODS = {
     "finetune": PAIRS | {"data.num-clips": 6, "sampler.num-steps": 1, "sampler.guidance-scale": 1},
     "dance_grpo": SMALL
     | {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
-    | {"algorithm.rollout-batch": 2, "algorithm.update-batch": 2, "async-save": True},
+    | {"algorithm.rollout-batch": 2, "algorithm.update-batch": 2, "async-save": True}
+    | {"hacking-monitor.action": "stop"},
     "dmd2": MATCHING | {"student.adapter.rank": 2, "critic.adapter.rank": 2},
     "self_forcing": MATCHING,
 }
@@ -128,6 +130,7 @@ class Pace:
     until_save: float
     save: float
     step: float
+    codes: list[int]  # of its ranks, at the end
 
 
 def until(happened: Callable[[], bool], seconds: float) -> bool:
@@ -157,9 +160,10 @@ def undisturbed(lives: Lives, words: list[str], run: Path, ranks: int) -> Pace:
     for happened in (lambda: being_saved(run), lambda: manifest.folders(run / "checkpoints"), lambda: ended(pids)):
         assert until(happened, PATIENCE), run.with_suffix(".log").read_text()
         moments.append(time.perf_counter() - start)
-    assert lives.end(pids) == [0] * ranks, run.with_suffix(".log").read_text()
+    codes = lives.end(pids)
+    assert codes == [0] * ranks or codes == [HACKED] * ranks, run.with_suffix(".log").read_text()
     first, saved, end = moments
-    return Pace(first, saved - first, (end - saved) / (STEPS - 1))
+    return Pace(first, saved - first, (end - saved) / (STEPS - 1), codes)
 
 
 def wait_for_the_moment(pids: list[int], run: Path, pace: Pace, draw: np.random.Generator) -> None:
@@ -199,11 +203,11 @@ def killed_often(lives: Lives, words: list[str], run: Path, ranks: int, pace: Pa
         else:
             assert until(functools.partial(ended, pids), PATIENCE), log.read_text()
         if ended(pids):
-            assert lives.end(pids) == [0] * ranks, log.read_text()
+            assert lives.end(pids) == pace.codes, log.read_text()
             return done
         kill(pids, draw)
         codes = lives.end(pids)
-        assert all(code in (-signal.SIGKILL, 0) or ranks > 1 for code in codes), (codes, log.read_text())
+        assert all(code in (-signal.SIGKILL, *pace.codes) or ranks > 1 for code in codes), (codes, log.read_text())
         done += 1
         if saved and "writing to" in log.read_text():
             assert f"continuing after step {saved}\n" in log.read_text()
@@ -224,7 +228,7 @@ def test_killed_and_resumed_is_never_killed(lives, base, tmp_path, method, ranks
     while done < wanted:
         run, number = tmp_path / f"killed-{number}", number + 1
         done += killed_often(lives, [*words, "--output", str(run)], run, ranks, pace, wanted - done, draw)
-        assert metrics_of(run) == metrics_of(alone)
+        assert metrics_of(run) == metrics_of(alone)  # of training and of validation, each line once
         assert_same(checkpoint_of(run, STEPS), checkpoint_of(alone, STEPS))
         assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{STEPS - 1}", f"step_{STEPS}"]
 

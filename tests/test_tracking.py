@@ -1,5 +1,6 @@
 """The tracker: lines or a bar that say how far a run is and what it came to, and metrics of a continued run."""
 
+import errno
 import io
 import json
 import re
@@ -9,8 +10,8 @@ from helpers import metrics_of
 from rich.console import Console
 
 from unified_trainer.config import TrackingConfig
-from unified_trainer.errors import UserError
 from unified_trainer.tracking import tracker as tracking
+from unified_trainer.tracking.external import ExternalTracker, RunInfo
 from unified_trainer.tracking.tracker import Tracker
 
 TEXT = "runs/[bold]a[/] :smile: [red]"
@@ -47,11 +48,60 @@ def test_a_continued_run_drops_the_lines_after_its_checkpoint(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("line", ["no json\n", '{"a": 1}\n', "[1]\n"])
-def test_damaged_metrics_are_named(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text(line)
-    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged"):
-        tracker(tmp_path, start=1)
+@pytest.mark.parametrize("line", [b"no json\n", b'{"a": 1}\n', b"[1]\n", b'{"step": "1"}\n', b"\xff\n"])
+def test_a_damaged_line_of_metrics_is_left_out_and_said(tmp_path, line, capsys):
+    """A resumed run is not held up by what people read; the file as it was is kept."""
+    whole, file = b'{"step": 1, "a": 2.0}\n', tmp_path / "metrics.jsonl"
+    file.write_bytes(line + whole)
+    with tracker(tmp_path, start=1):
+        pass
+    assert file.read_bytes() == whole and (tmp_path / "metrics.damaged").read_bytes() == line + whole
+    assert "metrics.jsonl: 1 damaged lines are left out; as it was it is" in capsys.readouterr().out
+
+
+def test_empty_lines_and_nuls_in_metrics_are_left_out(tmp_path, capsys):
+    """As a crash of the machine leaves them, also in front of the next line. They are nobody's: nothing is said."""
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'\n{"step": 1, "a": 2.0}\n\n\0\0\0\n\0\0{"step": 2, "a": 3.0}\r\n\0\0')
+    with tracker(tmp_path, start=2):
+        pass
+    assert metrics_of(tmp_path) == [{"step": 1, "a": 2.0}, {"step": 2, "a": 3.0}]
+    assert capsys.readouterr().out == "" and [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_validation_that_comes_again_is_in_the_metrics_once(tmp_path):
+    """A run that was killed after a save and before the validation was added to the checkpoint."""
+    with tracker(tmp_path) as one:
+        for step in (1, 2):
+            one.log(step, {"train/a": 1.0})
+            one.log(step, {"validation/a": 2.0})
+    with Tracker(tmp_path, TrackingConfig(), {}, 5, 2, True, validated=False):
+        pass
+    assert [(row["step"], len(row), "validation/a" in row) for row in metrics_of(tmp_path)] == [
+        (1, 2, False),
+        (1, 2, True),
+        (2, 2, False),
+    ]
+
+
+class Broken(ExternalTracker):
+    """A tracker whose disk is full from its second row on."""
+
+    rows = 0
+
+    def log(self, step, metrics):
+        Broken.rows += 1
+        if Broken.rows == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_tracker_whose_disk_is_full_is_left_out_with_one_warning(tmp_path, capsys):
+    with tracker(tmp_path) as one:
+        one._trackers.append(Broken(RunInfo(tmp_path, {}, TrackingConfig(), 0)))
+        for step in range(1, 5):
+            one.log(step, {"a": 1.0})
+    assert Broken.rows == 2 and len(metrics_of(tmp_path)) == 4
+    assert capsys.readouterr().out.count("warning: tracker Broken failed and gets nothing more") == 1
 
 
 # Without a terminal.

@@ -145,7 +145,10 @@ class Run:
         if self._built.validation is None:
             raise UserError("validate_every 0: this run was built without validations; set it to 1 or more")
         folder = self.folder / "validation" / f"step_{self.steps_done}"
-        return self._built.validation.run(self._student(), folder, self.steps_done).metrics
+        result = self._built.validation.run(self._student(), folder, self.steps_done)
+        if result.warning is not None:
+            self._say(f"warning: {result.warning}")
+        return result.metrics
 
     def sample(self, prompts: Sequence[str], *, seed: int = 0, batch: int = 8, ema: bool = True) -> Video:
         """Return videos of the student, as `Student.sample` does; with `ema` by its EMA weights, if it keeps any."""

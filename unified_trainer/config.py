@@ -12,6 +12,7 @@ import tyro
 import yaml
 
 from unified_trainer import renamed
+from unified_trainer.config_checksum import is_edited, with_checksum
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.engine.config import RayConfig, WorkerConfig
 from unified_trainer.errors import UserError
@@ -63,6 +64,9 @@ RESUMABLE_KEYS = (
     "algorithm.rollout_batch",
     "algorithm.update_batch",
 )
+
+
+EDITED = "config"  # what --allow names to take a config.yaml that was edited by hand
 
 
 class ConfigError(UserError):
@@ -131,7 +135,8 @@ class RunConfig:
     resume: Path | None = None
     """Run directory to continue."""
     allow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Setting in which --resume may differ from the saved run; repeatable."""
+    """Setting in which --resume may differ from the saved run, or "config" if config.yaml was edited by hand;
+    repeatable."""
     init_from: str | None = None
     """RUN[@step][:ema]: a run whose newest checkpoint, or that step's, gives the weights of the trained roles; with
     :ema their EMA weights."""
@@ -214,7 +219,7 @@ def save(run: RunConfig, file: Path) -> None:
     """Write the resolved settings atomically; --config FILE runs them again."""
     building = file.with_suffix(".tmp")
     with building.open("w", encoding="utf-8") as opened:
-        yaml.safe_dump(plain(run), opened, sort_keys=False)
+        opened.write(with_checksum(yaml.safe_dump(plain(run), sort_keys=False)))
         opened.flush()
         os.fsync(opened.fileno())
     building.replace(file)
@@ -236,9 +241,10 @@ def plain(run: RunConfig) -> dict[str, Any]:
 def check_resumable(run: RunConfig, file: Path) -> list[str]:
     """Return every setting that differs from the saved run's, in words.
 
-    ConfigError if one would change what a step computes, unless --allow names it.
+    ConfigError if one would change what a step computes, unless --allow names it; also if the file was edited by hand,
+    unless --allow names EDITED.
     """
-    saved = flat(load_yaml(file))
+    saved, edited = flat(load_yaml(file)), is_edited(file.read_text(encoding="utf-8"))
     scorers = [key.split(".")[2] for key in saved if key.startswith("reward.scorers.")]
     defaults = flat(plain(type(run)(reward=RewardConfig(scorers=dict.fromkeys(scorers, ScorerConfig())))))
     new, old = flat(plain(run)), renamed.translate_settings(saved, run.method, defaults)
@@ -246,7 +252,12 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     keys = sorted(old.keys() | new.keys())
     changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)}
     allowed = {key.replace("-", "_") for key in run.allow}
-    if unknown := sorted(allowed - changed.keys()):
+    if edited and EDITED not in allowed:
+        raise ConfigError(
+            f"{file} was edited by hand: undo that and give the setting as a flag, --resume {file.parent} --KEY VALUE "
+            f"--allow KEY; or add --allow {EDITED}, which takes the file as it is"
+        )
+    if unknown := sorted(allowed - changed.keys() - ({EDITED} if edited else set())):
         raise ConfigError(f"--allow {unknown[0]}: this setting does not differ from that of --resume {file.parent}")
     refused = {key: words for key, words in changed.items() if not _is_resumable(key) and key not in allowed}
     if refused:
@@ -254,7 +265,7 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
             f"--resume {file.parent} cannot change {'; '.join(refused.values())}. Leave these flags out, add "
             f"{' '.join(f'--allow {key}' for key in refused)}, or start a new run with --init-from {file.parent}"
         )
-    return list(changed.values())
+    return [*changed.values(), *([f"{file}: edited by hand"] if edited else [])]
 
 
 def recipes() -> list[str]:

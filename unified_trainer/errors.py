@@ -4,8 +4,12 @@ A `UserError` is printed as one line and ends the program with exit code 2. Ever
 package or of a method, scorer or model family written outside it: it keeps its traceback.
 """
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class UserError(ValueError):
@@ -38,3 +42,24 @@ def working_on(what: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"while working on {what}")
         raise
+
+
+@contextmanager
+def writing(where: Path) -> Iterator[None]:
+    """Turn a full disk or quota, while a file or folder is written, into a UserError that names it."""
+    try:
+        yield
+    except Exception as error:
+        if not out_of_space(error):
+            raise
+        raise UserError(f"no space to write {where} ({error}): free space, and call again") from error
+
+
+def out_of_space(error: Exception) -> bool:
+    """Return whether a write failed because the disk or the quota is full.
+
+    The exceptions of safetensors and of copying a folder hold the number in their text only.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in NO_SPACE
+    return any(f"{words} {number}" in str(error) for words in ("os error", "[Errno") for number in NO_SPACE)

@@ -59,6 +59,7 @@ class Trainer:
         self.copies, self.trained_sampler = copies or {}, trained_sampler
         self.monitor = monitor or HackingMonitor(HackingMonitorConfig(action="off"), ())
         self.messages: dict[str, None] = {}  # messages of the last step, in order
+        self.validation_pending = False  # whether the loaded checkpoint was saved and its validation cut off
         copied = {name: role for name, (role, _) in self.copies.items()}
         self._stateful: dict[str, Stateful] = {**roles, **copied, "loader": loader, "method": method}
         if isinstance(rollouts, Stateful):  # workers that make them ahead of training
@@ -138,7 +139,8 @@ class Trainer:
             prefix = f"{name}/"
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             stateful.load_state_dict(own)
-        self.monitor.reference = dict(metadata.get("hacking_monitor", {}))
+        self.monitor.load_state(metadata)
+        self.validation_pending = metadata.get(manifest.VALIDATION_PENDING, False)
         return metadata["step"], skipped
 
     def init_from(self, spec: str) -> str:
@@ -167,7 +169,8 @@ class Trainer:
     ) -> bool:
         """Run training steps `start` to `steps`; return True if the hacking monitor stopped the run.
 
-        A first Ctrl-C or SIGTERM finishes the step, saves and returns.
+        A first Ctrl-C or SIGTERM finishes the step, saves and returns. A step is saved before it is validated, so that
+        a validation that fails loses no step; what it measured is then added to the checkpoint.
         """
 
         def validate(step: int) -> tuple[dict[str, float], str | None]:
@@ -182,6 +185,8 @@ class Trainer:
             spent = {"validation/seconds": sum(meter.seconds().values())}
             tracker.log(step, metrics | hacked | spent)
             tracker.log_samples(step, result.samples, result.contact_sheet)
+            if result.warning is not None:
+                tracker.say(f"warning: {result.warning}; the run goes on")
             shown = {name: value for name, value in short.items() if "/" not in name}
             said = "  ".join(f"{name} {value:.3f}" for name, value in shown.items()) or "no reward is measured"
             tracker.say(f"step {step}: validation: {said}")
@@ -190,10 +195,34 @@ class Trainer:
             saver.keep.check_metric(short)
             return short, alarm
 
+        def validate_saved(step: int, *, saved: bool) -> bool:
+            """Validate a step and add it to its checkpoint; return whether the hacking monitor ends the run."""
+            measured, alarm = validate(step)
+            hacked = self.monitor.stops and self.mesh.any(alarm is not None)
+            if saved:
+                saver.record(step, self.metadata(measured))
+            elif hacked:
+                saver.save(step, self.tensors(), self.metadata(measured))
+            return hacked
+
+        def end(step: int, *, hacked: bool, stopped: bool) -> bool:
+            saver.finish(step)
+            tracker.finish(step)
+            if stopped:
+                who = "stopped by the hacking monitor" if hacked else "stopped"
+                tracker.say(f"{who} after step {step}; continue with:")
+                again = " --hacking-monitor.action warn" if hacked else ""
+                tracker.say(f"  python -m unified_trainer --resume {shlex.quote(str(output))}{again}")
+            return hacked
+
         with stop_signal() as asked:
             if validation is not None and start == 0:
                 validate(0)
             saver.forget(start)  # what a process that was killed had no time for
+            if validation is not None and self.validation_pending:
+                hacked = validate_saved(start, saved=True)
+                if hacked or start == steps:
+                    return end(start, hacked=hacked, stopped=hacked)
             for step in range(start, steps):
                 meter = Meter(self.mesh.device, tracker.show_phase)
                 with meter.measure():
@@ -206,25 +235,14 @@ class Trainer:
                     tracker.say(f"step {done}: {message}")
                 stop = self.mesh.any(bool(asked)) and done < steps
                 saver.check()
-                measured: dict[str, float] = {}
-                alarm = None
-                if validation is not None and (done % validate_every == 0 or done == steps):
-                    measured, alarm = validate(done)
-                hacked = self.monitor.stops and self.mesh.any(alarm is not None)
-                stop = stop or hacked
-                if stop or done == steps or (checkpoint_every and done % checkpoint_every == 0):
-                    # after the step's validation, which a resumed run does not repeat
+                validating = validation is not None and (done % validate_every == 0 or done == steps)
+                saving = stop or done == steps or bool(checkpoint_every and done % checkpoint_every == 0)
+                if saving:
                     tracker.show_phase("checkpoint")
-                    saver.save(done, self.tensors(), self.metadata(measured))
-                if stop or done == steps:
-                    saver.finish(done)
-                    tracker.finish(done)
-                if stop:
-                    who = "stopped by the hacking monitor" if hacked else "stopped"
-                    tracker.say(f"{who} after step {done}; continue with:")
-                    again = " --hacking-monitor.action warn" if hacked else ""
-                    tracker.say(f"  python -m unified_trainer --resume {shlex.quote(str(output))}{again}")
-                    return hacked
+                    saver.save(done, self.tensors(), self.metadata({}, validation_pending=validating))
+                hacked = validating and validate_saved(done, saved=saving)
+                if stop or hacked or done == steps:
+                    return end(done, hacked=hacked, stopped=stop or hacked)
         return False
 
     def _cost(self, meter: Meter) -> dict[str, float]:
@@ -241,13 +259,17 @@ class Trainer:
             cost["mfu"] = cost["model_flops_per_second"] / float(peaks.sum())
         return cost | {"peak_memory_gib_max": float(memory.max())}
 
-    def metadata(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Return what a checkpoint's manifest says of the run and of this step."""
+    def metadata(self, metrics: Mapping[str, float], *, validation_pending: bool = False) -> dict[str, Any]:
+        """Return what a checkpoint's manifest says of the run and of this step.
+
+        `validation_pending` says that the step's validation is still to come: a resumed run then begins with it.
+        """
         return {
             "method": type(self.method).__name__,
             "sampler": self.trained_sampler,
             "metrics": dict(metrics),
-            "hacking_monitor": dict(self.monitor.reference),
+            manifest.VALIDATION_PENDING: validation_pending,
+            **self.monitor.state,
         }
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ class ValidationResult:
     metrics: dict[str, float]
     samples: tuple[ValidationSample, ...]
     contact_sheet: Path | None  # picture of the samples with a video, if there are any
+    warning: str | None  # what could not be written, on the rank that writes
 
 
 class Validation:
@@ -123,9 +124,10 @@ class Validation:
         clips = to_uint8(video[: self._config.num_videos])
         found = self._samples(columns, hits, folder, len(clips))
         sheet = folder / "contact_sheet.png" if clips else None
-        if self._mesh.is_main:
-            self._write(folder, clips, found, step, sheet)
-        return ValidationResult({f"validation/{name}": value for name, value in metrics.items()}, found, sheet)
+        warning = self._write(folder, clips, found, step, sheet) if self._mesh.is_main else None
+        if warning is not None:
+            found, sheet = tuple(replace(one, video=None) for one in found), None
+        return ValidationResult({f"validation/{name}": value for name, value in metrics.items()}, found, sheet, warning)
 
     def _generate(self, student: Trainable, samples: list[int]) -> tuple[Tensor, Tensor]:
         """Return the videos of these samples, and a column of scores for each scorer."""
@@ -216,7 +218,8 @@ class Validation:
         samples: tuple[ValidationSample, ...],
         step: int,
         sheet: Path | None,
-    ) -> None:
+    ) -> str | None:
+        """Write what people look at; return what went wrong: no number depends on it."""
         shown = list(zip(clips, samples, strict=False))  # the first samples
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -227,7 +230,8 @@ class Validation:
             lines = "".join(json.dumps(one.row(), ensure_ascii=False) + "\n" for one in samples)
             (folder / "samples.jsonl").write_text(lines, encoding="utf-8")
         except OSError as error:
-            raise UserError(f"{error.filename or folder} cannot be written ({error.strerror or error})") from error
+            return f"{error.filename or folder} cannot be written ({error.strerror or error})"
+        return None
 
 
 def _accuracies(hits: dict[str, Tensor]) -> dict[str, float]:

@@ -129,7 +129,7 @@ def drop_shard(folder):
 
 def foreign(folder):
     """A foreign shard, which the reader would take for one of these."""
-    copy_of(folder / "student" / "weights", folder / "student" / "weights" / "more")
+    (folder / "student" / "weights" / "more.safetensors").write_bytes((folder / SHARD).read_bytes())
 
 
 def older_version(folder):
@@ -151,7 +151,7 @@ DAMAGE = {
     flip_a_bit: f"{SHARD} is damaged, its checksum is not the manifest's",
     cut_shard: f"{SHARD} is missing or not",
     drop_shard: f"{SHARD} is missing or not",
-    foreign: "student/weights/more/shard-00001-model-00001-of-00001.safetensors is not in manifest.json",
+    foreign: "student/weights/more.safetensors is not in manifest.json: remove it",
     older_version: "format version 1, this program reads 2",
 }
 
@@ -386,6 +386,36 @@ def test_a_moved_run_continues_where_it_is(copied, saved):
     assert main(["--resume", str(copied), "--steps", "4"]) == 0
     assert checkpoint.find(copied)[1]["step"] == 4
     assert files_of(saved) == before
+
+
+def edit(run: Path, old: str, new: str) -> Path:
+    """A hand in config.yaml."""
+    file = run / "config.yaml"
+    assert file.read_text().count(old) == 1
+    file.write_text(file.read_text().replace(old, new))
+    return file
+
+
+@pytest.mark.slow
+def test_a_config_edited_by_hand_is_refused(copied, capsys):
+    file = edit(copied, "learning_rate: 0.00015", "learning_rate: 0.5")
+    before = files_of(copied)
+    message = refused(capsys, "--resume", str(copied), "--steps", "4")
+    assert f"{file} was edited by hand" in message and "--allow config" in message and files_of(copied) == before
+    assert main(["--resume", str(copied), "--steps", "4", "--allow", "config"]) == 0
+    assert f"changed {file}: edited by hand" in capsys.readouterr().out
+    assert metrics_of(copied)[-1]["train/student/learning_rate"] > 0.4
+    assert "does not differ" in refused(capsys, "--resume", str(copied), "--allow", "config")  # it is the run's own now
+
+
+@pytest.mark.slow
+def test_comments_in_a_config_are_no_edit_and_one_without_a_checksum_is_taken(copied, capsys):
+    """As those of earlier versions; --allow has nothing to do in either."""
+    edit(copied, "steps: 3\n", "# mine\nsteps:   3  # three\n")
+    assert "config: this setting does not differ" in refused(capsys, "--resume", str(copied), "--allow", "config")
+    file = edit(copied, "learning_rate: 0.00015", "learning_rate: 0.5")
+    file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if "sha256 of" not in line))
+    assert "config: this setting does not differ" in refused(capsys, "--resume", str(copied), "--allow", "config")
 
 
 def test_another_method_is_refused(copied, capsys):

@@ -1,16 +1,20 @@
 """Export: diffusers and peft load the weights of a checkpoint, and nothing else is needed for it."""
 
+import fcntl
 import json
+import os
 import shutil
 
+import diffusers
 import pytest
 import torch
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from helpers import WAN, assert_near, assert_same, checkpoint_of, copy_of, files_of, flags, run
+from helpers import WAN, assert_near, assert_same, checkpoint_of, copy_of, files_of, fill_disk, flags, run
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.__main__ import main
@@ -260,3 +264,34 @@ def test_evenly_spaced_step_sigmas_have_a_scheduler_others_have_none():
     assert euler_scheduler(of(1.0, 0.7, 0.5, 0.25)) is None
     assert euler_scheduler(of(0.9, 0.6, 0.3)) is None
     assert euler_scheduler(SamplerConfig(num_steps=4, chunks=ChunkConfig(chunk_frames=1))) is None
+
+
+# What stands in the way.
+
+
+@pytest.mark.parametrize("name", [".out-*", "unified_trainer.json", "diffusion_*"])
+def test_a_full_disk_is_one_error_and_nothing_stays(saved, out, monkeypatch, capsys, name):
+    def no_space(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    if name.startswith("diffusion_"):  # written by a library with an exception of its own
+        monkeypatch.setattr(diffusers.models.modeling_utils.safetensors.torch, "save_file", no_space)
+    fill_disk(monkeypatch, name)
+    said = refused(capsys, saved, out, "--components", "none")
+    assert said.startswith(f"error: no space to write {out} (") and "Traceback" not in said
+    assert not any(out.parent.iterdir())
+
+
+def test_what_a_killed_export_left_is_removed_and_said(saved, out, capsys):
+    """Not what another one is writing, nor a folder that only has such a name."""
+    left, locked, other = (out.parent / name for name in (".out-ab_12xyz", ".out-live1234", ".out-archived"))
+    for folder, inner in ((left, "out"), (locked, "out"), (other, "mine")):
+        (folder / inner).mkdir(parents=True)
+    lock = os.open(locked, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    exported(saved, out, "--components", "none")
+    os.close(lock)
+    said = capsys.readouterr().out
+    assert sorted(path.name for path in out.parent.iterdir()) == [".out-archived", ".out-live1234", "out"]
+    assert f"removed {left}, which is not finished" in said
+    assert f"another process may be writing {locked}, which is not finished" in said

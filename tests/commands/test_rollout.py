@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
-from helpers import ALONE, SMALL, copy_of, files_of, flags, tiny_codec
-from safetensors.torch import load_file
+from helpers import ALONE, SMALL, copy_of, files_of, fill_disk, flags, tiny_codec
+from safetensors.torch import load_file, save_file
 
 from unified_trainer.__main__ import main
 from unified_trainer.commands.load_run import load_role
+from unified_trainer.commands.rollout_folder import RolloutFolder
 from unified_trainer.commands.sample import videos
+from unified_trainer.errors import UserError
 from unified_trainer.rewards import pixels
 
 pytestmark = pytest.mark.slow
@@ -188,3 +190,30 @@ def test_a_wrong_reward_scores_nothing(rollouts, tmp_path, capsys, text, message
 
 def test_a_folder_without_rollouts_is_refused(tmp_path, other, capsys):
     assert "rollout.json is missing" in refused(capsys, "score", tmp_path, "--reward", other, "--name", "x")
+
+
+@pytest.mark.parametrize("place", [0.2, 0.5, 0.999])
+def test_one_bit_of_the_latents_counts(rollouts, tmp_path, place):
+    """Anywhere in the data."""
+    folder = RolloutFolder.read(copy_of(rollouts, tmp_path / "out"))
+    file = folder.file(1)
+    data = bytearray(file.read_bytes())
+    header = 8 + int.from_bytes(data[:8], "little")
+    data[header + int(place * (len(data) - header))] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"1\.safetensors is damaged \(its checksum is wrong\): remove it and call"):
+        folder.latents(1)
+
+
+def test_latents_of_an_earlier_version_have_no_checksum(rollouts, tmp_path):
+    folder = RolloutFolder.read(copy_of(rollouts, tmp_path / "out"))
+    x0 = folder.latents(0)
+    save_file({"x0": x0}, folder.file(0))
+    assert torch.equal(folder.latents(0), x0)
+
+
+@pytest.mark.parametrize("name", ["rollout.json.tmp", "run.jsonl", "0.mp4"])
+def test_a_full_disk_is_one_error(trained, tmp_path, monkeypatch, capsys, name):
+    fill_disk(monkeypatch, name)
+    said = refused(capsys, "rollout", trained, *ASKED[:2], "--output", tmp_path / "out", "--num-videos", "1")
+    assert said.startswith(f"error: no space to write {tmp_path / 'out'}") and "Traceback" not in said

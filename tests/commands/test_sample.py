@@ -7,7 +7,7 @@ import av
 import pytest
 import torch
 from diffusers import WanPipeline
-from helpers import ALONE, Calls, flags, run
+from helpers import ALONE, Calls, fill_disk, flags, run
 from PIL import Image
 
 from unified_trainer.__main__ import main
@@ -206,3 +206,12 @@ def test_bad_input_is_one_message(runs, tmp_path, capsys, words, message):
     assert main(["sample", "--output", str(tmp_path / "out"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["1.mp4", "contact_sheet.png", "samples.json"])
+def test_a_full_disk_is_one_error(runs, tmp_path, monkeypatch, capsys, name):
+    fill_disk(monkeypatch, name)
+    words = ["sample", str(runs / "sde"), "--prompts", *PROMPTS[:2], "--output", str(tmp_path / "videos")]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: no space to write {tmp_path / 'videos'} (") and "Traceback" not in said

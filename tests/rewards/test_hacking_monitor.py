@@ -1,12 +1,16 @@
 """The hacking monitor: its rule by hand, and a run with a planted shortcut that is stopped."""
 
 import json
+import os
+import signal
 
 import pytest
-from helpers import flags, metrics_of, run
+from helpers import SMALL, copy_of, flags, metrics_of, run
 
 from unified_trainer.__main__ import main
+from unified_trainer.checkpoint import manifest
 from unified_trainer.rewards.hacking_monitor import HackingMonitor, HackingMonitorConfig
+from unified_trainer.trainer import Trainer
 
 FIRST = {
     "reward": 2.0,
@@ -118,6 +122,20 @@ def test_a_held_out_metric_that_is_not_measured_is_ignored():
     assert "reward/pick" not in watching(held_out=("reward/pick",)).reference
 
 
+def test_its_state_goes_through_a_manifest():
+    """The training steps since the last validation too: the next decision is a mean over them."""
+    one, other, older = watching(), watching(), watching()
+    for value in (0.4, 0.3, 0.05):
+        one.note({"pixels/diversity": value})
+    state = json.loads(json.dumps(one.state))
+    other.load_state(state)
+    older.load_state({key: value for key, value in state.items() if key != "hacking_monitor_recent"})
+    for each in (one, other, older):
+        each.note({"pixels/diversity": 0.05})
+    assert one.watch(FIRST | UP) == other.watch(FIRST | UP) is None  # mean 0.2 of 0.4 at first
+    assert "train/pixels/diversity fell 0.4 -> 0.05" in older.watch(FIRST | UP)
+
+
 # Runs.
 
 SHORT = flags(
@@ -144,9 +162,9 @@ def test_a_run_that_hacks_is_stopped_and_saved(hacked):
     assert code == 3
     last = metrics_of(folder)[-1]
     assert last["step"] == 8 and last["validation/reward_hacking"] == 1
-    manifest = json.loads((folder / "checkpoints" / "step_8" / "manifest.json").read_text())
+    metadata = json.loads((folder / "checkpoints" / "step_8" / "manifest.json").read_text())
     first = {key.removeprefix("validation/"): value for key, value in metrics_of(folder)[0].items()}
-    assert manifest["hacking_monitor"]["pixels/saturation"] == first["pixels/saturation"]
+    assert metadata["hacking_monitor"]["pixels/saturation"] == first["pixels/saturation"]
     assert last["validation/pixels/saturation"] > first["pixels/saturation"] + first["pixels/saturation_std"]
 
 
@@ -164,6 +182,40 @@ def test_it_is_stopped_again_when_it_is_resumed(hacked, capsys):
     )
     out = capsys.readouterr().out
     assert "warning: reward hacking suspected: reward rose" in out and "stopped" not in out
+
+
+# The diversity of the first training step is 0.18 and of the second 0.08: below the limit alone, above it as a mean.
+TWO_STEPS = [
+    *SMALL["dance_grpo"],
+    *flags({"steps": 2, "validate-every": 2, "validation.num-videos": 0, "validation.seed": 1, "checkpoint-every": 0}),
+    *flags({"student.learning-rate": 1e-3, "algorithm.no-init-same-noise": True, "hacking-monitor.action": "stop"}),
+    *flags({"hacking-monitor.rise": 1e-3, "hacking-monitor.fall": 1e9, "hacking-monitor.drift": 1e9}),
+    *flags({"hacking-monitor.collapse": 0.6}),
+]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_and_resumed_decides_as_one_that_was_not(tmp_path, monkeypatch, capsys):
+    straight, stopped, older = (tmp_path / name for name in ("straight", "stopped", "older"))
+    assert main([*TWO_STEPS, "--output", str(straight)]) == 0
+    original = Trainer.step
+
+    def ask_to_stop(self, step):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, step)
+
+    monkeypatch.setattr(Trainer, "step", ask_to_stop)
+    assert main([*TWO_STEPS, "--output", str(stopped)]) == 0
+    monkeypatch.undo()
+    assert "stopped after step 1" in capsys.readouterr().out
+    file = copy_of(stopped, older) / "checkpoints" / "step_1" / "manifest.json"
+    metadata = json.loads(file.read_text())
+    kept = {key: value for key, value in metadata.items() if key not in ("hacking_monitor_recent", "crc32")}
+    file.write_text(manifest.as_text(kept))  # as an earlier version wrote it
+    assert main(["--resume", str(stopped)]) == 0
+    assert metrics_of(stopped) == metrics_of(straight)
+    assert metrics_of(stopped)[-1]["validation/reward_hacking"] == 0
+    assert main(["--resume", str(older)]) == 3
 
 
 @pytest.mark.slow

@@ -20,14 +20,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec, damage, find, newest_sound
-from unified_trainer.errors import UserError
+from unified_trainer.errors import NO_SPACE, UserError
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill, shapes_in
 from unified_trainer.renamed import stored_key
 
 __all__ = ["CheckpointError", "DiskFull", "Spec", "damage", "find", "load", "newest_sound", "save", "trained_sampler"]
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 HEADERS = 2**20  # bytes reserved for what a checkpoint holds besides its tensors
 T = TypeVar("T")
 
@@ -61,6 +60,26 @@ def save(
             shutil.rmtree(building, ignore_errors=True)
         raise
     return folder
+
+
+def record(root: Path, step: int, metadata: Mapping[str, Any], mesh: Mesh) -> None:
+    """Replace metadata in the manifest of a checkpoint, atomically; keys that are not given stay.
+
+    All ranks must call it. Raises CheckpointError on all of them, with the manifest unchanged.
+    """
+    folder, building = root / f"step_{step}", root / f".step_{step}.json"
+
+    def rewrite() -> None:
+        held, fault = manifest.read(folder)
+        if fault:
+            raise OSError(errno.EIO, fault, str(folder))
+        del held["crc32"]
+        building.write_text(manifest.as_text({**held, **metadata}), encoding="utf-8")
+        _sync(building)
+        building.replace(folder / manifest.FILE)
+        _sync(folder)
+
+    _on_main(mesh, root, rewrite)
 
 
 def trained_sampler(spec: str | Path) -> dict[str, Any] | None:
@@ -115,7 +134,10 @@ def _by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def _make_room(root: Path, building: Path, size: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     for left_over in root.glob(".step_*"):  # from a process that was killed
-        shutil.rmtree(left_over)
+        if left_over.is_dir():
+            shutil.rmtree(left_over, ignore_errors=True)  # NFS keeps files that another process has open
+        else:
+            left_over.unlink()
     free = shutil.disk_usage(root).free
     if free < size + HEADERS:
         raise OSError(errno.ENOSPC, f"{(size + HEADERS) / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free")
@@ -150,12 +172,27 @@ def _finish(building: Path, folder: Path, contents: Manifest, checksums: Mapping
     file.write_text(manifest.as_text({**contents, "files": files}), encoding="utf-8")
     _sync(file)
     _sync(building)
-    replaced = folder.with_name(f".{folder.name}.old")
+    replaced = _hidden(folder)
     if folder.exists():  # a damaged checkpoint that the resumed run skipped
         folder.rename(replaced)
     building.rename(folder)
     _sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, under a name that no reader takes for one: a kill leaves no half of it.
+
+    What cannot be removed goes with the next save. Raises CheckpointError if the folder cannot be renamed.
+    """
+    try:
+        shutil.rmtree(folder.rename(_hidden(folder)), ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder} cannot be removed ({error.strerror or error})") from error
+
+
+def _hidden(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
 
 
 def _on_main(mesh: Mesh, where: Path, work: Callable[[], None]) -> None:

@@ -1,6 +1,5 @@
 """When a checkpoint is written, which ones are kept, and what happens if one cannot be written."""
 
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,13 +7,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.dcp import CheckpointError, DiskFull
-from unified_trainer.errors import UserError
+from unified_trainer.errors import NotFiniteError, UserError
+from unified_trainer.parallel.fsdp import to_local
 from unified_trainer.parallel.mesh import Mesh
 
 
@@ -33,11 +34,14 @@ class Keep:
             raise UserError(f"best_metric {self.metric} is not measured; have {', '.join(sorted(metrics))}")
 
     def staying(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Return the steps to keep of those with their metrics; a step without validation is never among the best."""
-        newest = sorted(metrics)[-self.last :]
+        """Return the steps to keep of those with their metrics."""
+        return {*sorted(metrics)[-self.last :], *self.ranked(metrics)}
+
+    def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """Return the best steps of those with their metrics; a step without validation is never among them."""
         sign = -1 if self.order == "highest" else 1
         rated = sorted((sign * row[self.metric], step) for step, row in metrics.items() if self.metric in row)
-        return {*newest, *(step for _, step in rated[: self.best])}
+        return [step for _, step in rated[: self.best]]
 
 
 class Saver:
@@ -50,7 +54,9 @@ class Saver:
         self._train_mesh, self._mesh = mesh, mesh.for_thread() if asynchronous else mesh
         self._stager = BlockingAsyncStager(cache_staged_state_dict=mesh.device.type != "cpu")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Future[None] | None = None
+        self._pending: list[Future[None]] = []  # asynchronous writes, in order
+        self._unsaved: set[int] = set()  # steps for which there was no space
+        self._named: set[str] = set()  # checkpoints left alone, each said once
 
     def __enter__(self) -> "Saver":
         return self
@@ -65,30 +71,37 @@ class Saver:
         """Write a checkpoint, or start to write a copy of the tensors.
 
         A full disk is a printed warning, and training continues. Other failures are raised here, or by `check` and
-        `wait` if the write is asynchronous.
+        `wait` if the write is asynchronous. If a tensor holds NaN or inf on any rank, nothing is written and all ranks
+        raise NotFiniteError.
         """
         self.wait()
+        self._check_finite(step, tensors)
         if self._asynchronous:
-            copied = self._stager.stage(dict(tensors))
-            self._pending = self._thread.submit(self._save, step, copied, metadata)
-        else:
-            self._save(step, tensors, metadata)
+            tensors = self._stager.stage(dict(tensors))
+        self._do(self._save, step, tensors, metadata)
+
+    def record(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Replace metadata of a checkpoint, after its write; then remove what need not be kept.
+
+        A failure is a printed warning: without its validation the checkpoint is whole.
+        """
+        self._do(self._record, step, metadata)
 
     def check(self) -> None:
         """Raise on all ranks the exception of an asynchronous write that has failed (a collective)."""
-        if self._asynchronous and self._train_mesh.any(self._pending is not None and self._failed(self._pending)):
+        if self._asynchronous and self._train_mesh.any(any(self._failed(one) for one in self._pending)):
             self.wait()
 
     @property
     def saving(self) -> bool:
         """Whether an asynchronous write is in progress."""
-        return self._pending is not None and not self._pending.done()
+        return any(not one.done() for one in self._pending)
 
     def wait(self) -> None:
-        """Wait for the asynchronous write and raise its exception, if any."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        """Wait for the asynchronous writes and raise the first exception, if any."""
+        pending, self._pending = self._pending, []
+        for one in pending:
+            one.result()
 
     def finish(self, step: int) -> None:
         """Wait for the write of the run's last step; raise DiskFull if it could not be saved."""
@@ -101,35 +114,80 @@ class Saver:
     def _failed(self, pending: Future[None]) -> bool:
         return pending.done() and pending.exception() is not None
 
+    def _do(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self._asynchronous:
+            self._pending.append(self._thread.submit(work, *arguments))
+        else:
+            work(*arguments)
+
+    def _check_finite(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        bad = next((key for key, tensor in tensors.items() if not _finite(tensor)), None)
+        if not self._train_mesh.any(bad is not None):
+            return
+        newest = manifest.folders(self._root)[-1:]
+        saved = f"the newest checkpoint is {newest[0]}" if newest else "there is no checkpoint yet"
+        raise NotFiniteError(
+            f"step {step} is not saved: {bad or 'a tensor of another rank'} holds NaN or inf; {saved}. Lower the "
+            "learning rate of its role, or look at the last batches"
+        )
+
     def _save(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         try:
             checkpoint.save(self._root, step, tensors, self._mesh, metadata)
         except DiskFull as full:
             self._say(f"warning: step {step} is not saved: {full}. Training continues; earlier checkpoints are kept")
+            self._unsaved.add(step)
+            return
+        self.forget(step)
+
+    def _record(self, step: int, metadata: Mapping[str, Any]) -> None:
+        if step in self._unsaved:
+            return
+        try:
+            checkpoint.record(self._root, step, metadata, self._mesh)
+        except CheckpointError as error:
+            self._say(f"warning: the checkpoint of step {step} lacks its validation, which --resume repeats: {error}")
             return
         self.forget(step)
 
     def forget(self, step: int) -> None:
-        """Remove the checkpoints up to this step that need not be kept, and incomplete ones.
+        """Remove the checkpoints up to this step that need not be kept, and those whose manifest shows a torn write.
 
-        Later steps are ignored: a resumed run skipped them as damaged, and will write them again.
+        Each removal of a torn one is said; one of the best is not removed. A checkpoint whose manifest cannot be read
+        stays, and is named once. Later steps are ignored: a resumed run skipped them as damaged, and will write them
+        again.
         """
         if not self._mesh.is_main:
             return
         metrics: dict[int, dict[str, float]] = {}
+        torn: dict[int, tuple[dict[str, float], str]] = {}
         for folder in manifest.folders(self._root):
             if manifest.step_of(folder) <= step:
                 metadata, fault = manifest.read(folder)
-                if fault:
-                    _remove(folder)
-                else:
+                if fault is None:
                     metrics[metadata["step"]] = metadata.get("metrics", {})
-        for step_gone in metrics.keys() - self.keep.staying(metrics):
-            _remove(self._root / f"step_{step_gone}")
+                elif metadata:
+                    torn[manifest.step_of(folder)] = metadata.get("metrics", {}), fault
+                else:
+                    self._name(folder, f"warning: {folder} is left as it is: {fault}")
+        best = self.keep.ranked(metrics | {number: row for number, (row, _) in torn.items()})
+        for number, (_, fault) in torn.items():
+            folder = self._root / f"step_{number}"
+            if number in best:
+                self._name(folder, f"warning: {folder} is among the best and is left as it is: {fault}")
+            else:
+                checkpoint.remove(folder)
+                self._say(f"removed {folder}, which was not written to its end: {fault}")
+        for number in metrics.keys() - self.keep.staying(metrics):
+            checkpoint.remove(self._root / f"step_{number}")
+
+    def _name(self, folder: Path, line: str) -> None:
+        """Say a line about a checkpoint once."""
+        if folder.name not in self._named:
+            self._named.add(folder.name)
+            self._say(line)
 
 
-def _remove(folder: Path) -> None:
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or folder} cannot be removed ({error.strerror or error})") from error
+def _finite(tensor: Tensor) -> bool:
+    own = to_local(tensor.detach())
+    return not own.is_floating_point() or not own.numel() or bool(torch.stack(own.aminmax()).isfinite().all())

@@ -1,6 +1,7 @@
 """The manifest of a checkpoint: its metadata, and size and checksum of every file.
 
-A checkpoint is complete if its files are exactly those of the manifest, in name and size.
+A checkpoint is complete if the files of its manifest are there in their sizes. Other files are ignored, such as those
+that a file browser or NFS leaves, unless they would be read as weights.
 """
 
 import json
@@ -14,11 +15,15 @@ import torch
 
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.reading import is_weights
 from unified_trainer.renamed import translate_metadata
 
 FILE = "manifest.json"
 VERSION = 2
 CHUNK = 2**24  # bytes read at a time for a checksum
+UNREADABLE = -1  # in place of a checksum
+STEP = re.compile(r"step_(0|[1-9][0-9]*)")
+VALIDATION_PENDING = "validation_pending"  # key: the checkpoint was saved before the validation of its step
 Manifest = dict[str, Any]  # version, step, ranks, files, crc32, and the metadata that the run gave
 
 
@@ -36,7 +41,7 @@ class Spec(NamedTuple):
     @classmethod
     def of(cls, text: str | Path) -> "Spec":
         """Parse RUN[@step][:ema]; an existing folder with the whole text as its name is taken as RUN."""
-        parts = re.fullmatch(r"(?P<run>.+?)(?:@(?P<step>\d+))?(?P<ema>:ema)?", str(text))
+        parts = re.fullmatch(r"(?P<run>.+?)(?:@(?P<step>[0-9]+))?(?P<ema>:ema)?", str(text))
         if parts is None or Path(text).is_dir():
             return cls(Path(text), None, False)
         return cls(Path(parts["run"]), int(parts["step"]) if parts["step"] else None, bool(parts["ema"]))
@@ -69,15 +74,17 @@ def newest_sound(run: Path, mesh: Mesh) -> tuple[Path, Manifest, list[str]]:
     return *_first_of(run, skipped, lambda folder: damage(folder, mesh)), skipped
 
 
-def finished(run: Path, steps: int, mesh: Mesh) -> bool:
-    """Return whether a run's newest checkpoint is of its last step, and sound."""
+def finished(run: Path, steps: int, mesh: Mesh, *, validating: bool) -> bool:
+    """Return whether a run's newest checkpoint is of its last step, sound, and validated if the run is `validating`."""
     newest = folders(run / "checkpoints")[-1:]
-    return bool(newest) and step_of(newest[0]) == steps and damage(newest[0], mesh) is None
+    if not newest or step_of(newest[0]) != steps or damage(newest[0], mesh) is not None:
+        return False
+    return not (validating and read(newest[0])[0].get(VALIDATION_PENDING, False))
 
 
 def folders(root: Path) -> list[Path]:
     """Return the folders step_N below `root`, lowest step first; their content is not verified."""
-    found = [path for path in root.glob("step_*") if path.is_dir() and path.name[5:].isdigit()]
+    found = [path for path in root.glob("step_*") if STEP.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 
@@ -98,6 +105,8 @@ def damage(folder: Path, mesh: Mesh, kinds: Iterable[str] | None = None) -> str 
     names = [name for name in metadata["files"] if wanted is None or name.rpartition("/")[0] in wanted]
     found = checksums([folder / name for name in names], mesh)
     for name, checksum in zip(names, found, strict=True):
+        if checksum == UNREADABLE:
+            return f"{name} cannot be read"
         if checksum != metadata["files"][name]["crc32"]:
             return f"{name} is damaged, its checksum is not the manifest's"
     return None
@@ -106,7 +115,8 @@ def damage(folder: Path, mesh: Mesh, kinds: Iterable[str] | None = None) -> str 
 def read(folder: Path) -> tuple[Manifest, str | None]:
     """Return the manifest, and why the checkpoint is incomplete or None; checksums of other files are not verified.
 
-    Raises CheckpointError if a newer program wrote it.
+    With a fault the manifest is empty, unless it is whole and shows by itself that the checkpoint is torn: one of its
+    files is missing or has another size. Raises CheckpointError if a newer program wrote it.
     """
     try:
         text = (folder / FILE).read_text(encoding="utf-8")
@@ -120,12 +130,36 @@ def read(folder: Path) -> tuple[Manifest, str | None]:
         return {}, f"{FILE} is damaged, its own checksum is wrong"
     if version != VERSION:
         raise CheckpointError(f"{folder} has format version {version}, this program reads {VERSION}: update it")
-    found = {str(f.relative_to(folder)): f.stat().st_size for f in folder.rglob("*") if f.is_file()}
+    try:
+        torn, foreign = _torn(folder, files), _foreign(folder, files)
+    except OSError as error:
+        return {}, f"{error.filename or folder} cannot be read ({error.strerror or error})"
+    if torn is not None:
+        return translate_metadata(metadata), f"{torn} is missing or not {files[torn]['bytes']} bytes long"
+    if foreign is not None:
+        return {}, f"{foreign} is not in {FILE}: remove it"
+    return translate_metadata(metadata), None
+
+
+def _torn(folder: Path, files: Manifest) -> str | None:
+    """Return the first of the manifest's files that is missing or has another size; OSError if it cannot be told."""
     for name, entry in files.items():
-        if found.get(name) != entry["bytes"]:
-            return {}, f"{name} is missing or not {entry['bytes']} bytes long"
-    foreign = sorted(found.keys() - files.keys() - {FILE})
-    return translate_metadata(metadata), f"{foreign[0]} is not in {FILE}" if foreign else None
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            return name
+        if size != entry["bytes"]:
+            return name
+    return None
+
+
+def _foreign(folder: Path, files: Manifest) -> str | None:
+    """Return a file that is not the manifest's and would be read as weights; hidden files are not."""
+    for kind in sorted({(folder / name).parent for name in files}):
+        found = [str(path.relative_to(folder)) for path in kind.iterdir() if is_weights(path)]
+        if foreign := sorted(set(found) - files.keys()):
+            return foreign[0]
+    return None
 
 
 def as_text(metadata: Manifest) -> str:
@@ -135,7 +169,7 @@ def as_text(metadata: Manifest) -> str:
 
 
 def checksums(files: list[Path], mesh: Mesh) -> list[int]:
-    """Return the CRC-32 of every file, or -1 for a file that cannot be read; each rank reads a part of the files."""
+    """Return the CRC-32 of every file, or UNREADABLE; each rank reads a part of the files."""
     own = torch.zeros(1, len(files), dtype=torch.int64)
     for i in range(mesh.rank, len(files), mesh.size):
         own[0, i] = _crc32(files[i])
@@ -149,7 +183,7 @@ def _crc32(file: Path) -> int:
             while chunk := opened.read(CHUNK):
                 checksum = zlib.crc32(chunk, checksum)
     except OSError:
-        return -1
+        return UNREADABLE
     return checksum
 
 

@@ -63,6 +63,10 @@ def _lock(folder: Path) -> int:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
         os.close(lock)
         raise RunFolderError(f"another run is writing into {folder} ({holder}): wait, or choose another --output")
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except OSError as error:
+        os.close(lock)
+        raise RunFolderError(f"{file} cannot be written ({error.strerror}); choose another --output") from error
     return lock

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,8 +18,9 @@ from unified_trainer.checkpoint.manifest import Spec
 from unified_trainer.commands.import_hpsv3 import link_or_copy
 from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.commands.model_card import AdapterFile, write_model_card
+from unified_trainer.commands.output_folder import scratch_folder
 from unified_trainer.commands.scheduler import SAMPLER, euler_scheduler, sampler_file
-from unified_trainer.errors import OutputExistsError, UserError
+from unified_trainer.errors import OutputExistsError, UserError, writing
 from unified_trainer.models.base import Family, VideoModel
 from unified_trainer.models.folder import read_json
 from unified_trainer.numerics.flow import GuidanceScale
@@ -70,9 +70,8 @@ def export(
     loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False)
     if adapter != "merge" and not loaded.role.config.adapter.rank:
         raise UserError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
-        folder = Path(scratch) / out.name
+    with writing(out), scratch_folder(out.parent, out.name, out.name, _say) as scratch:
+        folder = scratch / out.name
         folder.mkdir()
         _write_scheduler(loaded, folder)
         adapters = []
@@ -89,7 +88,11 @@ def export(
         write_model_card(loaded, Spec.of(run), folder, out.name, dtype, adapters)
         folder.chmod(0o755)
         folder.replace(out)
-    Console().print(f"{out}: {loaded.said}. {about['how']}", highlight=False, markup=False, soft_wrap=True)
+    _say(f"{out}: {loaded.said}. {about['how']}")
+
+
+def _say(line: str) -> None:
+    Console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _write_network(loaded: LoadedRole, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:

@@ -1,12 +1,19 @@
-"""The folder that a command writes over several calls: a file in it says what is written and refuses anything else."""
+"""The folders that commands write: over several calls, with a file that says what is in them, or whole at the end."""
 
+import fcntl
+import glob
 import json
-from collections.abc import Mapping
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unified_trainer.checkpoint.run_lock import LOCK
-from unified_trainer.errors import OutputExistsError
+from unified_trainer.errors import OutputExistsError, writing
 from unified_trainer.models.folder import read_json
 
 
@@ -26,7 +33,8 @@ def begin_output(folder: Path, about: str, settings: Mapping[str, Any], what: st
     check_output(folder, about, what)
     settings = json.loads(json.dumps(settings))
     if not (folder / about).is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / about, json.dumps(settings, indent=1) + "\n")
         return
     held = read_json(folder / about)
@@ -41,8 +49,50 @@ def begin_output(folder: Path, about: str, settings: Mapping[str, Any], what: st
 def write_text(file: Path, text: str) -> None:
     """Write a text file atomically."""
     building = file.with_suffix(file.suffix + ".tmp")
-    building.write_text(text, encoding="utf-8")
-    building.replace(file)
+    with writing(file):
+        building.write_text(text, encoding="utf-8")
+        building.replace(file)
+
+
+@contextmanager
+def scratch_folder(parent: Path, prefix: str, name: str, say: Callable[[str], None]) -> Iterator[Path]:
+    """Yield a new folder `.PREFIX-xxxxxxxx` in `parent`, in which a folder `name` is built; it is removed at the end.
+
+    Such folders of processes that were killed are removed and said: nothing locks them, and they hold nothing else.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    for left_over in sorted(parent.glob(f".{glob.escape(prefix)}-*")):
+        if not (re.fullmatch(r"\w{8}", left_over.name[len(prefix) + 2 :]) and _is_scratch(left_over, name)):
+            continue
+        with _locked(left_over) as free:
+            if free:
+                shutil.rmtree(left_over, ignore_errors=True)
+        say(f"{'removed' if free else 'another process may be writing'} {left_over}, which is not finished")
+    with tempfile.TemporaryDirectory(dir=parent, prefix=f".{prefix}-") as scratch, _locked(Path(scratch)):
+        yield Path(scratch)
+
+
+def _is_scratch(folder: Path, name: str) -> bool:
+    """Return whether a folder holds nothing but a folder of this name, or scratch folders for it."""
+    own = rf"{re.escape(name)}|\.{re.escape(name)}-\w{{8}}"
+    held = list(folder.iterdir()) if folder.is_dir() else []
+    return bool(held) and all(re.fullmatch(own, one.name) for one in held)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder; False if another process holds the lock, or if the file system has no locks."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        free = False
+    else:
+        free = True
+    try:
+        yield free
+    finally:
+        os.close(opened)
 
 
 def _short(value: object) -> str:

@@ -1,6 +1,5 @@
 """The command push: it uploads an export, with its model card, to the Hugging Face hub."""
 
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,8 @@ from rich.console import Console
 
 from unified_trainer.checkpoint.manifest import Spec, find
 from unified_trainer.commands.export import ABOUT, export
-from unified_trainer.errors import UserError
+from unified_trainer.commands.output_folder import scratch_folder
+from unified_trainer.errors import UserError, writing
 
 
 class PushError(UserError, ConnectionError):
@@ -48,13 +48,18 @@ def push(
         commit = _upload(api, Path(source), name, private, revision)
     else:
         commit = _export_and_upload(api, source, name, private, revision)
-    Console().print(f"{source} is on the hub: {commit.commit_url}", highlight=False, markup=False, soft_wrap=True)
+    _say(f"{source} is on the hub: {commit.commit_url}")
+
+
+def _say(line: str) -> None:
+    Console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _export_and_upload(api: HfApi, run: str, name: str, private: bool, revision: str) -> CommitInfo:
     find(run)
-    with tempfile.TemporaryDirectory(dir=Spec.of(run).run, prefix=".push-") as scratch:
-        folder = Path(scratch) / name.rpartition("/")[2]
+    name_of_folder = name.rpartition("/")[2]
+    with writing(Spec.of(run).run), scratch_folder(Spec.of(run).run, "push", name_of_folder, _say) as scratch:
+        folder = scratch / name_of_folder
         export(run, folder)
         return _upload(api, folder, name, private, revision)
 

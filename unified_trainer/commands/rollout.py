@@ -13,7 +13,7 @@ from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.rollout_folder import RolloutFolder
 from unified_trainer.commands.sample import draw_latents, read_lines
 from unified_trainer.data.video_files import to_uint8, write_mp4
-from unified_trainer.errors import UserError
+from unified_trainer.errors import UserError, writing
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.ranges import Count, CountOrZero, Seed
@@ -84,7 +84,8 @@ def _videos(output: Path, count: int, fps: float) -> Callable[[range, Video], No
     def write(numbers: range, video: Video) -> None:
         for number, frames in zip(numbers, to_uint8(video), strict=True):
             if number < count:
-                (output / "videos").mkdir(exist_ok=True)
-                write_mp4(frames, output / "videos" / f"{number}.mp4", fps)
+                with writing(output / "videos"):
+                    (output / "videos").mkdir(exist_ok=True)
+                    write_mp4(frames, output / "videos" / f"{number}.mp4", fps)
 
     return write

@@ -1,24 +1,25 @@
 """A folder of rollouts: how they were generated, their latents in parts, and a file of scores for each reward.
 
 rollout.json            how the samples were made, their prompts
-latents/N.safetensors   x0 of part N: clean latents [b, c, t, h, w], normalised
+latents/N.safetensors   x0 of part N: clean latents [b, c, t, h, w], normalised; the header holds a checksum
 scores/NAME.jsonl       one line a sample: prompt, seed, where its latents are, reward, parts
 scores/NAME.json        the settings of the reward that NAME is
 """
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from unified_trainer.commands.output_folder import begin_output, write_text
-from unified_trainer.errors import MissingFileError, OutputExistsError, UserError
+from unified_trainer.errors import MissingFileError, OutputExistsError, UserError, writing
 from unified_trainer.models.base import Codec
 from unified_trainer.models.folder import read_json
 from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
@@ -27,6 +28,7 @@ from unified_trainer.types import Latents, Video
 OnVideo = Callable[[range, Video], None]  # sample numbers and their decoded videos
 ABOUT = "rollout.json"
 VERSION = 1
+CHECKSUM = "crc32"  # key in the header of a file of latents
 KEYS = ("prompts", "num_samples", "batch", "seed", "video", "base")  # what scoring needs of rollout.json
 
 
@@ -56,7 +58,8 @@ class RolloutFolder:
         """Begin a new folder, or continue one of the same `about`; raise OutputExistsError if it differs."""
         begin_output(folder, ABOUT, {"version": VERSION, **about}, "rollouts")
         for name in ("latents", "scores"):
-            (folder / name).mkdir(exist_ok=True)
+            with writing(folder):
+                (folder / name).mkdir(exist_ok=True)
         return cls.read(folder)
 
     @property
@@ -77,18 +80,26 @@ class RolloutFolder:
 
     def write(self, part: int, x0: Latents) -> None:
         """Write a part's latents atomically."""
-        building = self.file(part).with_suffix(".tmp")
-        save_file({"x0": x0.float().cpu().contiguous()}, building)
-        building.replace(self.file(part))
+        building, x0 = self.file(part).with_suffix(".tmp"), x0.float().cpu().contiguous()
+        with writing(self.file(part)):
+            save_file({"x0": x0}, building, metadata={CHECKSUM: _checksum(x0)})
+            building.replace(self.file(part))
 
     def latents(self, part: int) -> Latents:
-        """Read a part's latents; raise UserError if its file is missing or damaged."""
+        """Read a part's latents; raise UserError if its file is missing or damaged.
+
+        Files of version 0.1.0 hold no checksum.
+        """
         if not self.file(part).is_file():
             raise MissingFileError(f"{self.file(part)} is missing: call the same `rollout` again to write it")
         try:
-            return load_file(self.file(part))["x0"]
-        except (SafetensorError, OSError, KeyError) as error:
+            with safe_open(self.file(part), framework="pt") as opened:
+                x0, checksum = opened.get_tensor("x0"), (opened.metadata() or {}).get(CHECKSUM)
+        except (SafetensorError, OSError) as error:
             raise UserError(f"{self.file(part)} is damaged ({error}): remove it and call `rollout` again") from error
+        if checksum not in (None, _checksum(x0)):
+            raise UserError(f"{self.file(part)} is damaged (its checksum is wrong): remove it and call `rollout` again")
+        return x0
 
     @torch.no_grad()
     def score(
@@ -101,7 +112,7 @@ class RolloutFolder:
         settings, table = self.folder / "scores" / f"{name}.json", self.folder / "scores" / f"{name}.jsonl"
         _check_reward_is(settings, reward.config, name)
         rows = _whole_rows(table, self.parts)
-        with table.open("a", encoding="utf-8") as opened:
+        with writing(table), table.open("a", encoding="utf-8") as opened:
             for part, numbers in enumerate(self.parts):
                 if numbers.stop <= len(rows):
                     continue
@@ -126,6 +137,12 @@ class RolloutFolder:
             | {"reward": totals[row], "parts": dict(zip(names, parts[row].tolist(), strict=True))}
             for row, (number, (prompt_id, prompt)) in enumerate(zip(numbers, samples, strict=True))
         ]
+
+
+def _checksum(x0: Latents) -> str:
+    """Return the CRC-32 of latents, of their shape and type too."""
+    shape = zlib.crc32(f"{x0.dtype} {tuple(x0.shape)}".encode())
+    return str(zlib.crc32(x0.contiguous().numpy().tobytes(), shape))
 
 
 def _check_reward_is(file: Path, config: RewardConfig, name: str) -> None:

@@ -20,7 +20,7 @@ from unified_trainer.config import RunConfig
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import SUFFIXES, read_prompts
 from unified_trainer.data.video_files import Mp4, Row, contact_sheet, to_uint8
-from unified_trainer.errors import OutputExistsError, UserError
+from unified_trainer.errors import OutputExistsError, UserError, writing
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
@@ -66,12 +66,13 @@ def sample(
     loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)))
     if stream and not loaded.run.sampler.chunks.causal:
         raise UserError(f"--stream needs a causal student, but {run} generates all frames at once: leave it out")
-    output.mkdir(parents=True, exist_ok=True)
-    clips, speed = _write(loaded, lines, seed, batch, output, stream)
-    sheet = [Row(clip, f"seed {seed + i}", line) for i, (clip, line) in enumerate(zip(clips, lines, strict=True))]
-    contact_sheet(sheet, output / "contact_sheet.png")
     rows = [{"video": f"{i}.mp4", "prompt": prompt, "seed": seed + i} for i, prompt in enumerate(lines)]
-    (output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+        clips, speed = _write(loaded, lines, seed, batch, output, stream)
+        sheet = [Row(clip, f"seed {seed + i}", line) for i, (clip, line) in enumerate(zip(clips, lines, strict=True))]
+        contact_sheet(sheet, output / "contact_sheet.png")
+        (output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     message = f"{len(lines)} videos in {output}: {loaded.said}{speed}"
     Console().print(message, highlight=False, markup=False, soft_wrap=True)
 

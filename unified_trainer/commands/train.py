@@ -19,6 +19,7 @@ from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
 from unified_trainer.engine.config import check_installed
+from unified_trainer.errors import writing
 from unified_trainer.exit_codes import HACKED, exit_code
 from unified_trainer.memory import memory_advice
 from unified_trainer.parallel.mesh import Mesh
@@ -59,7 +60,7 @@ def train_here(run: RunConfig, argv: Sequence[str]) -> int:
     with begin(run, mesh, argv) as begun:
         built, run, output, start = begun.built, begun.built.run, begun.output, begun.start
         with (
-            Tracker(output, run.tracking, settings.plain(run), run.steps, start, mesh.is_main) as tracker,
+            open_tracker(begun, mesh) as tracker,
             Saver(output / "checkpoints", mesh, built.keep, tracker.say, asynchronous=run.async_save) as saver,
         ):
             tracker.table(f"{run.method} with recipe {run.recipe}", built.summary)
@@ -78,6 +79,21 @@ def train_here(run: RunConfig, argv: Sequence[str]) -> int:
             )
     mesh.leave()
     return HACKED if hacked else 0
+
+
+def open_tracker(begun: "Begun", mesh: Mesh) -> Tracker:
+    """Open metrics.jsonl and the trackers of a run; UserError if that cannot be."""
+    run, pending = begun.built.run, begun.built.trainer.validation_pending
+    with writing(begun.output):
+        return Tracker(
+            begun.output,
+            run.tracking,
+            settings.plain(run),
+            run.steps,
+            begun.start,
+            mesh.is_main,
+            validated=not (pending and begun.built.validation is not None),
+        )
 
 
 @dataclass(frozen=True)
@@ -115,20 +131,25 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
             if start > run.steps:
                 raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
             initialised = built.trainer.init_from(run.init_from) if run.init_from and not start else None
+            unnoted = []
             if mesh.is_main:
-                settings.save(run, output / "config.yaml")
-                note_environment(output, argv, run.seed, start, mesh)
+                with writing(output / "config.yaml"):
+                    settings.save(run, output / "config.yaml")
+                try:
+                    note_environment(output, argv, run.seed, start, mesh)
+                except OSError as error:
+                    unnoted = [f"warning: {output / 'environment.jsonl'} cannot be written ({error})"]
             said = [f"writing to {output}" + (f"; weights of {initialised}" if initialised else "")]
             if run.resume:
                 said.append(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
-            said += [*(f"skipped {why}" for why in skipped), *(f"changed {what}" for what in changed)]
+            said += [*(f"skipped {why}" for why in skipped), *(f"changed {what}" for what in changed), *unnoted]
             yield Begun(built, output, start, tuple(said))
 
 
 def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:
     """Say so if the run to continue has all its steps; ConfigError for settings that it cannot change."""
     settings.check_resumable(run, folder / "config.yaml")
-    if not finished(folder, run.steps, mesh):
+    if not finished(folder, run.steps, mesh, validating=run.validate_every > 0):
         return False
     said = f"{folder} is at step {run.steps} of {run.steps}: nothing to do; raise --steps to go on"
     Console(quiet=not mesh.is_main).print(said, highlight=False, soft_wrap=True, markup=False)

@@ -1,5 +1,6 @@
 """Reading safetensors files into tensors that may be sharded."""
 
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +11,28 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
+
+
+def is_weights(file: Path) -> bool:
+    """Return whether a file is read as weights, by its name; hidden ones are of a file browser or a file system."""
+    return file.suffix == ".safetensors" and not file.name.startswith(".")
+
+
+class _Files(FileSystem):
+    """The files of a folder without hidden ones."""
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [file for file in super().ls(path) if is_weights(Path(file))]
+
+
+def _reader(folder: Path) -> HuggingFaceStorageReader:
+    reader = HuggingFaceStorageReader(str(folder))
+    reader.fs = _Files()
+    return reader
 
 
 def shapes_in(folder: Path) -> dict[str, torch.Size]:
@@ -21,7 +41,7 @@ def shapes_in(folder: Path) -> dict[str, torch.Size]:
     Raises UserError if a file cannot be read.
     """
     try:
-        held = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        held = _reader(folder).read_metadata().state_dict_metadata
     except (SafetensorError, OSError) as error:
         raise _unreadable(folder, error) from error
     return {key: metadata.size for key, metadata in held.items()}
@@ -37,7 +57,7 @@ def fill(tensors: Mapping[str, Tensor], folder: Path, mesh: Mesh) -> None:
         with warnings.catch_warnings():
             # torch warns that a single process is not distributed.
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled")
-            dcp.load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=mesh.size == 1)
+            dcp.load(dict(tensors), storage_reader=_reader(folder), no_dist=mesh.size == 1)
     except CheckpointException as failed:
         error = next(iter(failed.failures.values()))[0]
         if isinstance(error, SafetensorError | OSError):

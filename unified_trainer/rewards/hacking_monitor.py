@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from unified_trainer.ranges import Decay, Positive
 
@@ -26,13 +26,23 @@ class HackingMonitorConfig:
 
 
 class HackingMonitor:
-    """Compares every validation with the first one of the run; `reference` belongs into the checkpoints."""
+    """Compares every validation with the first one of the run; `state` belongs into the checkpoints."""
 
     def __init__(self, config: HackingMonitorConfig, held_out: tuple[str, ...]) -> None:
         """`held_out` names the validation metrics that must not fall; metrics that are not measured are ignored."""
         self.config, self._held_out = config, held_out
         self.reference: dict[str, float] = {}  # the first value of every metric that is compared
         self._diversity: list[float] = []  # of the training steps since the last validation
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All that the next decision depends on, as metadata of a checkpoint."""
+        return {"hacking_monitor": dict(self.reference), "hacking_monitor_recent": list(self._diversity)}
+
+    def load_state(self, metadata: Mapping[str, Any]) -> None:
+        """Continue from the metadata of a checkpoint; those of earlier versions lack a part, which is then empty."""
+        self.reference = dict(metadata.get("hacking_monitor", {}))
+        self._diversity = list(metadata.get("hacking_monitor_recent", []))
 
     @property
     def on(self) -> bool:

@@ -75,7 +75,7 @@ class Learner:
             role = self.name.split("/")[0]
             raise NotFiniteError(
                 f"{self.name}: the gradient of {bad} is not finite at update {self.updates}; weights unchanged. "
-                f"Lower {role}.learning_rate, or look at the batch; the last checkpoint is sound"
+                f"Lower {role}.learning_rate, or look at the batch; checkpoints never hold NaN or inf"
             )
         return norm
 

@@ -1,12 +1,9 @@
 """Metrics and messages: metrics.jsonl, the terminal, and the trackers that the user asks for."""
 
-import errno
-import json
 import math
-import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -20,9 +17,10 @@ from rich.text import Text
 from torch import Tensor
 
 from unified_trainer.config import TrackingConfig
-from unified_trainer.errors import UserError, working_on
+from unified_trainer.errors import working_on
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.tracking.external import ExternalTracker, RunInfo, tracker_classes
+from unified_trainer.tracking.metrics_file import MetricsFile
 from unified_trainer.validation import ValidationSample
 
 SHOWN = {  # in the terminal: training metric -> its name there
@@ -56,11 +54,20 @@ class Tracker:
     """
 
     def __init__(
-        self, run: Path, config: TrackingConfig, settings: dict[str, Any], steps: int, start: int, active: bool
+        self,
+        run: Path,
+        config: TrackingConfig,
+        settings: dict[str, Any],
+        steps: int,
+        start: int,
+        active: bool,
+        *,
+        validated: bool = True,
     ) -> None:
         """`start` is the number of steps already done; lines of metrics.jsonl after it are dropped.
 
-        `settings` go to the trackers. Raises UserError if a tracker cannot start or metrics.jsonl is damaged.
+        So is the validation of step `start` without `validated`: it comes again. `settings` go to the trackers. Raises
+        UserError if a tracker cannot start.
         """
         self._active, self._run, self._start, self._steps = active, run, start, steps
         self.console = Console(quiet=not active)
@@ -79,11 +86,9 @@ class Tracker:
         self._began = time.monotonic()
         if not active:
             return
-        self._file = run / "metrics.jsonl"
-        for row in _drop_after(self._file, start):
+        self._metrics = MetricsFile(run / "metrics.jsonl", start, self.say, validated=validated)
+        for row in self._metrics.rows:
             self._note_validation(row["step"], row)
-        self._jsonl = self._file.open("ab", buffering=0)
-        self._unwritten = b""  # lines that did not fit on a full disk
         for kind in tracker_classes(config):
             with working_on(f"tracker {kind.__name__}"):
                 self._trackers.append(kind(RunInfo(run, settings, config, start)))
@@ -98,11 +103,8 @@ class Tracker:
         self._progress.stop()
         if not self._active:
             return
-        self._write("")
-        self._jsonl.close()
-        for tracker in self._trackers:
-            with working_on(f"tracker {type(tracker).__name__}"):
-                tracker.close(failed=kind is not None)
+        self._metrics.close()
+        self._each(lambda tracker: tracker.close(failed=kind is not None))
 
     def log(self, step: int, metrics: dict[str, float], *, advance: bool = False) -> None:
         """Write the metrics, with `step` and the time, as one line of metrics.jsonl and to the other trackers.
@@ -111,10 +113,8 @@ class Tracker:
         """
         if not self._active:
             return
-        self._write(json.dumps({"step": step, "time": round(time.time(), 3), **metrics}) + "\n")
-        for tracker in self._trackers:
-            with working_on(f"tracker {type(tracker).__name__}"):
-                tracker.log(step, metrics)
+        self._metrics.write({"step": step, "time": round(time.time(), 3), **metrics})
+        self._each(lambda tracker: tracker.log(step, metrics))
         self._note_validation(step, metrics)
         if advance:
             self._advance(step, metrics)
@@ -124,9 +124,7 @@ class Tracker:
 
     def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         """Give the samples of a validation to the other trackers."""
-        for tracker in self._trackers:
-            with working_on(f"tracker {type(tracker).__name__}"):
-                tracker.log_samples(step, samples, contact_sheet)
+        self._each(lambda tracker: tracker.log_samples(step, samples, contact_sheet))
 
     def show_phase(self, phase: str) -> None:
         """Show what the run does now, on the progress bar."""
@@ -174,16 +172,16 @@ class Tracker:
         if any(name.startswith("validation/") for name in metrics):
             self._validations = [*self._validations[:1], (step, dict(metrics))]
 
-    def _write(self, lines: str) -> None:
-        """Append to metrics.jsonl; lines that do not fit on a full disk are written with the next ones."""
-        self._unwritten += lines.encode()
-        try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._jsonl.write(self._unwritten) :]
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            self.say(f"warning: no space for {self._file}; its lines are kept in memory until there is")
+    def _each(self, work: Callable[[ExternalTracker], None]) -> None:
+        """Let every tracker do something; one whose disk or connection fails is left out from then on."""
+        for tracker in list(self._trackers):
+            name = type(tracker).__name__
+            try:
+                with working_on(f"tracker {name}"):
+                    work(tracker)
+            except OSError as error:
+                self._trackers.remove(tracker)
+                self.say(f"warning: tracker {name} failed and gets nothing more: {error}")
 
     def say(self, message: str) -> None:
         """Print a message as it is: text in brackets is no markup."""
@@ -195,22 +193,6 @@ class Tracker:
         for name, value in rows.items():
             table.add_row(Text(name), Text(str(value)))
         self.console.print(table)
-
-
-def _drop_after(file: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the lines after `step`, which the continued run writes again; at step 0 all lines. Return the others."""
-    if not file.is_file():
-        return []
-    try:
-        lines = file.read_text().splitlines(keepends=True) if step else []
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]  # may end in a cut line
-        kept = [(line, row) for line, row in zip(lines, rows, strict=False) if row["step"] <= step]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is damaged ({error!r}): remove it, or its damaged lines") from error
-    building = file.with_suffix(".tmp")
-    building.write_text("".join(line for line, _ in kept))
-    os.replace(building, file)
-    return [row for _, row in kept]
 
 
 class Means:

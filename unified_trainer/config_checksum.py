@@ -1,0 +1,28 @@
+"""The checksum of a run's config.yaml: a comment below the settings, by which an edit by hand is noticed."""
+
+import hashlib
+import json
+import re
+
+import yaml
+
+LINE = re.compile(r"^# sha256 of these settings: ([0-9a-f]{64})$", re.MULTILINE)
+
+
+def with_checksum(text: str) -> str:
+    """Return the text of a YAML file with its checksum as the last line."""
+    return f"{text}# sha256 of these settings: {_checksum(text)}\n"
+
+
+def is_edited(text: str) -> bool:
+    """Return whether the settings in a YAML file are not those of its checksum; one without a checksum is not.
+
+    Only values count: order, comments and spaces may differ.
+    """
+    found = LINE.search(text)
+    return found is not None and found[1] != _checksum(text)
+
+
+def _checksum(text: str) -> str:
+    tree = yaml.safe_load(text)
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,81 @@
+"""The file metrics.jsonl of a run."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """metrics.jsonl: lines are appended, and those that cannot be written wait in memory for the next ones."""
+
+    def __init__(self, file: Path, start: int, say: Callable[[str], None], *, validated: bool = True) -> None:
+        """Open the file after `start` training steps; lines after it, which come again, are removed.
+
+        So is the validation of step `start` without `validated`. Damaged lines, as a crash of the machine leaves, are
+        left out; the file is then kept as it was beside the new one. `rows` are the others. `say` prints a line.
+        """
+        self._file, self._say = file, say
+        self.rows = self._continue(start, validated)
+        self._opened = file.open("ab", buffering=0)
+        self._unwritten = b""
+        self._failing = False
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row."""
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        self._flush()
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self._flush()
+        self._opened.close()
+
+    def _flush(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._opened.write(self._unwritten) :]
+        except OSError as error:
+            if not self._failing:
+                reason = f"no space for {self._file}, or another fault ({error.strerror or error})"
+                self._say(f"warning: {reason}; its lines are kept in memory until they can be written")
+            self._failing = True
+        else:
+            self._failing = False
+
+    def _continue(self, start: int, validated: bool) -> list[dict[str, Any]]:
+        before = self._file.read_bytes() if self._file.is_file() else b""
+        lines = before.split(b"\n")[:-1] if start else []  # the last one may be cut
+        kept, damaged = [], 0
+        for line in lines:
+            text = line.strip(b"\0\r ")  # a file system fills with NULs what it lost
+            row = _row(text)
+            if row is None:
+                damaged += bool(text)
+            elif row["step"] < start or (row["step"] == start and (validated or not _is_validation(row))):
+                kept.append((text, row))
+        after = b"".join(text + b"\n" for text, _ in kept)
+        if after != before:
+            building = self._file.with_suffix(".tmp")
+            building.write_bytes(after)
+            if damaged:
+                as_it_was = self._file.with_suffix(".damaged")
+                os.replace(self._file, as_it_was)
+                self._say(f"warning: {self._file}: {damaged} damaged lines are left out; as it was it is {as_it_was}")
+            os.replace(building, self._file)
+        return [row for _, row in kept]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Return the row that a line holds, or None."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row if whole else None
+
+
+def _is_validation(row: dict[str, Any]) -> bool:
+    return any(name.startswith("validation/") for name in row)
