@@ -7,11 +7,11 @@ from typing import Annotated
 import tyro
 from huggingface_hub import CommitInfo, HfApi, get_token
 from huggingface_hub.utils import HFValidationError, httpx, validate_repo_id
-from rich.console import Console
 
 from unified_trainer.checkpoint.manifest import Spec, find
 from unified_trainer.commands.export import ABOUT, export
 from unified_trainer.errors import UserError
+from unified_trainer.terminal import say
 
 
 class PushError(UserError, ConnectionError):
@@ -48,7 +48,7 @@ def push(
         commit = _upload(api, Path(source), name, private, revision)
     else:
         commit = _export_and_upload(api, source, name, private, revision)
-    Console().print(f"{source} is on the hub: {commit.commit_url}", highlight=False, markup=False, soft_wrap=True)
+    say(f"{source} is on the hub: {commit.commit_url}")
 
 
 def _export_and_upload(api: HfApi, run: str, name: str, private: bool, revision: str) -> CommitInfo:

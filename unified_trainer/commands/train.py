@@ -7,8 +7,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from unified_trainer import config as settings
 from unified_trainer.build import Built, build
 from unified_trainer.checkpoint.manager import Saver
@@ -23,6 +21,7 @@ from unified_trainer.memory import memory_advice
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.plan import check_complete
 from unified_trainer.registry import add_families
+from unified_trainer.terminal import say
 from unified_trainer.tracking.environment import note_environment
 from unified_trainer.tracking.tracker import Tracker
 
@@ -130,7 +129,7 @@ def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:
     if not finished(folder, run.steps, mesh):
         return False
     said = f"{folder} is at step {run.steps} of {run.steps}: nothing to do; raise --steps to go on"
-    Console(quiet=not mesh.is_main).print(said, highlight=False, soft_wrap=True, markup=False)
+    say(said, quiet=not mesh.is_main)
     return True
 
 
