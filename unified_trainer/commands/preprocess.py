@@ -26,6 +26,7 @@ from unified_trainer.models.hub import is_hub_id
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import family_of
+from unified_trainer.terminal import say
 
 VERSION = 1
 WHAT = "encoded clips"
@@ -85,7 +86,9 @@ def preprocess(
     mesh = Mesh.join(device)
     if mesh.size > 1:
         raise UserError("preprocess is one process: give each of several a table of its own videos and a folder in OUT")
-    with claimed(out, mesh):
+    with claimed(out, mesh) as note:
+        if note:
+            say(note)
         codec = family.codec(folder, mesh.device, run.encoders)
         negative = run.sampler.negative_prompt
         about = {"version": VERSION, "kind": "t2v" if videos else "text_only", "negative_prompt": negative}

@@ -101,7 +101,7 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
     digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
     mesh.assert_same(f"{run.method} with settings {digest[:16]}")
     output = run.resume or run.output or _free_folder(run.method)
-    with claimed(output, mesh), memory_advice(run):
+    with claimed(output, mesh) as note, memory_advice(run):
         changed = settings.check_resumable(run, output / "config.yaml") if run.resume else []
         if not run.resume and (output / "config.yaml").exists():
             raise ConfigError(
@@ -117,6 +117,7 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
                 settings.save(run, output / "config.yaml")
                 note_environment(output, argv, run.seed, start, mesh)
             said = [f"writing to {output}" + (f"; weights of {initialised}" if initialised else "")]
+            said += [note] if note else []
             if run.resume:
                 said.append(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
             said += [*(f"skipped {why}" for why in skipped), *(f"changed {what}" for what in changed)]
