@@ -19,6 +19,7 @@ from unified_trainer.commands.serve_reward import serve_reward
 from unified_trainer.commands.train import train
 from unified_trainer.errors import UserError
 from unified_trainer.exit_codes import end, exit_code
+from unified_trainer.parallel.meeting import meeting
 from unified_trainer.registry import METHODS, method_named
 from unified_trainer.suggestions import must_know
 from unified_trainer.terminal import console, say
@@ -52,7 +53,8 @@ def _run(argv: list[str]) -> int:
     elif _names_command(argv):
         apply(_command(argv[0]), argv[1:])()
     else:
-        return train(parse(argv), argv)
+        with meeting() as store:
+            return train(parse(argv), argv, store)
     return 0
 
 

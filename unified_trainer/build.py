@@ -19,6 +19,7 @@ from unified_trainer.data.raw_clips import encode_videos
 from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
 from unified_trainer.models.base import Codec
+from unified_trainer.parallel.agreement import assert_equal
 from unified_trainer.parallel.device import require_memory
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import RunPlan, check
@@ -70,7 +71,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     """
     plan = check(run, mesh)
     run, workers = plan.run, None
-    mesh.assert_same(f"adapters {[config.adapter.sha256[:16] for config in run.roles.values()]}")
+    assert_equal(mesh, plan.compared())
     encoders = replace(run.encoders, cache=run.encoders.cache or (str(output / EMBEDDINGS) if output else ""))
     codec = plan.family.codec(plan.folder, mesh.device, encoders)
     source = _source(run, plan, codec)
