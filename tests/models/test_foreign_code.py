@@ -28,10 +28,10 @@ FILES = ("tokenizer_config.json", "config.json")
 def mark(tmp_path, monkeypatch):
     """A file that the code of `hostile` folders would write; nobody may ask either."""
 
-    def ask(*words: object) -> str:
+    def question(*words: object) -> str:
         raise AssertionError(f"asked {words}")
 
-    monkeypatch.setattr(builtins, "input", ask)
+    monkeypatch.setattr(builtins, "input", question)
     yield tmp_path / "mark"
     assert not (tmp_path / "mark").exists()
 

@@ -1,4 +1,4 @@
-"""What must be equal on all ranks, compared before training: one digest, and the items by name only if it differs."""
+"""A comparison of what must be equal on all ranks: one digest, and the items by name only if it differs."""
 
 import hashlib
 import json
