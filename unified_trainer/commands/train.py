@@ -20,7 +20,6 @@ from unified_trainer.engine.config import check_installed
 from unified_trainer.exit_codes import HACKED, exit_code
 from unified_trainer.memory import memory_advice
 from unified_trainer.parallel.agreement import assert_equal, flat
-from unified_trainer.parallel.meeting import meeting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.plan import check_complete
 from unified_trainer.registry import add_families
@@ -46,14 +45,9 @@ def train(run: RunConfig, argv: Sequence[str], store: Store | None = None) -> in
 
 
 def train_in_actor(run: RunConfig, argv: Sequence[str]) -> int:
-    """Run one training process that Ray started."""
+    """Run one training process that Ray started, which also ends it when another one fails."""
     add_families(run.families)
-
-    def work() -> int:
-        with meeting() as store:
-            return train_here(run, argv, store)
-
-    return exit_code(work)
+    return exit_code(lambda: train_here(run, argv))
 
 
 def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None) -> int:
