@@ -8,10 +8,10 @@ import pytest
 END = """
 import atexit
 from unified_trainer.exit_codes import end
-class Lasting:
+class Last:
     def __del__(self):
         print("finalized")
-lasting = Lasting()
+last = Last()
 atexit.register(print, "exit functions")
 end(3)
 """

@@ -4,8 +4,6 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 
-from rich.console import Console
-
 from unified_trainer.cli import help_pages
 from unified_trainer.cli.command_line import before_flags, parse
 from unified_trainer.cli.flags import apply
@@ -21,8 +19,10 @@ from unified_trainer.commands.serve_reward import serve_reward
 from unified_trainer.commands.train import train
 from unified_trainer.errors import UserError
 from unified_trainer.exit_codes import end, exit_code
+from unified_trainer.parallel.meeting import meeting
 from unified_trainer.registry import METHODS, method_named
 from unified_trainer.suggestions import must_know
+from unified_trainer.terminal import console, say
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
@@ -46,14 +46,15 @@ def main(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     if not argv or HELP & {*argv}:
-        Console().print(_page(argv, min(Console().width, WIDEST)), markup=False, highlight=False, soft_wrap=True)
+        say(_page(argv, min(console().width, WIDEST)))
         return 0 if argv else 2
     if "--version" in argv:
-        Console().print(f"unified-trainer {version('unified-trainer')}, torch {version('torch')}", highlight=False)
+        say(f"unified-trainer {version('unified-trainer')}, torch {version('torch')}")
     elif _names_command(argv):
         apply(_command(argv[0]), argv[1:])()
     else:
-        return train(parse(argv), argv)
+        with meeting() as store:
+            return train(parse(argv), argv, store)
     return 0
 
 

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.cli.command_line import parse, with_settings
@@ -25,6 +24,7 @@ from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Role, Trainable
+from unified_trainer.terminal import say
 from unified_trainer.types import PerSample, Video
 
 
@@ -184,4 +184,4 @@ class Run:
         return self._built.trainer.roles["student"]
 
     def _say(self, text: str) -> None:
-        Console(quiet=not self.is_main).print(text, highlight=False, soft_wrap=True, markup=False)
+        say(text, quiet=not self.is_main)

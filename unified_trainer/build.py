@@ -20,6 +20,7 @@ from unified_trainer.data.stored_prompts import use_stored_prompts
 from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
 from unified_trainer.models.base import Codec
+from unified_trainer.parallel.agreement import assert_equal
 from unified_trainer.parallel.device import attention_order, require_memory, use_attention
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import RunPlan, check
@@ -71,7 +72,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     """
     plan = check(run, mesh)
     run, workers = plan.run, None
-    mesh.assert_same(f"adapters {[config.adapter.sha256[:16] for config in run.roles.values()]}")
+    assert_equal(mesh, plan.compared())
     encoders = replace(run.encoders, cache=run.encoders.cache or (str(output / EMBEDDINGS) if output else ""))
     codec = plan.family.codec(plan.folder, mesh.device, encoders)
     source = _source(run, plan, codec)

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import peer_lost, where
+from unified_trainer.terminal import printable
 
 WRONG = 2  # a UserError, or a rank whose peer has ended
 HACKED = 3  # the hacking monitor stopped the run
@@ -19,7 +20,7 @@ def exit_code(work: Callable[[], int]) -> int:
     try:
         return work()
     except UserError as error:
-        sys.stderr.write(f"error{where()}: {error}\n")
+        sys.stderr.write(printable(f"error{where()}: {error}\n"))
         return WRONG
     except RuntimeError as error:
         if not peer_lost(error):

@@ -8,6 +8,7 @@ from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.manager import Keep
 from unified_trainer.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.captioned import CaptionedVideo
 from unified_trainer.data.clips import check_tiny_clips
 from unified_trainer.data.parquet_files import StoredFiles, read_stored_files
 from unified_trainer.data.prompts import PromptFile, prompts_of, training_captions, validation_captions
@@ -17,6 +18,7 @@ from unified_trainer.engine.config import check_installed
 from unified_trainer.methods.base import Method, MethodSetup
 from unified_trainer.models.base import Family
 from unified_trainer.models.folder import read_json
+from unified_trainer.parallel.agreement import files_in_words, prompts_in_words
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import family_of, method_named
 from unified_trainer.renamed import METRICS
@@ -44,6 +46,23 @@ class RunPlan:
     folder: Path  # of the student
     latent_shape: tuple[int, int, int, int]  # channels, latent frames, height, width
     stored: StoredFiles | None  # parquet files to train on, if any
+    videos: tuple[CaptionedVideo, ...] = ()  # to train on
+
+    def compared(self) -> dict[str, str]:
+        """Return what must be equal on all ranks: adapters and prompts by digest, files by names and sizes."""
+        found = {f"{name}.adapter": role.config.adapter.sha256 for name, role in self.roles.items()}
+        for name, role in self.roles.items():
+            _, folder = family_of(name, role.path)
+            parts = [folder / part for part in role.layout.components.values()]
+            files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
+            found[f"{name}.path"] = files_in_words(files)
+        found["prompts"] = prompts_in_words(self.prompts)
+        found["validation.prompts"] = prompts_in_words(self.validation_prompts)
+        if self.stored is not None:
+            found["data.path"] = files_in_words([one.file for one in self.stored.files], self.stored.captions)
+        if self.videos:
+            found["data.path"] = files_in_words([one.file for one in self.videos], [one.caption for one in self.videos])
+        return found
 
 
 def check(run: RunConfig, mesh: Mesh) -> RunPlan:
@@ -87,11 +106,11 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     notes += [prompts.note, validation_prompts.note]
     family, folder = family_of("student", roles["student"].path)
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
-    stored = None
+    stored, videos = None, tuple[CaptionedVideo, ...]()
     if run.trains_on == "clips" and run.data.path == "tiny":
         check_tiny_clips(run.video)
     elif run.trains_on == "clips" and holds_videos(Path(run.data.path)):
-        checked_videos(Path(run.data.path))
+        videos = checked_videos(Path(run.data.path))
     elif run.trains_on != "prompts":
         stored = read_stored_files(Path(run.data.path), _row_kind(run, latent_shape))
         counts["row groups read from"] = lanes = stored.lanes(batch.prompts, run.data.window_gib)
@@ -107,7 +126,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     said = tuple(note for note in notes if note)
     known = (prompts.prompts, validation_prompts.prompts)
     run = replace(run, **{name: role.config for name, role in roles.items() if not method.roles[name].copy_of})
-    return RunPlan(run, method, roles, batch, counts, *known, said, keep, family, folder, latent_shape, stored)
+    return RunPlan(run, method, roles, batch, counts, *known, said, keep, family, folder, latent_shape, stored, videos)
 
 
 def _row_kind(run: RunConfig, latent_shape: Shape) -> RowKind:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 from peft import LoraConfig, PeftModel
-from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from unified_trainer.models.folder import read_json
 from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import DTYPES
+from unified_trainer.terminal import say
 
 ABOUT = "unified_trainer.json"
 MERGED, WRITTEN = 1e-3, 1e-5  # largest change of the example's velocity, relative to its largest value
@@ -70,7 +70,7 @@ def export(
     loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False)
     if adapter != "merge" and not loaded.role.config.adapter.rank:
         raise UserError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
-    with writing(out), scratch_folder(out.parent, out.name, out.name, _say) as scratch:
+    with writing(out), scratch_folder(out.parent, out.name, out.name, say) as scratch:
         folder = scratch / out.name
         folder.mkdir()
         _write_scheduler(loaded, folder)
@@ -88,11 +88,7 @@ def export(
         write_model_card(loaded, Spec.of(run), folder, out.name, dtype, adapters)
         folder.chmod(0o755)
         folder.replace(out)
-    _say(f"{out}: {loaded.said}. {about['how']}")
-
-
-def _say(line: str) -> None:
-    Console().print(line, highlight=False, markup=False, soft_wrap=True)
+    say(f"{out}: {loaded.said}. {about['how']}")
 
 
 def _write_network(loaded: LoadedRole, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
@@ -124,7 +120,7 @@ def _write_adapters(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
             before = _velocity(model)
         loaded.role.save_adapter(expert, own)
         again = _read(loaded.family, loaded.base, loaded.layout.components[expert])
-        peft = PeftModel.from_pretrained(again.network, own)
+        peft = PeftModel.from_pretrained(again.network, own, local_files_only=True)  # a folder that was just written
         _must_agree(_velocity(again), before, WRITTEN, f"{loaded.said}: the adapter read again")
         _write_for_diffusers(*loaded.role.adapter(expert), peft.peft_config["default"], own / LORA)
         written.append(AdapterFile(component, str((own / LORA).relative_to(folder))))

@@ -12,6 +12,7 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
 from unified_trainer.errors import MissingFileError, MissingPackageError, OutputExistsError, UserError
 from unified_trainer.models import hub
+from unified_trainer.models.folder import read_pretrained, read_tokenizer
 from unified_trainer.rewards.hpsv3 import CHECKPOINT, REWARD_TOKEN, SETTINGS, checkpoint_shapes, skeleton
 
 PACKAGE = "hpsv3"
@@ -46,7 +47,7 @@ def import_hpsv3(out: Path, base: Path = Path(BASE), checkpoint: Path = Path(WEI
     missing = [str(path) for path in needed if not path.is_file()]
     if missing:
         raise MissingFileError(f"import-hpsv3 needs {', '.join(missing)}; check --base and --checkpoint")
-    tokenizer = Qwen2Tokenizer.from_pretrained(base, local_files_only=True)
+    tokenizer = read_tokenizer(Qwen2Tokenizer, base)
     tokenizer.add_special_tokens({"extra_special_tokens": [REWARD_TOKEN]}, replace_extra_special_tokens=False)
     config = checked_config(base, checkpoint, len(tokenizer))
 
@@ -93,7 +94,7 @@ def package_strings() -> dict[str, str]:
 
 def checked_config(base: Path, checkpoint: Path, tokens: int) -> Qwen2VLConfig:
     """Return the base's config with the checkpoint's number of embeddings; raise UserError unless the two fit."""
-    config = Qwen2VLConfig.from_pretrained(base, local_files_only=True)
+    config = read_pretrained(Qwen2VLConfig, base)
     shapes = checkpoint_shapes(checkpoint)
     if EMBEDDING not in shapes:
         raise UserError(f"{checkpoint}: missing {EMBEDDING}; this is not an HPSv3 checkpoint")

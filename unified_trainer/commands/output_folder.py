@@ -21,7 +21,7 @@ def check_output(folder: Path, about: str, what: str) -> None:
     """Raise OutputExistsError unless the folder is absent, empty, or holds the file `about`."""
     if not folder.exists() or (folder / about).is_file():
         return
-    if not folder.is_dir() or any(file.name != LOCK for file in folder.iterdir()):
+    if not folder.is_dir() or any(not file.name.startswith(LOCK) for file in folder.iterdir()):
         raise OutputExistsError(f"{folder} exists and is no folder of {what}; choose another one or remove it")
 
 

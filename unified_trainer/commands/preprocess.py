@@ -30,6 +30,7 @@ from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.ranges import Count, FramesOrZero, PixelsOrZero, Seed, at_least
 from unified_trainer.registry import family_of
+from unified_trainer.terminal import say
 
 VERSION = 1
 TEXTS = 64  # captions that are encoded at a time
@@ -105,7 +106,9 @@ def preprocess(
     videos = () if prompts else find_videos(source, "SOURCE", captions)
     check_output(out, ABOUT, WHAT)
     mesh = _one_process(device)
-    with claimed(out, mesh):
+    with claimed(out, mesh) as note:
+        if note:
+            say(note)
         codec = family.codec(folder, mesh.device, run.encoders)
         negative = run.sampler.negative_prompt
         about = {"version": VERSION, "kind": "t2v" if videos else "text_only", "negative_prompt": negative}

@@ -4,8 +4,9 @@ import time
 from datetime import timedelta
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from unified_trainer.terminal import console, printable
 
 
 class ItemProgress:
@@ -13,12 +14,12 @@ class ItemProgress:
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done, self._began = what, total, 0, time.monotonic()
-        self._console = Console()
+        self._console = console()
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.fields[left]}", markup=False),
         )
         self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._task = self._bar.add_task(what, total=total, left="")
@@ -42,7 +43,7 @@ class ItemProgress:
 
     def say(self, line: str) -> None:
         """Print a line as it is."""
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(printable(line), soft_wrap=True)
 
     @property
     def rate(self) -> float:

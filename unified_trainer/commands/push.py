@@ -6,12 +6,12 @@ from typing import Annotated
 import tyro
 from huggingface_hub import CommitInfo, HfApi, get_token
 from huggingface_hub.utils import HFValidationError, httpx, validate_repo_id
-from rich.console import Console
 
 from unified_trainer.checkpoint.manifest import Spec, find
 from unified_trainer.commands.export import ABOUT, export
 from unified_trainer.commands.output_folder import scratch_folder
 from unified_trainer.errors import UserError, writing
+from unified_trainer.terminal import say
 
 
 class PushError(UserError, ConnectionError):
@@ -48,17 +48,13 @@ def push(
         commit = _upload(api, Path(source), name, private, revision)
     else:
         commit = _export_and_upload(api, source, name, private, revision)
-    _say(f"{source} is on the hub: {commit.commit_url}")
-
-
-def _say(line: str) -> None:
-    Console().print(line, highlight=False, markup=False, soft_wrap=True)
+    say(f"{source} is on the hub: {commit.commit_url}")
 
 
 def _export_and_upload(api: HfApi, run: str, name: str, private: bool, revision: str) -> CommitInfo:
     find(run)
     name_of_folder = name.rpartition("/")[2]
-    with writing(Spec.of(run).run), scratch_folder(Spec.of(run).run, "push", name_of_folder, _say) as scratch:
+    with writing(Spec.of(run).run), scratch_folder(Spec.of(run).run, "push", name_of_folder, say) as scratch:
         folder = scratch / name_of_folder
         export(run, folder)
         return _upload(api, folder, name, private, revision)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from unified_trainer import config as settings
 from unified_trainer.cli.command_line import read_reward
@@ -19,6 +18,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.ranges import Count, CountOrZero, Seed
 from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.roles.reward import Reward
+from unified_trainer.terminal import say
 from unified_trainer.types import Video
 
 
@@ -75,7 +75,7 @@ def rollout(
     on_video = _videos(output, num_videos, loaded.run.video.fps)
     mean = folder.score(name, Reward(scorers, codec, rewards), codec, loaded.role.device, on_video)
     message = f"{len(prompt_of_sample)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {loaded.said}"
-    Console().print(message, highlight=False, markup=False, soft_wrap=True)
+    say(message)
 
 
 def _videos(output: Path, count: int, fps: float) -> Callable[[range, Video], None]:

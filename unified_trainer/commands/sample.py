@@ -11,7 +11,6 @@ from typing import Annotated, Protocol
 import numpy as np
 import torch
 import tyro
-from rich.console import Console
 from torch import Tensor
 
 from unified_trainer.build import cache_memory
@@ -27,6 +26,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.ranges import Count, FramesOrZero, Seed
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import Draw, generate, stream_chunks
+from unified_trainer.terminal import say
 from unified_trainer.types import Batch, Latents, Video
 
 
@@ -74,7 +74,7 @@ def sample(
         contact_sheet(sheet, output / "contact_sheet.png")
         (output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     message = f"{len(lines)} videos in {output}: {loaded.said}{speed}"
-    Console().print(message, highlight=False, markup=False, soft_wrap=True)
+    say(message)
 
 
 def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | None, batch: int) -> LoadedRole:
@@ -117,7 +117,7 @@ def read_lines(prompts: Sequence[str]) -> list[str]:
         read = read_prompts(Path(text))
         lines += read.prompts
         if read.note:
-            Console().print(read.note, highlight=False, soft_wrap=True, markup=False)
+            say(read.note)
     if not lines:
         raise UserError("--prompts needs at least one prompt or file of prompts")
     return lines

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from unified_trainer.cli.command_line import read_reward
 from unified_trainer.commands.rollout_folder import RolloutFolder
@@ -14,6 +13,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import add_families, family_of
 from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.roles.reward import Reward
+from unified_trainer.terminal import say
 
 
 def score(
@@ -41,4 +41,4 @@ def score(
     scorers, _ = load_scorers(rewards, mesh.device)
     mean = rollouts.score(name, Reward(scorers, codec, rewards), codec, mesh.device)
     message = f"{len(rollouts.samples)} samples in {folder / 'scores' / name}.jsonl, mean reward {mean:.4g}"
-    Console().print(message, highlight=False, markup=False, soft_wrap=True)
+    say(message)

@@ -1,13 +1,12 @@
 """Training: a run is checked, built, started or continued, and written into its directory."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
-from rich.console import Console
+from torch.distributed import Store
 
 from unified_trainer import config as settings
 from unified_trainer.build import Built, build
@@ -22,21 +21,23 @@ from unified_trainer.engine.config import check_installed
 from unified_trainer.errors import writing
 from unified_trainer.exit_codes import HACKED, exit_code
 from unified_trainer.memory import memory_advice
+from unified_trainer.parallel.agreement import assert_equal, flat
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.plan import check_complete
 from unified_trainer.registry import add_families
+from unified_trainer.terminal import say
 from unified_trainer.tracking.environment import note_environment
 from unified_trainer.tracking.tracker import Tracker
 
 
-def train(run: RunConfig, argv: Sequence[str]) -> int:
+def train(run: RunConfig, argv: Sequence[str], store: Store | None = None) -> int:
     """Run a training in this process, or in the processes that Ray starts, and return the exit code.
 
-    `argv` is the command line, for environment.jsonl.
+    `argv` is the command line, for environment.jsonl, and `store` that of the ranks' `meeting`.
     """
     check_ranges(run)  # those that Python code replaced; a command line was checked as it was read
     if run.launcher == "process":
-        return train_here(run, argv)
+        return train_here(run, argv, store)
     check_installed("launcher ray")
     cluster.connect(run.ray, run.ray.cpus * run.ray.ranks + run.rollouts.cores)
     from unified_trainer.engine.launch import launch
@@ -46,14 +47,14 @@ def train(run: RunConfig, argv: Sequence[str]) -> int:
 
 
 def train_in_actor(run: RunConfig, argv: Sequence[str]) -> int:
-    """Run one training process that Ray started."""
+    """Run one training process that Ray started, which also ends it when another one fails."""
     add_families(run.families)
     return exit_code(lambda: train_here(run, argv))
 
 
-def train_here(run: RunConfig, argv: Sequence[str]) -> int:
+def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None) -> int:
     """Build the run, start or continue it, write everything into its directory and return the exit code."""
-    mesh = Mesh.join(run.device, run.parallel)
+    mesh = Mesh.join(run.device, run.parallel, store)
     if run.resume and _is_finished(run, run.resume, mesh):
         mesh.leave()
         return 0
@@ -115,11 +116,10 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
     """
     if run.recipe:
         check_complete(run)  # before anything is downloaded
-    run = fetched(run, mesh)
-    digest = hashlib.sha256(json.dumps(settings.plain(run), sort_keys=True).encode()).hexdigest()
-    mesh.assert_same(f"{run.method} with settings {digest[:16]}")
     output = run.resume or run.output or _free_folder(run.method)
-    with claimed(output, mesh), memory_advice(run):
+    assert_equal(mesh, _compared(run, output))
+    run = fetched(run, mesh)
+    with claimed(output, mesh) as note, memory_advice(run):
         changed = settings.check_resumable(run, output / "config.yaml") if run.resume else []
         if not run.resume and (output / "config.yaml").exists():
             raise ConfigError(
@@ -140,10 +140,17 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
                 except OSError as error:
                     unnoted = [f"warning: {output / 'environment.jsonl'} cannot be written ({error})"]
             said = [f"writing to {output}" + (f"; weights of {initialised}" if initialised else "")]
+            said += [note] if note else []
             if run.resume:
                 said.append(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
             said += [*(f"skipped {why}" for why in skipped), *(f"changed {what}" for what in changed), *unnoted]
             yield Begun(built, output, start, tuple(said))
+
+
+def _compared(run: RunConfig, output: Path) -> dict[str, str]:
+    """Return what must be equal on all ranks before a file is read."""
+    versions = {f"the version of {name}": version(name) for name in ("unified-trainer", "torch")}
+    return {**versions, **flat(settings.plain(run)), "output": str(output.absolute())}
 
 
 def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:
@@ -152,7 +159,7 @@ def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:
     if not finished(folder, run.steps, mesh, validating=run.validate_every > 0):
         return False
     said = f"{folder} is at step {run.steps} of {run.steps}: nothing to do; raise --steps to go on"
-    Console(quiet=not mesh.is_main).print(said, highlight=False, soft_wrap=True, markup=False)
+    say(said, quiet=not mesh.is_main)
     return True
 
 

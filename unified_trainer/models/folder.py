@@ -21,6 +21,7 @@ from unified_trainer.parallel.reading import fill
 
 M = TypeVar("M")
 WEIGHTS = "diffusion_pytorch_model"
+NAMING_CODE = ("tokenizer_config.json", "config.json")  # files whose `auto_map` names classes in .py files
 SAMPLE = 4096  # bytes of each tensor that a fingerprint reads
 TOGETHER = 16  # weights that are in memory in float32 while they are changed
 
@@ -80,13 +81,32 @@ def load_strictly(
     """
     check_component(folder, weights)
     with _no_progress_bar():
-        model, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        model, info = read_pretrained(kind, folder, dtype=dtype, use_safetensors=True, output_loading_info=True)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         _refuse(folder, what, [str(key) for key in info[what] if not str(key).endswith(spare)])
     for name, weight in model.state_dict().items():
         if not bool(weight.isfinite().all()):
             raise NotFiniteError(f"{folder}: weight {name} holds a value that is not finite")
     return model
+
+
+def read_pretrained(kind: type[M], folder: Path, **options: Any) -> Any:
+    """Return `kind.from_pretrained(folder)`, which neither asks the hub nor runs a file of the folder.
+
+    Every tokenizer, processor, config and model of another library is read here.
+    """
+    return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
+
+
+def read_tokenizer(kind: type[M], folder: Path) -> M:
+    """Return the tokenizer of a folder; raise UserError for one whose class is a .py file of the folder."""
+    for file in (folder / name for name in NAMING_CODE):
+        if file.is_file() and read_json(file).get("auto_map"):
+            raise UserError(
+                f"{file} names Python code of its own (auto_map), which is never run here: take a tokenizer of "
+                "transformers, or remove auto_map if a class of transformers reads these files"
+            )
+    return read_pretrained(kind, folder)
 
 
 @contextmanager

@@ -111,15 +111,16 @@ class Mesh:
         return self.samples.get_group("sequence")
 
     @classmethod
-    def join(cls, device: Device, config: ParallelConfig = ParallelConfig()) -> "Mesh":
+    def join(cls, device: Device, config: ParallelConfig = ParallelConfig(), store: dist.Store | None = None) -> "Mesh":
         """Return the mesh of the ranks that torchrun started, or of this process alone.
 
+        `store` is that of `meeting`, where the ranks have met; without one they meet here.
         Raises UserError if the degrees do not fit the ranks, the device or its attention kernel is missing, or an
         environment variable of torchrun is not an integer.
         """
-        size, rank = _environment_number("WORLD_SIZE", 1), _environment_number("RANK", 0)
+        size, rank = environment_number("WORLD_SIZE", 1), environment_number("RANK", 0)
         config = config.degrees(size)
-        local = _environment_number("LOCAL_RANK", 0)
+        local = environment_number("LOCAL_RANK", 0)
         picked = pick_device(device, local)
         use_attention(config.attention, picked)
         if size == 1:
@@ -130,7 +131,12 @@ class Mesh:
                 raise UserError(
                     f"WORLD_SIZE is {size}, but {', '.join(absent)} is not set: start the ranks with torchrun"
                 )
-            dist.init_process_group(BACKENDS[picked.type], timeout=timeout)
+            if store is None:
+                dist.init_process_group(BACKENDS[picked.type], timeout=timeout)
+            else:
+                store.set_timeout(timeout)
+                found = {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": size}
+                dist.init_process_group(BACKENDS[picked.type], timeout=timeout, **found)
         inner, data = config.shard * config.sequence, config.replicate * config.shard
         sharded = (("replicate", config.replicate), ("shard", inner))[config.replicate == 1 :]
         return cls(
@@ -147,7 +153,7 @@ class Mesh:
     @classmethod
     def alone(cls, device: Device) -> "Mesh":
         """Return the mesh of this process alone, on the device of its local rank if torchrun started it."""
-        picked = pick_device(device, _environment_number("LOCAL_RANK", 0))
+        picked = pick_device(device, environment_number("LOCAL_RANK", 0))
         use_attention("auto", picked)
         return cls(picked)
 
@@ -158,7 +164,8 @@ class Mesh:
 
     def for_thread(self) -> "Mesh":
         """Return a mesh of the same ranks on their CPUs with its own control group, for use in another thread."""
-        group = dist.new_group(backend=CONTROL_BACKEND) if self.size > 1 else None
+        timeout = timedelta(minutes=self.config.timeout_minutes)
+        group = dist.new_group(backend=CONTROL_BACKEND, timeout=timeout) if self.size > 1 else None
         return Mesh(torch.device("cpu"), self.rank, self.size, control_group=group)
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -208,9 +215,14 @@ class Mesh:
 
     def broadcast(self, text: str) -> str:
         """Return the main rank's text on every rank (a CPU collective)."""
-        length = int(self.max(len(text.encode()) if self.is_main else 0))
-        own = text.encode()[:length].ljust(length)
-        return bytes(self.all_gather_cpu(torch.tensor([[*own]], dtype=torch.uint8))[0].tolist()).decode().rstrip()
+        return self.all_gather_text(text if self.is_main else "")[0]
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Return the texts of all ranks in rank order, without spaces at their ends (a CPU collective)."""
+        own = text.encode()
+        own = own.ljust(int(self.max(len(own))))
+        rows = self.all_gather_cpu(torch.tensor([[*own]], dtype=torch.uint8))
+        return [bytes(row).decode().rstrip() for row in rows.tolist()]
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -229,7 +241,8 @@ def where() -> str:
     return "" if os.environ.get("WORLD_SIZE", "1") == "1" else f" on rank {os.environ.get('RANK', '0')}"
 
 
-def _environment_number(name: str, default: int) -> int:
+def environment_number(name: str, default: int) -> int:
+    """Return an integer of the environment that torchrun sets; raise UserError, naming the variable, for a text."""
     text = os.environ.get(name, str(default))
     try:
         return int(text)

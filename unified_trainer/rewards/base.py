@@ -73,7 +73,8 @@ class RewardConfig(ScorerConfig):
     retries: CountOrZero = 0
     """Calls of a scorer that are repeated after a fault of its device, disk or connection."""
     timeout: Seconds = 600.0
-    """Seconds within which a scorer with a Python of its own must load, and answer a call."""
+    """Seconds within which a scorer must answer a call, and one with a Python of its own must load; scorers that ask a
+    server have settings.timeout instead."""
 
     @property
     def first(self) -> str:
@@ -129,6 +130,7 @@ class ScorerKind:
     features: Callable[[Any], Features] | None = None  # of a loaded scorer: image features for the Frechet distance
     per_frame: bool = False  # whether it scores images and reads `config.top_fraction`
     own_settings: bool = False  # whether it reads `config.settings`
+    own_timeout: bool = False  # whether its calls end by themselves, so that reward.timeout does not count
 
 
 def check_path(config: ScorerConfig, key: str, frames: int) -> None:

@@ -15,7 +15,7 @@ from torch.nn.functional import interpolate
 from transformers import CLIPModel, CLIPTokenizer
 
 from unified_trainer.errors import MissingFileError, UserError
-from unified_trainer.models.folder import load_strictly, read_json
+from unified_trainer.models.folder import load_strictly, read_json, read_tokenizer
 from unified_trainer.models.hub import component
 from unified_trainer.rewards.base import Scorer, ScorerConfig, ScorerKind, check_path, of_images
 from unified_trainer.types import PerSample
@@ -43,7 +43,7 @@ class CLIP:
             raise MissingFileError(f"{folder / SETTINGS} is missing: a CLIP scorer's path must hold its processor too")
         settings = read_json(folder / SETTINGS)
         shortest, crop = _sizes(folder / SETTINGS, settings)
-        tokenizer = CLIPTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = read_tokenizer(CLIPTokenizer, folder)
         network = load_strictly(CLIPModel, folder, "model", spare=SPARE)
         side = network.config.vision_config.image_size
         if crop != (side, side):

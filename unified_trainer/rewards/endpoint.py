@@ -22,6 +22,8 @@ class Endpoint(ScorerSettings):
     token_variable: str = ""
     """Environment variable that holds the access token of the server; empty sends none."""
 
+    own_timeout = True
+
     def check(self, config: ScorerConfig, key: str, frames: int) -> None:
         """Raise UserError, naming the key, for settings that cannot be."""
         if not is_address(self.url):

@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 )
 
 from unified_trainer.errors import MissingFileError, NotFiniteError, UserError
-from unified_trainer.models.folder import read_json
+from unified_trainer.models.folder import read_json, read_pretrained, read_tokenizer
 from unified_trainer.rewards.base import ScorerConfig, ScorerKind, of_images
 from unified_trainer.types import PerSample, Video
 
@@ -115,7 +115,7 @@ class Preprocessor:
         image = _read_json(folder / "preprocessor_config.json", ("image_mean", "image_std"))
         vision = config.vision_config
         return cls(
-            tokenizer=Qwen2Tokenizer.from_pretrained(folder, local_files_only=True),
+            tokenizer=read_tokenizer(Qwen2Tokenizer, folder),
             chat_template=_read_json(folder / "chat_template.json", ("chat_template",))["chat_template"],
             instruction=settings["instruction"],
             prompt_with_special_token=settings["prompt_with_special_token"],
@@ -235,7 +235,7 @@ class HPSv3:
             )
         for name in FOLDER_FILES[:-1]:
             read_json(folder / name)  # a damaged file is named here, and not by transformers
-        config = Qwen2VLConfig.from_pretrained(folder, local_files_only=True)
+        config = read_pretrained(Qwen2VLConfig, folder)
         preprocessor = Preprocessor.load(folder, config)
         network = skeleton(config, folder / CHECKPOINT)
         # The package casts the whole backbone, so that in bfloat16 the rotary frequencies are rounded too.

@@ -33,6 +33,7 @@ class ScorerSettings:
     # patterns of the files that it reads of a repository on the hub; () for a kind whose path is no hub id
     files: ClassVar[tuple[str, ...]] = ()
     per_frame: ClassVar[bool] = False  # whether it scores images and reads `config.top_fraction`
+    own_timeout: ClassVar[bool] = False  # whether its calls end by themselves, so that reward.timeout does not count
 
     def check(self, config: ScorerConfig, key: str, frames: int) -> None:
         """Raise UserError, naming the key, for settings that cannot be; called before any weight is read."""
@@ -59,6 +60,7 @@ def kind_of(name: str, declared: type[ScorerSettings]) -> ScorerKind:
         files=declared.files,
         per_frame=declared.per_frame,
         own_settings=True,
+        own_timeout=declared.own_timeout,
     )
 
 

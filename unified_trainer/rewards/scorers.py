@@ -16,6 +16,7 @@ from unified_trainer.plugins import installed, load_object
 from unified_trainer.rewards.base import Features, RewardConfig, Scorer, ScorerConfig, ScorerKind, check_no_weights
 from unified_trainer.rewards.own_settings import ScorerSettings, for_class, kind_of
 from unified_trainer.rewards.scorer_process import ScorerProcess, check_own_python
+from unified_trainer.rewards.time_limit import limited
 from unified_trainer.types import Video
 
 
@@ -45,7 +46,7 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
     """
     if config.python:
         load = partial(ScorerProcess, key=key, timeout=timeout)
-        return ScorerKind(config.kind, load, check_own_python, own_settings=True)
+        return ScorerKind(config.kind, load, check_own_python, own_settings=True, own_timeout=True)
     if config.kind in KINDS:
         return KINDS[config.kind]
     if ":" in config.kind:
@@ -113,9 +114,10 @@ def load_scorers(config: RewardConfig, device: torch.device) -> tuple[dict[str, 
         kind = scorer_kind(part, config.key(name), config.timeout)
         if kind.files and hub.is_hub_id(part.path):
             part = replace(part, path=str(hub.download(part.path, f"{config.key(name)}.path", kind.files)))
-        scorers[name] = kind.load(part, torch.device(part.device) if part.device else device)
+        scorer = kind.load(part, torch.device(part.device) if part.device else device)
+        scorers[name] = scorer if kind.own_timeout else limited(scorer, config.timeout, config.key(name))
         if features is None and kind.features is not None:
-            features = kind.features(scorers[name])
+            features = kind.features(scorer)
     return scorers, features
 
 

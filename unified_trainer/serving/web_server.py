@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from rich.console import Console
-
 from unified_trainer.errors import MissingPackageError, UserError
 from unified_trainer.serving.batch_queue import Batcher
 from unified_trainer.serving.video_json import PROTOCOL
+from unified_trainer.terminal import say
 
 try:
     import uvicorn
@@ -105,9 +104,9 @@ def serve_until_stopped(
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
         with serving(load(), listener) as address:
-            Console().print(said(address), highlight=False, markup=False, soft_wrap=True)
+            say(said(address))
             stop.wait()
-    Console().print("stopped", highlight=False)
+    say("stopped")
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
 from rich.table import Column, Table
 from rich.text import Text
@@ -19,6 +18,7 @@ from torch import Tensor
 from unified_trainer.config import TrackingConfig
 from unified_trainer.errors import working_on
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.terminal import console, printable
 from unified_trainer.tracking.external import ExternalTracker, RunInfo, tracker_classes
 from unified_trainer.tracking.metrics_file import MetricsFile
 from unified_trainer.validation import ValidationSample
@@ -70,7 +70,7 @@ class Tracker:
         UserError if a tracker cannot start.
         """
         self._active, self._run, self._start, self._steps = active, run, start, steps
-        self.console = Console(quiet=not active)
+        self.console = console(quiet=not active)
         self._bar = active and self.console.is_terminal
         self._progress = Progress(
             BarColumn(bar_width=10),
@@ -185,13 +185,13 @@ class Tracker:
 
     def say(self, message: str) -> None:
         """Print a message as it is: text in brackets is no markup."""
-        self.console.print(message, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self.console.print(printable(message), soft_wrap=True)
 
     def table(self, title: str, rows: dict[str, Any]) -> None:
         """Print names and values as a table."""
-        table = Table(title=Text(title), show_header=False)
+        table = Table(title=Text(printable(title)), show_header=False)
         for name, value in rows.items():
-            table.add_row(Text(name), Text(str(value)))
+            table.add_row(Text(printable(name)), Text(printable(str(value))))
         self.console.print(table)
 
 

@@ -17,7 +17,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderMode
 
 from unified_trainer.errors import MissingFileError, UserError
 from unified_trainer.models.encoders import DTYPES, EncoderConfig, FrozenNetwork
-from unified_trainer.models.folder import check_component, fingerprint, load_strictly, outline, read_json
+from unified_trainer.models.folder import (
+    check_component,
+    fingerprint,
+    load_strictly,
+    outline,
+    read_json,
+    read_tokenizer,
+)
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.suggestions import multiples_near
@@ -86,7 +93,7 @@ class WanCodec:
 
         codec = cls(
             folder,
-            AutoTokenizer.from_pretrained(tokenizer),
+            read_tokenizer(AutoTokenizer, tokenizer),
             FrozenNetwork(text_encoder, device, offload=config.offload),
             FrozenNetwork(vae, device, offload=config.offload),
             device,

@@ -1,0 +1,140 @@
+"""Ranks that were given other settings, prompts, places or code do not start, and one that fails ends the others."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import ALONE, CPU, SMALL, environment
+
+from unified_trainer.cli.command_line import parse
+from unified_trainer.data.captioned import CaptionedVideo
+from unified_trainer.parallel.agreement import assert_equal, differences, files_in_words, flat
+from unified_trainer.parallel.mesh import Mesh, RanksDivergedError
+from unified_trainer.plan import check
+
+PROGRAM = Path(__file__).parent / "unlike_ranks.py"
+SECONDS = 30.0  # far below the 30 minutes of parallel.timeout_minutes, also on a busy machine
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unlike")
+    done = subprocess.run([sys.executable, PROGRAM, folder], env=environment(), capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stderr.decode()
+    assert not (folder / "run").exists()
+    return folder
+
+
+def said(folder, case: str, code: int = 2) -> list[str]:
+    """What each rank said, all of which ended with `code` within SECONDS."""
+    texts = [(folder / f"{case}-{rank}").read_text() for rank in range(2)]
+    for text in texts:
+        found = re.search(r"\nended with (\d+) after ([\d.]+) s", text)
+        assert found and int(found[1]) == code and float(found[2]) < SECONDS, text
+    return texts
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "differs"),
+    [
+        ("settings", "seed is 0 on rank 0 and 1 on rank 1; student.learning_rate is 0.0 on rank 0 and 0.001 on rank 1"),
+        ("output", r"output is /.*/0/run on rank 0 and /.*/1/run on rank 1"),
+        ("prompts", r"prompts is 2 prompts \(sha256 \w{12}\) on rank 0 and 2 prompts \(sha256 \w{12}\) on rank 1"),
+        ("version", "the version of unified-trainer is unified-trainer 0 on rank 0 and unified-trainer 1 on rank 1"),
+    ],
+)
+def test_ranks_that_differ_do_not_start(reports, case, differs):
+    for rank, text in enumerate(said(reports, case)):
+        assert re.match(rf"error on rank {rank}: ranks diverged: {differs}", text), text
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "error"), [("missing", "--validation.prompts first.txt: no such file"), ("tidy", "no such file")]
+)
+def test_a_rank_that_fails_tells_the_others_which_end_tidily(reports, case, error):
+    """They leave their context: rank 0 has removed the run directory that it made."""
+    first, second = said(reports, case)
+    assert second.startswith(f"error on rank 1: {error}")
+    assert f"error on rank 0: rank 1 failed: {error}" in first
+
+
+@pytest.mark.ranks
+def test_a_rank_that_fails_before_it_joins_tells_the_others(reports):
+    """Rank 0 waits for it in the library; a thread ends the process."""
+    first, second = ((reports / f"flag-{rank}").read_text() for rank in range(2))
+    assert "error on rank 1: --no-such-flag" in second and "ended with 2" in second
+    assert "error on rank 0: rank 1 failed: --no-such-flag" in first and "ended with" not in first
+
+
+@pytest.mark.ranks
+def test_a_bug_of_a_rank_ends_the_others(reports):
+    first, second = ((reports / f"bug-{rank}").read_text() for rank in range(2))
+    assert first == "error on rank 0: rank 1 failed: KeyError: 'gone'\n"
+    assert "KeyError: 'gone'" in second
+
+
+@pytest.mark.ranks
+def test_the_group_of_the_saver_has_the_timeout_of_the_settings(reports):
+    """0.02 minutes are 1.2 seconds; the other rank never comes, and stays for 2."""
+    assert 1.0 < float((reports / "savers-0").read_text().split()[1]) < 1.9
+
+
+def test_differences_name_item_values_and_ranks():
+    rows = [{"a": "1", "b": "x"}, {"a": "1", "b": "y"}, {"a": "1", "b": "x"}, {"a": "1"}]
+    assert differences(rows) == ["b is x on ranks 0, 2 and y on rank 1 and absent on rank 3"]
+    assert differences(rows[:1] * 5) == []
+    many = [{str(i): str(rank) for i in range(12)} for rank in range(20)]
+    found = differences(many)
+    assert len(found) == 9 and found[-1] == "and 4 more"
+    long = differences([{"a": "v" * 200}, {"a": "w"}])[0]
+    assert re.fullmatch(r"a is v{80}\.\.\. \(sha256 \w{12}\) on rank 0 and w on rank 1", long)
+
+
+def test_settings_by_their_dotted_names():
+    assert flat({"a": {"b": 1, "c": {}}, "d": [1], "e": None}) == {"a.b": "1", "a.c": "{}", "d": "[1]", "e": "null"}
+
+
+class TwoRanks(Mesh):
+    """A mesh of two ranks that gathers what this one and another have."""
+
+    def all_gather_cpu(self, rows):
+        other = rows.clone()
+        other[0, 0] += 1
+        return rows.new_tensor([rows[0].tolist(), other[0].tolist()])
+
+    def all_gather_text(self, text):
+        return [text, json.dumps(json.loads(text) | {"b": "3"})]
+
+
+def test_a_digest_that_differs_is_an_error():
+    with pytest.raises(RanksDivergedError, match="ranks diverged: b is 2 on rank 0 and 3 on rank 1"):
+        assert_equal(TwoRanks(CPU, 0, 2), {"a": "1", "b": "2"})
+    assert_equal(ALONE, {"a": "1"})
+
+
+def test_what_a_run_reads_is_compared(tmp_path):
+    """Prompts by contents, files by name and size; the folder that they are in may be another on each node."""
+    plan = check(parse(SMALL["dance_grpo"]), ALONE)
+    found = plan.compared()
+    assert {"prompts", "validation.prompts", "student.adapter", "student.path"} <= found.keys()
+    assert re.fullmatch(r"1 files of \d+ bytes \(sha256 \w{12}\)", found["student.path"])
+    assert (
+        replace(plan, prompts=("a", "b")).compared()["prompts"]
+        != replace(plan, prompts=("b", "a")).compared()["prompts"]
+    )
+
+    def data(folder: str, size: int, caption: str) -> str:
+        file = tmp_path / folder / "a.mp4"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"x" * size)
+        return replace(plan, videos=(CaptionedVideo("a", file, caption),)).compared()["data.path"]
+
+    assert data("one", 3, "a") == data("two", 3, "a")
+    assert len({data("one", 3, "a"), data("one", 4, "a"), data("one", 3, "b")}) == 3
+    assert files_in_words([]) == files_in_words([]) != files_in_words([], ["a"])

@@ -1,0 +1,119 @@
+"""The program of tests/parallel/test_unlike_ranks.py: `python unlike_ranks.py FOLDER` runs two ranks for each case.
+
+What a rank wrote to standard error is in FOLDER/CASE-RANK, with its exit code and seconds before. The ranks are copies
+of this process, which torchrun does not watch: they end because of each other only.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from helpers import SMALL, flags
+from launch import fork_ranks
+
+from unified_trainer.__main__ import main
+from unified_trainer.commands import train
+from unified_trainer.errors import UserError
+from unified_trainer.exit_codes import exit_code
+from unified_trainer.parallel import meeting
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+
+RUN = SMALL["dance_grpo"] + flags({"algorithm.update-batch": 2, "algorithm.rollout-batch": 2})
+
+
+def training(*words: str) -> Callable[[Path, int], int]:
+    """A training whose flags hold the rank's number for {rank}, in a working directory of the rank."""
+    return lambda folder, rank: main([*RUN, "--output", str(folder / "run"), *(w.format(rank=rank) for w in words)])
+
+
+def other_flag(folder: Path, rank: int) -> int:
+    return training(*["--no-such-flag", "1"][: 2 * rank])(folder, rank)
+
+
+def other_version(folder: Path, rank: int) -> int:
+    train.version = lambda name: f"{name} {rank}"
+    return training()(folder, rank)
+
+
+def bug(folder: Path, rank: int) -> int:
+    """One rank raises what is no UserError, while the other waits for something that is no collective."""
+    meeting.GRACE = 0.3
+
+    def work() -> int:
+        with meeting.meeting():
+            if rank:
+                raise KeyError("gone")
+            return threading.Event().wait(60)
+
+    return exit_code(work)
+
+
+def tidy(folder: Path, rank: int) -> int:
+    """The other rank is in a collective, which fails when this one has ended."""
+
+    def work() -> int:
+        with meeting.meeting() as store:
+            mesh = Mesh.join("cpu", store=store)
+            if rank:
+                raise UserError("no such file")
+            mesh.barrier()
+        return 0
+
+    return exit_code(work)
+
+
+def savers(folder: Path, rank: int) -> int:
+    """The group of the saver waits for its own timeout, and no longer."""
+    with meeting.meeting() as store:
+        thread = Mesh.join("cpu", ParallelConfig(timeout_minutes=0.02), store).for_thread()
+        if rank:
+            threading.Event().wait(2)
+            return 0
+        began = time.monotonic()
+        try:
+            thread.barrier()
+        except RuntimeError:
+            sys.stderr.write(f"waited {time.monotonic() - began}")
+    return 0
+
+
+CASES = {
+    "settings": training("--seed", "{rank}", "--student.learning-rate", "{rank}e-3"),
+    "output": training("--output", "run"),
+    "prompts": training("--prompts", "prompts.txt"),
+    "missing": training("--validation.prompts", "first.txt"),
+    "flag": other_flag,
+    "version": other_version,
+    "bug": bug,
+    "tidy": tidy,
+    "savers": savers,
+}
+
+
+def rank_of(case: str, folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    os.chdir(folder / str(rank))
+    report = (folder / f"{case}-{rank}").open("w")
+    os.dup2(report.fileno(), 2)
+    sys.stderr = report
+    began = time.monotonic()
+    code = CASES[case](folder, rank)
+    report.write(f"\nended with {code} after {time.monotonic() - began:.1f} s")
+    report.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for rank in range(2):
+        (folder / str(rank)).mkdir()
+        (folder / str(rank) / "prompts.txt").write_text(f"a red circle\nprompt {rank}\n")
+    (folder / "0" / "first.txt").write_text("a red circle\n")
+    for case in CASES:
+        fork_ranks(2, rank_of, case, folder)

@@ -1,0 +1,122 @@
+"""The ranks meet before they read a setting, and a rank that fails tells the others, which end at once.
+
+Without it the others would wait in a collective until its timeout. A thread of each rank waits for a message in the
+store by which torchrun's ranks find each other, so it does not matter what the main thread is doing.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from unified_trainer.errors import UserError
+from unified_trainer.parallel.mesh import TORCHRUN, RanksDivergedError, environment_number, peer_lost, where
+
+MEET = timedelta(minutes=30)  # for all ranks to start
+LISTEN = timedelta(days=20)  # longer than runs last without a restart; more milliseconds do not fit 32 bits
+HEARD = timedelta(seconds=2)  # for the others to hear of a failure, before the rank ends and may take the store along
+LEAVE = timedelta(seconds=10)  # for the others to end, before rank 0 may take the store along
+GRACE = 5.0  # seconds in which a rank may end by itself, tidily, after it heard of a failure of another
+ENDED = 2  # exit code of a rank that another has ended
+OVER = "over"  # the note of a rank to itself at its end
+
+
+class PeerFailedError(UserError):
+    """Another rank has failed; the message says which, and what it said."""
+
+
+@contextmanager
+def meeting() -> Iterator[dist.Store | None]:
+    """Wait until all ranks that torchrun started have come, and give the store for `Mesh.join`; None for one process.
+
+    An exception that leaves the context is told to the other ranks. There it is raised as PeerFailedError where a
+    collective fails because this rank has ended, and ends a rank that waits for anything else after GRACE seconds.
+    Raise UserError if variables of torchrun are absent or the ranks do not meet.
+    """
+    size, rank = environment_number("WORLD_SIZE", 1), environment_number("RANK", 0)
+    if size == 1:
+        yield None
+        return
+    if absent := [name for name in TORCHRUN if name not in os.environ]:
+        raise UserError(f"WORLD_SIZE is {size}, but {', '.join(absent)} is not set: start the ranks with torchrun")
+    place = f"{os.environ['MASTER_ADDR']}:{environment_number('MASTER_PORT', 0)}"
+    try:
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=MEET))
+    except (dist.DistError, ValueError) as error:
+        raise UserError(f"the {size} ranks could not meet at {place}: {str(error).splitlines()[0]}") from error
+    listener = _Listener(dist.PrefixStore("meeting", store), rank, size)
+    together = True  # whether the others are at the same point of the program
+    try:
+        yield store
+    except RanksDivergedError:  # which all ranks raise
+        raise
+    except Exception as error:
+        together, lost = False, isinstance(error, RuntimeError) and peer_lost(error)
+        if lost and (said := listener.said()):
+            raise PeerFailedError(said) from error
+        listener.tell(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}", wait=not lost)
+        raise
+    finally:
+        listener.leave(wait=together)
+
+
+class _Listener:
+    """A rank's ear and voice; the store holds a note for each rank."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._others = store, rank, [other for other in range(size) if other != rank]
+        self._ear = store.clone()  # a store answers one thread
+        self._ear.set_timeout(LISTEN)
+        self._said = ""
+        self._told, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="failures of other ranks", daemon=True)
+        self._thread.start()
+
+    def said(self) -> str:
+        """Return what another rank failed with, or an empty text if none has told it."""
+        self._told.wait(HEARD.total_seconds())
+        return self._said
+
+    def tell(self, text: str, *, wait: bool) -> None:
+        """Tell the other ranks that this one has failed; with `wait`, until they have heard, HEARD at most."""
+        with suppress(RuntimeError):  # the store has ended with its process
+            for other in self._others:
+                self._store.set(f"note {other}", f"rank {self._rank} failed: {text}")
+            if wait:
+                self._wait_for("heard", HEARD)
+
+    def leave(self, *, wait: bool) -> None:
+        """End the thread; with `wait`, rank 0, which may hold the store, waits for the others, LEAVE at most."""
+        self._over.set()
+        with suppress(RuntimeError):
+            self._store.set(f"note {self._rank}", OVER)
+            self._thread.join(HEARD.total_seconds())
+            self._store.set(f"left {self._rank}", "")
+            if wait and self._rank == 0:
+                self._wait_for("left", LEAVE)
+
+    def _wait_for(self, what: str, longest: timedelta) -> None:
+        """Wait until all others have said so; `get`, unlike `wait`, lets the thread of this rank run meanwhile."""
+        self._store.set_timeout(longest)
+        for other in self._others:
+            self._store.get(f"{what} {other}")
+
+    def _listen(self) -> None:
+        try:
+            text = self._ear.get(f"note {self._rank}").decode()
+            if text == OVER:
+                return
+            self._said = text
+            self._told.set()
+            self._ear.set(f"heard {self._rank}", "")
+        except RuntimeError:  # the store has ended with its process
+            return
+        if not self._over.wait(GRACE):
+            sys.stderr.write(f"error{where()}: {text}\n")
+            sys.stderr.flush()
+            os._exit(ENDED)
