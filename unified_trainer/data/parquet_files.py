@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from unified_trainer.data.batch_plan import largest_divisor
-from unified_trainer.data.fastvideo import TEXT_ENCODER
+from unified_trainer.data.fastvideo import T2V, TEXT_ENCODER
+from unified_trainer.data.tables import is_text, unreadable
 from unified_trainer.errors import MissingFileError, UserError
 
 LATENT = ("vae_latent_bytes", "vae_latent_shape", "vae_latent_dtype")
@@ -131,16 +132,25 @@ def _read(file: Path, latent_shape: Shape) -> ClipFile:
             metadata, schema = opened.metadata, opened.schema_arrow
             columns = {field.name: str(field.type) for field in schema}
             _check_kind(file, columns)
-            small = [name for name in ("id", "caption", *LATENT[1:], TEXT[1]) if name in columns]
+            if metadata.num_rows:  # a file without rows may have columns of no type
+                _check_types(file, schema)
+            _check_no_nulls(file, metadata)
+            small = [name for name in ("id", "caption", *LATENT[1:], *TEXT[1:]) if name in columns]
             rows = opened.read(small).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"data.path: {file} is not whole parquet ({error})") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        said = " ".join(str(error).split())
+        raise UserError(f"data.path: {file} is not whole parquet ({said})") from error
     places = [_place(file, number, row["id"]) for number, row in enumerate(rows)]
     faults = ((place, _fault(row, latent_shape)) for place, row in zip(places, rows, strict=True))
     unusable = f"{file} holds none"
     if {*TEXT} <= columns.keys():
         shapes = zip(places, (row[TEXT[1]] or [] for row in rows), strict=True)
         unusable = next((f"{place} has one of shape {shape}" for place, shape in shapes if not _is_text(shape)), "")
+        types = zip(places, (row[TEXT[2]] for row in rows), strict=True)
+        if not unusable and (wrong := [(place, kind) for place, kind in types if kind not in FLOATS]):
+            raise UserError(
+                f"data.path: {wrong[0][0]} has a text embedding of type {wrong[0][1]}, not {', '.join(FLOATS)}"
+            )
     return ClipFile(
         file,
         metadata,
@@ -164,18 +174,53 @@ def _check_kind(file: Path, columns: Collection[str]) -> None:
         raise UserError(f"data.path: columns {', '.join(missing)} are missing in {file}; expected FastVideo's t2v")
 
 
+def _check_types(file: Path, schema: pa.Schema) -> None:
+    """Raise UserError for a column of another type than FastVideo's; texts and bytes may be large or dictionaries."""
+    for name in ("caption", *LATENT, *TEXT):
+        if name in schema.names:
+            if schema.names.count(name) > 1:
+                raise UserError(f"data.path: {file} has several columns {name}")
+            own, expected = schema.field(name).type, T2V.field(name).type
+            if not (own == expected or _alike(own, expected)):
+                raise UserError(f"data.path: {file}: column {name} holds {own}, expected {expected}")
+
+
+def _alike(own: pa.DataType, expected: pa.DataType) -> bool:
+    kinds = pa.types
+    if kinds.is_string(expected):
+        return is_text(own)
+    if kinds.is_binary(expected):
+        return bool(kinds.is_large_binary(own) or kinds.is_binary_view(own))
+    is_list = kinds.is_list(own) or kinds.is_large_list(own) or kinds.is_fixed_size_list(own)
+    return bool(is_list and kinds.is_integer(own.value_type))
+
+
+def _check_no_nulls(file: Path, metadata: pq.FileMetaData) -> None:
+    """Raise UserError for latents that are null, as far as the footer tells."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for column in (group.column(i) for i in range(group.num_columns)):
+            statistics = column.statistics if column.path_in_schema == LATENT[0] else None
+            if statistics is not None and statistics.has_null_count and statistics.null_count:
+                raise UserError(
+                    f"data.path: {file}: row group {number + 1}: {LATENT[0]} is null in {statistics.null_count} rows"
+                )
+
+
 def _fault(row: Mapping[str, Any], latent_shape: Shape) -> str:
     """Say what is wrong with a row, as far as caption, shape and type tell."""
     caption, (shape, dtype) = row["caption"], (row[name] for name in LATENT[1:])
     if not isinstance(caption, str) or not caption.strip():
         return "has no caption"
+    if fault := unreadable(caption):
+        return f"has a caption that {fault}"
     if tuple(shape or ()) != latent_shape:
         return f"has latents {tuple(shape or ())}, the run's video.* settings make {latent_shape}"
     return "" if dtype in FLOATS else f"has latents of type {dtype}, not {', '.join(FLOATS)}"
 
 
 def _is_text(shape: Sequence[int]) -> bool:
-    return len(shape) == 2 and all(shape)
+    return len(shape) == 2 and all(size is not None and size > 0 for size in shape)
 
 
 def _row_groups(file: Path, metadata: pq.FileMetaData) -> Iterator[RowGroup]:

@@ -141,6 +141,8 @@ class ScorerKind:
     features: Callable[[Any], Features] | None = None  # of a loaded scorer: image features for the Frechet distance
     per_frame: bool = False  # whether it scores images and reads `config.top_fraction`
     own_settings: bool = False  # whether it reads `config.settings`
+    # of `config.path`: texts that no prompt may hold; reads the tokenizer, and no weights
+    special_tokens: Callable[[ScorerConfig], Sequence[str]] | None = None
 
 
 def check_path(config: ScorerConfig, key: str, frames: int) -> None:
