@@ -39,7 +39,7 @@ class RolloutSize(Schema):
 
 
 class About(Schema):
-    """What scoring needs of rollout.json."""
+    """The fields of rollout.json that scoring needs."""
 
     prompts: list[str] = Field(min_length=1)
     num_samples: int = Field(ge=1)

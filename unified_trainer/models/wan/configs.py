@@ -97,6 +97,7 @@ class TextEncoderConfig(Schema):
     d_ff: Size = 1024
     num_layers: Layers = 8
     num_heads: Size = 6
+    feed_forward_proj: Literal["gated-gelu"] = "gated-gelu"
     relative_attention_num_buckets: Size = 32
     relative_attention_max_distance: Size = 128
     dropout_rate: float = Field(0.1, ge=0, lt=1)
