@@ -99,9 +99,9 @@ def load_tokenizer(kind: type[T], folder: Path) -> T:
 
     Raise UserError, naming the folder, for files that are no tokenizer of this kind.
     """
-    files = sorted(folder.glob("*.json"))
-    for file in files:
-        read_json(file)  # a damaged file is named here, and not by transformers
+    for name in (*TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if name.endswith(".json") and (folder / name).is_file():
+            read_json(folder / name)  # a damaged file is named here, and not by transformers
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise MissingFileError(f"{folder} holds none of {', '.join(TOKENIZERS)}")
     try:
