@@ -21,8 +21,9 @@ import tyro
 from pipeline import Load, Placement, Timeline, simulate
 from wan_costs import BF16, FP32, Gpu, Workload
 
-from unified_trainer.config import load_recipe, load_yaml, merged
+from unified_trainer.config import load_recipe, merged
 from unified_trainer.errors import UserError
+from unified_trainer.input_files import read_yaml
 
 STEPS = 20  # simulated training steps, and three more for each step ahead
 PROMPTS_WITHIN = 0.25  # a split may change the number of prompts by this share of it, so that ranks divide the samples
@@ -307,7 +308,7 @@ class Run:
         for file in (config, metrics, environment):
             if not file.is_file():
                 raise UserError(f"{file} is missing: {path} is no run directory")
-        settings, starts = load_yaml(config), lines_of(environment)
+        settings, starts = read_yaml(config), lines_of(environment)
         steps = [line for line in lines_of(metrics) if f"train/{STEP}" in line][1:]
         if not steps:
             raise UserError(f"{metrics} has fewer than two training steps")

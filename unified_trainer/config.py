@@ -16,6 +16,7 @@ from unified_trainer.config_checksum import is_edited, with_checksum
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.engine.config import RayConfig, WorkerConfig
 from unified_trainer.errors import UserError
+from unified_trainer.input_files import read_yaml
 from unified_trainer.methods.base import DeclarationError, Method, MethodConfig, place_of
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device
@@ -244,7 +245,7 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     ConfigError if one would change what a step computes, unless --allow names it; also if the file was edited by hand,
     unless --allow names EDITED.
     """
-    saved, edited = flat(load_yaml(file)), is_edited(file.read_text(encoding="utf-8"))
+    saved, edited = flat(read_yaml(file)), is_edited(file.read_text(encoding="utf-8"))
     scorers = [key.split(".")[2] for key in saved if key.startswith("reward.scorers.")]
     defaults = flat(plain(type(run)(reward=RewardConfig(scorers=dict.fromkeys(scorers, ScorerConfig())))))
     new, old = flat(plain(run)), renamed.translate_settings(saved, run.method, defaults)
@@ -273,21 +274,24 @@ def recipes() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def load_recipe(name: str) -> dict[str, Any]:
+def load_recipe(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the sections of a recipe: `fits`, `common` and one for each method; ConfigError for an unknown name.
 
     `name` is that of a file of this package, or a path to a .yaml file. The settings of the recipe that it names as its
-    `base` are filled in.
+    `base` are filled in; `above` are the recipes that have this one below them.
     """
     file = Path(name)
     if file.suffix != ".yaml":
         must_know("--recipe", name, recipes())
         file = RECIPES / f"{name}.yaml"
-    elif not file.is_file():
-        raise ConfigError(f"--recipe {file}: no such file")
-    own = load_yaml(file)
-    base = own.pop("base", None)
-    return merged(load_recipe(base), own) if base else own
+    own = read_yaml(file, "--recipe")
+    base = own.pop("base", "")
+    if not isinstance(base, str) or base in (name, *above):
+        raise ConfigError(f"--recipe {file}: base must name another recipe, not {base!r}")
+    for section, settings in own.items():
+        if not isinstance(settings, dict):
+            raise ConfigError(f"--recipe {file}: {section} must hold keys and values, not {settings!r}")
+    return merged(load_recipe(base, (name, *above)), own) if base else own
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -298,17 +302,6 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 def _is_resumable(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE_KEYS)
-
-
-def load_yaml(file: Path) -> dict[str, Any]:
-    """Return the mapping that a YAML file holds; ConfigError names the file otherwise."""
-    try:
-        loaded = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{file} must hold keys and values, not a {type(loaded).__name__}")
-    return loaded
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from unified_trainer.config import RunConfig
 from unified_trainer.errors import MissingFileError
+from unified_trainer.input_files import read_json
 from unified_trainer.models import hub
-from unified_trainer.models.folder import read_json
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import family_of, method_named
 from unified_trainer.rewards.scorers import KINDS

@@ -1,6 +1,7 @@
 """The exit codes of the program, and the one line that each kind of failure prints."""
 
 import atexit
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from unified_trainer.terminal import printable
 WRONG = 2  # a UserError, or a rank whose peer has ended
 HACKED = 3  # the hacking monitor stopped the run
 INTERRUPTED = 130  # Ctrl-C before the first step, or a second one
+OF_A_PATH = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EROFS)
+SHOWN = 200  # characters of a path that a message repeats
 
 
 def exit_code(work: Callable[[], int]) -> int:
@@ -21,6 +24,13 @@ def exit_code(work: Callable[[], int]) -> int:
         return work()
     except UserError as error:
         sys.stderr.write(printable(f"error{where()}: {error}\n"))
+        return WRONG
+    except OSError as error:  # of a path that the user gave: no reader or writer can do anything about it
+        if error.errno not in OF_A_PATH or error.filename is None:
+            raise
+        path = str(error.filename)
+        shown = path if len(path) <= SHOWN else f"{path[:SHOWN]}..."
+        sys.stderr.write(f"error{where()}: {shown}: {os.strerror(error.errno)}; name another path\n")
         return WRONG
     except RuntimeError as error:
         if not peer_lost(error):

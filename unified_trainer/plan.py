@@ -15,15 +15,15 @@ from unified_trainer.data.prompts import PromptFile, prompts_of, training_captio
 from unified_trainer.data.raw_clips import checked_videos, holds_videos
 from unified_trainer.data.row_kinds import ClipRows, RowKind, Shape, TrajectoryRows
 from unified_trainer.engine.config import check_installed
+from unified_trainer.input_files import read_json
 from unified_trainer.methods.base import Method, MethodSetup
 from unified_trainer.models.base import Family
-from unified_trainer.models.folder import read_json
 from unified_trainer.parallel.agreement import files_in_words, prompts_in_words
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import family_of, method_named
 from unified_trainer.renamed import METRICS
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
-from unified_trainer.rewards.scorers import check_reward
+from unified_trainer.rewards.scorers import check_prompts, check_reward
 from unified_trainer.role_plan import RolePlan, check_roles, plan_roles, role_path, without_adapter
 from unified_trainer.tracking.external import check_tracking
 from unified_trainer.validation import check_validation
@@ -104,6 +104,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
         column = run.validation.prompts_column
         validation_prompts = prompts_of(run.validation.prompts, captions, "--validation.prompts", column)
     notes += [prompts.note, validation_prompts.note]
+    check_prompts(run.reward, (*prompts.placed, *validation_prompts.placed))
     family, folder = family_of("student", roles["student"].path)
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     stored, videos = None, tuple[CaptionedVideo, ...]()

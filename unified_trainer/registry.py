@@ -1,12 +1,13 @@
 """The table of methods and model families: the only module that names them."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from pydantic import Field
 
 from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.input_files import Schema, read_as
 from unified_trainer.methods.base import Method
 from unified_trainer.methods.consistency import Consistency
 from unified_trainer.methods.dance_grpo import DanceGRPO
@@ -37,6 +38,12 @@ METHODS: dict[str, type[Method]] = {
     "self_forcing": SelfForcing,
 }
 FAMILIES: dict[str, Family] = {WAN.pipeline: WAN}
+
+
+class PipelineIndex(Schema):
+    """model_index.json, as far as it names the family."""
+
+    class_name: str = Field(alias="_class_name")
 
 
 def method_named(name: str) -> type[Method]:
@@ -72,12 +79,10 @@ def family_of(role: str, path: str) -> tuple[Family, Path]:
     else:
         folder = Path(path)
     index = folder / "model_index.json"
-    if not index.is_file():
-        raise MissingFileError(f"{index} is missing: {role}.path must be a diffusers pipeline folder")
     try:
-        name = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{index} is not a diffusers model index ({error!r})") from error
+        name = read_as(PipelineIndex, index).class_name
+    except MissingFileError as error:
+        raise MissingFileError(f"{error}: {role}.path must be a diffusers pipeline folder") from error
     if name not in FAMILIES:
         offered = installed("families")
         if name not in offered:

@@ -94,7 +94,7 @@ def test_an_empty_folder_and_an_absent_one_are_named(tmp_path):
 def test_a_caption_that_is_no_text_is_named(tmp_path):
     folder_of(tmp_path / "videos")
     (tmp_path / "videos" / "b.txt").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(UserError, match=r"b\.txt cannot be read"):
+    with pytest.raises(UserError, match=r"b\.txt is not UTF-8: byte 1"):
         find_videos(tmp_path / "videos", "SOURCE")
 
 

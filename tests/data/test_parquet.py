@@ -157,7 +157,7 @@ def error_of(codec, file: Path, row: int) -> str:
 
 
 def test_damage_within_a_row_is_named_when_it_is_read(codec, tmp_path):
-    data = [RAW[0].numpy().tobytes(), RAW[1].numpy().tobytes()[:-4], None]
+    data = [RAW[0].numpy().tobytes(), RAW[1].numpy().tobytes()[:-4], b""]
     file = write_clips(tmp_path / "a.parquet", vae_latent_bytes=data)
     assert torch.equal(source(file, codec).latents([0]), codec.normalise(RAW[:1]))
     assert "a.parquet: row 2 ('clip1') is damaged: vae_latent_bytes (cannot reshape" in error_of(codec, file, 1)

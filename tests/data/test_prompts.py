@@ -88,7 +88,7 @@ def test_a_column_of_a_table(tmp_path, kind, column, expected):
         ("prompts.txt", "", r"prompts\.txt is empty"),
         ("prompts.txt", "\n \n", r"prompts\.txt is empty"),
         ("prompts.jsonl", '{"prompt": "a"}\nnot json\n', r"prompts\.jsonl: line 2 is not JSON"),
-        ("prompts.jsonl", '["a"]\n', r"line 1 must be an object of columns, not a list"),
+        ("prompts.jsonl", '["a"]\n', r"line 1 must hold a JSON object, not a list"),
         ("prompts.jsonl", '{"other": "a"}\n', r"line 1 has no column prompt or caption or text, only other"),
         ("prompts.jsonl", '{"prompt": null}\n', r"line 1 holds None instead of a text"),
         ("prompts.csv", "other\na\n", r"row 1 has no column prompt or caption or text, only other: set prompts_column"),

@@ -281,7 +281,7 @@ def test_settings_that_contradict_the_weights(given, tmp_path):
     with pytest.raises(UserError, match="has rank 3, but the adapter's settings say 8"):
         read(peft(tmp_path / "a", given, 1.0, r=8))
     (tmp_path / "a" / "adapter_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"adapter_config\.json cannot be read as JSON"):
+    with pytest.raises(UserError, match=r"adapter_config\.json is not JSON"):
         read(tmp_path / "a")
 
 

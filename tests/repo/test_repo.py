@@ -17,6 +17,7 @@ from unified_trainer.cli.command_line import parse
 from unified_trainer.cli.flags import apply
 from unified_trainer.cli.settings import settings_of
 from unified_trainer.config import RECIPES, run_class
+from unified_trainer.input_files import read_yaml
 from unified_trainer.registry import METHODS
 from unified_trainer.rewards.aesthetic import Aesthetic
 from unified_trainer.rewards.endpoint import Endpoint
@@ -260,7 +261,7 @@ def test_every_recipe_parses_for_every_method(recipe, method):
 
 def test_no_recipe_has_a_section_of_no_method():
     for recipe in RECIPES.glob("*.yaml"):
-        assert settings.load_yaml(recipe).keys() <= {"base", "fits", "common", *METHODS}, recipe
+        assert read_yaml(recipe).keys() <= {"base", "fits", "common", *METHODS}, recipe
 
 
 # Documents.

@@ -114,7 +114,15 @@ def test_position_ids_of_older_checkpoints_are_not_read(folder, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"resample": 2}, "resample 2 is not supported"),
+        ({"resample": 2}, r"preprocessor_config\.json: resample must be 3, not 2"),
+        ({"size": "32"}, "size.* must be a valid integer, not '32'"),
+        ({"size": {"shortest_edge": 0}}, "must be greater than or equal to 1, not 0"),
+        ({"size": {"longest_edge": 32}}, "neither shortest_edge nor height and width"),
+        ({"crop_size": {"height": 32}}, "neither shortest_edge nor height and width"),
+        ({"crop_size": [32, 32]}, "crop_size"),
+        ({"image_mean": [0.5]}, "image_mean list must have at least 3 items"),
+        ({"image_std": [0.5, 0.5, 0.0]}, r"image_std\.2 must be greater than 0"),
+        ({"image_std": None}, "image_std must be a valid list"),
         ({"crop_size": 16}, r"crops to \(16, 16\), but the network sees 32 x 32"),
     ],
 )
@@ -207,5 +215,5 @@ def test_folder_and_head_must_be_given(folder, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             check_reward(RewardConfig(kind="aesthetic", path=path, settings={"head": head}), 1)
-    with pytest.raises(UserError, match="not a whole safetensors file"):
+    with pytest.raises(UserError, match="is damaged or cut short"):
         load_head(tmp_path / "text", 8)

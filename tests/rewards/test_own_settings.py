@@ -11,8 +11,9 @@ from helpers import CPU, REPO, SMALL, metrics_of, run
 
 from unified_trainer.__main__ import main
 from unified_trainer.cli.command_line import parse
-from unified_trainer.config import load_yaml, save
+from unified_trainer.config import save
 from unified_trainer.errors import UserError
+from unified_trainer.input_files import read_yaml
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig, of_images
 from unified_trainer.rewards.own_settings import ScorerSettings, by_form, typed
 from unified_trainer.rewards.scorers import check_reward, load_scorers
@@ -217,7 +218,7 @@ def test_a_run_trains_resumes_and_validates_with_them(file, plain, run_folder, c
     run("dance_grpo", run_folder, *own, *held_out, "--reward.scorers.held.weight", "0", "--validate-every", "1")
     shown = " ".join(re.sub("[^ -~]", " ", capsys.readouterr().out).split())
     assert "scorer mine target 0.25, first frame, scale 1, weight 1" in shown
-    assert load_yaml(run_folder / "config.yaml")["reward"]["scorers"]["mine"]["settings"] == {"target": "0.25"}
+    assert read_yaml(run_folder / "config.yaml")["reward"]["scorers"]["mine"]["settings"] == {"target": "0.25"}
     run_again = ["--resume", str(run_folder), "--steps", "2"]
     assert main(run_again) == 0
     train, validation = ({"train/reward/mine"}, {"validation/reward/mine", "validation/reward/held"})

@@ -17,8 +17,9 @@ import torch
 from helpers import CPU, REPO, run
 
 from unified_trainer.cli.command_line import parse
-from unified_trainer.config import check_resumable, load_yaml, save
+from unified_trainer.config import check_resumable, save
 from unified_trainer.errors import UserError
+from unified_trainer.input_files import read_yaml
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.scorer_process import ScorerError, ScorerProcess
 from unified_trainer.rewards.scorers import check_reward, load_scorers
@@ -368,7 +369,7 @@ def test_a_run_of_an_earlier_version_resumes_with_its_scorers(tmp_path):
     words = ["--method", "dance_grpo", "--reward.scorers.sharpness.weight", "0.5"]
     save(parse(words), tmp_path / "config.yaml")
     text = (tmp_path / "config.yaml").read_text()
-    assert load_yaml(tmp_path / "config.yaml")["reward"]["scorers"]["sharpness"].keys() >= {"python"}
+    assert read_yaml(tmp_path / "config.yaml")["reward"]["scorers"]["sharpness"].keys() >= {"python"}
     (tmp_path / "config.yaml").write_text("".join(line for line in text.splitlines(True) if "python:" not in line))
     assert check_resumable(parse([*words, "--reward.timeout", "60"]), tmp_path / "config.yaml") == [
         "reward.timeout: 600.0 -> 60.0"

@@ -194,9 +194,9 @@ def test_an_error_of_a_scorer_names_the_first_prompts_of_many(codec):
 
 
 def test_a_scorer_must_return_a_tensor_with_one_number_for_each_video(codec):
-    for wrong in ([1.0, 2.0, 3.0], torch.zeros(3, 1)):
+    for wrong, said in (([1.0, 2.0, 3.0], "a list"), (torch.zeros(3, 1), r"scores of shape \[3, 1\]")):
         one = Reward({"hpsv3": lambda v, p, wrong=wrong: wrong}, codec, RewardConfig(path="tiny"))
-        with pytest.raises(ValueError, match="reward: hpsv3 gave no tensor with one number for each of 3 videos"):
+        with pytest.raises(ValueError, match=f"reward: hpsv3 gave {said}, expected one real number for each"):
             of_video(one, VIDEO, PROMPTS)
 
 

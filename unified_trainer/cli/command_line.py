@@ -1,6 +1,7 @@
 """The command line of a run: settings from a recipe, a saved file and flags, in that order."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from unified_trainer import renamed
 from unified_trainer.checkpoint.dcp import trained_sampler
 from unified_trainer.cli.flags import UnknownFlagError, apply, split, words_of
 from unified_trainer.cli.settings import Setting, settings_of
-from unified_trainer.config import ConfigError, RunConfig, flat, load_recipe, load_yaml, merged, plain, run_class
+from unified_trainer.config import ConfigError, RunConfig, flat, load_recipe, merged, plain, run_class
+from unified_trainer.input_files import read_yaml
 from unified_trainer.registry import METHODS, add_families, method_named
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 
@@ -46,7 +48,7 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     The sampler that the checkpoint of --init-from was trained for, if any, overrides the recipe.
     """
     sources = _Sources.read(argv)
-    saved = flat(load_yaml(sources.saved)) if sources.saved else {}
+    saved = flat(read_yaml(sources.saved, "" if sources.resumed else "--config")) if sources.saved else {}
     name = sources.method or str(saved.get("method", "dance_grpo"))
     if str(saved.get("method", name)) != name:
         raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out")
@@ -81,9 +83,7 @@ class _RewardFile:
 
 def read_reward(file: Path) -> RewardConfig:
     """Return the section `reward` of a YAML file; UserError names a wrong key or value."""
-    if not file.is_file():
-        raise ConfigError(f"--reward {file}: no such file")
-    section = load_yaml(file).get("reward")
+    section = read_yaml(file, "--reward").get("reward")
     if not isinstance(section, dict):
         raise ConfigError(f"--reward {file} must hold a section reward, as in a recipe")
     reward = _with_file(_RewardFile(), flat({"reward": section}), str(file)).reward
@@ -133,9 +133,8 @@ class _Sources:
                 raise ConfigError(f"--resume {found['--resume']}: no config.yaml there, so it is not a run directory")
         elif "--config" in found:
             saved = Path(found["--config"])
-            if not saved.is_file():
-                folder = f"it is a folder; give a file, such as {saved / 'config.yaml'}"
-                raise ConfigError(f"--config {saved}: {folder if saved.is_dir() else 'no such file'}")
+            if os.path.isdir(saved):  # unlike Path.is_dir, it does not raise for a path that is too long
+                raise ConfigError(f"--config {saved}: it is a folder; give a file, such as {saved / 'config.yaml'}")
         resumed, init_from = "--resume" in found, found.get("--init-from")
         return cls(found.get("--method"), found.get("--recipe"), saved, resumed, init_from)
 

@@ -20,8 +20,8 @@ from unified_trainer.commands.model_card import AdapterFile, write_model_card
 from unified_trainer.commands.output_folder import scratch_folder
 from unified_trainer.commands.scheduler import SAMPLER, euler_scheduler, sampler_file
 from unified_trainer.errors import OutputExistsError, UserError, writing
+from unified_trainer.input_files import read_json
 from unified_trainer.models.base import Family, VideoModel
-from unified_trainer.models.folder import read_json
 from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import DTYPES

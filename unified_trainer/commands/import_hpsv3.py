@@ -11,9 +11,11 @@ from pathlib import Path
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
 from unified_trainer.errors import MissingFileError, MissingPackageError, OutputExistsError, UserError
+from unified_trainer.input_files import read_as
 from unified_trainer.models import hub
 from unified_trainer.models.folder import read_pretrained, read_tokenizer
-from unified_trainer.rewards.hpsv3 import CHECKPOINT, REWARD_TOKEN, SETTINGS, checkpoint_shapes, skeleton
+from unified_trainer.rewards.hpsv3 import CHECKPOINT, REWARD_TOKEN, SETTINGS, Preprocessor, checkpoint_shapes, skeleton
+from unified_trainer.rewards.hpsv3_folder import BaseConfig, check_folder
 
 PACKAGE = "hpsv3"
 PROMPT_SOURCE = "dataset/data_collator_qwen.py"
@@ -67,6 +69,8 @@ def import_hpsv3(out: Path, base: Path = Path(BASE), checkpoint: Path = Path(WEI
         }
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         link_or_copy(checkpoint, folder / CHECKPOINT)
+        check_folder(folder)
+        Preprocessor.load(folder, config)
         folder.replace(out)
 
 
@@ -94,6 +98,7 @@ def package_strings() -> dict[str, str]:
 
 def checked_config(base: Path, checkpoint: Path, tokens: int) -> Qwen2VLConfig:
     """Return the base's config with the checkpoint's number of embeddings; raise UserError unless the two fit."""
+    read_as(BaseConfig, base / "config.json")
     config = read_pretrained(Qwen2VLConfig, base)
     shapes = checkpoint_shapes(checkpoint)
     if EMBEDDING not in shapes:

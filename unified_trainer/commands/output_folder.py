@@ -14,7 +14,7 @@ from typing import Any
 
 from unified_trainer.checkpoint.run_lock import LOCK
 from unified_trainer.errors import OutputExistsError, writing
-from unified_trainer.models.folder import read_json
+from unified_trainer.input_files import read_json
 
 
 def check_output(folder: Path, about: str, what: str) -> None:

@@ -16,7 +16,7 @@ from unified_trainer.commands.clip_folder import ABOUT, SKIPPED, WHAT, ClipFolde
 from unified_trainer.commands.output_folder import begin_output, check_output
 from unified_trainer.commands.progress import ItemProgress
 from unified_trainer.commands.teacher_trajectories import write_trajectories
-from unified_trainer.config import ConfigError, RunConfig, load_yaml
+from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.data.captioned import CaptionedVideo, find_videos
 from unified_trainer.data.fastvideo import T2V, TEXT_ENCODER, TEXT_ONLY, t2v_row, text_only_row
 from unified_trainer.data.negative_prompt import use_negative_prompt, write_negative_prompt
@@ -24,6 +24,7 @@ from unified_trainer.data.prompts import read_prompts
 from unified_trainer.data.video_reader import VideoError, read_clips, to_video
 from unified_trainer.downloads import fetch_pipeline
 from unified_trainer.errors import UserError
+from unified_trainer.input_files import read_yaml
 from unified_trainer.models.base import Codec
 from unified_trainer.models.hub import is_hub_id
 from unified_trainer.parallel.device import Device
@@ -140,7 +141,7 @@ def _settings(
     """Return the run whose clips are encoded; ConfigError for a model without a recipe."""
     given = {"--recipe": recipe, "--config": str(config or ""), "--student.path": model}
     given |= {f"--video.{name}": str(value) for name, value in video.items() if value}
-    named = config is not None and config.is_file() and "method" in load_yaml(config)
+    named = config is not None and config.is_file() and "method" in read_yaml(config)
     words = [word for flag, value in given.items() if value for word in (flag, value)]
     run = parse([*words, *([] if named else ["--method", method]), *settings])
     if not run.recipe or not run.roles["student"].path:

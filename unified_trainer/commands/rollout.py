@@ -16,7 +16,7 @@ from unified_trainer.errors import UserError, writing
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.ranges import Count, CountOrZero, Seed
-from unified_trainer.rewards.scorers import check_reward, load_scorers
+from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers
 from unified_trainer.roles.reward import Reward
 from unified_trainer.terminal import say
 from unified_trainer.types import Video
@@ -57,6 +57,7 @@ def rollout(
     if not rewards.named():
         raise UserError(f"{run} was trained without a reward: give one with --reward FILE")
     check_reward(rewards, loaded.run.video.frames)
+    check_prompts(rewards, ((f"--prompts: prompt {i}", line) for i, line in enumerate(lines, 1)))
     plain = settings.plain(loaded.run)
     size = {key: plain["video"][key] for key in ("frames", "height", "width")}
     about = {"run": run, "step": loaded.metadata["step"], "method": loaded.metadata["method"], "base": str(loaded.base)}

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from unified_trainer.commands.output_folder import begin_output, write_text
 from unified_trainer.errors import MissingFileError, OutputExistsError, UserError, writing
+from unified_trainer.input_files import Schema, checked, read_json
 from unified_trainer.models.base import Codec
-from unified_trainer.models.folder import read_json
 from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
 from unified_trainer.types import Latents, Video
 
@@ -29,7 +30,26 @@ OnVideo = Callable[[range, Video], None]  # sample numbers and their decoded vid
 ABOUT = "rollout.json"
 VERSION = 1
 CHECKSUM = "crc32"  # key in the header of a file of latents
-KEYS = ("prompts", "num_samples", "batch", "seed", "video", "base")  # what scoring needs of rollout.json
+
+
+class RolloutSize(Schema):
+    """The size of the videos."""
+
+    frames: int = Field(ge=1)
+    height: int = Field(ge=1)
+    width: int = Field(ge=1)
+
+
+class About(Schema):
+    """The fields of rollout.json that scoring needs."""
+
+    prompts: list[str] = Field(min_length=1)
+    num_samples: int = Field(ge=1)
+    batch: int = Field(ge=1)
+    seed: int
+    video: RolloutSize
+    base: str
+    families: list[str] = []  # noqa: RUF012 - pydantic copies it
 
 
 @dataclass(frozen=True)
@@ -49,8 +69,7 @@ class RolloutFolder:
         about = read_json(folder / ABOUT)
         if about.get("version") != VERSION:
             raise UserError(f"{folder / ABOUT} has version {about.get('version')}, this program reads {VERSION}")
-        if missing := [key for key in KEYS if key not in about]:
-            raise UserError(f"{folder / ABOUT}: {missing[0]} is missing; `rollout` did not write this file")
+        checked(About, about, str(folder / ABOUT))
         return cls(folder, about)
 
     @classmethod

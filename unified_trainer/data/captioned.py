@@ -4,8 +4,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_trainer.data.tables import TABLES, read_columns
+from unified_trainer.data.tables import TABLES, read_columns, refuse_unreadable
 from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.input_files import read_text
 
 VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
 PATHS = ("path", "video", "file_name", "file")  # column of a table that names the videos
@@ -23,8 +24,11 @@ class CaptionedVideo:
     @property
     def fault(self) -> str:
         """Return in words why it cannot be used, without opening it; "" if nothing is known."""
-        if not self.file.is_file():
-            return "no such file"
+        try:
+            if not self.file.is_file():
+                return "no such file"
+        except OSError as error:
+            return str(error.strerror)
         return "" if self.caption else f"no caption: {self.file.with_suffix('.txt').name} is missing or empty"
 
 
@@ -43,7 +47,7 @@ def find_videos(source: Path, key: str, captions: Path | None = None) -> tuple[C
     elif source.is_dir() or source.suffix in TABLES:
         table, folder = (captions or source, source if source.is_dir() else source.parent)
         rows = read_columns(table, "--captions" if captions else key, PATHS, CAPTIONS)
-        videos = [CaptionedVideo(path, folder / path, caption.strip()) for path, caption in rows]
+        videos = [CaptionedVideo(path, folder / path, caption.strip()) for _, (path, caption) in rows]
     else:
         raise UserError(f"{key} {source} is neither a folder of videos nor a table ({', '.join(TABLES)})")
     if not videos:
@@ -56,7 +60,8 @@ def find_videos(source: Path, key: str, captions: Path | None = None) -> tuple[C
 def _caption(file: Path) -> str:
     """Return the text beside a video; "" without one. Raise UserError for one that is not UTF-8."""
     beside = file.with_suffix(".txt")
-    try:
-        return " ".join(beside.read_text(encoding="utf-8-sig").split()) if beside.is_file() else ""
-    except UnicodeDecodeError as error:
-        raise UserError(f"{beside} cannot be read: {error}") from error
+    if not beside.is_file():
+        return ""
+    caption = " ".join(read_text(beside).split())
+    refuse_unreadable(caption, str(beside))
+    return caption

@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 
 from unified_trainer.data.batch_plan import largest_divisor
 from unified_trainer.data.fastvideo import TEXT_ENCODER, columns_of
-from unified_trainer.data.row_kinds import RowKind
+from unified_trainer.data.parquet_columns import check_no_nulls, check_types
+from unified_trainer.data.row_kinds import FLOATS, RowKind
+from unified_trainer.data.tables import unreadable
 from unified_trainer.errors import MissingFileError, UserError
 
 TEXT = columns_of("text_embedding")
@@ -128,16 +130,25 @@ def _read(file: Path, kind: RowKind) -> StoredFile:
             metadata, schema = opened.metadata, opened.schema_arrow
             columns = {field.name: str(field.type) for field in schema}
             kind.check_columns(file, columns)
-            small = [name for name in ("id", "caption", *kind.small, TEXT[1]) if name in columns]
+            if metadata.num_rows:  # a file without rows may have columns of no type
+                check_types(file, schema, ("caption", *kind.tensors, *TEXT))
+            check_no_nulls(file, metadata, kind.tensors[0])
+            small = [name for name in ("id", "caption", *kind.small, *TEXT[1:]) if name in columns]
             rows = opened.read(small).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"data.path: {file} is not whole parquet ({error})") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        said = " ".join(str(error).split())
+        raise UserError(f"data.path: {file} is not whole parquet ({said})") from error
     places = [_place(file, number, row["id"]) for number, row in enumerate(rows)]
-    faults = ((place, _no_caption(row) or kind.fault(place, row)) for place, row in zip(places, rows, strict=True))
+    faults = ((place, _caption_fault(row) or kind.fault(place, row)) for place, row in zip(places, rows, strict=True))
     unusable = f"{file} holds none"
     if {*TEXT} <= columns.keys():
         shapes = zip(places, (row[TEXT[1]] or [] for row in rows), strict=True)
         unusable = next((f"{place} has one of shape {shape}" for place, shape in shapes if not _is_text(shape)), "")
+        types = zip(places, (row[TEXT[2]] for row in rows), strict=True)
+        if not unusable and (wrong := [(place, dtype) for place, dtype in types if dtype not in FLOATS]):
+            raise UserError(
+                f"data.path: {wrong[0][0]} has a text embedding of type {wrong[0][1]}, not {', '.join(FLOATS)}"
+            )
     return StoredFile(
         file,
         metadata,
@@ -151,13 +162,16 @@ def _read(file: Path, kind: RowKind) -> StoredFile:
     )
 
 
-def _no_caption(row: Mapping[str, Any]) -> str:
+def _caption_fault(row: Mapping[str, Any]) -> str:
     caption = row["caption"]
-    return "" if isinstance(caption, str) and caption.strip() else "has no caption"
+    if not isinstance(caption, str) or not caption.strip():
+        return "has no caption"
+    fault = unreadable(caption)
+    return f"has a caption that {fault}" if fault else ""
 
 
 def _is_text(shape: Sequence[int]) -> bool:
-    return len(shape) == 2 and all(shape)
+    return len(shape) == 2 and all(size is not None and size > 0 for size in shape)
 
 
 def _row_groups(file: Path, metadata: pq.FileMetaData, kind: RowKind) -> Iterator[RowGroup]:

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unified_trainer.data.stored_prompts import parquet_files
-from unified_trainer.data.tables import TABLES, read_columns
+from unified_trainer.data.tables import TABLES, read_columns, refuse_unreadable
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
 from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.input_files import read_text
 
 COLUMNS = ("prompt", "caption", "text")  # of a table, unless the settings name another
 SUFFIXES = (".txt", *TABLES)  # a text that ends so names a file
@@ -53,6 +54,12 @@ class PromptFile:
 
     prompts: tuple[str, ...]
     note: str = ""  # empty if every line is a prompt of its own
+    places: tuple[str, ...] = ()  # setting, file and line of each prompt, for messages; none for built-in captions
+
+    @property
+    def placed(self) -> tuple[tuple[str, str], ...]:
+        """Each prompt of a file after its place."""
+        return tuple(zip(self.places, self.prompts, strict=True)) if self.places else ()
 
 
 def prompts_of(path: str, tiny: tuple[str, ...], key: str, column: str) -> PromptFile:
@@ -67,26 +74,28 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "") -> Prompt
     messages. Raise UserError, naming file and line, for a file that cannot be read or holds no prompt.
     """
     files = parquet_files(file) if file.is_dir() else [file]
-    if not files or not files[0].is_file():
-        why = "it is a folder without .parquet files" if file.is_dir() else "no such file"
-        raise MissingFileError(f"{key} {file}: {why}")
-    try:
-        rows = [row for one in files for row in _rows(one, key, column)]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{key} {file} cannot be read: {error}") from error
-    texts = [row.strip() for row in rows]
-    prompts = tuple(dict.fromkeys(text for text in texts if text))
+    if not files:
+        raise MissingFileError(f"{key} {file}: it is a folder without .parquet files")
+    rows = [row for one in files for row in _rows(one, key, column)]
+    texts = [row.strip() for _, row in rows]
+    prompts: dict[str, str] = {}
+    for (where, _), text in zip(rows, texts, strict=True):
+        refuse_unreadable(text, f"{key} {file}: {where}")
+        if text:
+            prompts.setdefault(text, f"{key} {file}: {where}")
     if not prompts:
         raise UserError(f"{key} {file} is empty; write one prompt per line")
     blank = sum(not text for text in texts)
     repeated = len(texts) - blank - len(prompts)
     skipped = f"{key} {file}: {len(prompts)} prompts; skipped {blank} blank and {repeated} repeated lines"
-    return PromptFile(prompts, skipped if blank or repeated else "")
+    return PromptFile(tuple(prompts), skipped if blank or repeated else "", tuple(prompts.values()))
 
 
-def _rows(file: Path, key: str, column: str) -> list[str]:
+def _rows(file: Path, key: str, column: str) -> list[tuple[str, str]]:
+    """Return the place of each row, and its text."""
     if file.suffix in TABLES:
         choice = (column,) if column else COLUMNS
-        return [text for (text,) in read_columns(file, key, choice, way_out=": set prompts_column")]
-    lines = file.read_text(encoding="utf-8-sig").split("\n")
-    return lines[:-1] if lines[-1] == "" else lines  # the end of the last line is no line of its own
+        return [(where, text) for where, (text,) in read_columns(file, key, choice, way_out=": set prompts_column")]
+    lines = read_text(file, key).split("\n")
+    lines = lines[:-1] if lines[-1] == "" else lines  # the end of the last line is no line of its own
+    return [(f"line {i}", line) for i, line in enumerate(lines, 1)]

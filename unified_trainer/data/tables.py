@@ -1,51 +1,97 @@
 """Columns of texts in .jsonl, .csv and .parquet files."""
 
 import csv
-import json
+import io
+import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.errors import UserError
+from unified_trainer.input_files import check_file, parse_object, read_text
 
 TABLES = (".jsonl", ".csv", ".parquet")
+INVISIBLE = ("Cc", "Cf")  # controls, and formats such as zero-width spaces
 
 
-def read_columns(file: Path, key: str, *choices: Sequence[str], way_out: str = "") -> list[tuple[str, ...]]:
-    """Return some columns row by row; each choice gives the names that one of them may have, the likeliest first.
+def read_columns(file: Path, key: str, *choices: Sequence[str], way_out: str = "") -> list[tuple[str, tuple[str, ...]]]:
+    """Return for each row its place, "line 3" or "row 3", and some columns.
 
-    `key` is the setting that names the file, for messages; `way_out` ends the message about an absent column. Raise
-    UserError, naming file and line, for a file that cannot be read, lacks a column, or holds no text there.
+    Each choice gives the names that one of the columns may have, the likeliest first. `key` is the setting that names
+    the file, for messages; `way_out` ends the message about an absent column. Raise UserError, naming file and line,
+    for a file that cannot be read, lacks a column, or holds no text there.
     """
     place = f"{key} {file}"
-    if not file.is_file():
-        raise MissingFileError(f"{place}: {'it is a folder, not a file' if file.is_dir() else 'no such file'}")
-    try:
-        if file.suffix == ".parquet":
-            names = [_pick(pq.read_schema(file).names, choice, place, way_out) for choice in choices]
-            rows = [(f"row {i}", row) for i, row in enumerate(pq.read_table(file, columns=names).to_pylist(), 1)]
-        elif file.suffix == ".csv":
-            with file.open(encoding="utf-8-sig", newline="") as opened:
-                rows = [(f"row {i}", row) for i, row in enumerate(csv.DictReader(opened, strict=True), 1)]
-        else:
-            lines = file.read_text(encoding="utf-8-sig").split("\n")
-            numbered = [(f"line {i}", line) for i, line in enumerate(lines, 1) if line.strip()]
-            rows = [(where, _object(line, f"{place}: {where}")) for where, line in numbered]
-    except (OSError, UnicodeDecodeError, csv.Error, pa.ArrowException) as error:
-        raise UserError(f"{place} cannot be read: {error}") from error
-    return [tuple(_text(row, choice, f"{place}: {where}", way_out) for choice in choices) for where, row in rows]
+    if file.suffix == ".parquet":
+        rows = _parquet_rows(file, key, choices, way_out)
+    elif file.suffix == ".csv":
+        rows = _csv_rows(read_text(file, key), place)
+    else:
+        numbered = [(f"line {i}", line) for i, line in enumerate(read_text(file, key).split("\n"), 1) if line.strip()]
+        rows = [(where, parse_object(line, f"{place}: {where}")) for where, line in numbered]
+    return [
+        (where, tuple(_text(row, choice, f"{place}: {where}", way_out) for choice in choices)) for where, row in rows
+    ]
 
 
-def _object(line: str, place: str) -> dict[str, object]:
+def unreadable(text: str) -> str:
+    """Say why a text can be no prompt: a NUL, half of a surrogate pair, or invisible characters alone; "" if it can."""
+    if "\0" in text:
+        return "holds a NUL"
+    if any(0xD800 <= ord(letter) < 0xE000 for letter in text):
+        return "holds half of a surrogate pair"
+    if text.strip() and all(letter.isspace() or unicodedata.category(letter) in INVISIBLE for letter in text):
+        return "holds invisible characters alone"
+    return ""
+
+
+def refuse_unreadable(text: str, place: str) -> None:
+    """Raise UserError, which begins with `place`, for a text that can be no prompt."""
+    if fault := unreadable(text):
+        raise UserError(f"{place} {fault}: remove it")
+
+
+def _csv_rows(text: str, place: str) -> list[tuple[str, dict[str, Any]]]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{place} is not JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{place} must be an object of columns, not a {type(row).__name__}")
-    return row
+        names = list(reader.fieldnames or [])
+        rows = [(f"row {i}", row) for i, row in enumerate(reader, 1)]
+    except csv.Error as error:
+        raise UserError(f"{place} cannot be read as CSV, line {reader.reader.line_num}: {error}") from error
+    if len({*names}) < len(names):
+        raise UserError(f"{place}: a column name stands twice in its first line, {', '.join(names)}")
+    for where, row in rows:
+        if None in row:
+            raise UserError(f"{place}: {where} has more values than the first line has columns: put texts in quotes")
+    return rows
+
+
+def _parquet_rows(
+    file: Path, key: str, choices: Sequence[Sequence[str]], way_out: str
+) -> list[tuple[str, dict[str, Any]]]:
+    check_file(file, key)
+    place = f"{key} {file}"
+    try:
+        schema = pq.read_schema(file)
+        names = [_pick(schema.names, choice, place, way_out) for choice in choices]
+        for name in names:
+            if schema.names.count(name) > 1:
+                raise UserError(f"{place} has several columns {name}")
+            if not is_text(schema.field(name).type):
+                raise UserError(f"{place}: column {name} holds {schema.field(name).type} instead of texts")
+        return [(f"row {i}", row) for i, row in enumerate(pq.read_table(file, columns=names).to_pylist(), 1)]
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise UserError(f"{place} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds texts."""
+    if pa.types.is_dictionary(kind):
+        return is_text(kind.value_type)
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def _pick(names: Iterable[str], choice: Sequence[str], place: str, way_out: str) -> str:
@@ -61,4 +107,5 @@ def _text(row: dict[str, object], choice: Sequence[str], place: str, way_out: st
     value = row[_pick(row, choice, place, way_out)]
     if not isinstance(value, str):
         raise UserError(f"{place} holds {value!r} instead of a text")
+    refuse_unreadable(value, place)
     return value

@@ -4,7 +4,6 @@ Keys may be those of peft (lora_A, lora_B), of older diffusers (lora.down, lora.
 lora_up, alpha); layers may have the network's own names or those that its family was published with.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from unified_trainer.errors import NotFiniteError, UserError
-from unified_trainer.models.adapter_location import Location, opened
-from unified_trainer.models.folder import read_json
+from unified_trainer.input_files import Schema, checked, parse_object, read_as
+from unified_trainer.models.adapter_location import Location
+from unified_trainer.models.tensor_file import opened, refuse_other_types
 
 DIFFUSERS_CONFIG = "lora_adapter_metadata"  # in the header
 UNDERSCORED = "lora_unet_"  # kohya's prefix; the dots of the layer's name are underscores too
@@ -114,6 +115,8 @@ def open_adapter(
                 differences[weight] = key
             else:
                 unknown.append(key)
+        read = [*(key for pair in factors.values() for key in pair.values()), *alphas.values(), *differences.values()]
+        refuse_other_types(place.file, held, read)
         given = {layer: float(held.get_tensor(key)) for layer, key in alphas.items()}
         settings = _settings(place, held.metadata() or {})
     _refuse(place.file, unknown, "fit no layer of the network")
@@ -179,33 +182,52 @@ def _inside(key: str, component: str, components: Sequence[str]) -> str | None:
     return PREFIX.sub("", key, count=1)
 
 
-def _settings(place: Location, metadata: Mapping[str, str]) -> dict[str, Any]:
+class AdapterSettings(Schema):
+    """peft's settings of an adapter, as far as they scale it."""
+
+    r: int | None = Field(None, ge=1)
+    lora_alpha: float | None = None
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None  # by regular expressions of layers
+    alpha_pattern: dict[str, float] | None = None
+
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def _are_patterns(cls, values: dict[str, Any] | None) -> dict[str, Any] | None:
+        for pattern in values or {}:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no pattern of layers: {error}") from error
+        return values
+
+
+def _settings(place: Location, metadata: Mapping[str, str]) -> AdapterSettings | None:
     """Return peft's settings of the adapter, from its config or from the header that diffusers writes."""
     if place.config is not None:
-        return read_json(place.config)
+        return read_as(AdapterSettings, place.config)
     if DIFFUSERS_CONFIG not in metadata:
-        return {}
-    try:
-        held = json.loads(metadata[DIFFUSERS_CONFIG])
-        mine = [key for key in held if not place.component or key.startswith(f"{place.component}.")]
-        return {key.partition(".")[2]: held[key] for key in mine}
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{place.file}: {DIFFUSERS_CONFIG} in its header is no JSON object ({error})") from error
+        return None
+    where = f"{place.file}: {DIFFUSERS_CONFIG} in its header"
+    held = parse_object(metadata[DIFFUSERS_CONFIG], where)
+    mine = [key for key in held if not place.component or key.startswith(f"{place.component}.")]
+    return checked(AdapterSettings, {key.partition(".")[2]: held[key] for key in mine}, where)
 
 
-def _scale(file: Path, layer: str, rank: int, alpha: float | None, settings: Mapping[str, Any]) -> float:
+def _scale(file: Path, layer: str, rank: int, alpha: float | None, settings: AdapterSettings | None) -> float:
     """Return alpha / rank of a layer; alpha / sqrt(rank) if peft's settings say so, and 1 if nothing names an alpha."""
-    if alpha is None and settings:
-        stated = _of_layer(settings, "rank_pattern", layer, settings.get("r", rank))
+    if settings is None:
+        return (rank if alpha is None else alpha) / rank
+    if alpha is None:
+        stated = _of_layer(settings.rank_pattern, layer, rank if settings.r is None else settings.r)
         if stated != rank:
             raise UserError(f"{file}: {layer} has rank {rank}, but the adapter's settings say {stated}")
-        alpha = _of_layer(settings, "alpha_pattern", layer, settings.get("lora_alpha", rank))
-    root = math.sqrt(rank) if settings.get("use_rslora") else rank
-    return (rank if alpha is None else float(alpha)) / root
+        alpha = _of_layer(settings.alpha_pattern, layer, rank if settings.lora_alpha is None else settings.lora_alpha)
+    return alpha / (math.sqrt(rank) if settings.use_rslora else rank)
 
 
-def _of_layer(settings: Mapping[str, Any], pattern: str, layer: str, usual: float) -> float:
-    found = (value for key, value in (settings.get(pattern) or {}).items() if re.fullmatch(rf"(.*\.)?({key})", layer))
+def _of_layer(pattern: Mapping[str, float] | None, layer: str, usual: float) -> float:
+    found = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(.*\.)?({key})", layer))
     return next(found, usual)
 
 

@@ -1,16 +1,13 @@
 """The location of an adapter that was made elsewhere: which file of a folder, and which part of it."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from unified_trainer.errors import MissingFileError, UserError
 from unified_trainer.models.hub import is_hub_id
+from unified_trainer.models.tensor_file import opened
 
 PEFT, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 DIFFUSERS = "pytorch_lora_weights.safetensors"
@@ -66,16 +63,6 @@ def checksum(files: Sequence[Path]) -> str:
         with file.open("rb") as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
-
-
-@contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    """Open a safetensors file; UserError, naming it, if it cannot be read."""
-    try:
-        with safe_open(file, "pt") as held:
-            yield held
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is damaged or cut short ({error}): fetch or write it again") from error
 
 
 def _only_file(folder: Path, key: str) -> Path:

@@ -10,16 +10,18 @@ from typing import Any, Protocol, TypeVar
 import torch
 import transformers
 from accelerate import init_empty_weights
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from unified_trainer.errors import MissingFileError, NotFiniteError, UserError
+from unified_trainer.input_files import Schema, read_as, read_json
+from unified_trainer.models.tensor_file import check_floating
 from unified_trainer.parallel.fsdp import local_part, storage_device, to_local
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill
 
 M = TypeVar("M")
+TOKENIZERS = ("tokenizer.json", "spiece.model", "vocab.json")
 WEIGHTS = "diffusion_pytorch_model"
 NAMING_CODE = ("tokenizer_config.json", "config.json")  # files whose `auto_map` names classes in .py files
 SAMPLE = 4096  # bytes of each tensor that a fingerprint reads
@@ -39,33 +41,35 @@ class Change(Protocol):
         ...
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; raise UserError, naming the file, if it is missing, unreadable or something else."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{file} is missing") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{file} cannot be read as JSON ({error}); fetch or write it again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file} must hold a JSON object, not a {type(content).__name__}")
-    return content
+class WeightIndex(Schema):
+    """An index of several files of weights."""
+
+    weight_map: dict[str, str]  # file by the name of the weight
 
 
-def check_component(folder: Path, weights: str) -> None:
-    """Raise UserError, naming the file, unless config and weights are there and whole."""
-    if not (folder / "config.json").is_file():
-        raise MissingFileError(f"{folder / 'config.json'} is missing: not a folder that save_pretrained has finished")
+def check_component(folder: Path, weights: str, spare: tuple[str, ...] = ()) -> None:
+    """Raise UserError, naming the file, unless config and weights are there, whole, and of floating-point numbers.
+
+    Keys that end in one of `spare` may hold something else.
+    """
     read_json(folder / "config.json")
     files = sorted(folder.glob(f"{weights}*.safetensors"))
     if not files:
         raise MissingFileError(f"{folder} holds no {weights}*.safetensors: half-written, or downloaded without weights")
+    listed_files(folder, weights)
     for file in files:
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is damaged or cut short ({error}): fetch or write it again") from error
+        check_floating(file, spare)
+
+
+def listed_files(folder: Path, weights: str) -> set[str] | None:
+    """Return the files that the index of a component names, or None without an index; UserError for an absent one."""
+    index = folder / f"{weights}.safetensors.index.json"
+    if not index.is_file():
+        return None
+    listed = set(read_as(WeightIndex, index).weight_map.values())
+    if absent := sorted(name for name in listed if "/" in name or not (folder / name).is_file()):
+        raise MissingFileError(f"{index}: weight_map names {absent[0]}, which is not in this folder; fetch it again")
+    return listed
 
 
 def load_strictly(
@@ -79,7 +83,7 @@ def load_strictly(
 
     Keys that end in one of `spare` may be there and are not read. Raise UserError naming the folder and the key.
     """
-    check_component(folder, weights)
+    check_component(folder, weights, spare)
     with _no_progress_bar():
         model, info = read_pretrained(kind, folder, dtype=dtype, use_safetensors=True, output_loading_info=True)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -99,14 +103,27 @@ def read_pretrained(kind: type[M], folder: Path, **options: Any) -> Any:
 
 
 def read_tokenizer(kind: type[M], folder: Path) -> M:
-    """Return the tokenizer of a folder; raise UserError for one whose class is a .py file of the folder."""
-    for file in (folder / name for name in NAMING_CODE):
-        if file.is_file() and read_json(file).get("auto_map"):
-            raise UserError(
-                f"{file} names Python code of its own (auto_map), which is never run here: take a tokenizer of "
-                "transformers, or remove auto_map if a class of transformers reads these files"
-            )
-    return read_pretrained(kind, folder)
+    """Return the tokenizer of a folder.
+
+    Raise UserError, naming the file, for one whose class is a .py file of the folder, and for files that are no
+    tokenizer of this kind.
+    """
+    for name in (*TOKENIZERS, *NAMING_CODE, "special_tokens_map.json", "added_tokens.json"):
+        file = folder / name
+        if file.suffix == ".json" and file.is_file():
+            settings = read_json(file)  # a damaged file is named here, and not by transformers
+            if name in NAMING_CODE and settings.get("auto_map"):
+                raise UserError(
+                    f"{file} names Python code of its own (auto_map), which is never run here: take a tokenizer of "
+                    "transformers, or remove auto_map if a class of transformers reads these files"
+                )
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        raise MissingFileError(f"{folder} holds none of {', '.join(TOKENIZERS)}")
+    try:
+        return read_pretrained(kind, folder)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise UserError(f"{folder} holds no tokenizer that can be read ({said}): fetch or write it again") from error
 
 
 @contextmanager
@@ -121,8 +138,13 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def outline(kind: type[M], folder: Path) -> M:
-    """Return the float32 model of a diffusers component without memory for its weights; buffers are computed."""
+    """Return the float32 model of a diffusers component without memory for its weights; buffers are computed.
+
+    Raise UserError for a component of another class.
+    """
     check_component(folder, WEIGHTS)
+    if (name := read_json(folder / "config.json").get("_class_name")) != kind.__name__:
+        raise UserError(f"{folder / 'config.json'}: _class_name must be {kind.__name__}, not {name!r}")
     with init_empty_weights(include_buffers=False):
         return kind.from_config(kind.load_config(folder))
 
@@ -199,12 +221,6 @@ def _refuse(folder: Path, what: str, keys: list[str]) -> None:
 def _check_one_set(folder: Path) -> None:
     """Refuse a folder that holds its weights twice, as a second variant: which to read would be a guess."""
     found = {file.name for file in folder.glob("*.safetensors")}
-    index = folder / f"{WEIGHTS}.safetensors.index.json"
-    listed = {f"{WEIGHTS}.safetensors"}
-    if index.is_file():
-        files = read_json(index).get("weight_map")
-        if not isinstance(files, dict):
-            raise UserError(f"{index}: weight_map is missing; fetch or write it again")
-        listed = set(files.values())
+    listed = listed_files(folder, WEIGHTS) or {f"{WEIGHTS}.safetensors"}
     if found != listed:
         raise UserError(f"{folder} must hold exactly {sorted(listed)}, but holds {sorted(found)}")

@@ -118,7 +118,9 @@ class Mesh:
         Raises UserError if the degrees do not fit the ranks, the device or its attention kernel is missing, or an
         environment variable of torchrun is not an integer.
         """
-        size, rank = environment_number("WORLD_SIZE", 1), environment_number("RANK", 0)
+        size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
+        if rank >= size:
+            raise UserError(f"the environment variable RANK is {rank}, but WORLD_SIZE is {size}: use torchrun")
         config = config.degrees(size)
         local = environment_number("LOCAL_RANK", 0)
         picked = pick_device(device, local)
@@ -241,13 +243,14 @@ def where() -> str:
     return "" if os.environ.get("WORLD_SIZE", "1") == "1" else f" on rank {os.environ.get('RANK', '0')}"
 
 
-def environment_number(name: str, default: int) -> int:
-    """Return an integer of the environment that torchrun sets; raise UserError, naming the variable, for a text."""
+def environment_number(name: str, default: int, least: int = 0) -> int:
+    """Return an integer of the environment that torchrun sets; raise UserError, naming the variable, for another."""
     text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError as error:
-        raise UserError(f"the environment variable {name} must be an integer, not {text!r}: use torchrun") from error
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(
+            f"the environment variable {name} must be an integer of at least {least}, not {text!r}: use torchrun"
+        )
+    return int(text)
 
 
 def _device_mesh(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:

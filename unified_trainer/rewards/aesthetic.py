@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from unified_trainer.errors import MissingFileError, UserError
 from unified_trainer.models.hub import component
+from unified_trainer.models.tensor_file import check_floating
 from unified_trainer.rewards.base import Scorer, ScorerConfig, check_path, of_images
 from unified_trainer.rewards.clip import CLIP
 from unified_trainer.rewards.own_settings import ScorerSettings, kind_of
@@ -52,10 +52,8 @@ def load_head(file: Path, width: int) -> nn.Sequential:
 
     Raise UserError for other keys or shapes.
     """
-    try:
-        tensors = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file}: not a whole safetensors file ({error})") from error
+    check_floating(file)
+    tensors = load_file(file)
     numbers = sorted(int(key.split(".")[1]) for key in tensors if key.endswith(".weight") and _is_layer(key))
     expected = {f"layers.{number}.{part}" for number in numbers for part in ("weight", "bias")}
     if not numbers or tensors.keys() != expected:

@@ -131,6 +131,8 @@ class ScorerKind:
     per_frame: bool = False  # whether it scores images and reads `config.top_fraction`
     own_settings: bool = False  # whether it reads `config.settings`
     own_timeout: bool = False  # whether its calls end by themselves, so that reward.timeout does not count
+    # of `config.path`: texts that no prompt may hold; reads the tokenizer, and no weights
+    special_tokens: Callable[[ScorerConfig], Sequence[str]] | None = None
 
 
 def check_path(config: ScorerConfig, key: str, frames: int) -> None:

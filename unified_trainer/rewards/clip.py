@@ -6,23 +6,43 @@ PickScore is such a folder.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import interpolate
 from transformers import CLIPModel, CLIPTokenizer
 
-from unified_trainer.errors import MissingFileError, UserError
-from unified_trainer.models.folder import load_strictly, read_json, read_tokenizer
+from unified_trainer.errors import UserError
+from unified_trainer.input_files import Schema, read_as
+from unified_trainer.models.folder import load_strictly, read_tokenizer
 from unified_trainer.models.hub import component
 from unified_trainer.rewards.base import Scorer, ScorerConfig, ScorerKind, check_path, of_images
 from unified_trainer.types import PerSample
 
 SETTINGS = "preprocessor_config.json"
-BICUBIC = 3  # PIL's number
+BICUBIC: Literal[3] = 3  # PIL's number
+Size = Annotated[int, Field(ge=1, le=2**20)]
 SPARE = ("position_ids",)  # keys in checkpoints of older versions; the network computes them
+
+
+class ImageSettings(Schema):
+    """preprocessor_config.json: how an image becomes the network's input."""
+
+    size: Size | dict[str, Size]
+    crop_size: Size | dict[str, Size] | None = None
+    resample: Literal[3] = BICUBIC
+    image_mean: Annotated[list[float], Field(min_length=3, max_length=3)]
+    image_std: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=3, max_length=3)]
+
+
+class NetworkConfig(Schema):
+    """config.json, as far as it tells the network from another one."""
+
+    model_type: Literal["clip"]
+    projection_dim: Size = 512
 
 
 @dataclass(frozen=True)
@@ -39,9 +59,8 @@ class CLIP:
     @classmethod
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> "CLIP":
         """Load a frozen scorer; raise UserError, naming the file, unless the folder is whole and its parts fit."""
-        if not (folder / SETTINGS).is_file():
-            raise MissingFileError(f"{folder / SETTINGS} is missing: a CLIP scorer's path must hold its processor too")
-        settings = read_json(folder / SETTINGS)
+        settings = read_as(ImageSettings, folder / SETTINGS)
+        read_as(NetworkConfig, folder / "config.json")
         shortest, crop = _sizes(folder / SETTINGS, settings)
         tokenizer = read_tokenizer(CLIPTokenizer, folder)
         network = load_strictly(CLIPModel, folder, "model", spare=SPARE)
@@ -49,7 +68,7 @@ class CLIP:
         if crop != (side, side):
             raise UserError(f"{folder / SETTINGS} crops to {crop}, but the network sees {side} x {side}")
         network = network.to(device, dtype).requires_grad_(False).eval()
-        return cls(network, tokenizer, shortest, crop, tuple(settings["image_mean"]), tuple(settings["image_std"]))
+        return cls(network, tokenizer, shortest, crop, tuple(settings.image_mean), tuple(settings.image_std))
 
     def score(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> PerSample:
         """Score images in [0, 1], with a gradient to them; a prompt is cut to the length that the network reads.
@@ -99,16 +118,11 @@ class CLIP:
         return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
-def _sizes(file: Path, settings: dict[str, Any]) -> tuple[int | None, tuple[int, int]]:
-    """Read the shorter side to resize to, None where the shape is given, and the shape to crop to."""
-    missing = [name for name in ("size", "image_mean", "image_std") if name not in settings]
-    if missing:
-        raise UserError(f"{file}: missing {', '.join(missing)}")
-    if settings.get("resample", BICUBIC) != BICUBIC:
-        raise UserError(f"{file}: resample {settings['resample']} is not supported; only bicubic, {BICUBIC}, is")
-    size = settings["size"]
+def _sizes(file: Path, settings: ImageSettings) -> tuple[int | None, tuple[int, int]]:
+    """Return the shorter side to resize to, None where the shape is given, and the shape to crop to."""
+    size = settings.size
     shortest = size if isinstance(size, int) else size.get("shortest_edge")
-    crop = size if shortest is None else settings.get("crop_size", shortest)
+    crop = size if shortest is None else shortest if settings.crop_size is None else settings.crop_size
     try:
         return shortest, (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
     except KeyError as error:
@@ -119,4 +133,8 @@ def _load(config: ScorerConfig, device: torch.device) -> Scorer:
     return of_images(CLIP.load(Path(config.path), device, config.dtype).score, config.batch, config.top_fraction)
 
 
-KIND = ScorerKind("clip", _load, check_path, files=component(""), per_frame=True)
+def _special_tokens(config: ScorerConfig) -> tuple[str, ...]:
+    return tuple(read_tokenizer(CLIPTokenizer, Path(config.path)).all_special_tokens)
+
+
+KIND = ScorerKind("clip", _load, check_path, files=component(""), per_frame=True, special_tokens=_special_tokens)

@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from PIL import Image
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
@@ -20,24 +20,24 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VLVisionRotaryEmbedding,
 )
 
-from unified_trainer.errors import MissingFileError, NotFiniteError, UserError
-from unified_trainer.models.folder import read_json, read_pretrained, read_tokenizer
+from unified_trainer.errors import NotFiniteError, UserError
+from unified_trainer.input_files import read_as
+from unified_trainer.models.folder import read_pretrained, read_tokenizer
+from unified_trainer.models.tensor_file import check_floating, opened
 from unified_trainer.rewards.base import ScorerConfig, ScorerKind, of_images
+from unified_trainer.rewards.chat_template import check_template
+from unified_trainer.rewards.hpsv3_folder import (
+    CHECKPOINT,
+    REWARD_TOKEN,
+    SETTINGS,
+    ChatTemplate,
+    ImageStatistics,
+    PromptSettings,
+    check_folder,
+)
 from unified_trainer.types import PerSample, Video
 
-REWARD_TOKEN = "<|Reward|>"
-CHECKPOINT = "HPSv3.safetensors"
-SETTINGS = "hpsv3.json"
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny" / "hpsv3"  # the folder that the path "tiny" means
-FOLDER_FILES = (
-    "config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "preprocessor_config.json",
-    "chat_template.json",
-    SETTINGS,
-    CHECKPOINT,
-)
 UNUSED_KEYS = {"lm_head.weight"}
 LONGEST_ASPECT = 200  # Qwen2-VL reads no image with a longer side ratio
 
@@ -111,22 +111,27 @@ class Preprocessor:
     @classmethod
     def load(cls, folder: Path, config: Qwen2VLConfig) -> "Preprocessor":
         """Read the tokenizer and the three JSON files of an imported folder; raise UserError, naming the file."""
-        settings = _read_json(folder / SETTINGS, ("instruction", "prompt_with_special_token", "pixels"))
-        image = _read_json(folder / "preprocessor_config.json", ("image_mean", "image_std"))
+        settings = read_as(PromptSettings, folder / SETTINGS)
+        image = read_as(ImageStatistics, folder / "preprocessor_config.json")
         vision = config.vision_config
-        return cls(
+        preprocessor = cls(
             tokenizer=read_tokenizer(Qwen2Tokenizer, folder),
-            chat_template=_read_json(folder / "chat_template.json", ("chat_template",))["chat_template"],
-            instruction=settings["instruction"],
-            prompt_with_special_token=settings["prompt_with_special_token"],
-            pixels=settings["pixels"],
-            mean=tuple(image["image_mean"]),
-            std=tuple(image["image_std"]),
+            chat_template=read_as(ChatTemplate, folder / "chat_template.json").chat_template,
+            instruction=settings.instruction,
+            prompt_with_special_token=settings.prompt_with_special_token,
+            pixels=settings.pixels,
+            mean=tuple(image.image_mean),
+            std=tuple(image.image_std),
             patch_size=vision.patch_size,
             temporal_patch_size=vision.temporal_patch_size,
             merge_size=vision.spatial_merge_size,
             image_token_id=config.image_token_id,
         )
+        check_template(
+            preprocessor.chat_template, preprocessor.messages("a prompt"), str(folder / "chat_template.json")
+        )
+        preprocessor.encode(["a prompt"], [1], str(folder))
+        return preprocessor
 
     def __call__(self, images: Images, prompts: Sequence[str]) -> Inputs:
         """Prepare 8-bit images; raise ValueError, naming the sample, for input that would make a score meaningless."""
@@ -143,6 +148,14 @@ class Preprocessor:
         patches, grids = zip(*rows, strict=True)
         grid_rows = torch.tensor(grids)
         image_tokens = (grid_rows.prod(-1) // self.merge_size**2).tolist()
+        input_ids, mask, is_image, is_reward = self.encode(prompts, image_tokens)
+        return Inputs(input_ids, mask, torch.cat(patches), grid_rows, is_image, is_reward)
+
+    def encode(self, prompts: Sequence[str], image_tokens: Sequence[int], place: str = "HPSv3") -> tuple[Tensor, ...]:
+        """Return the tokens of each sample's chat [b, n], their mask, and where image and reward tokens are.
+
+        Raise UserError, which begins with `place`, for a chat without the sample's image or reward tokens.
+        """
         texts = [self.text(prompt, count) for prompt, count in zip(prompts, image_tokens, strict=True)]
         encoded = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
         input_ids = encoded["input_ids"]
@@ -152,19 +165,20 @@ class Preprocessor:
             found = (int(is_image[i].sum()), int(is_reward[i].sum()))
             if found != (count, 1):
                 raise UserError(
-                    f"HPSv3: sample {i} has {found[0]} image and {found[1]} {REWARD_TOKEN} tokens, "
+                    f"{place}: sample {i} has {found[0]} image and {found[1]} {REWARD_TOKEN} tokens, "
                     f"expected {count} and 1; {SETTINGS}, chat_template.json and the tokenizer do not fit together"
                 )
-        return Inputs(input_ids, encoded["attention_mask"], torch.cat(patches), grid_rows, is_image, is_reward)
+        return input_ids, encoded["attention_mask"], is_image, is_reward
+
+    def messages(self, prompt: str) -> list[dict[str, Any]]:
+        """Return the chat of one sample, as its template takes it: image, and instruction with the prompt."""
+        text = self.instruction.format(text_prompt=prompt) + self.prompt_with_special_token
+        return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
 
     def text(self, prompt: str, image_tokens: int) -> str:
         """Write the chat of one sample: system message, image, instruction with the prompt, reward token."""
-        content = [
-            {"type": "image"},
-            {"type": "text", "text": self.instruction.format(text_prompt=prompt) + self.prompt_with_special_token},
-        ]
         chat = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}],
+            self.messages(prompt),
             chat_template=self.chat_template,
             tokenize=False,
             add_generation_prompt=True,
@@ -206,7 +220,7 @@ class Preprocessor:
             raise ValueError(f"HPSv3: prompts is one string, expected a list of them: {prompts!r}")
         if not images == len(prompts) > 0:
             raise ValueError(f"HPSv3: {images} images but {len(prompts)} prompts, expected one prompt for each")
-        special = tuple(self.tokenizer.get_added_vocab())
+        special = _special(self.tokenizer)
         for i, prompt in enumerate(prompts):
             for token in special:
                 if token in prompt:
@@ -227,21 +241,14 @@ class HPSv3:
         Raise UserError, before any weight is read, when the folder is not whole or not consistent.
         """
         folder = Path(folder)
-        missing = [name for name in FOLDER_FILES if not (folder / name).is_file()]
-        if missing:
-            raise MissingFileError(
-                f"{folder}: missing {', '.join(missing)}; write the folder with "
-                f"`python -m unified_trainer import-hpsv3 --base DIR --checkpoint {CHECKPOINT} --out {folder}`"
-            )
-        for name in FOLDER_FILES[:-1]:
-            read_json(folder / name)  # a damaged file is named here, and not by transformers
+        check_folder(folder)
         config = read_pretrained(Qwen2VLConfig, folder)
         preprocessor = Preprocessor.load(folder, config)
         network = skeleton(config, folder / CHECKPOINT)
         # The package casts the whole backbone, so that in bfloat16 the rotary frequencies are rounded too.
         network.visual.rotary_pos_emb = Qwen2VLVisionRotaryEmbedding(config.vision_config).to(device, dtype)
         network.model.rotary_emb = Qwen2VLRotaryEmbedding(config.text_config).to(device, dtype)
-        with safe_open(folder / CHECKPOINT, framework="pt") as file:
+        with opened(folder / CHECKPOINT) as file:
             weights = {
                 key: file.get_tensor(key).to(device, torch.float32 if key.startswith("rm_head.") else dtype)
                 for key in network.state_dict()
@@ -306,12 +313,10 @@ def skeleton(config: Qwen2VLConfig, checkpoint: Path) -> HPSv3Network:
 
 def checkpoint_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     """Read the shape of every key from the header of a safetensors file."""
-    try:
-        with safe_open(checkpoint, framework="pt") as file:
-            keys = file.keys()
-            return {key: tuple(file.get_slice(key).get_shape()) for key in keys}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{checkpoint}: not a whole safetensors file ({error}); copy it again") from error
+    check_floating(checkpoint)
+    with opened(checkpoint) as file:
+        keys = file.keys()
+        return {key: tuple(file.get_slice(key).get_shape()) for key in keys}
 
 
 def fit(height: int, width: int, pixels: int, multiple: int) -> tuple[int, int]:
@@ -353,14 +358,6 @@ def _refuse_outside(images: Float[Tensor, "b 3 h w"]) -> None:
         raise ValueError(f"HPSv3: image {i} spans {float(low[i])}..{float(high[i])}, expected values in [0, 1]")
 
 
-def _read_json(path: Path, keys: tuple[str, ...]) -> dict:
-    content = read_json(path)
-    missing = [key for key in keys if key not in content]
-    if missing:
-        raise UserError(f"{path}: missing {', '.join(missing)}; import the folder again")
-    return content
-
-
 @dataclass(frozen=True)
 class HPSv3Scorer:
     """HPSv3's mu as a scorer of videos; frames that take a gradient are scored with it."""
@@ -377,9 +374,21 @@ class HPSv3Scorer:
         return score(images, prompts)[:, 0]
 
 
+def _special(tokenizer: Qwen2Tokenizer) -> tuple[str, ...]:
+    return tuple(tokenizer.get_added_vocab())
+
+
+def _special_tokens(config: ScorerConfig) -> tuple[str, ...]:
+    check_folder(_folder(config))
+    return _special(read_tokenizer(Qwen2Tokenizer, _folder(config)))
+
+
+def _folder(config: ScorerConfig) -> Path:
+    return EMBEDDED if config.path == "tiny" else Path(config.path)
+
+
 def _load(config: ScorerConfig, device: torch.device) -> HPSv3Scorer:
-    folder = EMBEDDED if config.path == "tiny" else Path(config.path)
-    return HPSv3Scorer(HPSv3.load(folder, device, config.dtype), config.batch, config.top_fraction)
+    return HPSv3Scorer(HPSv3.load(_folder(config), device, config.dtype), config.batch, config.top_fraction)
 
 
 def _check(config: ScorerConfig, key: str, frames: int) -> None:
@@ -387,4 +396,11 @@ def _check(config: ScorerConfig, key: str, frames: int) -> None:
         raise UserError(f"{key}.path must be the folder of a {config.kind} scorer, not {config.path!r}")
 
 
-KIND = ScorerKind("hpsv3", _load, _check, features=lambda scorer: scorer.hpsv3.features, per_frame=True)
+KIND = ScorerKind(
+    "hpsv3",
+    _load,
+    _check,
+    features=lambda scorer: scorer.hpsv3.features,
+    per_frame=True,
+    special_tokens=_special_tokens,
+)

@@ -2,7 +2,7 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -112,8 +112,7 @@ def load_scorers(config: RewardConfig, device: torch.device) -> tuple[dict[str, 
     features: Features | None = None
     for name, part in config.named().items():
         kind = scorer_kind(part, config.key(name), config.timeout)
-        if kind.files and hub.is_hub_id(part.path):
-            part = replace(part, path=str(hub.download(part.path, f"{config.key(name)}.path", kind.files)))
+        part = _with_files(part, config.key(name), kind)
         scorer = kind.load(part, torch.device(part.device) if part.device else device)
         scorers[name] = scorer if kind.own_timeout else limited(scorer, config.timeout, config.key(name))
         if features is None and kind.features is not None:
@@ -121,9 +120,38 @@ def load_scorers(config: RewardConfig, device: torch.device) -> tuple[dict[str, 
     return scorers, features
 
 
+def check_prompts(config: RewardConfig, prompts: Iterable[tuple[str, str]]) -> None:
+    """Raise UserError for a prompt with a special token of a scorer; each prompt has its place, for the message.
+
+    Tokenizers are read, but no weights.
+    """
+    placed = list(prompts)
+    for name, part in config.named().items() if placed else ():
+        kind = scorer_kind(part, config.key(name), config.timeout)
+        tokens = kind.special_tokens(_with_files(part, config.key(name), kind)) if kind.special_tokens else ()
+        for place, prompt in placed:
+            if found := next((token for token in tokens if token in prompt), None):
+                raise UserError(f"{place} holds {found}, a special token of the scorer {name}: remove it")
+
+
+def _with_files(part: ScorerConfig, key: str, kind: ScorerKind) -> ScorerConfig:
+    """Return the settings with a folder in place of a hub id."""
+    if not (kind.files and hub.is_hub_id(part.path)):
+        return part
+    return replace(part, path=str(hub.download(part.path, f"{key}.path", kind.files)))
+
+
 def _plain(scorer: Callable[[Video, Sequence[str]], Any]) -> Scorer:
     """Return a user's scorer, which may give a tensor, an array or a list, as one that gives a tensor."""
-    return lambda video, prompts: torch.as_tensor(scorer(video, prompts))
+
+    def scored(video: Video, prompts: Sequence[str]) -> Any:
+        given = scorer(video, prompts)
+        try:
+            return torch.as_tensor(given)
+        except (RuntimeError, TypeError, ValueError):
+            return given  # what is no numbers is refused with the scorer's name
+
+    return scored
 
 
 def _of_class(scorer: Callable[[dict[str, Any]], Any], config: ScorerConfig, device: torch.device) -> Scorer:

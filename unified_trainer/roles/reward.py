@@ -96,7 +96,7 @@ class VideoReward(RewardSum):
     def parts(self, video: Video, prompts: tuple[str, ...], names: Iterable[str]) -> Float[Tensor, "b r"]:
         """Return scale x score of decoded videos, a column for each named scorer.
 
-        Raise ValueError for another number of scores than videos, NotFiniteError for a score that is not finite.
+        Raise UserError unless a scorer gives one real number for each video, NotFiniteError for one that is not finite.
         """
         if len(video) != len(prompts):
             raise ValueError(f"reward: {len(video)} videos but {len(prompts)} prompts")
@@ -106,10 +106,13 @@ class VideoReward(RewardSum):
     def _part(self, name: str, video: Video, prompts: tuple[str, ...]) -> PerSample:
         config = self._configs[name]
         score = self._call(name, video[:, :, :: config.stride(video.shape[2])], prompts)
-        if not isinstance(score, Tensor) or score.ndim != 1:
-            raise ValueError(f"reward: {name} gave no tensor with one number for each of {len(video)} videos")
-        if len(score) != len(video):
-            raise ValueError(f"reward: {name} gave {len(score)} scores for {len(video)} videos")
+        wanted = f"expected one real number for each of {len(video)} videos"
+        if not isinstance(score, Tensor):
+            raise UserError(f"reward: {name} gave a {type(score).__name__}, {wanted}")
+        if score.ndim != 1 or len(score) != len(video):
+            raise UserError(f"reward: {name} gave scores of shape {list(score.shape)}, {wanted}")
+        if score.is_complex() or score.dtype == torch.bool:
+            raise UserError(f"reward: {name} gave scores of type {str(score.dtype).removeprefix('torch.')}, {wanted}")
         score = config.scale * score.to(video.device, torch.float32)
         if not bool(score.isfinite().all()):
             bad = int((~score.isfinite()).nonzero()[0, 0])

@@ -15,17 +15,12 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderModel
 
-from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.errors import UserError
+from unified_trainer.input_files import read_as
 from unified_trainer.models.encoders import DTYPES, EncoderConfig, FrozenNetwork
-from unified_trainer.models.folder import (
-    check_component,
-    fingerprint,
-    load_strictly,
-    outline,
-    read_json,
-    read_tokenizer,
-)
+from unified_trainer.models.folder import check_component, fingerprint, load_strictly, read_tokenizer
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
+from unified_trainer.models.wan.configs import TextEncoderConfig, TokenizerConfig, vae_outline
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.suggestions import multiples_near
 from unified_trainer.types import Latents, Video
@@ -63,7 +58,7 @@ class WanCodec:
     ) -> None:
         self.folder = folder
         self._tokenizer, self._text_encoder, self._vae, self._device = tokenizer, text_encoder, vae, device
-        self._outline = outline(AutoencoderKLWan, folder / "vae")
+        self._outline = vae_outline(folder)
         self._text_tokens = min(MAX_TEXT_TOKENS, tokenizer.model_max_length)
         self._text_precision, self._vae_precision = config.text_precision, config.vae_precision
         settings = (config.text_precision, device.type, self._text_tokens)
@@ -77,12 +72,10 @@ class WanCodec:
 
         The text encoder is read when a prompt has no embedding yet.
         """
-        tokenizer = folder / "tokenizer"
-        if not any((tokenizer / name).is_file() for name in ("tokenizer.json", "spiece.model")):
-            raise MissingFileError(f"{tokenizer} holds neither tokenizer.json nor spiece.model")
-        for file in sorted(tokenizer.glob("*.json")):
-            read_json(file)
+        read_as(TextEncoderConfig, folder / "text_encoder" / "config.json")
         check_component(folder / "text_encoder", "model")
+        if (settings := folder / "tokenizer" / "tokenizer_config.json").is_file():
+            read_as(TokenizerConfig, settings)
 
         def text_encoder() -> UMT5EncoderModel:
             dtype = DTYPES[config.text_precision]
@@ -93,7 +86,7 @@ class WanCodec:
 
         codec = cls(
             folder,
-            read_tokenizer(AutoTokenizer, tokenizer),
+            read_tokenizer(AutoTokenizer, folder / "tokenizer"),
             FrozenNetwork(text_encoder, device, offload=config.offload),
             FrozenNetwork(vae, device, offload=config.offload),
             device,

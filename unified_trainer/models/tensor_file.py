@@ -1,0 +1,37 @@
+"""Safetensors files: errors name the file, and the types of their tensors are checked from the header alone."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from unified_trainer.errors import UserError
+from unified_trainer.input_files import check_file
+
+FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; UserError, naming it, if it is missing or cannot be read."""
+    check_file(file)
+    try:
+        with safe_open(file, "pt") as held:
+            yield held
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged or cut short ({error}): fetch or write it again") from error
+
+
+def check_floating(file: Path, spare: tuple[str, ...] = ()) -> None:
+    """Raise UserError, naming the tensor, unless all that do not end in one of `spare` hold floating-point numbers."""
+    with opened(file) as held:
+        refuse_other_types(file, held, (key for key in held.offset_keys() if not key.endswith(spare)))
+
+
+def refuse_other_types(file: Path, held: Any, keys: Iterable[str]) -> None:
+    """Raise UserError unless these tensors of an open file hold floating-point numbers."""
+    for key in keys:
+        if (kind := held.get_slice(key).get_dtype()) not in FLOATING:
+            raise UserError(f"{file}: {key} has type {kind}, but weights are floating-point numbers")

@@ -1,0 +1,134 @@
+"""The configs of a WanPipeline folder: which fields the trainer depends on, and what they may be."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from diffusers import AutoencoderKLWan
+from pydantic import Field, model_validator
+
+from unified_trainer.errors import UserError
+from unified_trainer.input_files import Schema, read_as
+from unified_trainer.models.folder import outline
+
+INDEX = "model_index.json"
+EXPERTS = ("transformer", "transformer_2")  # of high and of low noise; a folder of one network has the first alone
+
+Size = Annotated[int, Field(ge=1, le=2**20)]
+Layers = Annotated[int, Field(ge=1, le=1000)]  # more would take minutes to lay out
+Entry = Annotated[list[str | None], Field(min_length=2, max_length=2)]  # library and class
+
+
+class ModelIndex(Schema):
+    """model_index.json, as far as it names networks."""
+
+    boundary_ratio: float | None = Field(None, gt=0, lt=1)
+    transformer_2: Entry | None = None
+
+
+class TransformerConfig(Schema):
+    """The config of a WanTransformer3DModel."""
+
+    class_name: Literal["WanTransformer3DModel"] = Field(alias="_class_name")
+    patch_size: Annotated[list[Size], Field(min_length=3, max_length=3)]
+    num_attention_heads: Size
+    attention_head_dim: int = Field(128, ge=6, le=4096, multiple_of=2)  # rotary embeddings divide it into three axes
+    in_channels: Size
+    out_channels: Size = 16
+    text_dim: Size = 4096
+    freq_dim: int = Field(256, ge=2, le=2**20, multiple_of=2)
+    ffn_dim: Size = 13824
+    num_layers: Layers = 40
+    cross_attn_norm: bool = True
+    qk_norm: Literal["rms_norm_across_heads"] | None = "rms_norm_across_heads"
+    eps: float = Field(1e-6, gt=0, lt=1)
+    image_dim: Size | None = None
+    added_kv_proj_dim: Size | None = None
+    rope_max_seq_len: Size = 1024
+
+    @model_validator(mode="after")
+    def _velocities_have_the_latents_shape(self) -> Self:
+        if self.out_channels != self.in_channels:
+            raise ValueError(
+                f"out_channels is {self.out_channels} and in_channels {self.in_channels}, but a network that predicts "
+                "velocities from latents and a text has as many of both"
+            )
+        return self
+
+
+class VAEConfig(Schema):
+    """The config of an AutoencoderKLWan."""
+
+    class_name: Literal["AutoencoderKLWan"] = Field(alias="_class_name")
+    base_dim: Size = 96
+    decoder_base_dim: Size | None = None
+    z_dim: Size = 16
+    dim_mult: Annotated[list[Size], Field(min_length=1)] = [1, 2, 4, 4]  # noqa: RUF012 - pydantic copies it
+    num_res_blocks: Layers = 2
+    temperal_downsample: list[bool] | None = None
+    latents_mean: list[float] | None = None
+    latents_std: list[Annotated[float, Field(gt=0)]] | None = None
+    in_channels: Size = 3
+    out_channels: Size = 3
+    patch_size: Size | None = None
+    scale_factor_temporal: Size = 4
+    scale_factor_spatial: Size = 8
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Self:
+        for name, values in (("latents_mean", self.latents_mean), ("latents_std", self.latents_std)):
+            held = 16 if values is None else len(values)  # numbers that the class has by default
+            if held != self.z_dim:
+                raise ValueError(f"{name} must have a number for each of the {self.z_dim} channels (z_dim), not {held}")
+        if self.temperal_downsample is not None and len(self.temperal_downsample) != len(self.dim_mult) - 1:
+            raise ValueError(
+                f"temperal_downsample must have one value less than dim_mult, {len(self.dim_mult) - 1}, not "
+                f"{len(self.temperal_downsample)}"
+            )
+        return self
+
+
+class TextEncoderConfig(Schema):
+    """The config of a UMT5EncoderModel."""
+
+    model_type: Literal["umt5"]
+    vocab_size: int = Field(250112, ge=1, le=2**24)
+    d_model: Size
+    d_kv: Size = 64
+    d_ff: Size = 1024
+    num_layers: Layers = 8
+    num_heads: Size = 6
+    feed_forward_proj: Literal["gated-gelu"] = "gated-gelu"
+    relative_attention_num_buckets: Size = 32
+    relative_attention_max_distance: Size = 128
+    dropout_rate: float = Field(0.1, ge=0, lt=1)
+    layer_norm_epsilon: float = Field(1e-6, gt=0, lt=1)
+
+
+class TokenizerConfig(Schema):
+    """tokenizer_config.json, as far as it bounds a prompt."""
+
+    model_max_length: float | None = Field(None, ge=1)
+
+
+def transformer_config(folder: Path, component: str = EXPERTS[0]) -> TransformerConfig:
+    """Read the config of a transformer; UserError names file and field."""
+    return read_as(TransformerConfig, folder / component / "config.json")
+
+
+def vae_outline(folder: Path) -> AutoencoderKLWan:
+    """Return the VAE of a pipeline folder without memory for its weights; UserError names file and field."""
+    read_as(VAEConfig, folder / "vae" / "config.json")
+    return outline(AutoencoderKLWan, folder / "vae")
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UserError, naming the file, unless VAE and text encoder fit the transformer, as far as they are there."""
+    transformer = transformer_config(folder)
+    parts = (("vae", VAEConfig, "z_dim", "in_channels"), ("text_encoder", TextEncoderConfig, "d_model", "text_dim"))
+    for part, schema, own, other in parts:
+        file = folder / part / "config.json"
+        if not file.is_file():
+            continue  # a role other than the student brings its transformer alone
+        held, wanted = dict(read_as(schema, file))[own], dict(transformer)[other]
+        if held != wanted:
+            raise UserError(f"{file}: {own} is {held}, but {other} of {EXPERTS[0]}/config.json is {wanted}")
