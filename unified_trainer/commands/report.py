@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from unified_trainer.reporting.page import MEGABYTE, write_report
+from unified_trainer.reporting.page import MEGABYTE, VIDEO_MEGABYTES, write_report
 from unified_trainer.reporting.videos import VideoFormat
 
 
@@ -14,7 +14,7 @@ def report(
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional],
     out: Path = Path("report.html"),
     video: VideoFormat = "mp4",
-    video_megabytes: float = 20.0,
+    video_megabytes: float = VIDEO_MEGABYTES,
 ) -> None:
     """Write one HTML file of runs that a browser opens from disk: curves, samples over training, settings.
 

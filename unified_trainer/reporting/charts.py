@@ -44,7 +44,7 @@ def _trace(run: int, curve: Curve, band: Band | None) -> dict[str, Any]:
         "steps": list(curve.steps),
         "values": [finite(value) for value in curve.values],
         "band": band and {"low": finite(band.low), "high": finite(band.high), "words": band.words},
-        "outside": list(band.outside) if band else [],
+        "departed": list(band.outside) if band else [],
     }
 
 

@@ -23,6 +23,7 @@ from unified_trainer.reporting.status import best_of, status_of
 from unified_trainer.reporting.videos import VideoFormat
 
 MEGABYTE = 10**6
+VIDEO_MEGABYTES = 20.0  # of a page, unless asked otherwise
 BASE64 = 4 / 3  # bytes of a data URI for each byte of a video
 MARK = '<meta name="generator" content="unified-trainer report">'
 HEADLINES = ("reward", "accuracy", "frechet")  # validation metrics at the top
@@ -39,7 +40,9 @@ class Written:
     left_out: int  # videos that did not fit
 
 
-def write_report(folders: Sequence[Path], out: Path, form: VideoFormat, video_megabytes: float) -> Written:
+def write_report(
+    folders: Sequence[Path], out: Path, form: VideoFormat = "mp4", video_megabytes: float = VIDEO_MEGABYTES
+) -> Written:
     """Write the report of run directories; UserError before anything is written if one cannot be read.
 
     `video_megabytes` bounds the videos in the page, as they are there.

@@ -47,12 +47,12 @@ function traces(chart) {
     }
     if (smooth) {
       found.push({ ...common, y: smoothed(trace.values), mode: "lines", line: { color: shade, width: 2 }, customdata: trace.values,
-        hovertemplate: "%{y:.4~g} (raw %{customdata:.4~g})" });
+        hovertemplate: `%{y:.4~g} (raw %{customdata:.4~g})${chart.traces.length > 1 ? "" : "<extra></extra>"}` });
     }
-    if (options.ranges && trace.outside.length) {
-      const left = new Set(trace.outside);
+    if (options.ranges && trace.departed.length) {
+      const left = new Set(trace.departed);
       const at = trace.steps.map((step, k) => k).filter((k) => left.has(trace.steps[k]));
-      found.push({ x: at.map((k) => trace.steps[k]), y: at.map((k) => trace.values[k]), mode: "markers", name: `${name}: outside`,
+      found.push({ x: at.map((k) => trace.steps[k]), y: at.map((k) => trace.values[k]), mode: "markers", name: `${name}: out of range`,
         marker: { color: "#c0392b", size: 6, symbol: "circle-open", line: { width: 1.6 } }, showlegend: false, hoverinfo: "skip" });
     }
   });
@@ -115,7 +115,7 @@ function link(one) {
     if (following) return;
     following = true;
     for (const other of charts) {
-      if (other !== one && other.seen) Plotly.Fx.hover(other.plot, [{ xval: event.xvals[0] }], ["xy"]);
+      if (other !== one && other.seen) Plotly.Fx.hover(other.plot, { xval: event.xvals[0] }, "xy");
     }
     following = false;
   });
@@ -153,7 +153,7 @@ for (const group of DATA.groups) {
   for (const chart of group.charts) {
     const card = element("div", grid, undefined, "chart"), head = element("h3", card, chart.title);
     const bands = [...new Set(chart.traces.filter((trace) => trace.band).map((trace) => trace.band.words))];
-    const left = chart.traces.reduce((sum, trace) => sum + trace.outside.length, 0);
+    const left = chart.traces.reduce((sum, trace) => sum + trace.departed.length, 0);
     if (bands.length === 1 || left) element("span", head, left ? `${left} outside` : `healthy: ${bands[0]}`, left ? "left" : "");
     head.title = bands.length ? `${chart.title}: healthy is ${bands.join("; ")}` : chart.title;
     card.dataset.chart = charts.length;

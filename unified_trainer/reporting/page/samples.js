@@ -5,13 +5,32 @@ const SECONDS_PER_STEP = 1.5; // while the slider plays
 const SAMPLES = DATA.samples;
 const shown = { first: 0, at: SAMPLES.steps.length - 1 };
 
+// Each element has a URL of its own: Chromium stalls a WebM that two elements load from one URL at the same time.
+function start(video) {
+  const [head, text] = DATA.videos[Number(video.dataset.video)].split(",");
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  video.src = URL.createObjectURL(new Blob([bytes], { type: head.slice(5, head.indexOf(";")) }));
+}
+
+function stop(video) {
+  if (!video.src) return;
+  URL.revokeObjectURL(video.src);
+  video.removeAttribute("src");
+  video.load();
+}
+
 // A video plays only while it is in view.
 const playing = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
-    if (isIntersecting && !target.src) target.src = DATA.videos[Number(target.dataset.video)];
-    else if (!isIntersecting && target.src) { target.removeAttribute("src"); target.load(); }
+    if (!isIntersecting) stop(target);
+    else if (!target.src) start(target);
   }
 }, { rootMargin: "150px" });
+
+function forget(box) {
+  for (const old of box.querySelectorAll("video")) { playing.unobserve(old); stop(old); }
+  box.replaceChildren();
+}
 
 function video(figure, position) {
   const made = element("video", figure);
@@ -64,8 +83,6 @@ const firstCard = (cards) => cards && cards[SAMPLES.steps.find((step) => cards[s
 
 // The videos of one row, which the slider changes; a run without this step shows the one before.
 function fill(columns, row) {
-  columns.querySelectorAll("video").forEach((old) => playing.unobserve(old));
-  columns.replaceChildren();
   const step = SAMPLES.steps[shown.at];
   DATA.runs.forEach((name, run) => {
     const cards = row.cards[run] || {}, before = firstCard(cards);
@@ -77,8 +94,7 @@ function fill(columns, row) {
 
 function showRows() {
   const box = document.getElementById("sample-rows");
-  box.querySelectorAll("video").forEach((old) => playing.unobserve(old));
-  box.replaceChildren();
+  forget(box);
   const width = 30 + 204 * Math.max(2, DATA.runs.length);
   box.style.gridTemplateColumns = `repeat(auto-fill, minmax(min(100%, ${width}px), 1fr))`;
   const last = Math.min(shown.first + ROWS_AT_ONCE, SAMPLES.rows.length);
