@@ -11,7 +11,9 @@ from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
 from unified_trainer.commands.preprocess import preprocess
 from unified_trainer.commands.push import push
+from unified_trainer.commands.report import report
 from unified_trainer.commands.rollout import rollout
+from unified_trainer.commands.runs import runs
 from unified_trainer.commands.sample import sample
 from unified_trainer.commands.score import score
 from unified_trainer.commands.serve import serve
@@ -29,7 +31,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "import-hpsv3": import_hpsv3,
     "preprocess": preprocess,
     "push": push,
+    "report": report,
     "rollout": rollout,
+    "runs": runs,
     "sample": sample,
     "score": score,
     "serve": serve,

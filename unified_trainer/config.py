@@ -44,6 +44,7 @@ RESUMABLE_KEYS = (
     "validation",
     "hacking_monitor",
     "tracking",
+    "report",
     "reward.retries",
     "reward.timeout",
     "parallel",
@@ -155,6 +156,8 @@ class RunConfig:
     """Order of that metric."""
     validate_every: PeriodOrZero = 10
     """Training steps between validations; one runs before the first step and after the last too. 0 is never."""
+    report: bool = False
+    """Also write report.html into the run directory when the run ends."""
     families: tuple[str, ...] = ()
     """Model families of your own, each path/to/file.py:NAME or package.module:NAME."""
     prompts: str = ""

@@ -86,7 +86,7 @@ def must_know(what: str, name: str, known: Sequence[str]) -> None:
     """Raise UserError, with the nearest known name, unless `name` is known."""
     if name not in known:
         near = sorted(known, key=lambda one: -_similarity(name, one))[:1]
-        hint = "".join(f"; did you mean {one}?" for one in near if _similarity(name, one) > 0.4) or "."
+        hint = "".join(f"; did you mean {one}?" for one in near if _similarity(name, one) > 0.45) or "."
         raise UserError(f"{what} {name!r} is not known{hint} Have: {', '.join(known)}")
 
 

@@ -37,6 +37,7 @@ COMMON = (
     "init_from",
     "checkpoint_every",
     "validate_every",
+    "report",
     "prompts",
     "sampler.num_steps",
     "sampler.shift",

@@ -18,13 +18,14 @@ from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
 from unified_trainer.engine.config import check_installed
-from unified_trainer.errors import writing
+from unified_trainer.errors import UserError, writing
 from unified_trainer.exit_codes import HACKED, exit_code
 from unified_trainer.memory import memory_advice
 from unified_trainer.parallel.agreement import assert_equal, flat
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.plan import check_complete
 from unified_trainer.registry import add_families
+from unified_trainer.reporting.page import write_report
 from unified_trainer.terminal import say
 from unified_trainer.tracking.environment import note_environment
 from unified_trainer.tracking.tracker import Tracker
@@ -78,8 +79,20 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None) 
                 checkpoint_every=run.checkpoint_every,
                 validate_every=run.validate_every,
             )
+    if run.report and mesh.is_main:
+        _write_report(output)  # after the lock is released, so that the page does not say "running"
     mesh.leave()
     return HACKED if hacked else 0
+
+
+def _write_report(run: Path) -> None:
+    """Write report.html into a run directory; a failure is a warning, because the run itself is complete."""
+    out = run / "report.html"
+    try:
+        write_report([run], out)
+        say(f"report in {out}")
+    except (UserError, OSError) as error:
+        say(f"warning: no report: {error}")
 
 
 def open_tracker(begun: "Begun", mesh: Mesh) -> Tracker:

@@ -1,0 +1,78 @@
+"""The command runs: it lists the runs below a folder with their state and best metrics."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.table import Table
+from rich.text import Text
+
+from unified_trainer.errors import MissingFileError
+from unified_trainer.reporting.run_folder import RunFolderUnreadableError, RunRecord, find_runs, read_run
+from unified_trainer.reporting.status import Status, best_of, status_of
+from unified_trainer.terminal import console, printable
+from unified_trainer.tracking.tracker import VALIDATED
+
+WIDTH = 200  # columns where the output is no terminal
+AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+STYLES = {"running": "cyan", "finished": "green", "hacked": "red", "stopped": "yellow", "failed": "red"}
+
+
+def runs(folder: Annotated[Path, tyro.conf.Positional] = Path("runs")) -> None:
+    """List the runs below a folder: state, steps, and the last and best value of the main validation metrics.
+
+    A run is running, finished, hacked (the hacking monitor stopped it), stopped (its last step is saved) or failed.
+
+    Args:
+        folder: Folder with run directories, at any depth.
+    """
+    if not folder.is_dir():
+        raise MissingFileError(f"runs {folder}: no such folder; name one with run directories")
+    found = find_runs(folder)
+    if not found:
+        raise MissingFileError(f"runs {folder}: no run directory below it; name another folder")
+    table = Table(*("run", "method", "seed", "state", "steps", *VALIDATED.values(), "updated"))
+    for run in found:
+        table.add_row(*(Text(printable(words), style) for words, style in _row(run, _name(run, folder))))
+    screen = console()
+    if not screen.is_terminal:
+        screen.width = WIDTH
+    screen.print(table)
+
+
+def _row(folder: Path, name: str) -> list[tuple[str, str]]:
+    """Return the cells of a run as text and style; a run that cannot be read says why."""
+    try:
+        run = read_run(folder)
+    except RunFolderUnreadableError as error:
+        return [(name, ""), ("", ""), ("", ""), (f"unreadable: {error}", "red")]
+    status = status_of(run)
+    metrics = [_metric(run, name.removeprefix("validation/")) for name in VALIDATED]
+    cells = [name, run.method, str(run.config.get("seed", "")), _state(status), f"{status.step}/{status.steps}"]
+    styled = [(cell, STYLES[status.state] if i == 3 else "") for i, cell in enumerate(cells)]
+    return [*styled, *((text, "") for text in (*metrics, _age(run)))]
+
+
+def _state(status: Status) -> str:
+    """Return the state, and whether a validation of a run that went on showed signs of reward hacking."""
+    suspected = status.hacking and status.state != "hacked"
+    return f"{status.state}, hacking suspected at step {status.hacking[0]}" if suspected else status.state
+
+
+def _metric(run: RunRecord, name: str) -> str:
+    best = best_of(run, name)
+    return "" if best is None else f"{best.last:.4g}, best {best.best:.4g} @ {best.best_step}"
+
+
+def _age(run: RunRecord) -> str:
+    """Return how long ago the last line of metrics.jsonl was written."""
+    if not run.times:
+        return ""
+    seconds = max(0.0, time.time() - run.times[-1])
+    unit, size = next((row for row in AGES if seconds >= row[1]), AGES[-1])
+    return f"{int(seconds // size)} {unit} ago"
+
+
+def _name(run: Path, folder: Path) -> str:
+    return run.resolve().name if run == folder else str(run.relative_to(folder))

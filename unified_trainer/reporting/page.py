@@ -1,0 +1,165 @@
+"""A report: one HTML file of one or several runs that a browser opens from disk, without a network."""
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from unified_trainer.errors import OutputExistsError, UserError
+from unified_trainer.reporting.charts import chart_groups, finite
+from unified_trainer.reporting.differences import differing, last_metrics, settings_of_run
+from unified_trainer.reporting.healthy import departures
+from unified_trainer.reporting.rewards_and_time import phase_times, reward_parts
+from unified_trainer.reporting.run_folder import RunRecord, read_run, read_validations
+from unified_trainer.reporting.sample_videos import SampleVideos
+from unified_trainer.reporting.status import best_of, status_of
+from unified_trainer.reporting.videos import VideoFormat
+
+MEGABYTE = 10**6
+VIDEO_MEGABYTES = 20.0  # of a page, unless asked otherwise
+BASE64 = 4 / 3  # bytes of a data URI for each byte of a video
+MARK = '<meta name="generator" content="unified-trainer report">'
+HEADLINES = ("reward", "accuracy", "frechet")  # validation metrics at the top
+SCRIPTS = ("curves.js", "samples.js")
+TEMPLATE, STYLE = "report.html", "report.css"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A report that was written."""
+
+    size: int  # bytes
+    videos: int
+    left_out: int  # videos that did not fit
+
+
+def write_report(
+    folders: Sequence[Path], out: Path, form: VideoFormat = "mp4", video_megabytes: float = VIDEO_MEGABYTES
+) -> Written:
+    """Write the report of run directories; UserError before anything is written if one cannot be read.
+
+    `video_megabytes` bounds the videos in the page, as they are there.
+    """
+    check_out(out)
+    if video_megabytes < 0:
+        raise UserError(f"--video-megabytes must not be negative, but is {video_megabytes}")
+    names = _distinct_names(folders)
+    runs = [read_run(folder) for folder in folders]
+    text, samples = render(runs, names, form, int(video_megabytes * MEGABYTE / BASE64))
+    building = out.with_suffix(".tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        building.write_text(text, encoding="utf-8")
+        building.replace(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}); choose another --out") from error
+    return Written(out.stat().st_size, len(samples.videos), samples.left_out)
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError for a file that is no page, and OutputExistsError for one that another program wrote."""
+    if out.suffix != ".html":
+        raise UserError(f"--out {out} must end in .html")
+    if out.is_dir():
+        raise OutputExistsError(f"--out {out} is a folder; name a file in it, such as {out / 'report.html'}")
+    if out.exists() and MARK.encode() not in out.read_bytes()[:2000]:
+        raise OutputExistsError(f"--out {out} exists and is no report; choose another file or remove it")
+
+
+def render(runs: Sequence[RunRecord], names: Sequence[str], form: VideoFormat, limit: int) -> tuple[str, SampleVideos]:
+    """Return the page, and what it shows of samples; `limit` bounds the videos in bytes, before they are text."""
+    validations = [read_validations(run.folder) for run in runs]
+    samples = SampleVideos(form)
+    over_time = samples.over_time(validations, limit)
+    extremes = [samples.extremes(one) for one in validations]
+    data = {"runs": list(names), "groups": chart_groups(runs), "samples": over_time, "videos": samples.videos}
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "ensure_ascii": False}
+    environment.filters |= {"number": number, "commands": _commands}
+    page = environment.from_string(_own(TEMPLATE)).render(
+        mark=Markup(MARK),
+        style=Markup(_own(STYLE)),
+        plotly=Markup(get_plotlyjs()),
+        scripts=[Markup(_own(name)) for name in SCRIPTS],
+        written=time.strftime("%Y-%m-%d %H:%M:%S"),
+        data=data,
+        left_out=samples.left_out,
+        runs=[_about(run, name, found) for run, name, found in zip(runs, names, extremes, strict=True)],
+        differing=differing(runs) if len(runs) > 1 else {},
+        last=last_metrics(runs),
+    )
+    return page, samples
+
+
+def number(value: Any) -> str:
+    """Return a number as a page shows it, with four digits."""
+    if value is None:
+        return "–"  # noqa: RUF001
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e5 and finite(value) is not None else f"{value:.4g}"
+    return str(value)
+
+
+def _about(run: RunRecord, name: str, extremes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the page says of one run."""
+    return {
+        "name": name,
+        "folder": str(run.folder),
+        "method": run.method,
+        "recipe": run.config.get("recipe", ""),
+        "seed": run.config.get("seed"),
+        "status": status_of(run),
+        "best": [best for key in HEADLINES if (best := best_of(run, key)) is not None],
+        "departures": departures(run),
+        "extremes": extremes,
+        "parts": reward_parts(run),
+        "phases": phase_times(run),
+        "settings": settings_of_run(run),
+        "starts": [_start(start) for start in run.starts],
+        "checkpoints": run.checkpoints,
+    }
+
+
+def _start(start: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of environment.jsonl as rows of a table."""
+    rows = {key: value for key, value in start.items() if key not in ("versions", "git")}
+    git = start.get("git") or {}
+    rows["commit"] = f"{git['commit']}{', changed' if git.get('dirty') else ''}" if git.get("commit") else None
+    return rows | {f"version of {key}": value for key, value in (start.get("versions") or {}).items()}
+
+
+def _commands(run: Mapping[str, Any]) -> dict[str, str]:
+    """Return the commands that continue, sample, export and compare a run, by what they do."""
+    folder, program = str(run["folder"]), "python -m unified_trainer"
+    quoted, best = shlex.quote(folder), shlex.quote(f"{folder}:ema")
+    out = shlex.quote(f"{folder}-videos")
+    return {
+        "continue": f"{program} --resume {quoted} --steps {run['status'].steps * 2 or 100}",
+        "sample": f"{program} sample {best} --prompts prompts.txt --output {out}",
+        "export": f"{program} export {best} {shlex.quote(f'{folder}-student')}",
+        "train on from its weights": f"{program} --method {shlex.quote(run['method'])} --init-from {best}",
+        "report": f"{program} report {quoted} --out report.html",
+    }
+
+
+def _own(name: str) -> str:
+    """Return the text of a file of the page's own."""
+    return (files("unified_trainer.reporting") / "page" / name).read_text(encoding="utf-8")
+
+
+def _distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Return a name for every run: its directory's, with those above it where two are the same."""
+    paths = [folder.resolve() for folder in folders]
+    if len({*paths}) < len(paths):
+        raise UserError("report: the same run is named twice; name each one once")
+    depth = 1
+    while len(found := {"/".join(path.parts[-depth:]) for path in paths}) < len(paths):
+        depth += 1
+    return ["/".join(path.parts[-depth:]) for path in paths] if found else []
