@@ -34,8 +34,8 @@ from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.distill_rl import DistillRL
 from unified_trainer.methods.distill_rl_settings import (
     DistillRLConfig,
-    GradientTerm,
-    MatchingTerm,
+    GradientTermConfig,
+    MatchingTermConfig,
     TermConfig,
     TiltConfig,
 )
@@ -58,9 +58,9 @@ LAST = FEW_STEPS.num_steps - 1
 
 def config(*, matching=NONE, surrogate=NONE, gradient=NONE, **changes) -> DistillRLConfig:
     terms = {
-        "matching": MatchingTerm(**{"guidance_scale": 2.0} | matching),
+        "matching": MatchingTermConfig(**{"guidance_scale": 2.0} | matching),
         "surrogate": TermConfig(**surrogate),
-        "reward_gradient": GradientTerm(**gradient),
+        "reward_gradient": GradientTermConfig(**gradient),
     }
     return DistillRLConfig(**GROUPS | POLICY | terms | changes)
 

@@ -36,7 +36,7 @@ class TermConfig:
 
 
 @dataclass(frozen=True)
-class GradientTerm(TermConfig):
+class GradientTermConfig(TermConfig):
     """The gradient of the reward through the decoder and the sampler's last call."""
 
     weight: float = 0.0
@@ -73,7 +73,7 @@ class TiltConfig:
 
 
 @dataclass(frozen=True)
-class MatchingTerm(ScoreConfig, TermConfig):
+class MatchingTermConfig(ScoreConfig, TermConfig):
     """Distribution matching on the rollout's samples."""
 
     weight: float = 0.01
@@ -89,9 +89,9 @@ class MatchingTerm(ScoreConfig, TermConfig):
 class DistillRLConfig(PolicyConfig, GroupConfig):
     """Settings of the groups, of the policy and of each term."""
 
-    matching: MatchingTerm = field(default_factory=MatchingTerm)
+    matching: MatchingTermConfig = field(default_factory=MatchingTermConfig)
     surrogate: TermConfig = field(default_factory=TermConfig)
-    reward_gradient: GradientTerm = field(default_factory=GradientTerm)
+    reward_gradient: GradientTermConfig = field(default_factory=GradientTermConfig)
     tilt: TiltConfig = field(default_factory=TiltConfig)
     critic_updates: int = 1
     """Updates of the critic before each update of the student, on the same samples with other noise."""
