@@ -53,6 +53,8 @@ RUNS = {
     "--algorithm.gae-lambda 0.9 --algorithm.value-warmup-steps 1 --sampler.guidance-scale 3",
     "diffusion_nft": f"--method diffusion_nft {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 "
     "--sampler.num-steps 3 --algorithm.kl-coefficient 0.1",
+    "distill_rl": f"--method distill_rl {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 --sampler.num-steps 3 "
+    "--algorithm.tilt.beta 2 --algorithm.reward-gradient.weight 0.1 --algorithm.critic-updates 2",
     "reward_gradient": f"--method reward_gradient {SHORT} {VIDEO} {PARTS} --steps 2 --validate-every 0",
 }
 

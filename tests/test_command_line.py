@@ -100,7 +100,7 @@ def test_the_number_of_ranks_is_set_by_torchrun(name):
 
 
 def test_a_flag_of_another_method_names_it():
-    message = "--algorithm.eta is a setting of dance_grpo, dance_ppo, not of finetune"
+    message = "--algorithm.eta is a setting of dance_grpo, dance_ppo, distill_rl, not of finetune"
     assert refused("--method", "finetune", "--algorithm.eta", "0.3") == message
 
 

@@ -62,3 +62,14 @@ def test_the_shared_stream_is_equal_on_all_ranks_and_micro_batches():
 
 def test_keys_do_not_run_into_each_other():
     assert generator(1, 23).random() != generator(12, 3).random()
+
+
+def test_numbered_streams_draw_anew_and_share_what_is_shared():
+    rng = Streams(3, 5)
+    drawn = torch.stack([rng.numbered(number).noise("x", [4], SHAPE)[0].flatten() for number in range(3)])
+    assert float((torch.corrcoef(drawn) - torch.eye(3)).abs().max()) < 0.22
+    assert rng.numbered(0) is rng and rng.numbered(1).shared is rng.shared
+    assert torch.equal(rng.numbered(2).noise("x", [4], SHAPE), Streams(3, 5).numbered(2).noise("x", [4], SHAPE))
+    again = rng.numbered(2).restarted()
+    assert torch.equal(again.noise("x", [4], SHAPE)[0].flatten(), drawn[2])
+    assert again.shared is not rng.shared

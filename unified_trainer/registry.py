@@ -13,6 +13,7 @@ from unified_trainer.methods.consistency import Consistency
 from unified_trainer.methods.dance_grpo import DanceGRPO
 from unified_trainer.methods.dance_ppo import DancePPO
 from unified_trainer.methods.diffusion_nft import DiffusionNFT
+from unified_trainer.methods.distill_rl import DistillRL
 from unified_trainer.methods.dmd2 import DMD2
 from unified_trainer.methods.finetune import Finetune
 from unified_trainer.methods.ode_init import ODEInit
@@ -31,6 +32,7 @@ METHODS: dict[str, type[Method]] = {
     "dance_grpo": DanceGRPO,
     "dance_ppo": DancePPO,
     "diffusion_nft": DiffusionNFT,
+    "distill_rl": DistillRL,
     "dmd2": DMD2,
     "finetune": Finetune,
     "ode_init": ODEInit,

@@ -153,37 +153,32 @@ def rollout(
     policy: Policy,
     window: range,
     draw: Draw,
+    *,
+    keep_x0: bool = False,
 ) -> Rollout:
     """Sample with the policy's noise in the transitions of `window` and none elsewhere, and keep those transitions.
 
     `draw(s)` is the noise of transition s. The last transition goes to the clean prediction without noise: it has no
     density and cannot be in the window. A causal student samples every chunk so; state s then joins all chunks at their
-    step s.
+    step s. `keep_x0` also keeps the x0 that the call of each transition predicts.
     """
+    walk = functools.partial(_policy_walk, sampler=sampler, policy=policy, window=window, keep_x0=keep_x0)
     if not sampler.chunks.causal:
-        velocity = functools.partial(policy_velocity, role, batch=batch, sampler=sampler)
-        return _policy_walk(velocity, noise, sampler, policy, window, draw)
+        return walk(functools.partial(policy_velocity, role, batch=batch, sampler=sampler), noise, draw=draw)
     draw = functools.cache(draw)
     sigmas = sampler.sigmas()[:-1]
     cache = role.open_cache(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
     parts = []
     for start, stop in sampler.chunks.ranges(noise.shape[2]):
         own = slice(start, stop)
-        part = _policy_walk(
-            cache.velocity,
-            noise[:, :, own],
-            sampler,
-            policy,
-            window,
-            lambda s, own=own: draw(s)[:, :, own],
-        )
+        part = walk(cache.velocity, noise[:, :, own], draw=lambda s, own=own: draw(s)[:, :, own])
         parts.append(part)
         if stop < noise.shape[2]:
             cache.append(part.x0)
     fractions = [part.states.shape[3] / noise.shape[2] for part in parts]
     log_probs = sum(fraction * part.log_probs for fraction, part in zip(fractions, parts, strict=True))
-    states, x0 = torch.cat([part.states for part in parts], 3), torch.cat([part.x0 for part in parts], 2)
-    return Rollout(states, log_probs, x0)
+    states, early = torch.cat([part.states for part in parts], 3), torch.cat([part.early_x0 for part in parts], 3)
+    return Rollout(states, log_probs, torch.cat([part.x0 for part in parts], 2), early)
 
 
 def trainable_steps(student: Trainable, sampler: SamplerConfig) -> list[int]:
@@ -223,9 +218,16 @@ def _sample_to_step(velocity: Velocity, x_t: Latents, sampler: SamplerConfig, dr
 
 
 def _policy_walk(
-    velocity: Velocity, x_t: Latents, sampler: SamplerConfig, policy: Policy, window: range, draw: Draw
+    velocity: Velocity,
+    x_t: Latents,
+    *,
+    sampler: SamplerConfig,
+    policy: Policy,
+    window: range,
+    draw: Draw,
+    keep_x0: bool,
 ) -> Rollout:
-    sigmas, states, log_probs = sampler.sigmas(), [], []
+    sigmas, states, log_probs, early = sampler.sigmas(), [], [], []
     x0_before = None  # the prediction before, for second-order steps after the window
     for s in range(sampler.num_steps - 1):
         detail(f"step {s + 1}/{sampler.num_steps}")
@@ -242,9 +244,12 @@ def _policy_walk(
         x_t = mean + std * draw(s).to(mean)
         states.append(x_t)
         log_probs.append(policy.log_prob(x_t, mean, std))
+        if keep_x0:
+            early.append(x0_from_velocity(states[-2], v, sigmas[s]))
     detail(f"step {sampler.num_steps}/{sampler.num_steps}")
     x0 = x0_from_velocity(x_t, velocity(x_t, sigmas[-2]), sigmas[-2])
-    return Rollout(torch.stack(states, 1), torch.stack(log_probs, 1), x0)
+    transitions = torch.stack(states, 1)
+    return Rollout(transitions, torch.stack(log_probs, 1), x0, torch.stack(early, 1) if early else transitions[:, :0])
 
 
 def _context(x0: Latents, sampler: SamplerConfig, draw: Draw) -> Latents:

@@ -112,16 +112,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The s stochastic transitions of b samples and their final latents, in float32; log_probs in float64."""
+    """The s stochastic transitions of b samples and their final latents, in float32; log_probs in float64.
+
+    A rollout that keeps the predictions of x0 has one for each transition; any other has none.
+    """
 
     states: Float[Tensor, "b s_plus_1 c t h w"]  # before the first transition and after each
     log_probs: Float[Tensor, "b s"]  # log-density of each transition, averaged over its elements
     x0: Latents  # final prediction of the clean latents
+    early_x0: Float[Tensor, "b kept c t h w"]  # prediction by the call of each transition, if it is kept
 
     @classmethod
     def from_x0(cls, x0: Latents) -> "Rollout":
         """Return a rollout of deterministic samples: x0 and zero transitions."""
-        return cls(x0[:, None][:, :0], x0.new_zeros(len(x0), 0, dtype=float64), x0)
+        none = x0[:, None][:, :0]
+        return cls(none, x0.new_zeros(len(x0), 0, dtype=float64), x0, none)
 
     def take(self, rows: Sequence[int]) -> "Rollout":
         """Return the samples of these rows, in this order."""

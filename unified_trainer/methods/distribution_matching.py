@@ -1,4 +1,4 @@
-"""Distribution matching, which DMD2 and self-forcing share (DMD, arXiv:2311.18828; DMD2, arXiv:2405.14867)."""
+"""Distribution matching, shared by several methods (DMD, arXiv:2311.18828; DMD2, arXiv:2405.14867)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,19 +23,41 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.ranges import NonNegative, Period, PeriodOrZero, PositiveFraction, Shift
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen
-from unified_trainer.types import Batch, Latents
+from unified_trainer.types import Batch, Latents, PerSample
 
 Sample = Callable[[Batch, Streams, str], Latents]  # the student's samples; the text names what they are for
 
 
 @dataclass(frozen=True)
-class MatchingConfig(SingleUpdateConfig):
+class ScoreConfig:
+    """Settings of the comparison of teacher and critic."""
+
     guidance_scale: GuidanceScale = 3.0
     """Guidance scale w of the teacher, uncond + w (cond - uncond); two numbers for two experts."""
     tau_shift: Shift = 5.0
     """Shift towards noise of the noise levels tau at which teacher and critic are compared."""
     tau_range: tuple[PositiveFraction, PositiveFraction] = (0.02, 0.98)
     """Range to which tau is clipped."""
+
+    def check_scores(self, setup: MethodSetup, key: str) -> None:
+        """Raise UserError for settings that cannot work; `key` is where they stand, such as algorithm."""
+        low, high = self.tau_range
+        if low >= high:
+            raise UserError(f"{key}.tau_range must rise, not {self.tau_range}")
+        setup.sampler.check_unguided()
+        setup.check_guidance("teacher", f"{key}.guidance_scale", self.guidance_scale)
+        setup.check_noise_levels("critic", self.tau_law, partner="teacher")
+
+    @property
+    def tau_law(self) -> ShiftedGrid:
+        """Law of tau: clip(shift(k / 1000)) with k uniform in 0..999."""
+        return ShiftedGrid(self.tau_shift, self.tau_range)
+
+
+@dataclass(frozen=True)
+class MatchingConfig(ScoreConfig, SingleUpdateConfig):
+    """Settings of the methods whose training step is an update by matching alone."""
+
     student_every: Period = 5
     """Training steps between two updates of the student."""
     update_schedule: Literal["every_step", "exclusive"] = "every_step"
@@ -50,22 +72,17 @@ class MatchingConfig(SingleUpdateConfig):
     """Weight of the discriminator's own loss in the critic's (experimental)."""
 
     def check(self, setup: MethodSetup) -> None:
-        low, high = self.tau_range
-        if low >= high:
-            raise UserError(f"algorithm.tau_range must rise, not {self.tau_range}")
         if self.update_schedule == "exclusive" and self.student_every == 1:
             raise UserError(
                 "algorithm.update_schedule exclusive never updates the critic with algorithm.student_every 1: raise it"
             )
-        setup.sampler.check_unguided()
-        setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)
+        self.check_scores(setup, "algorithm")
         setup.require_trained("student", [setup.sampler.sigmas()[:-1].tolist()], "sampler.step_sigmas")
-        setup.check_noise_levels("critic", self.tau_law, partner="teacher")
 
     @property
-    def tau_law(self) -> ShiftedGrid:
-        """Law of tau: clip(shift(k / 1000)) with k uniform in 0..999."""
-        return ShiftedGrid(self.tau_shift, self.tau_range)
+    def gan_weights(self) -> dict[str, float]:
+        """Weights of the discriminator, as `DistributionMatching` takes them."""
+        return {"gan_weight": self.gan_weight, "gan_critic_weight": self.gan_critic_weight}
 
     def updates_at(self, step: int) -> tuple[bool, bool]:
         """Return whether the student and whether the critic is updated in a training step."""
@@ -73,67 +90,83 @@ class MatchingConfig(SingleUpdateConfig):
         return student, self.update_schedule == "every_step" or not student
 
 
+@dataclass(frozen=True)
+class Direction:
+    """Where matching moves samples, without gradient, and how teacher and critic compare there."""
+
+    gradient: Latents  # g of `distribution_matching_gradient`
+    weight: float  # of the loss, from the law that the noise levels were drawn from
+    metrics: dict[str, Tensor]
+    gan_loss: PerSample | None = None  # of a discriminator
+    gan_gradient: Latents | None = None  # of its mean with respect to the samples
+
+
 class DistributionMatching:
     """The losses that move the student's samples towards the teacher, with the critic as the student's own score."""
 
-    def __init__(self, config: MatchingConfig, teacher: Frozen, critic: Critic) -> None:
-        self.config, self.teacher, self.critic = config, teacher, critic
-
-    def losses(
+    def __init__(
         self,
-        step: int,
-        batch: Batch,
-        rng: Streams,
-        sample: Sample,
-        mask_of: Callable[[Latents], Tensor | None] = lambda x0: None,
-    ) -> Iterator[Loss]:
-        """Yield the losses of a training step by the update schedule: the student's first, then the critic's."""
-        student, critic = self.config.updates_at(step)
-        if student:
-            x0 = sample(batch, rng, "student")
-            yield self.student_loss(x0, batch, rng, mask_of(x0))
-        if critic:
-            if not (student and self.config.critic_samples == "shared"):
-                with torch.no_grad():
-                    x0 = sample(batch, rng, "critic")
-            yield self.critic_loss(x0.detach(), batch, rng)
+        config: ScoreConfig,
+        teacher: Frozen,
+        critic: Critic,
+        *,
+        gan_weight: float = 0.0,
+        gan_critic_weight: float = 0.0,
+    ) -> None:
+        """The weights are those of the discriminator in the student's and in the critic's loss; 0 has none."""
+        self.config, self.teacher, self.critic = config, teacher, critic
+        self.gan_weight, self.gan_critic_weight = gan_weight, gan_critic_weight
 
-    def student_loss(self, x0: Latents, batch: Batch, rng: Streams, mask: Tensor | None = None) -> Loss:
-        """Return the loss that moves `x0` along fake - real at one noise level per sample; `x0` keeps its graph."""
+    def student_loss(
+        self, x0: Latents, batch: Batch, rng: Streams, mask: Tensor | None = None, weights: PerSample | None = None
+    ) -> Loss:
+        """Return the loss that moves `x0` along its direction, times a weight per sample; `x0` keeps its graph."""
+        direction = self.direction(x0, batch, rng)
+        gradient = direction.gradient
+        if weights is not None:
+            gradient = gradient * per_sample(weights, gradient)
+        loss = distribution_matching_loss(x0, gradient, mask)
+        metrics = {} if direction.gan_loss is None else {"gan_loss": direction.gan_loss}
+        metrics |= {"dmd_loss": loss.detach(), **direction.metrics}
+        if direction.gan_gradient is not None:
+            loss = loss + self.gan_weight * (x0 * direction.gan_gradient).sum()
+        return Loss("student", direction.weight * loss, metrics=metrics)
+
+    def direction(self, x0: Latents, batch: Batch, rng: Streams) -> Direction:
+        """Return fake - real, normalised, at one noise level per sample; networks and samples get no gradient."""
         noise = rng.noise("student tau noise", batch.sample_ids, batch.latent_shape).to(x0)
         sigma, weight = self._noise_levels("student tau", batch, rng)
-        x = x0.detach().requires_grad_(self.config.gan_weight > 0)
+        x = x0.detach().requires_grad_(self.gan_weight > 0)
         x_tau = add_noise(x, noise, sigma)
         with torch.no_grad():
             guided = self.teacher.guided_velocity(x_tau, sigma, batch.cond, batch.uncond, self.config.guidance_scale)
             real = x0_from_velocity(x_tau, guided, sigma)
-        metrics = {}
-        if self.config.gan_weight:
+        gan_loss = gan_gradient = None
+        if self.gan_weight:
             velocity, logits = self.critic.velocity_and_logits(x_tau, sigma, batch.cond)
             gan = softplus(-logits)
             (gan_gradient,) = torch.autograd.grad(gan.mean(), x)  # with respect to the samples; the critic gets none
-            metrics["gan_loss"] = gan.detach()
+            gan_loss = gan.detach()
         else:
             with torch.no_grad():
                 velocity = self.critic.velocity(x_tau, sigma, batch.cond)
         fake = x0_from_velocity(x_tau, velocity, sigma).detach()
         gradient = distribution_matching_gradient(x.detach(), real, fake)
-        loss = distribution_matching_loss(x0, gradient, mask)
         target = noise - x.detach()
         errors = [(seen - target).square().flatten(1).mean(1) for seen in (velocity.detach(), guided)]
-        metrics |= {"dmd_loss": loss.detach(), "critic_to_teacher_error": errors[0] / errors[1]}
-        metrics |= _gaps(fake - real, sigma)
-        if self.config.gan_weight:
-            loss = loss + self.config.gan_weight * (x0 * gan_gradient).sum()
-        return Loss("student", weight * loss, metrics=metrics)
+        metrics = {"critic_to_teacher_error": errors[0] / errors[1], **_gaps(fake - real, sigma)}
+        return Direction(gradient, weight, metrics, gan_loss, gan_gradient)
 
-    def critic_loss(self, x0: Latents, batch: Batch, rng: Streams) -> Loss:
-        """Return flow matching on the student's samples, plus the discriminator's loss when the GAN term is on."""
+    def critic_loss(self, x0: Latents, batch: Batch, rng: Streams, weights: PerSample | None = None) -> Loss:
+        """Return flow matching on the student's samples, plus the discriminator's loss when the GAN term is on.
+
+        With weights it is the mean of weight x error: weights of mean 1 make the critic learn the reweighted samples.
+        """
         noise = rng.noise("critic tau noise", batch.sample_ids, batch.latent_shape).to(x0)
         sigma, weight = self._noise_levels("critic tau", batch, rng)
         x_tau, cond = add_noise(x0, noise, sigma), batch.cond
         metrics = {}
-        if self.config.gan_weight:
+        if self.gan_weight:
             real_noise = rng.noise("real tau noise", batch.sample_ids, batch.latent_shape).to(x0)
             x_both = torch.cat([x_tau, add_noise(batch.latents, real_noise, sigma)])
             both, logits = self.critic.velocity_and_logits(x_both, torch.cat([sigma, sigma]), cond.cat(cond))
@@ -143,12 +176,34 @@ class DistributionMatching:
         else:
             velocity = self.critic.velocity(x_tau, sigma, cond)
         flow = (velocity - (noise - x0)).square().flatten(1).mean(1)
-        loss = flow.mean() + (self.config.gan_critic_weight * gan.mean() if self.config.gan_weight else 0.0)
+        error = flow if weights is None else weights.to(flow) * flow
+        loss = error.mean() + (self.gan_critic_weight * gan.mean() if self.gan_weight else 0.0)
         metrics |= {"critic_loss": flow.detach(), "sample_power": x0.square().flatten(1).mean(1)}
         return Loss("critic", weight * loss, metrics=metrics)
 
     def _noise_levels(self, name: str, batch: Batch, rng: Streams) -> tuple[Tensor, float]:
         return self.critic.draw_noise_levels(name, batch.sample_ids, rng, self.config.tau_law, self.teacher)
+
+
+def matching_losses(
+    config: MatchingConfig,
+    matching: DistributionMatching,
+    step: int,
+    batch: Batch,
+    rng: Streams,
+    sample: Sample,
+    mask_of: Callable[[Latents], Tensor | None] = lambda x0: None,
+) -> Iterator[Loss]:
+    """Yield the losses of a training step by the update schedule: the student's first, then the critic's."""
+    student, critic = config.updates_at(step)
+    if student:
+        x0 = sample(batch, rng, "student")
+        yield matching.student_loss(x0, batch, rng, mask_of(x0))
+    if critic:
+        if not (student and config.critic_samples == "shared"):
+            with torch.no_grad():
+                x0 = sample(batch, rng, "critic")
+        yield matching.critic_loss(x0.detach(), batch, rng)
 
 
 def distribution_matching_gradient(

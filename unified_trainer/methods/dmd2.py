@@ -11,6 +11,7 @@ from unified_trainer.methods.distribution_matching import (
     MatchingConfig,
     distribution_matching_gradient,
     distribution_matching_loss,
+    matching_losses,
 )
 from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
@@ -49,10 +50,10 @@ class DMD2(Method):
         self, config: DMD2Config, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen, critic: Critic
     ) -> None:
         self.config, self.sampler, self.student = config, sampler, student
-        self.matching = DistributionMatching(config, teacher, critic)
+        self.matching = DistributionMatching(config, teacher, critic, **config.gan_weights)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
-        yield from self.matching.losses(step, batch, rng, self._sample)
+        yield from matching_losses(self.config, self.matching, step, batch, rng, self._sample)
 
     def _sample(self, batch: Batch, rng: Streams, purpose: str) -> Latents:
         """Sample from noise up to a step drawn equal on all ranks, or from noised clips at a step for each clip."""

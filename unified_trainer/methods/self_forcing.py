@@ -8,7 +8,7 @@ from torch import Tensor
 
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, frozen, trained
-from unified_trainer.methods.distribution_matching import DistributionMatching, MatchingConfig
+from unified_trainer.methods.distribution_matching import DistributionMatching, MatchingConfig, matching_losses
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.ranges import Frames
@@ -63,10 +63,10 @@ class SelfForcing(Method):
         critic: Critic,
     ) -> None:
         self.config, self.sampler, self.student = config, sampler, student
-        self.matching = DistributionMatching(config, teacher, critic)
+        self.matching = DistributionMatching(config, teacher, critic, **config.gan_weights)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
-        yield from self.matching.losses(step, batch, rng, self._generate, self._trained_frames)
+        yield from matching_losses(self.config, self.matching, step, batch, rng, self._generate, self._trained_frames)
 
     def _generate(self, batch: Batch, rng: Streams, purpose: str) -> Latents:
         def draw(name: str | int) -> Latents:

@@ -61,6 +61,22 @@ def group_advantages(
     return advantages.to(rewards.dtype)
 
 
+def tilt_weights(
+    rewards: Float[Tensor, " b"], prompt_ids: Ids, beta: float, largest: float = float("inf")
+) -> Float[Tensor, " b"]:
+    """Return exp((r - mean) / beta) of each sample, at most `largest`, divided by their mean over all samples; float64.
+
+    The mean of r is that of the group, a constant of its prompt: weighting samples of a law q so gives the law
+    q exp(r / beta) / Z of each prompt. A negative beta tilts away from the reward.
+    """
+    r = rewards.double()
+    centered = torch.zeros_like(r)
+    for index in groups(r, prompt_ids).values():
+        centered[index] = r[index] - r[index].mean()
+    weights = (centered / beta).exp().clamp(max=largest)
+    return weights / weights.mean()
+
+
 def totals(values: Float[Tensor, " b"]) -> Float[Tensor, "3"]:
     """Return sum, sum of squares and count as float64; their sums over ranks go into `global_statistics`."""
     values = values.double()

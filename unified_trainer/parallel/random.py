@@ -3,6 +3,7 @@
 No result depends on ranks, micro-batches or restarts, and a resumed run needs no generator state.
 """
 
+import copy
 import hashlib
 from collections.abc import Sequence
 
@@ -22,12 +23,26 @@ class Streams:
     """The random numbers of one training step, by name and sample."""
 
     def __init__(self, seed: int, step: int) -> None:
-        self._key = (seed, step)
+        self._step_key = (seed, step)
+        self._key: tuple[int | str, ...] = self._step_key
         self.shared = generator(seed, step, "shared")  # for decisions that must be equal on all ranks and micro-batches
 
     def restarted(self) -> "Streams":
         """Return the streams of the same step with nothing drawn yet from `shared`."""
-        return Streams(*self._key)
+        streams = copy.copy(self)
+        streams.shared = generator(*self._step_key, "shared")
+        return streams
+
+    def numbered(self, number: int) -> "Streams":
+        """Return the streams of one of several equal draws in a step: other numbers by name, the same `shared`.
+
+        Number 0 is these streams, so that a draw that is made once has the same numbers with and without it.
+        """
+        if number == 0:
+            return self
+        streams = copy.copy(self)
+        streams._key = (*self._key, f"number {number}")
+        return streams
 
     def noise(self, name: str, keys: Sequence[int], shape: Sequence[int]) -> Float[Tensor, "b ..."]:
         """Return standard normal noise [len(keys), *shape], float32 on the CPU; equal keys give equal noise."""

@@ -152,9 +152,14 @@ def sample_policy(
     step: int,
     rng: Streams,
     noise_keys: Sequence[int],
+    *,
+    keep_x0: bool = False,
 ) -> Rollout:
-    """Draw a batch from the policy in training step `step`; samples with equal noise keys have equal initial noise."""
+    """Draw a batch from the policy in training step `step`; samples with equal noise keys have equal initial noise.
+
+    `keep_x0` also keeps the x0 that the call of each transition predicts.
+    """
     window = config.window.at(step, sampler.num_steps - 1, rng.shared)
     noise = rng.noise("initial", noise_keys, batch.latent_shape).to(role.device)
     draw = partial(transition_noise, rng, batch)
-    return rollout(role, noise, batch, sampler, config.policy(sampler), window, draw)
+    return rollout(role, noise, batch, sampler, config.policy(sampler), window, draw, keep_x0=keep_x0)

@@ -1,0 +1,209 @@
+"""Distillation and reward in one run: one rollout teaches the critic and moves the student by teacher and reward.
+
+The joint objective is max E[R] - beta KL(p || p_teacher), whose law is p_teacher exp(R / beta) / Z. Neighbors: DMDR,
+arXiv:2511.13649; Reward Forcing, arXiv:2512.04678; RTDMD, arXiv:2605.26108.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from unified_trainer.data.batch_plan import largest_divisor
+from unified_trainer.data.loader import Loader
+from unified_trainer.errors import UserError
+from unified_trainer.methods.base import Loss, Method, frozen, initial_copy, trained
+from unified_trainer.methods.distill_rl_settings import DistillRLConfig
+from unified_trainer.methods.distribution_matching import DistributionMatching
+from unified_trainer.numerics.advantages import tilt_weights
+from unified_trainer.numerics.flow import x0_from_velocity
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.dynamic_sampling import collect_samples
+from unified_trainer.rl.groups import compute_advantages, gather_ids
+from unified_trainer.rl.minibatches import Minibatch
+from unified_trainer.rl.policy import sample_policy
+from unified_trainer.rl.policy_update import PolicyUpdate
+from unified_trainer.rl.replay import Trajectories
+from unified_trainer.rl.rollouts import Rollouts, ScoredSamples
+from unified_trainer.rl.updates import LossAt, MinibatchLoss
+from unified_trainer.roles.critic import Critic
+from unified_trainer.roles.reward import Reward, RewardSum
+from unified_trainer.roles.role import Frozen, Role, Trainable
+from unified_trainer.sampling import SamplerConfig, policy_velocity, trainable_steps
+from unified_trainer.types import Batch, Latents, PerSample, Rollout
+
+
+class DistillRL(Method):
+    """Roll out and score; teach the critic the samples, then move the student along the sum of the terms."""
+
+    config_class = DistillRLConfig
+    roles = {
+        "student": trained(),
+        "teacher": frozen(),
+        "critic": trained(Critic, starts_from="teacher"),
+        "reference": initial_copy("student", when=lambda config: config.kl_coefficient > 0),
+    }
+    uses_reward = True
+    sampled_by = "student"
+    trained_for_sampler = True
+
+    def __init__(
+        self,
+        config: DistillRLConfig,
+        sampler: SamplerConfig,
+        *,
+        student: Trainable,
+        teacher: Frozen,
+        critic: Critic,
+        reward: RewardSum,
+        loader: Loader,
+        rollouts: Rollouts,
+        reference: Frozen | None = None,
+    ) -> None:
+        self.config, self.sampler, self.student = config, sampler, student
+        self.reward, self.loader, self.rollouts = reward, loader, rollouts
+        if config.reward_gradient.weight and not isinstance(reward, Reward):
+            raise UserError(
+                "algorithm.reward_gradient needs the scorers in the training processes: set rollouts.workers 0, or "
+                "algorithm.reward_gradient.weight 0"
+            )
+        self.matching = DistributionMatching(config.matching, teacher, critic)
+        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch)
+
+    @staticmethod
+    def sample(
+        config: DistillRLConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
+    ) -> Rollout:
+        keys = batch.prompt_ids if config.init_same_noise else batch.sample_ids
+        keep_x0 = config.matching.exits == "all"
+        return sample_policy(config, sampler, role, batch, step, rng, keys, keep_x0=keep_x0)
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        return [batch]  # all samples of the rank: groups are compared before the first update
+
+    def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
+        config = self.config
+        window, transitions = self.update.transitions(step, rng)
+        check = partial(self.update.check_worker, window, transitions, rng)
+        samples, collected = collect_samples(
+            config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh, check
+        )
+        trajectories = Trajectories.of(samples, step, window, rng)
+        penalty, kl_metrics = self.update.kl.penalty(trajectories, mesh)
+        advantages = compute_advantages(config, self.reward, samples.scores, penalty, samples.batch, self.loader, mesh)
+        metrics = advantages.metrics | collected | kl_metrics | self.update.transition_metrics(window, transitions)
+        critic_weights = self._weights(samples, -config.tilt.beta_at(step), mesh)
+        match_weights = self._weights(samples, config.matching.reward_beta, mesh)
+        values = advantages.values[:, None].expand(-1, len(transitions))
+        start_update = self.update.begin(trajectories, values, transitions, advantages.minibatches, mesh)
+        rows_of = torch.arange(len(samples.batch)).chunk(len(advantages.minibatches))
+        moved = False  # whether the student has changed since the rollout
+        for minibatches, rows in zip(advantages.minibatches, rows_of, strict=True):
+            parts = rows.split(largest_divisor(len(rows), config.update_batch))
+            if config.matching.weight:
+                yield from self._critic_losses(samples, parts, critic_weights, rng)
+            passes = self._surrogate_passes(minibatches, transitions, start_update, step, moved=moved)
+            passes += self._x0_passes(samples, parts, match_weights, rng, step)
+            for number, one in enumerate(passes, 1):
+                loss = one()
+                yield Loss("student", loss.value, number == len(passes), metrics | loss.metrics, loss.messages)
+            moved = moved or bool(passes)
+            if not passes:
+                yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, advantages.messages)
+        if self.update.lags_too_far:
+            self.rollouts.lower_ahead()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.update.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.update.load_state_dict(state)
+
+    def _weights(self, samples: ScoredSamples, beta: float, mesh: Mesh) -> PerSample | None:
+        """Return exp(reward / beta) of this rank's samples, centered and normalised; None without beta."""
+        if not beta:
+            return None
+        parts = samples.scores.gathered(mesh).parts
+        ids = gather_ids(samples.batch, parts, mesh)
+        weights = tilt_weights(self.reward.total(parts), ids, beta, self.config.tilt.max_weight)
+        start = mesh.data_rank * len(samples.batch)
+        return weights[start : start + len(samples.batch)].float()
+
+    def _exit(self, rng: Streams) -> int:
+        """Return the call whose x0 is matched, equal on all ranks."""
+        if self.config.matching.exits == "last":
+            return self.sampler.num_steps - 1
+        calls = trainable_steps(self.student, self.sampler)
+        return calls[int(rng.shared.integers(len(calls)))]
+
+    def _critic_losses(
+        self, samples: ScoredSamples, parts: tuple[Tensor, ...], weights: PerSample | None, rng: Streams
+    ) -> Iterator[Loss]:
+        """Flow matching on the rollout's x0, before the student moves, weighted by exp(-R / beta)."""
+        rollout = samples.rollout
+        for number in range(self.config.critic_updates):
+            call = self._exit(rng)
+            x0 = rollout.x0 if call == self.sampler.num_steps - 1 else rollout.early_x0[:, call]
+            for part in parts:
+                batch, own = samples.batch.take(part.tolist()), None if weights is None else weights[part]
+                loss = self.matching.critic_loss(x0[part], batch, rng.numbered(number), own)
+                ess = {} if own is None else {"tilt_ess": own.mean() ** 2 / own.square().mean()}
+                yield Loss("critic", loss.value / len(parts), part is parts[-1], loss.metrics | ess)
+
+    def _surrogate_passes(
+        self,
+        minibatches: list[Minibatch],
+        transitions: list[int],
+        start_update: Callable[[list[Minibatch]], LossAt],
+        step: int,
+        *,
+        moved: bool,
+    ) -> list[Callable[[], MinibatchLoss]]:
+        """The surrogate of each trained transition, on the samples that have an advantage."""
+        weight = self.config.surrogate.weight_at(step)
+        if not (minibatches and weight):
+            return []
+        if moved:  # an update by the other terms alone came before: the replay differs from the rollout
+            self.update.on_policy.over = True
+        loss_at = start_update(minibatches)
+
+        def one(s: int, minibatch: Minibatch) -> MinibatchLoss:
+            last = s == transitions[-1] and minibatch is minibatches[-1]
+            loss = loss_at(minibatch, s, last)
+            return MinibatchLoss(weight * (loss.value / len(transitions)), loss.metrics, loss.messages)
+
+        return [partial(one, s, minibatch) for s in transitions for minibatch in minibatches]
+
+    def _x0_passes(
+        self, samples: ScoredSamples, parts: tuple[Tensor, ...], weights: PerSample | None, rng: Streams, step: int
+    ) -> list[Callable[[], MinibatchLoss]]:
+        """Matching and the reward's gradient, on the x0 of one call of all samples."""
+        exit_call, last = self._exit(rng), self.sampler.num_steps - 1
+        matching, gradient = self.config.matching.weight_at(step), self.config.reward_gradient.weight_at(step)
+
+        def one(call: int, rows: Tensor) -> MinibatchLoss:
+            batch, value, metrics = samples.batch.take(rows.tolist()), torch.zeros(()), {}
+            x_t, sigma = samples.rollout.states[rows, call], self.update.policy.sigmas[call]
+            velocity = policy_velocity(self.student, x_t, sigma, batch, self.sampler, samples.rollout.x0[rows])
+            x0 = x0_from_velocity(x_t, velocity, sigma)
+            if matching and call == exit_call:
+                loss = self.matching.student_loss(x0, batch, rng, weights=None if weights is None else weights[rows])
+                value, metrics = matching * loss.value, loss.metrics
+            if gradient and call == last:
+                loss, found = self._reward_loss(x0, batch)
+                value, metrics = value + gradient * loss, metrics | found
+            return MinibatchLoss(value / len(parts), metrics)
+
+        calls = sorted({call for call, weight in ((exit_call, matching), (last, gradient)) if weight})
+        return [partial(one, call, rows) for call in calls for rows in parts]
+
+    def _reward_loss(self, x0: Latents, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return -R, or how far R is below the margin, averaged; the gradient passes the decoder and the scorers."""
+        reward = cast(Reward, self.reward).score_with_gradient(x0, batch.prompts)
+        margin = self.config.reward_gradient.margin
+        losses = -reward if math.isinf(margin) else (margin - reward).relu()
+        return losses.mean(), {"reward_gradient_loss": losses.detach()}

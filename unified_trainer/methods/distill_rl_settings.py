@@ -1,0 +1,110 @@
+"""Settings of distillation and reward in one run: the weight of each term, and when it counts."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from unified_trainer.errors import UserError
+from unified_trainer.methods.base import MethodSetup
+from unified_trainer.methods.distribution_matching import ScoreConfig
+from unified_trainer.ranges import NonNegative, PeriodOrZero, Range, at_least
+from unified_trainer.rl.groups import GroupConfig
+from unified_trainer.rl.policy import PolicyConfig
+
+
+@dataclass(frozen=True)
+class TermConfig:
+    """A term of the student's loss, with its weight by training step."""
+
+    weight: NonNegative = 1.0
+    """Weight of the term in the student's loss; 0 leaves it out."""
+    first_step: PeriodOrZero = 0
+    """Training steps at the start without the term."""
+    ramp_steps: PeriodOrZero = 0
+    """Training steps, from the term's first one on, over which its weight rises linearly."""
+
+    def weight_at(self, step: int) -> float:
+        """Return the weight in a training step."""
+        if step < self.first_step:
+            return 0.0
+        return self.weight * min(1.0, (step - self.first_step + 1) / (self.ramp_steps + 1))
+
+
+@dataclass(frozen=True)
+class GradientTermConfig(TermConfig):
+    """The gradient of the reward through the decoder and the sampler's last call."""
+
+    weight: NonNegative = 0.0
+    """Weight of the term in the student's loss; 0 leaves it out."""
+    margin: Annotated[float, Range(also=(math.inf,))] = math.inf
+    """The term is the mean of max(0, margin - reward), which ends where the reward reaches the margin; with inf it is
+    minus the mean reward (experimental)."""
+
+
+@dataclass(frozen=True)
+class TiltConfig:
+    """The tilt of the critic's samples, which moves the student's law to the teacher's times exp(reward / beta)."""
+
+    beta: NonNegative = 0.0
+    """The critic's errors are weighted by exp(-(reward - group mean) / beta): the smaller, the stronger the reward. 0
+    is no tilt (experimental)."""
+    max_weight: Annotated[float, at_least(1)] = 10.0
+    """Largest such weight, before the weights are divided by their mean."""
+    first_step: PeriodOrZero = 0
+    """Training steps at the start without the tilt."""
+
+    def beta_at(self, step: int) -> float:
+        """Return beta in a training step; 0 is no tilt."""
+        return self.beta if step >= self.first_step else 0.0
+
+
+@dataclass(frozen=True)
+class MatchingTermConfig(ScoreConfig, TermConfig):
+    """Distribution matching on the rollout's samples."""
+
+    weight: NonNegative = 0.01
+    """Weight of the term in the student's loss, .05 for a reward that is known to be hackable; 0 leaves it out."""
+    exits: Literal["last", "all"] = "last"
+    """The x0 that is matched: that of the last call, or of a call drawn for each update. all is experimental, and
+    refused together with a reward."""
+    reward_beta: NonNegative = 0.0
+    """The direction of each sample is weighted by exp(reward / beta), as Re-DMD does; 0 is no weight (experimental)."""
+
+
+@dataclass(frozen=True)
+class DistillRLConfig(PolicyConfig, GroupConfig):
+    """Settings of the groups, of the policy and of each term."""
+
+    matching: MatchingTermConfig = field(default_factory=MatchingTermConfig)
+    surrogate: TermConfig = field(default_factory=TermConfig)
+    reward_gradient: GradientTermConfig = field(default_factory=GradientTermConfig)
+    tilt: TiltConfig = field(default_factory=TiltConfig)
+    critic_updates: Annotated[int, at_least(1, 1000)] = 1
+    """Updates of the critic before each update of the student, on the same samples with other noise."""
+
+    def check(self, setup: MethodSetup) -> None:
+        super().check(setup)
+        if setup.sampler.solver != "sde" or self.kernel != "auto":
+            raise UserError(
+                "sampler.solver must be sde and algorithm.kernel auto for distill_rl: the policy is the student's own "
+                "renoising"
+            )
+        self.matching.check_scores(setup, "algorithm.matching")
+        if not (self.matching.weight or self.surrogate.weight or self.reward_gradient.weight):
+            raise UserError(
+                "algorithm.matching.weight, algorithm.surrogate.weight or algorithm.reward_gradient.weight must be "
+                "above 0: without a term there is nothing to train"
+            )
+        if self.tilt.beta and not self.matching.weight:
+            raise UserError(
+                "algorithm.tilt.beta needs algorithm.matching.weight above 0: it tilts what matching follows"
+            )
+        if self.matching.weight and self.matching.exits == "all" and (self.surrogate.weight or self.tilt.beta):
+            raise UserError(
+                "algorithm.matching.exits must be last with algorithm.surrogate.weight or algorithm.tilt.beta above 0: "
+                "matching over all exits with one critic binds only their mixture, in which a reward moves the final "
+                "samples against itself (docs/methods/distill_rl.md)"
+            )
+        if self.matching.exits == "last" or self.reward_gradient.weight:
+            last = [setup.sampler.sigmas()[-2:-1].tolist()]
+            setup.require_trained("student", last, "the last step of the sampler, algorithm.matching.exits,")
