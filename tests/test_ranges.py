@@ -138,11 +138,11 @@ def test_a_value_is_in_range_or_refused_by_its_key():
 
 def test_the_message_has_the_whole_key():
     for run, setting in declared().values():
-        wrong = changed(run, setting.key, of_kind(setting.kind, 10**30 if setting.kind is int else INF))
+        wrong = changed(run, setting.key, of_kind(setting.kind, 10**30 if setting.kind is int else NAN))
         assert said(lambda: check_ranges(wrong)).startswith(f"{setting.key} must ")  # noqa: B023
 
 
-def test_infinity_and_nan_are_in_no_range_but_one():
+def test_infinity_is_in_two_ranges_and_nan_in_none():
     allowed = {
         (setting.key, number)
         for method in METHODS
@@ -150,7 +150,7 @@ def test_infinity_and_nan_are_in_no_range_but_one():
         for number in (INF, -INF, NAN)
         if number in setting.limits
     }
-    assert allowed == {("algorithm.reward_threshold", -INF)}
+    assert allowed == {("algorithm.reward_threshold", -INF), ("algorithm.reward_gradient.margin", INF)}
 
 
 def test_texts_of_every_type_of_number():

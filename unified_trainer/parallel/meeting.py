@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from unified_trainer.errors import UserError
-from unified_trainer.parallel.mesh import TORCHRUN, RanksDivergedError, environment_number, peer_lost, where
+from unified_trainer.parallel.mesh import TORCHRUN, RanksDivergedError, environment_number, peer_lost, size_and_rank, where
 
 MEET = timedelta(minutes=30)  # for all ranks to start
 LISTEN = timedelta(days=20)  # longer than runs last without a restart; more milliseconds do not fit 32 bits
@@ -38,7 +38,7 @@ def meeting() -> Iterator[dist.Store | None]:
     collective fails because this rank has ended, and ends a rank that waits for anything else after GRACE seconds.
     Raise UserError if variables of torchrun are absent or the ranks do not meet.
     """
-    size, rank = environment_number("WORLD_SIZE", 1), environment_number("RANK", 0)
+    size, rank = size_and_rank()
     if size == 1:
         yield None
         return

@@ -118,9 +118,7 @@ class Mesh:
         Raises UserError if the degrees do not fit the ranks, the device or its attention kernel is missing, or an
         environment variable of torchrun is not an integer.
         """
-        size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
-        if rank >= size:
-            raise UserError(f"the environment variable RANK is {rank}, but WORLD_SIZE is {size}: use torchrun")
+        size, rank = size_and_rank()
         config = config.degrees(size)
         local = environment_number("LOCAL_RANK", 0)
         picked = pick_device(device, local)
@@ -241,6 +239,14 @@ def peer_lost(error: RuntimeError) -> bool:
 def where() -> str:
     """Return " on rank R" for messages, or "" if there is one rank."""
     return "" if os.environ.get("WORLD_SIZE", "1") == "1" else f" on rank {os.environ.get('RANK', '0')}"
+
+
+def size_and_rank() -> tuple[int, int]:
+    """Return the number of ranks that torchrun started, 1 without it, and the one of this process; UserError if wrong."""
+    size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
+    if rank >= size:
+        raise UserError(f"the environment variable RANK is {rank}, but WORLD_SIZE is {size}: use torchrun")
+    return size, rank
 
 
 def environment_number(name: str, default: int, least: int = 0) -> int:
