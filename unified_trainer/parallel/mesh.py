@@ -242,7 +242,7 @@ def where() -> str:
 
 
 def size_and_rank() -> tuple[int, int]:
-    """Return the number of ranks that torchrun started, 1 without it, and the one of this process; UserError if wrong."""
+    """Return the number of ranks that torchrun started, 1 without it, and this process's rank; UserError if wrong."""
     size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
     if rank >= size:
         raise UserError(f"the environment variable RANK is {rank}, but WORLD_SIZE is {size}: use torchrun")
