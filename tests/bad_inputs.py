@@ -9,7 +9,7 @@ import pytest
 
 from unified_trainer.errors import UserError
 
-ABSENT = object()  # the value of a field that is removed
+ABSENT = ...  # the value of a field that is removed
 
 
 def refused(call: Callable[[], Any], *named: str) -> None:

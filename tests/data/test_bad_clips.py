@@ -8,7 +8,8 @@ from bad_inputs import refused
 from clip_files import RAW, write_clips
 from helpers import LATENT_SHAPE
 
-from unified_trainer.data.parquet_files import LATENT, read_clip_files
+from unified_trainer.data.parquet_files import read_stored_files
+from unified_trainer.data.row_kinds import LATENT, ClipRows
 
 TEXT = [torch.ones(4, 32)] * 3
 DATA = [row.numpy().tobytes() for row in RAW]
@@ -17,7 +18,7 @@ ODD_TYPES = ("complex64", "complex128", "str", "<U4", "datetime64[s]", "bool", "
 
 
 def reading(file):
-    return lambda: read_clip_files(file, LATENT_SHAPE)
+    return lambda: read_stored_files(file, ClipRows(LATENT_SHAPE))
 
 
 @pytest.mark.parametrize("kind", ODD_TYPES, ids=str)
