@@ -308,7 +308,9 @@ def test_roles_of_different_latents_are_refused(tmp_path, capsys, role):
     shutil.copy(WAN / "model_index.json", folder)
     config = json.loads((WAN / "transformer" / "config.json").read_text())
     channels = config["in_channels"]
-    (folder / "transformer" / "config.json").write_text(json.dumps(config | {"in_channels": channels + 1}))
+    (folder / "transformer" / "config.json").write_text(
+        json.dumps(config | {"in_channels": channels + 1, "out_channels": channels + 1})
+    )
     message = refused(tmp_path, capsys, f"--{role}.path", str(folder))
     assert "one latent space" in message and f"'{role}': {channels + 1}" in message
 

@@ -1,5 +1,6 @@
 """Prompts to generate from: captions of the tiny world, or a file with one prompt per line."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "") -> Prompt
     Blank lines and repeated prompts are skipped and counted in the note. `key` is the setting that names the file, for
     messages. Raise UserError, naming file and line, for a file that cannot be read or holds no prompt.
     """
-    files = parquet_files(file) if file.is_dir() else [file]
+    files = parquet_files(file) if os.path.isdir(file) else [file]  # Path.is_dir raises for a name that is too long
     if not files:
         raise MissingFileError(f"{key} {file}: it is a folder without .parquet files")
     rows = [row for one in files for row in _rows(one, key, column)]
