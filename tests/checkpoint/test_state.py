@@ -164,8 +164,8 @@ def test_a_run_that_diverges_ends_with_its_last_finite_checkpoint(run_folder, ca
     """A step without bounds makes a weight infinite: the step before it is the newest, and the message says so."""
     words = ["--checkpoint-every", "1", "--student.max-grad-norm", "0", "--student.weight-decay", "0"]
     run("finetune", run_folder, *words)
-    monkeypatch.setattr(learner, "learning_rate_factor", lambda config, updates: 3e38 / config.learning_rate)
-    decay = ["--student.weight-decay", "100", "--allow", "student.weight-decay"]
+    monkeypatch.setattr(learner, "learning_rate_factor", lambda config, updates: 6e37 / config.learning_rate)
+    decay = ["--student.weight-decay", "5", "--allow", "student.weight-decay"]
     assert main(["--resume", str(run_folder), "--steps", "4", *decay]) == 2
     said = capsys.readouterr().err
     assert "step 2 is not saved: student/weights/" in said and f"{run_folder / 'checkpoints' / 'step_1'}." in said
