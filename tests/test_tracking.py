@@ -148,7 +148,7 @@ def test_a_run_without_validations_says_where_things_are(tmp_path, capsys):
 def bar(tmp_path, monkeypatch, width: int) -> str:
     """The progress bar's last line in a terminal of this width, after 12 steps."""
     terminal = Console(force_terminal=True, width=width, file=io.StringIO(), color_system=None, legacy_windows=False)
-    monkeypatch.setattr(tracking, "Console", lambda quiet: terminal)
+    monkeypatch.setattr(tracking, "console", lambda quiet: terminal)
     with Tracker(tmp_path, TrackingConfig(), {}, 20, 0, True) as one:
         one.log(0, {"validation/reward": 4.5, "validation/accuracy": 0.94})
         for step in range(1, 13):

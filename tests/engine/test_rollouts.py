@@ -43,7 +43,8 @@ class InstantScheduler:
         first = next(iter(self.weights[item.version].values()))[:4].view(np.float32)[0]
         count = len(item.prompts)
         x0 = np.full((count, *LATENT_SHAPE), first, dtype=np.float32)
-        rollout = {"states": x0[:, None][:, :0], "log_probs": np.zeros((count, 0)), "x0": x0}
+        none = x0[:, None][:, :0]
+        rollout = {"states": none, "log_probs": np.zeros((count, 0)), "x0": x0, "early_x0": none}
         scores = {"parts": np.zeros((count, 1), np.float32), "statistics": {}, "thumbnails": np.zeros((count, 1))}
         return [self.ray.put(rollout), self.ray.put(scores)], {"worker_seconds/rollout": 0.5}, self.maker
 
