@@ -75,7 +75,7 @@ def write_folder(folder: Path, layers: int) -> None:
 
 
 def student(folder: Path, mesh: Mesh) -> Trainable:
-    return Trainable("student", Backbone(WanModel.open(folder), mesh, trained=True), TrainableConfig())
+    return Trainable("student", Backbone(WanModel.open(folder, "transformer"), mesh, trained=True), TrainableConfig())
 
 
 def update(role: Trainable, mesh: Mesh) -> None:

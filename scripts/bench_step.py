@@ -8,81 +8,19 @@ repeats the calls alone. It measures processor time too, which other work on the
 """
 
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
-import torch
+from recorded_calls import TEXT, Call, recorded, seconds
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from unified_trainer.build import build
 from unified_trainer.cli.command_line import parse
-from unified_trainer.models.wan.causal import Cache, CausalWanModel
-from unified_trainer.models.wan.codec import WanCodec
-from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.device import peak_memory
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rewards.hpsv3 import HPSv3
 
 ROUNDS = 5
-TEXT = "WanCodec.encode_text"
-FROZEN_CALLS = ((WanCodec, "encode_text"), (WanCodec, "decode"), (HPSv3, "score"), (CausalWanModel, "append"))
-TRAINED_CALLS = ((WanModel, "velocity"), (CausalWanModel, "velocity_cached"), (CausalWanModel, "velocity_masked"))
-
-
-@dataclass(frozen=True)
-class Call:
-    """A recorded call of a model."""
-
-    name: str
-    call: Callable[[], Tensor]
-    grad: bool
-
-    def repeat(self) -> None:
-        """Repeat the forward pass, and the backward pass where the step had one."""
-        with torch.set_grad_enabled(self.grad):
-            out = self.call()
-            if self.grad:
-                out.square().mean().backward()
-
-
-def at_call(argument: object) -> object:
-    """Copy a cache as it was at the call; no other argument changes later."""
-    return replace(argument, text=list(argument.text)) if isinstance(argument, Cache) else argument
-
-
-@contextmanager
-def recorded(calls: list[Call]) -> Iterator[None]:
-    """Append every call of the models to the list."""
-    with ExitStack() as patches:
-        for kind, name in (*TRAINED_CALLS, *FROZEN_CALLS):
-            original, trained = getattr(kind, name), (kind, name) in TRAINED_CALLS
-
-            def note(
-                *args: object,
-                original: Callable = original,
-                trained: bool = trained,
-                label: str = f"{kind.__name__}.{name}",
-            ) -> Tensor:
-                calls.append(Call(label, partial(original, *map(at_call, args)), torch.is_grad_enabled() and trained))
-                return original(*args)
-
-            patches.enter_context(patch.object(kind, name, note))
-        yield
-
-
-def seconds(work: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds of the clock and of the processor that the work takes."""
-    start, worked = time.perf_counter(), time.process_time()
-    work()
-    return time.perf_counter() - start, time.process_time() - worked
 
 
 def main(argv: list[str]) -> None:

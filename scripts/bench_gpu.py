@@ -1,0 +1,422 @@
+"""This script measures the trainer on the accelerator that it finds, with random weights of Wan2.1-1.3B's architecture.
+
+    python scripts/bench_gpu.py --out DIR
+    python scripts/bench_gpu.py --out DIR --only network attention
+    python scripts/bench_gpu.py --toy --out DIR
+
+It needs no network, no checkpoint and no data. Every section is one part of the table; one that does not fit in memory
+or fails is marked, and the others still run. `--minutes` ends the script between two rows. DIR gets bench.json, which
+is written anew after every row, and bench.md, the table for docs/performance.md. `--toy` does the same with a narrow
+network and small videos, for a CPU.
+
+Model FLOPs are those of the forward and backward passes without recomputation; MFU divides them by the time and by the
+device's published dense bf16 rate.
+"""
+
+import gc
+import json
+import math
+import shlex
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import missing_readers  # noqa: F401 - before what would import them
+import torch
+import tyro
+from random_wan import TOY, WAN_1_3B, Architecture, write
+from recorded_calls import Call, recorded
+from rich.console import Console
+from torch import Tensor, nn
+
+from unified_trainer import build as building
+from unified_trainer import plan
+from unified_trainer.build import Built
+from unified_trainer.cli.command_line import parse
+from unified_trainer.data.clips import Clips, DataConfig, VideoConfig
+from unified_trainer.meter import Meter
+from unified_trainer.models.base import Codec
+from unified_trainer.models.wan.codec import WanCondition
+from unified_trainer.models.wan.model import WanModel
+from unified_trainer.parallel.device import (
+    Timeline,
+    attention_order,
+    device_name,
+    peak_flops,
+    peak_memory,
+    use_attention,
+)
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rl.on_policy_check import OnPolicyCheck
+from unified_trainer.rl.replay import Replay
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.tracking.environment import environment
+
+ROUNDS = 3  # measured repetitions of a pass, of which the fastest counts
+LATENT_CHANNELS, TIME_STRIDE, SPACE_STRIDE = 16, 4, 8
+QUADRATIC_TOKENS = 10_000  # beyond them the math kernel's matrix of all pairs does not fit
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video's size in pixels."""
+
+    frames: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.height}x{self.width}x{self.frames}"
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int, int]:
+        frames = 1 + (self.frames - 1) // TIME_STRIDE
+        return LATENT_CHANNELS, frames, self.height // SPACE_STRIDE, self.width // SPACE_STRIDE
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one sample: patches of 2 x 2 latent positions."""
+        return math.prod(self.latent_shape[1:]) // 4
+
+    @property
+    def flags(self) -> list[str]:
+        sizes = {"frames": self.frames, "height": self.height, "width": self.width}
+        return [word for key, size in sizes.items() for word in (f"--video.{key}", str(size))]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is measured: an architecture and two sizes of video."""
+
+    architecture: Architecture
+    small: Video  # that of the recipe for reinforcement learning
+    large: Video
+
+
+FULL = Scale(WAN_1_3B, Video(53, 240, 416), Video(81, 480, 832))
+SMALL = Scale(TOY, Video(5, 32, 32), Video(9, 32, 32))
+
+GROUPS = "--algorithm.num-prompts 1 --algorithm.num-samples 2 --algorithm.prompts-per-update 1 --sampler.num-steps"
+PAIR = "--algorithm.batch-size 1 --algorithm.micro-batch 1"
+MATCHING = f"{PAIR} --algorithm.student-every 1"  # one update of each role in every step
+# A method's step: its name, its flags at the small size and at the large one; None leaves that out.
+STEPS = {
+    "finetune": ("finetune", None, f"{PAIR} --data.path tiny"),
+    "dmd2, adapters": ("dmd2", None, f"{MATCHING} --student.adapter.rank 64 --critic.adapter.rank 64"),
+    "dmd2": ("dmd2", None, MATCHING),
+    "dance_grpo": ("dance_grpo", f"{GROUPS} 4", f"{GROUPS} 2"),
+    "diffusion_nft": ("diffusion_nft", f"{GROUPS} 4", f"{GROUPS} 2"),
+    "self_forcing": ("self_forcing", None, MATCHING),
+}
+RECOMPUTE = {
+    "none": {},
+    "selective": {"activation_checkpointing": True, "selective_checkpointing": True},
+    "full": {"activation_checkpointing": True},
+}
+
+
+@dataclass
+class Bench:
+    """The rows measured so far, and where they are written."""
+
+    out: Path
+    model: Path
+    scale: Scale
+    mesh: Mesh
+    end: float  # when no further row is begun
+    environment: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def row(self, section: str, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measure one row and write all rows; a failure becomes the row's result."""
+        if time.monotonic() > self.end:
+            found: dict[str, Any] = {"skipped": "no time left"}
+        else:
+            _forget_peak(self.mesh.device)
+            try:
+                found = measure()
+            except torch.OutOfMemoryError:
+                found = {"failed": "out of memory"}
+            except Exception as error:  # noqa: BLE001 - the rows after it are measured all the same; the traceback is kept
+                traceback.print_exc()
+                found = {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        self.rows.append({"section": section, "name": name, **found})
+        Console().print(f"{section}: {name}: {_in_words(found)}", markup=False, highlight=False)
+        (self.out / "bench.json").write_text(json.dumps({"environment": self.environment, "rows": self.rows}, indent=1))
+        (self.out / "bench.md").write_text(markdown(self.environment, self.rows))
+
+    def rate(self, seconds: float, flops: float, tokens: float) -> dict[str, Any]:
+        """Return a row of what took these seconds."""
+        peak = peak_flops(device_name(self.mesh.device))
+        return {
+            "ms": 1000 * seconds,
+            "model_tflop": flops / 1e12,
+            "mfu": flops / seconds / peak if peak else None,
+            "tokens_per_second": tokens / seconds,
+            "peak_gib": peak_memory(self.mesh.device),
+        }
+
+
+def _forget_peak(device: torch.device) -> None:
+    gc.collect()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Return the seconds from the start of the work until the device has finished it."""
+    timeline = Timeline(device)
+    timeline.mark()
+    work()
+    timeline.mark()
+    return timeline.seconds()[0]
+
+
+def fastest(device: torch.device, work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of some repetitions, after one that is not counted."""
+    work()
+    return min(seconds(device, work) for _ in range(ROUNDS))
+
+
+def network(bench: Bench) -> None:
+    """Forward, and forward with backward, of the bare transformer, by recomputation."""
+    for video in (bench.scale.small, bench.scale.large):
+        for recompute in RECOMPUTE:
+            settings = {
+                "activation_checkpointing": recompute != "none",
+                "selective_checkpointing": recompute == "selective",
+            }
+            rows = _Passes(bench, video, settings)
+            if recompute == "none":
+                bench.row("network", f"{video}, forward", rows.forward)
+            bench.row("network", f"{video}, forward and backward, recomputing {recompute}", rows.both)
+
+
+def attention(bench: Bench) -> None:
+    """Self-attention of one layer by kernel, and a forward pass of the network with each."""
+    for video in (bench.scale.small, bench.scale.large):
+        for kernel in _kernels(bench, video):
+            bench.row("attention", f"{video}, one layer, {kernel}", lambda v=video, k=kernel: _attention(bench, v, k))
+            with _attention_kernel(bench, kernel):
+                bench.row("attention", f"{video}, forward, {kernel}", _Passes(bench, video, {}).forward)
+
+
+def compiled(bench: Bench) -> None:
+    """Passes of the network with compiled blocks."""
+    for video in (bench.scale.small, bench.scale.large):
+        rows = _Passes(bench, video, RECOMPUTE["full"], compile=True)
+        bench.row("compile", f"{video}, forward", rows.forward)
+        bench.row("compile", f"{video}, forward and backward, recomputing full", rows.both)
+
+
+def methods(bench: Bench) -> None:
+    """One training step of every method, and its model calls repeated alone."""
+    for name, (method, small, large) in STEPS.items():
+        for video, flags in ((bench.scale.small, small), (bench.scale.large, large)):
+            if flags is not None:
+                bench.row("step", f"{name}, {video}", lambda m=method, v=video, f=flags: _step(bench, m, v, f.split()))
+
+
+def log_ratio(bench: Bench) -> None:
+    """The log-ratio of replayed transitions before any weight has changed: what rounding alone makes of it."""
+    for precision in ("bf16", "fp32"):
+        for made, replayed in ((1, 1), (2, 2), (2, 1)):
+            flags = f"{GROUPS} 4 --student.precision {precision} --algorithm.rollout-batch {made}"
+            flags += f" --algorithm.update-batch {replayed} --student.learning-rate 0"
+            name = f"{precision}, samples per pass {made} in the rollout, {replayed} in the replay"
+            bench.row("log-ratio", name, lambda f=flags: _log_ratio(bench, f.split()))
+
+
+SECTIONS = {f.__name__: f for f in (network, attention, methods, log_ratio, compiled)}
+
+
+class _Passes:
+    """Passes of the transformer on one sample, as a role runs them in bf16."""
+
+    def __init__(self, bench: Bench, video: Video, settings: dict[str, Any], *, compile: bool = False) -> None:
+        self._bench, self._video, self._settings, self._compile = bench, video, settings, compile
+
+    def forward(self) -> dict[str, Any]:
+        role, inputs = self._role()
+
+        def work() -> None:
+            with torch.no_grad():
+                role.velocity(*inputs)
+
+        return self._measured(work)
+
+    def both(self) -> dict[str, Any]:
+        role, inputs = self._role()
+
+        def work() -> None:
+            role.backward(role.velocity(*inputs).square().mean(), last=True)
+            role.network.zero_grad()
+
+        return self._measured(work)
+
+    def _measured(self, work: Callable[[], None]) -> dict[str, Any]:
+        taken, meter = fastest(self._bench.mesh.device, work), Meter(self._bench.mesh.device)
+        with meter.measure():
+            work()
+        return self._bench.rate(taken, meter.flops, meter.tokens)
+
+    def _role(self) -> tuple[Trainable, tuple[Tensor, Tensor, WanCondition]]:
+        mesh, size = self._bench.mesh, self._bench.scale.architecture
+        model = WanModel.open(self._bench.model, "transformer")
+        backbone = Backbone(model, mesh, trained=True, compile=self._compile, **self._settings)
+        role = Trainable("student", backbone, TrainableConfig(precision="bf16", **self._settings))
+        draw = torch.Generator(mesh.device).manual_seed(0)
+        x = torch.randn(1, *self._video.latent_shape, device=mesh.device, generator=draw)
+        text = torch.randn(1, size.text_tokens, size.text_dim, device=mesh.device, generator=draw)
+        return role, (x, torch.full((1,), 0.5, dtype=torch.float64), WanCondition(text))
+
+
+def _kernels(bench: Bench, video: Video) -> list[str]:
+    known = attention_order("flash", bench.mesh.device) if bench.mesh.device.type in ("cpu", "cuda") else []
+    return [kernel for kernel in known if kernel != "math" or video.tokens <= QUADRATIC_TOKENS]
+
+
+@contextmanager
+def _attention_kernel(bench: Bench, kernel: str) -> Iterator[None]:
+    """Use a kernel inside, and the default order of kernels after it."""
+    use_attention(kernel, bench.mesh.device)
+    try:
+        yield
+    finally:
+        use_attention("auto", bench.mesh.device)
+
+
+def _attention(bench: Bench, video: Video, kernel: str) -> dict[str, Any]:
+    """Measure forward and backward of one self-attention in bf16."""
+    size, device = bench.scale.architecture, bench.mesh.device
+    shape = (1, size.heads, video.tokens, size.head_dim)
+    parts = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+    def work() -> None:
+        nn.functional.scaled_dot_product_attention(*parts).sum().backward()
+
+    with _attention_kernel(bench, kernel):
+        taken = fastest(device, work)
+    return bench.rate(taken, 3 * 4 * size.width * video.tokens**2, video.tokens)
+
+
+def _run(bench: Bench, method: str, video: Video, flags: list[str]) -> Built:
+    prompts = bench.out / "prompts.txt"
+    prompts.write_text("a red ball rolls over green grass\n")
+    words = ["--method", method, "--recipe", "wan2.1-1.3b", "--student.path", str(bench.model), "--seed", "0"]
+    words += ["--validate-every", "0", "--steps", "1000", "--encoders.no-offload", *video.flags]
+    words += [] if "--data.path" in flags else ["--prompts", str(prompts)]
+    words += ["--reward.path", "tiny"] if method in ("dance_grpo", "diffusion_nft") else []
+
+    def random_clips(_config: DataConfig, _codec: Codec, _video: VideoConfig, _seed: int) -> Clips:
+        return Clips(("a red ball",), torch.randn(1, *video.latent_shape, device=bench.mesh.device))
+
+    with patch.object(plan, "check_tiny_clips"), patch.object(building, "render_clips", random_clips):
+        return building.build(parse([*words, *flags]), bench.mesh)
+
+
+def _step(bench: Bench, method: str, video: Video, flags: list[str]) -> dict[str, Any]:
+    """Measure the second training step of a run, and the model calls of the third repeated without the trainer."""
+    device, built = bench.mesh.device, _run(bench, method, video, flags)
+    try:
+        built.trainer.step(0)
+        _forget_peak(device)
+        meter = Meter(device)
+        with meter.measure():
+            built.trainer.step(1)
+        phases = meter.seconds()
+        found = bench.rate(sum(phases.values()), meter.flops, meter.tokens)
+        calls: list[Call] = []
+        with recorded(calls):
+            recorded_step = seconds(device, lambda: built.trainer.step(2))
+        bare = seconds(device, lambda: [call.repeat() for call in calls])
+    finally:
+        built.close()
+    shares = {phase: spent / sum(phases.values()) for phase, spent in phases.items()}
+    return found | {"calls": len(calls), "over_bare_calls": recorded_step / bare, "phases": shares}
+
+
+def _log_ratio(bench: Bench, flags: list[str]) -> dict[str, Any]:
+    built, found = _run(bench, "dance_grpo", bench.scale.small, flags), []
+
+    def note(_check: OnPolicyCheck, replay: Replay) -> None:
+        found.append((replay.ratio.detach().double().abs().cpu(), min(replay.clip)))
+
+    try:
+        with patch.object(OnPolicyCheck, "update", note):
+            built.trainer.step(0)
+    finally:
+        built.close()
+    ratios, clip = torch.cat([ratio.flatten() for ratio, _ in found]), found[0][1]
+    flipped = (ratios > clip).double().mean()
+    return {"largest_log_ratio": float(ratios.max()), "clip_range": clip, "clipped_share": float(flipped)}
+
+
+def _in_words(found: dict[str, Any]) -> str:
+    """Return a row's figures in one line."""
+    if words := found.get("failed") or found.get("skipped"):
+        return words
+    parts = {
+        "ms": "{:.1f} ms",
+        "model_tflop": "{:.3g} TFLOP",
+        "mfu": "MFU {:.1%}",
+        "tokens_per_second": "{:.3g} tokens/s",
+        "peak_gib": "peak {:.1f} GiB",
+        "over_bare_calls": "{:.3f} of its calls alone",
+        "largest_log_ratio": "largest log-ratio {:.2g}",
+        "clip_range": "clip range {:g}",
+        "clipped_share": "{:.1%} of the transitions clipped",
+    }
+    said = [form.format(found[key]) for key, form in parts.items() if found.get(key) is not None]
+    shares = sorted(found.get("phases", {}).items(), key=lambda phase: -phase[1])
+    return ", ".join([*said, *(f"{phase} {share:.0%}" for phase, share in shares if share >= 0.01)])
+
+
+def markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Return the tables for docs/performance.md."""
+    versions = facts["versions"]
+    lines = [f"{facts['device']}, torch {versions['torch']}, {facts['time'][:10]}, `{facts['command']}`."]
+    for section in dict.fromkeys(row["section"] for row in rows):
+        lines += ["", f"| {section} | measured |", "| --- | --- |"]
+        lines += [f"| {row['name']} | {_in_words(row)} |" for row in rows if row["section"] == section]
+    return "\n".join(lines) + "\n"
+
+
+def main(out: Path, toy: bool = False, only: tuple[str, ...] = (), minutes: float = 8.0) -> None:
+    """Measure the trainer on this machine's accelerator.
+
+    Args:
+        out: Folder for bench.json and bench.md.
+        toy: Take a narrow network and small videos.
+        only: Sections to run, of network, attention, methods, log_ratio and compiled; all by default.
+        minutes: Time after which no further row is begun.
+    """
+    end = time.monotonic() + 60 * minutes
+    out.mkdir(parents=True, exist_ok=True)
+    mesh, scale = Mesh.join("auto"), SMALL if toy else FULL
+    facts = environment([], 0, 0, mesh)
+    facts["command"] = shlex.join(["python", "scripts/bench_gpu.py", *sys.argv[1:]])
+    facts["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+    use_attention("auto", mesh.device)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "wan"
+        write(model, scale.architecture, mesh.device)
+        bench = Bench(out, model, scale, mesh, end, facts)
+        for section in only or SECTIONS:
+            SECTIONS[section](bench)
+    if any("failed" in row for row in bench.rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
