@@ -43,6 +43,7 @@ def test_no_row_begins_after_the_time(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch: a slower kernel
 def test_the_toy_run(tmp_path, monkeypatch):
     """Every section but compilation, with the step whose calls are hardest to repeat: three roles on one network."""
     seen = []
