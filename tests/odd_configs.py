@@ -31,7 +31,7 @@ from unified_trainer.rewards.hpsv3 import HPSv3
 
 SECONDS = 20  # that one case may take
 ODD = ("x", "", None, [], [1], ["x"], {}, {"a": 1}, True, False, -1, 0, 2.5, 10**12, 1e30)
-IN_A_LIST = ("x", None, -1, 1e30, {})  # in place of the first item of a list
+IN_A_LIST = ("x", None, -1e30, 1e30, {})  # in place of the first item of a list
 NO_FIELD = "frobnicate"
 OF_TOKENIZERS = (
     *("pad_token", "unk_token", "eos_token", "bos_token", "cls_token", "sep_token", "mask_token", "model_max_length"),

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,10 @@ SAID = 300  # characters of a library's message
 SHOWN = 5  # weights that a message names
 
 
+class TooManyWeightsError(ValueError):
+    """A config describes many times the weights that its file holds."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """The weights of a network by name: their shapes, and the first name of each, which tied weights share."""
@@ -49,7 +53,8 @@ def reading_config(file: Path, what: str) -> Iterator[None]:
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if _of_this_package(error) or (isinstance(error, OSError) and error.errno is not None):
+        of_a_file = isinstance(error, OSError) and error.errno is not None
+        if of_a_file or (_of_this_package(error) and not isinstance(error, TooManyWeightsError)):
             raise
         said = " ".join(str(error).split())[:SAID]
         raise UserError(
@@ -124,7 +129,7 @@ def check_layout(
 
 
 @functools.lru_cache(maxsize=32)
-def _layout(kind: type[Any], fields: str, most: int) -> Layout:
+def _layout(kind: Hashable, fields: str, most: int) -> Layout:
     network = without_memory(lambda: _made(kind, json.loads(fields)), most)
     first: dict[int, str] = {}
     state = network.state_dict(keep_vars=True)
@@ -132,7 +137,7 @@ def _layout(kind: type[Any], fields: str, most: int) -> Layout:
     return Layout({name: tuple(weight.shape) for name, weight in state.items()}, named)
 
 
-def _made(kind: type[Any], fields: dict[str, Any]) -> Any:
+def _made(kind: Any, fields: dict[str, Any]) -> Any:
     if issubclass(kind, ModelMixin):
         return kind.from_config(fields)
     return kind(kind.config_class.from_dict(fields))
@@ -141,7 +146,7 @@ def _made(kind: type[Any], fields: dict[str, Any]) -> Any:
 def without_memory(make: Callable[[], T], most: int) -> T:
     """Return the network that `make` returns, without memory for weights and buffers.
 
-    Raise ValueError as soon as it has more than `most` weights: a config can name layers without end.
+    Raise TooManyWeightsError as soon as it has more than `most`: a config can name layers without end.
     """
     count = 0
 
@@ -149,7 +154,7 @@ def without_memory(make: Callable[[], T], most: int) -> T:
         nonlocal count
         count += weight is not None
         if count > most:
-            raise ValueError("it has many times the weights of the file")
+            raise TooManyWeightsError(f"it has more than {most} weights, many times those of the file")
 
     hook = register_module_parameter_registration_hook(counted)
     try:

@@ -56,8 +56,8 @@ class PromptSettings(Schema):
 class ImageStatistics(Schema):
     """preprocessor_config.json: mean and deviation of the channels of images in [0, 1]."""
 
-    image_mean: Annotated[list[float], Field(min_length=3, max_length=3)]
-    image_std: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=3, max_length=3)]
+    image_mean: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=3, max_length=3)]
+    image_std: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=3, max_length=3)]
 
 
 class ChatTemplate(Schema):
@@ -70,14 +70,14 @@ class Rope(Schema):
     """Rotary embeddings of the text model, in three sections."""
 
     mrope_section: Annotated[list[Size], Field(min_length=3, max_length=3)]
-    rope_theta: float = Field(gt=1, le=1e9)
+    rope_theta: float = Field(ge=100, le=1e9)
     rope_type: Literal["default"] = "default"
 
 
 class VisionRope(Schema):
     """Rotary embeddings of the vision model."""
 
-    rope_theta: float = Field(10000.0, gt=1, le=1e9)
+    rope_theta: float = Field(10000.0, ge=100, le=1e9)
     rope_type: Literal["axial"] = "axial"
 
 

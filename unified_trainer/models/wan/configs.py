@@ -68,8 +68,8 @@ class VAEConfig(Schema):
     attn_scales: list[float] = []  # noqa: RUF012
     temperal_downsample: list[bool] = [False, True, True]  # noqa: RUF012
     dropout: float = Field(0.0, ge=0, lt=1)  # of training; a frozen VAE has none
-    latents_mean: list[float] = [0.0] * 16  # noqa: RUF012 - the class has other numbers, as many
-    latents_std: list[Annotated[float, Field(gt=0)]] = [1.0] * 16  # noqa: RUF012
+    latents_mean: list[Annotated[float, Field(ge=-1000, le=1000)]] = [0.0] * 16  # the class has other numbers
+    latents_std: list[Annotated[float, Field(gt=0, le=1000)]] = [1.0] * 16
     is_residual: bool = False
     in_channels: Size = 3
     out_channels: Size = 3
