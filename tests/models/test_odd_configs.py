@@ -86,9 +86,9 @@ def test_a_video_is_no_longer_than_the_table_of_positions(tmp_path):
 
 def test_a_bug_shows_its_traceback(tmp_path, unchecked):
     """What a library raises is the file's fault, what this package raises is its own; memory and disks are neither."""
-    with pytest.raises(UserError, match=r"a\.json: no network can be made of it \(KeyError: 'x'\): fetch"):
-        with reading_config(tmp_path / "a.json", "network"):
-            raise KeyError("x")
+    said = r"a\.json: no network can be made of it \(KeyError: 'x'\): fetch"
+    with pytest.raises(UserError, match=said), reading_config(tmp_path / "a.json", "network"):
+        raise KeyError("x")
     with pytest.raises(AttributeError), reading_config(tmp_path / "a.json", "network"):
         parse_object(None, "a bug of a caller")
     for error in (MemoryError(), OSError(5, "Input/output error")):
