@@ -70,7 +70,7 @@ def hpsv3(folder: Path) -> list[torch.Tensor]:
     """Load the scorer, and score two images."""
     scorer = HPSv3.load(folder, CPU, torch.float32)
     images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    return [scorer.score(images, ["a red circle", "a longer text about a blue square"])]
+    return [scorer.score(images, ["a red circle", "a longer prompt about a blue square"])]
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,12 @@ class ImageStatistics(Schema):
     image_std: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=3, max_length=3)]
 
 
+class TokenizerSettings(Schema):
+    """tokenizer_config.json, as far as it changes the tokens of a text."""
+
+    add_prefix_space: Literal[False] | None = None
+
+
 class ChatTemplate(Schema):
     """chat_template.json."""
 
@@ -187,4 +193,5 @@ def check_folder(folder: Path) -> None:
         )
     for name in FOLDER_FILES[:-1]:
         read_json(folder / name)  # a damaged file is named here, and not by transformers
+    read_as(TokenizerSettings, folder / "tokenizer_config.json")
     read_as(NetworkConfig, folder / "config.json")
