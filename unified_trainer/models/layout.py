@@ -93,7 +93,7 @@ def _in_json(hint: Any) -> Any:
 
 
 def check_layout(
-    kind: type[Any],
+    kind: Any,  # a network's class, of diffusers or transformers
     fields: Mapping[str, Any],
     folder: Path,
     held: Mapping[str, tuple[int, ...]],
