@@ -44,7 +44,7 @@ class TransformerConfig(Schema):
     image_dim: Size | None = None
     added_kv_proj_dim: Size | None = None
     rope_max_seq_len: int = Field(1024, ge=1, le=2**16)  # rows of a table in memory
-    pos_embed_seq_len: Size | None = None  # of image conditions
+    pos_embed_seq_len: Size | None = None  # positions of an image condition
 
     @model_validator(mode="after")
     def _velocities_have_the_latents_shape(self) -> Self:
@@ -67,7 +67,7 @@ class VAEConfig(Schema):
     num_res_blocks: Layers = 2
     attn_scales: list[float] = []  # noqa: RUF012
     temperal_downsample: list[bool] = [False, True, True]  # noqa: RUF012
-    dropout: float = Field(0.0, ge=0, lt=1)  # of training; a frozen VAE has none
+    dropout: float = Field(0.0, ge=0, lt=1)  # a frozen VAE has none
     latents_mean: list[Annotated[float, Field(ge=-1000, le=1000)]] = [0.0] * 16  # the class has other numbers
     latents_std: list[Annotated[float, Field(gt=0, le=1000)]] = [1.0] * 16
     is_residual: bool = False
