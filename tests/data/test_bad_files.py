@@ -128,7 +128,8 @@ def test_special_tokens_of_a_scorer(tmp_path, kind, token):
     file.write_text("\n".join(written[kind]))
     reward = RewardConfig(path=str(tmp_path / "hpsv3"))
     prompts, place = read_prompts(file, "--prompts").placed
-    refused(lambda: check_prompts(reward, (prompts, place)), f"{file}: {'row' if kind == 'csv' else 'line'} 2 holds {token}")
+    said = f"{file}: {'row' if kind == 'csv' else 'line'} 2 holds {token}"
+    refused(lambda: check_prompts(reward, (prompts, place)), said)
     check_prompts(reward, (prompts[:1], place))
 
 
