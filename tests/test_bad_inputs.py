@@ -4,11 +4,15 @@ import json
 
 import pytest
 from bad_inputs import ABSENT, edit, refused
+from clip_files import write_clips
 from helpers import HPSV3, WAN, copy_of, flags
 
 from unified_trainer.__main__ import main
+from unified_trainer.commands import train
 from unified_trainer.commands.rollout_folder import ABOUT, VERSION, RolloutFolder
+from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.plan import check
 
 GRPO = flags({"method": "dance_grpo", "recipe": "tiny", "steps": 1, "validate-every": 0})
 FINETUNE = flags({"method": "finetune", "recipe": "tiny", "steps": 1, "validate-every": 0})
@@ -88,6 +92,7 @@ def ends_in_one_line(capsys, argv, named):
     assert [text for text in named if text not in shown] == [], shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_flags(tmp_path, capsys, monkeypatch, case):
     make, named = CASES[case]
@@ -98,6 +103,7 @@ def test_flags(tmp_path, capsys, monkeypatch, case):
     assert [*(tmp_path / "work").iterdir()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "named"),
     [(LONG, "File name too long"), ("absent", "does not exist"), ("absent.csv", "no such file")],
@@ -106,6 +112,51 @@ def test_clips(tmp_path, capsys, monkeypatch, path, named):
     monkeypatch.chdir(tmp_path)
     ends_in_one_line(capsys, [*FINETUNE, "--data.path", path], [path[:100], named])
     assert [*tmp_path.iterdir()] == []
+
+
+SPECIAL = "b <|image_pad|>"
+SCORED = ["--validate-every", "1", "--validation.num-samples", "2"]
+
+
+def clips_with(folder, source, number):
+    """Three clips, one of which has a special token in its caption, and where the message says that it is."""
+    captions = ["a", "c", "d"]
+    captions[number] = SPECIAL
+    if source == "parquet":
+        file = write_clips(folder / "a.parquet", caption=captions)
+        return file, f"data.path: {file}: row {number + 1} ('clip{number}') holds <|image_pad|>"
+    for i, caption in enumerate(captions):
+        written(folder, f"{i}.mp4", b"")
+        written(folder, f"{i}.txt", caption)
+    return folder, f"data.path: the caption of {folder / f'{number}.mp4'} holds <|image_pad|>"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "number", "flags", "scored"),
+    [
+        ("parquet", 1, [*SCORED, "--validation.prompts", ""], True),
+        ("folder", 1, [*SCORED, "--validation.prompts", ""], True),
+        ("parquet", 2, [*SCORED, "--validation.prompts", ""], False),  # validation takes two
+        ("parquet", 1, SCORED, False),  # validation has prompts of its own
+        ("folder", 1, [], False),  # nothing is scored
+    ],
+)
+def test_special_tokens_in_captions(tmp_path, capsys, monkeypatch, source, number, flags, scored):
+    """They are found before anything is loaded, where the caption is scored, and pass where it is not."""
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "work").mkdir()
+    path, said = clips_with(tmp_path / "clips", source, number)
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(train, "build", _stop_after_the_plan)
+    words = [*FINETUNE, "--video.frames", "5", "--video.height", "32", "--video.width", "32", "--data.path", str(path)]
+    ends_in_one_line(capsys, [*words, *flags], [said if scored else "the plan is sound"])
+    assert [*(tmp_path / "work").iterdir()] == []
+
+
+def _stop_after_the_plan(run, mesh, output):
+    check(run, mesh)
+    raise UserError("the plan is sound")
 
 
 ENVIRONMENT = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

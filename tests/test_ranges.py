@@ -121,6 +121,7 @@ def declared() -> dict[tuple[Any, str], tuple[RunConfig, Setting]]:
     return {(s.owner, s.key.split(".")[-1]): (run_of(m), s) for m in METHODS for s in numbers(run_of(m))}
 
 
+@pytest.mark.slow
 def test_a_value_is_in_range_or_refused_by_its_key():
     """Set as Python code may do it; numbers of a tuple one by one."""
     assert len(declared()) > 120
@@ -230,6 +231,7 @@ def test_a_refused_run_leaves_nothing_behind(tmp_path, monkeypatch, capsys, word
     assert message in " ".join(capsys.readouterr().err.split()) and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_files_and_python_are_held_to_the_same_ranges(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("base: tiny\nfinetune: {sampler: {shift: 0}}\n")

@@ -53,6 +53,7 @@ def parsed(*words: object) -> settings.RunConfig:
     return parse([*map(str, words)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -107,6 +108,7 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
         assert plan.prompts == (() if method in ("finetune", "consistency") else ("a cat", "a dog"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "steps"), [(recipe, 1) for recipe in REAL])
 @pytest.mark.parametrize("method", ["dance_grpo", "dance_ppo", "diffusion_nft"])
 def test_a_rollout_of_a_real_recipe_has_one_update(recipe, method, steps):
@@ -163,6 +165,7 @@ def test_one_thing_that_is_missing_is_named_alone(models, prompts, flag):
         check(parsed(*words[:at], *words[at + 2 :]), ALONE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["finetune", "consistency"])
 def test_prompts_are_refused_where_the_captions_of_clips_are_taken(method, prompts):
     with pytest.raises(ConfigError, match=f"--prompts .*: {method} trains on clips and takes their captions"):
@@ -229,6 +232,7 @@ def test_a_recipe_for_another_model_is_a_warning(models, prompts):
     assert note.startswith(f"warning: recipe wan2.1-14b was made for another model than {models['wan2.1-1.3b']}")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_nothing_from_its_recipe_of_today(tmp_path):
     """A setting that is newer than the run has the code's default; --config starts a new run, with the recipe's."""
     saved = settings.plain(parsed("--recipe", "wan2.1-1.3b", "--method", "dmd2"))

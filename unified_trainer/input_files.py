@@ -106,6 +106,11 @@ def checked(schema: type[S], content: Mapping[str, Any], place: str) -> S:
         raise UserError(f"{place}: {_fault(error)}") from error
 
 
+def declared(schema: type[Schema], file: Path) -> dict[str, Any]:
+    """Return those fields of a JSON object that a schema declares, checked as `read_as` does."""
+    return read_as(schema, file).model_dump(by_alias=True, exclude_unset=True)
+
+
 def read_yaml(file: Path, key: str = "") -> dict[str, Any]:
     """Read a YAML mapping of plain values; raise UserError, naming file and line, for anything else.
 

@@ -104,7 +104,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
         column = run.validation.prompts_column
         validation_prompts = prompts_of(run.validation.prompts, captions, "--validation.prompts", column)
     notes += [prompts.note, validation_prompts.note]
-    check_prompts(run.reward, (*prompts.placed, *validation_prompts.placed))
+    check_prompts(run.reward, prompts.placed, validation_prompts.placed)
     family, folder = family_of("student", roles["student"].path)
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     stored, videos = None, tuple[CaptionedVideo, ...]()
@@ -120,6 +120,11 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
                 f"warning: {mesh.data_size} ranks read from {lanes} row groups at a time, several from the same one: "
                 "raise data.window_gib, or write smaller row groups"
             )
+    captions = stored.captions if stored is not None else tuple(video.caption for video in videos)
+    if not method.uses_reward:  # then validation alone scores, by default the first captions
+        captions = captions[: 0 if validation_prompts.prompts or not run.validate_every else run.validation.num_samples]
+    place = stored.place if stored is not None else lambda number: f"the caption of {videos[number].file}"
+    check_prompts(run.reward, (captions, lambda number: f"data.path: {place(number)}"))
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
     check_roles(run, roles, mesh)

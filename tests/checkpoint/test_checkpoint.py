@@ -166,6 +166,7 @@ def test_a_newest_checkpoint_that_is_not_whole_is_passed_over_by_name(copied, da
     assert why.startswith("step_3: ") and DAMAGE[damage] in why
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", ["flip", "cut"])
 def test_every_file_of_a_checkpoint_is_watched(copied, spoil):
     """One bit anywhere, or one byte less, in weights, moments, EMA weights, counter or manifest."""
@@ -185,6 +186,7 @@ def test_every_file_of_a_checkpoint_is_watched(copied, spoil):
     assert checkpoint.newest_sound(copied, ALONE)[0] == folder
 
 
+@pytest.mark.slow
 def test_every_bit_of_the_manifest_counts(copied):
     """Also where it stays readable: another step, another sampler."""
     file = copied / "checkpoints" / "step_3" / "manifest.json"
@@ -216,6 +218,7 @@ def test_a_damaged_later_checkpoint_does_not_push_out_a_good_one(copied):
     assert checkpoint.newest_sound(copied, ALONE)[0].name == "step_2"
 
 
+@pytest.mark.slow
 def test_a_newer_format_is_an_error_not_a_step_back(copied, capsys):
     folder = copied / "checkpoints" / "step_3"
     metadata, _ = manifest.read(folder)
@@ -226,6 +229,7 @@ def test_a_newer_format_is_an_error_not_a_step_back(copied, capsys):
     assert f"{folder} has format version 3, this program reads 2: update it" in message
 
 
+@pytest.mark.slow
 def test_a_folder_still_being_written_is_not_a_checkpoint(copied):
     copy_of(copied / "checkpoints" / "step_3", copied / "checkpoints" / ".step_4.tmp")
     copy_of(copied / "checkpoints" / "step_3", copied / "checkpoints" / "step_latest")
@@ -367,6 +371,7 @@ def test_allow_takes_it_and_the_run_says_so(copied, capsys):
     assert main(["--resume", str(copied), "--steps", "5"]) == 0  # the new settings are the run's own now
 
 
+@pytest.mark.slow
 def test_allowing_what_does_not_differ_is_refused(copied, capsys):
     message = refused(capsys, "--resume", str(copied), "--allow", "seed")
     assert "--allow seed: this setting does not differ" in message
@@ -418,6 +423,7 @@ def test_comments_in_a_config_are_no_edit_and_one_without_a_checksum_is_taken(co
     assert "config: this setting does not differ" in refused(capsys, "--resume", str(copied), "--allow", "config")
 
 
+@pytest.mark.slow
 def test_another_method_is_refused(copied, capsys):
     assert "is a run of dance_grpo" in refused(capsys, "--resume", str(copied), "--method", "finetune")
 
@@ -425,6 +431,7 @@ def test_another_method_is_refused(copied, capsys):
 # An output that exists.
 
 
+@pytest.mark.slow
 def test_an_existing_run_is_never_overwritten(copied, capsys):
     before = files_of(copied)
     message = refused(capsys, *SMALL["dance_grpo"], "--output", str(copied))

@@ -127,9 +127,10 @@ def test_special_tokens_of_a_scorer(tmp_path, kind, token):
     written = {"txt": rows, "csv": ["prompt", *rows], "jsonl": [json.dumps({"prompt": row}) for row in rows]}
     file.write_text("\n".join(written[kind]))
     reward = RewardConfig(path=str(tmp_path / "hpsv3"))
-    placed = read_prompts(file, "--prompts").placed
-    refused(lambda: check_prompts(reward, placed), f"{file}: {'row' if kind == 'csv' else 'line'} 2 holds {token}")
-    check_prompts(reward, placed[:1])
+    prompts, place = read_prompts(file, "--prompts").placed
+    said = f"{file}: {'row' if kind == 'csv' else 'line'} 2 holds {token}"
+    refused(lambda: check_prompts(reward, (prompts, place)), said)
+    check_prompts(reward, (prompts[:1], place))
 
 
 @pytest.mark.parametrize(

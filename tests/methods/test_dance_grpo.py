@@ -261,6 +261,7 @@ def test_the_replay_is_exact(sampler, batch):
     assert metrics["log_ratio_abs_max"] == 0 and metrics["log_ratio"] == 0 and metrics["clip_fraction"] == 0
 
 
+@pytest.mark.slow
 def test_with_other_batches_the_replay_differs_by_rounding_and_a_message_says_so():
     one, metrics, _ = stepped(rollout_batch=8, update_batch=1)
     assert metrics["log_ratio_abs_max"] < 1e-4

@@ -110,6 +110,7 @@ def assert_equal_gradients(one, other) -> None:
 # One term alone.
 
 
+@pytest.mark.slow
 def test_the_surrogate_alone_is_dance_grpo_bit_for_bit():
     """Two steps of two updates each, the weights moving: losses, gradients and metrics."""
     changes = {"prompts_per_update": 1, "init_same_noise": True}
@@ -269,6 +270,7 @@ def test_the_hinge_ends_at_the_margin():
     assert not any(bool(value.any()) for value in gradients(reached.roles["student"]).values())
 
 
+@pytest.mark.slow
 def test_terms_begin_at_their_steps_and_rise():
     term = TermConfig(weight=2.0, first_step=3, ramp_steps=3)
     assert [term.weight_at(step) for step in range(8)] == [0, 0, 0, 0.5, 1.0, 1.5, 2.0, 2.0]

@@ -158,6 +158,7 @@ def test_exit_steps_are_uniform():
     assert int(counts.min()) >= 65 and int(counts.max()) <= 135
 
 
+@pytest.mark.slow
 def test_all_micro_batches_exit_together():
     one = trainer(micro_batch=1, student_every=1)
     for step in range(4):

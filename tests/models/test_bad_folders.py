@@ -200,12 +200,12 @@ def test_indices(folder, content, said):
         ("tokenizer.json", None, "holds none of tokenizer.json"),
         ("tokenizer.json", "", "tokenizer.json is empty"),
         ("tokenizer.json", "[]", "not a list"),
-        ("tokenizer.json", "{}", "no tokenizer that can be read"),
-        ("tokenizer.json", '{"model": {"type": "Nothing"}}', "no tokenizer that can be read"),
+        ("tokenizer.json", "{}", "no tokenizer can be made"),
+        ("tokenizer.json", '{"model": {"type": "Nothing"}}', "no tokenizer can be made"),
         ("tokenizer_config.json", "[]", "not a list"),
         ("tokenizer_config.json", "{", "is not JSON"),
         ("tokenizer_config.json", '{"model_max_length": 0}', "model_max_length must be greater than or equal to 1"),
-        ("tokenizer_config.json", '{"model_max_length": "x"}', "model_max_length must be a valid number"),
+        ("tokenizer_config.json", '{"model_max_length": "x"}', "model_max_length must be a valid integer"),
     ],
 )
 def test_tokenizers(folder, name, content, said):

@@ -66,6 +66,7 @@ def test_best_and_worst_by_every_scorer(tmp_path):
     assert videos == {0: True, 1: True, 2: False, 3: False}
 
 
+@pytest.mark.slow
 def test_runs_are_compared(tmp_path):
     runs = [make_run(tmp_path / name, "--seed", str(i)) for i, name in enumerate(("a/x", "b/x"))]
     page = write(tmp_path, *runs)

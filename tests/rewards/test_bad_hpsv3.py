@@ -63,7 +63,7 @@ FIELDS = [
     ("config.json", "text_config.rope_parameters", None, "rope_parameters must be"),
     ("config.json", "text_config.rope_parameters.mrope_section", [1, 1], "mrope_section list must have at least 3"),
     ("config.json", "text_config.rope_parameters.mrope_section", [4, 4, 4], "mrope_section sums to 12, expected 10"),
-    ("config.json", "text_config.rope_parameters.rope_theta", 0, "rope_theta must be greater than 0"),
+    ("config.json", "text_config.rope_parameters.rope_theta", 0, "rope_theta must be greater than or equal to 100"),
     ("config.json", "vision_config.num_heads", 3, "embed_dim is 64, and no multiple of 4 x num_heads (3)"),
     ("config.json", "vision_config.patch_size", 0, "patch_size must be greater"),
     ("config.json", "vision_config.in_channels", 4, "in_channels must be 3"),

@@ -179,6 +179,7 @@ def test_a_function_in_another_python_takes_none(plain):
 # From the command line and back.
 
 
+@pytest.mark.slow
 def test_flags_and_files_give_the_same_settings(tmp_path):
     """Values stay texts, so that 007 and 1e-3 come back from config.yaml as they were."""
     flags = [

@@ -169,7 +169,7 @@ def test_a_wrong_answer_is_named(answer, message):
     ("settings", "message"),
     [
         ({"url": "localhost:8000"}, "url must begin with http:// or https://, but is 'localhost:8000'"),
-        ({"url": "http://h", "timeout": 0.0}, "timeout must be a number of seconds above 0, but is 0"),
+        ({"url": "http://h", "timeout": 0.0}, r"timeout must be above 0 and at most 1e\+07, not 0"),
     ],
 )
 def test_wrong_settings_of_a_client_are_refused(settings, message):

@@ -15,7 +15,7 @@ from unified_trainer.errors import UserError
 from unified_trainer.ranges import Range, range_of, reason
 
 REQUIRED = inspect.Parameter.empty
-RunFlags = Annotated[tuple[str, ...], tyro.conf.Suppress]  # argument of a command: flags of a run, see `flags.divided`
+RunFlags = Annotated[tuple[str, ...], tyro.conf.Suppress]  # argument of a command: flags of a run, see `flags._divided`
 
 
 @dataclass(frozen=True)

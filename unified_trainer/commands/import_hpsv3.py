@@ -14,6 +14,7 @@ from unified_trainer.errors import MissingFileError, MissingPackageError, Output
 from unified_trainer.input_files import read_as
 from unified_trainer.models import hub
 from unified_trainer.models.folder import read_pretrained, read_tokenizer
+from unified_trainer.models.layout import reading_config
 from unified_trainer.rewards.hpsv3 import CHECKPOINT, REWARD_TOKEN, SETTINGS, Preprocessor, checkpoint_shapes, skeleton
 from unified_trainer.rewards.hpsv3_folder import BaseConfig, check_folder
 
@@ -99,7 +100,8 @@ def package_strings() -> dict[str, str]:
 def checked_config(base: Path, checkpoint: Path, tokens: int) -> Qwen2VLConfig:
     """Return the base's config with the checkpoint's number of embeddings; raise UserError unless the two fit."""
     read_as(BaseConfig, base / "config.json")
-    config = read_pretrained(Qwen2VLConfig, base)
+    with reading_config(base / "config.json", Qwen2VLConfig.__name__):
+        config = read_pretrained(Qwen2VLConfig, base)
     shapes = checkpoint_shapes(checkpoint)
     if EMBEDDING not in shapes:
         raise UserError(f"{checkpoint}: missing {EMBEDDING}; this is not an HPSv3 checkpoint")
@@ -109,7 +111,7 @@ def checked_config(base: Path, checkpoint: Path, tokens: int) -> Qwen2VLConfig:
             f"{checkpoint} embeds {config.text_config.vocab_size} tokens but the tokenizer of {base} with "
             f"{REWARD_TOKEN} has {tokens}; use the base model that HPSv3 was trained from"
         )
-    skeleton(config, checkpoint)
+    skeleton(config, base / "config.json", checkpoint)
     return config
 
 

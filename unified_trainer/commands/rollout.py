@@ -57,7 +57,7 @@ def rollout(
     if not rewards.named():
         raise UserError(f"{run} was trained without a reward: give one with --reward FILE")
     check_reward(rewards, loaded.run.video.frames)
-    check_prompts(rewards, ((f"--prompts: prompt {i}", line) for i, line in enumerate(lines, 1)))
+    check_prompts(rewards, (lines, lambda number: f"--prompts: prompt {number + 1}"))
     plain = settings.plain(loaded.run)
     size = {key: plain["video"][key] for key in ("frames", "height", "width")}
     about = {"run": run, "step": loaded.metadata["step"], "method": loaded.metadata["method"], "base": str(loaded.base)}

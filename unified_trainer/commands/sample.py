@@ -141,7 +141,7 @@ def pieces(
         yield map(codec.decoder(), made)
 
 
-class Student(Protocol):
+class SampledRole(Protocol):
     """A role with the run whose sampler and video size it generates with."""
 
     @property
@@ -151,7 +151,7 @@ class Student(Protocol):
     def role(self) -> Trainable: ...
 
 
-def draw_latents(student: Student, codec: Codec, prompts: Sequence[str], seeds: Sequence[int]) -> Latents:
+def draw_latents(student: SampledRole, codec: Codec, prompts: Sequence[str], seeds: Sequence[int]) -> Latents:
     """Generate a batch of clean latents; sample i depends on prompts[i] and seeds[i] alone, but for rounding.
 
     Its noise is what diffusers draws with `torch.Generator().manual_seed(seeds[i])`.
@@ -160,7 +160,7 @@ def draw_latents(student: Student, codec: Codec, prompts: Sequence[str], seeds: 
     return generate(student.role, draw(0), batch_of(list(prompts)), student.run.sampler, draw)
 
 
-def _start(student: Student, codec: Codec, seeds: Sequence[int]) -> tuple[Callable[[list[str]], Batch], Draw]:
+def _start(student: SampledRole, codec: Codec, seeds: Sequence[int]) -> tuple[Callable[[list[str]], Batch], Draw]:
     """Return a function from prompts to a batch, and the noise of samples with these seeds."""
     video, ids = student.run.video, list(range(len(seeds)))
     shape = codec.latent_shape(video.frames, video.height, video.width)

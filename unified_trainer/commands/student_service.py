@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from unified_trainer.commands.sample import Student, draw_latents
+from unified_trainer.commands.sample import SampledRole, draw_latents
 from unified_trainer.data.video_files import to_uint8, write_mp4
 from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
@@ -36,7 +36,7 @@ class Wanted:
         return len(self.prompts)
 
 
-def student_service(name: str, student: Student, codec: Codec, batch: int, wait: float) -> Service[Wanted, Video]:
+def student_service(name: str, student: SampledRole, codec: Codec, batch: int, wait: float) -> Service[Wanted, Video]:
     """Return a service that generates `batch` videos at a time; the first request waits `wait` seconds for others."""
     video = student.run.video
 

@@ -1,6 +1,7 @@
 """Prompts to generate from: captions of the tiny world, or a file with one prompt per line."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,9 +59,9 @@ class PromptFile:
     places: tuple[str, ...] = ()  # setting, file and line of each prompt, for messages; none for built-in captions
 
     @property
-    def placed(self) -> tuple[tuple[str, str], ...]:
-        """Each prompt of a file after its place."""
-        return tuple(zip(self.places, self.prompts, strict=True)) if self.places else ()
+    def placed(self) -> tuple[tuple[str, ...], Callable[[int], str]]:
+        """The prompts that have a place, and a function that gives the place of one by its number."""
+        return self.prompts if self.places else (), self.places.__getitem__
 
 
 def prompts_of(path: str, tiny: tuple[str, ...], key: str, column: str) -> PromptFile:

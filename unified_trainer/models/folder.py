@@ -10,12 +10,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 import transformers
 from accelerate import init_empty_weights
+from diffusers import ModelMixin
+from pydantic import Field
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from unified_trainer.errors import MissingFileError, NotFiniteError, UserError
-from unified_trainer.input_files import Schema, read_as, read_json
-from unified_trainer.models.tensor_file import check_floating
+from unified_trainer.input_files import Schema, checked, declared, read_as, read_json
+from unified_trainer.models.layout import arguments_of, check_layout, reading_config
+from unified_trainer.models.tensor_file import floating_shapes
 from unified_trainer.parallel.fsdp import local_part, storage_device, to_local
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill
@@ -41,24 +43,31 @@ class Change(Protocol):
         ...
 
 
+class TokenizerConfig(Schema):
+    """tokenizer_config.json, as far as prompts depend on it; transformers reads the rest, and one text is tried."""
+
+    model_max_length: int | None = Field(None, ge=1)  # a number of 31 digits where there is no bound
+    pad_token: str | dict[str, Any] | None = None  # may stand in special_tokens_map.json instead
+
+
 class WeightIndex(Schema):
     """An index of several files of weights."""
 
     weight_map: dict[str, str]  # file by the name of the weight
 
 
-def check_component(folder: Path, weights: str, spare: tuple[str, ...] = ()) -> None:
-    """Raise UserError, naming the file, unless config and weights are there, whole, and of floating-point numbers.
+def check_component(folder: Path, weights: str, spare: tuple[str, ...] = ()) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a component's weights, from the headers of its files.
 
-    Keys that end in one of `spare` may hold something else.
+    Raise UserError, naming the file, unless config and weights are there, whole, and of floating-point numbers. Keys
+    that end in one of `spare` may hold something else.
     """
     read_json(folder / "config.json")
     files = sorted(folder.glob(f"{weights}*.safetensors"))
     if not files:
         raise MissingFileError(f"{folder} holds no {weights}*.safetensors: half-written, or downloaded without weights")
     listed_files(folder, weights)
-    for file in files:
-        check_floating(file, spare)
+    return {key: shape for file in files for key, shape in floating_shapes(file, spare).items()}
 
 
 def listed_files(folder: Path, weights: str) -> set[str] | None:
@@ -78,16 +87,17 @@ def load_strictly(
     weights: str = WEIGHTS,
     spare: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float32,
+    schema: type[Schema] | None = None,
 ) -> M:
     """Load a model that has exactly the keys and shapes of its config; all weights must be finite.
 
-    Keys that end in one of `spare` may be there and are not read. Raise UserError naming the folder and the key.
+    Keys that end in one of `spare` may be there and are not read. Of a config of transformers, the fields that `schema`
+    declares count, or without one all. Raise UserError naming the folder and the key.
     """
-    check_component(folder, weights, spare)
-    with _no_progress_bar():
-        model, info = read_pretrained(kind, folder, dtype=dtype, use_safetensors=True, output_loading_info=True)
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        _refuse(folder, what, [str(key) for key in info[what] if not str(key).endswith(spare)])
+    fields = check_described(kind, folder, weights, spare, schema)
+    own = {"config": kind.config_class.from_dict(fields)} if schema else {}
+    with _no_progress_bar(), reading_config(folder / "config.json", kind.__name__):
+        model = read_pretrained(kind, folder, dtype=dtype, use_safetensors=True, **own)
     for name, weight in model.state_dict().items():
         if not bool(weight.isfinite().all()):
             raise NotFiniteError(f"{folder}: weight {name} holds a value that is not finite")
@@ -102,12 +112,13 @@ def read_pretrained(kind: type[M], folder: Path, **options: Any) -> Any:
     return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
 
 
-def read_tokenizer(kind: type[M], folder: Path) -> M:
-    """Return the tokenizer of a folder.
+def read_tokenizer(kind: type[M], folder: Path, embedded: int | None = None) -> M:
+    """Return the tokenizer of a folder, which pads texts and was tried on one.
 
-    Raise UserError, naming the file, for one whose class is a .py file of the folder, and for files that are no
-    tokenizer of this kind.
+    Raise UserError, naming the file, for one whose class is a .py file of the folder, for files that are no tokenizer
+    of this kind, and for one of more tokens than the `embedded` ones of its network.
     """
+    config = folder / "tokenizer_config.json"
     for name in (*TOKENIZERS, *NAMING_CODE, "special_tokens_map.json", "added_tokens.json"):
         file = folder / name
         if file.suffix == ".json" and file.is_file():
@@ -119,11 +130,18 @@ def read_tokenizer(kind: type[M], folder: Path) -> M:
                 )
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise MissingFileError(f"{folder} holds none of {', '.join(TOKENIZERS)}")
-    try:
-        return read_pretrained(kind, folder)
-    except Exception as error:
-        said = " ".join(str(error).split())
-        raise UserError(f"{folder} holds no tokenizer that can be read ({said}): fetch or write it again") from error
+    if config.is_file():
+        read_as(TokenizerConfig, config)
+    with reading_config(config, "tokenizer"):
+        tokenizer: Any = read_pretrained(kind, folder)
+        if tokenizer.pad_token_id is None:
+            raise UserError(f"{config}: pad_token is missing, with which prompts are padded to one length")
+        if embedded is not None and len(tokenizer) > embedded:
+            raise UserError(f"{config}: the tokenizer has {len(tokenizer)} tokens, but its network embeds {embedded}")
+        tried = tokenizer(["a prompt"], padding="max_length", max_length=8, truncation=True, return_tensors="pt")
+        if not {"input_ids", "attention_mask"} <= tried.keys():
+            raise UserError(f"{config}: the tokenizer gives {', '.join(tried)}, not input_ids and attention_mask")
+    return tokenizer
 
 
 @contextmanager
@@ -137,34 +155,50 @@ def _no_progress_bar() -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()
 
 
+def check_described(
+    kind: type[Any],
+    folder: Path,
+    weights: str = WEIGHTS,
+    spare: tuple[str, ...] = (),
+    schema: type[Schema] | None = None,
+) -> dict[str, Any]:
+    """Return the fields that a component's config has for `kind`, read no weight, and take no memory for any.
+
+    Raise UserError, naming the file, for a config of another class, for values that the class cannot have, and unless
+    it describes exactly the weights of the folder. The other arguments are those of `load_strictly`.
+    """
+    held = check_component(folder, weights, spare)
+    file = folder / "config.json"
+    fields = read_json(file)
+    if issubclass(kind, ModelMixin):
+        if (name := fields.get("_class_name")) != kind.__name__:
+            raise UserError(f"{file}: _class_name must be {kind.__name__}, not {name!r}")
+        checked(arguments_of(kind), fields, str(file))
+    elif schema is not None:
+        fields = declared(schema, file)
+    check_layout(kind, fields, folder, held, spare)
+    return fields
+
+
 def outline(kind: type[M], folder: Path) -> M:
     """Return the float32 model of a diffusers component without memory for its weights; buffers are computed.
 
-    Raise UserError for a component of another class.
+    Raise UserError unless its config describes such a model with exactly the weights of the folder.
     """
-    check_component(folder, WEIGHTS)
-    if (name := read_json(folder / "config.json").get("_class_name")) != kind.__name__:
-        raise UserError(f"{folder / 'config.json'}: _class_name must be {kind.__name__}, not {name!r}")
-    with init_empty_weights(include_buffers=False):
-        return kind.from_config(kind.load_config(folder))
+    fields = check_described(kind, folder)
+    with init_empty_weights(include_buffers=False), reading_config(folder / "config.json", kind.__name__):
+        return kind.from_config(fields)
 
 
 def read_weights(network: nn.Module, folder: Path, mesh: Mesh, merged: Change | None = None) -> None:
-    """Read the weights of an outline, each rank its own shards; as strict as `load_strictly`.
+    """Read the weights of an outline, each rank its own shards; all must be finite.
 
     What `merged` gives is added in float32, and the sum is rounded once to the precision of the weight. Weights that
     already have memory (of adapters) stay as they are.
     """
     _check_one_set(folder)
     inside = {key: key.replace(".base_layer.", ".") for key, weight in network.state_dict().items() if weight.is_meta}
-    held = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    spare = network._keys_to_ignore_on_load_unexpected or []
     empty = {key: weight for key, weight in network.state_dict().items() if key in inside}
-    _refuse(folder, "missing_keys", sorted(set(inside.values()) - held.keys()))
-    unexpected = sorted(held.keys() - set(inside.values()))
-    _refuse(folder, "unexpected_keys", [key for key in unexpected if not any(word in key for word in spare)])
-    shapes = {key: (held[inside[key]].size, weight.shape) for key, weight in empty.items()}
-    _refuse(folder, "mismatched_keys", [f"{inside[key]} {a} {b}" for key, (a, b) in shapes.items() if a != b])
     device = storage_device(mesh)
     weights = {key: torch.empty_like(weight, device=device) for key, weight in empty.items()}
     changed = sorted(key for key in weights if merged is not None and inside[key] in merged.changed)
@@ -211,11 +245,6 @@ def _read_sample(file: Path) -> Iterator[bytes]:
             first, end = entry["data_offsets"]
             opened.seek(start + max(first, (first + end - SAMPLE) // 2))
             yield opened.read(min(SAMPLE, end - first))
-
-
-def _refuse(folder: Path, what: str, keys: list[str]) -> None:
-    if keys:
-        raise UserError(f"{folder}: {what.replace('_', ' ')} {sorted(keys)[:5]}")
 
 
 def _check_one_set(folder: Path) -> None:

@@ -24,10 +24,15 @@ def opened(file: Path) -> Iterator[Any]:
         raise UserError(f"{file} is damaged or cut short ({error}): fetch or write it again") from error
 
 
-def check_floating(file: Path, spare: tuple[str, ...] = ()) -> None:
-    """Raise UserError, naming the tensor, unless all that do not end in one of `spare` hold floating-point numbers."""
+def floating_shapes(file: Path, spare: tuple[str, ...] = ()) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor, from the header alone.
+
+    Raise UserError, naming the tensor, unless all that do not end in one of `spare` hold floating-point numbers.
+    """
     with opened(file) as held:
-        refuse_other_types(file, held, (key for key in held.offset_keys() if not key.endswith(spare)))
+        keys = list(held.offset_keys())
+        refuse_other_types(file, held, (key for key in keys if not key.endswith(spare)))
+        return {key: tuple(held.get_slice(key).get_shape()) for key in keys}
 
 
 def refuse_other_types(file: Path, held: Any, keys: Iterable[str]) -> None:

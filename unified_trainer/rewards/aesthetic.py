@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from unified_trainer.errors import MissingFileError, UserError
 from unified_trainer.models.hub import component
-from unified_trainer.models.tensor_file import check_floating
+from unified_trainer.models.tensor_file import floating_shapes
 from unified_trainer.rewards.base import Scorer, ScorerConfig, check_path, of_images
 from unified_trainer.rewards.clip import CLIP
 from unified_trainer.rewards.own_settings import ScorerSettings, kind_of
@@ -52,7 +52,7 @@ def load_head(file: Path, width: int) -> nn.Sequential:
 
     Raise UserError for other keys or shapes.
     """
-    check_floating(file)
+    floating_shapes(file)
     tensors = load_file(file)
     numbers = sorted(int(key.split(".")[1]) for key in tensors if key.endswith(".weight") and _is_layer(key))
     expected = {f"layers.{number}.{part}" for number in numbers for part in ("weight", "bias")}

@@ -34,8 +34,8 @@ class ImageSettings(Schema):
     size: Size | dict[str, Size]
     crop_size: Size | dict[str, Size] | None = None
     resample: Literal[3] = BICUBIC
-    image_mean: Annotated[list[float], Field(min_length=3, max_length=3)]
-    image_std: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=3, max_length=3)]
+    image_mean: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=3, max_length=3)]
+    image_std: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=3, max_length=3)]
 
 
 class NetworkConfig(Schema):

@@ -8,7 +8,7 @@ from unified_trainer.errors import UserError
 from unified_trainer.ranges import Seconds
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.own_settings import ScorerSettings
-from unified_trainer.serving.http_json import exchange, is_address
+from unified_trainer.serving.http_json import check_server, exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,7 @@ class Endpoint(ScorerSettings):
 
     def check(self, config: ScorerConfig, key: str, frames: int) -> None:
         """Raise UserError, naming the key, for settings that cannot be."""
-        if not is_address(self.url):
-            raise UserError(f"{key}.settings.url must begin with http:// or https://, but is {self.url!r}")
+        check_server(self.url, self.timeout, f"{key}.settings.")
         if self.token_variable and not os.environ.get(self.token_variable):
             raise UserError(f"{key}.settings.token_variable: the environment has no {self.token_variable}")
         if config.path or config.device:

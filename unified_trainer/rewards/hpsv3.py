@@ -22,8 +22,9 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 
 from unified_trainer.errors import NotFiniteError, UserError
 from unified_trainer.input_files import read_as
-from unified_trainer.models.folder import read_pretrained, read_tokenizer
-from unified_trainer.models.tensor_file import check_floating, opened
+from unified_trainer.models.folder import read_tokenizer
+from unified_trainer.models.layout import reading_config, without_memory
+from unified_trainer.models.tensor_file import floating_shapes, opened
 from unified_trainer.rewards.base import ScorerConfig, ScorerKind, of_images
 from unified_trainer.rewards.chat_template import check_template
 from unified_trainer.rewards.hpsv3_folder import (
@@ -34,6 +35,7 @@ from unified_trainer.rewards.hpsv3_folder import (
     ImageStatistics,
     PromptSettings,
     check_folder,
+    network_config,
 )
 from unified_trainer.types import PerSample, Video
 
@@ -115,7 +117,7 @@ class Preprocessor:
         image = read_as(ImageStatistics, folder / "preprocessor_config.json")
         vision = config.vision_config
         preprocessor = cls(
-            tokenizer=read_tokenizer(Qwen2Tokenizer, folder),
+            tokenizer=read_tokenizer(Qwen2Tokenizer, folder, config.text_config.vocab_size),
             chat_template=read_as(ChatTemplate, folder / "chat_template.json").chat_template,
             instruction=settings.instruction,
             prompt_with_special_token=settings.prompt_with_special_token,
@@ -241,10 +243,9 @@ class HPSv3:
         Raise UserError, before any weight is read, when the folder is not whole or not consistent.
         """
         folder = Path(folder)
-        check_folder(folder)
-        config = read_pretrained(Qwen2VLConfig, folder)
+        config = network_config(folder)
         preprocessor = Preprocessor.load(folder, config)
-        network = skeleton(config, folder / CHECKPOINT)
+        network = skeleton(config, folder / "config.json", folder / CHECKPOINT)
         # The package casts the whole backbone, so that in bfloat16 the rotary frequencies are rounded too.
         network.visual.rotary_pos_emb = Qwen2VLVisionRotaryEmbedding(config.vision_config).to(device, dtype)
         network.model.rotary_emb = Qwen2VLRotaryEmbedding(config.text_config).to(device, dtype)
@@ -288,15 +289,16 @@ class HPSv3:
         return torch.stack([part.float().mean(0) for part in tokens.split(counts)])
 
 
-def skeleton(config: Qwen2VLConfig, checkpoint: Path) -> HPSv3Network:
+def skeleton(config: Qwen2VLConfig, config_file: Path, checkpoint: Path) -> HPSv3Network:
     """Build the network of a checkpoint without weights (meta device); raise UserError if keys or shapes differ."""
     shapes = checkpoint_shapes(checkpoint)
     heads = ("rm_head.0.weight", "rm_head.3.weight")
     absent = [key for key in heads if key not in shapes]
     if absent:
         raise UserError(f"{checkpoint}: missing {', '.join(absent)}; this is not an HPSv3 checkpoint")
-    with torch.device("meta"):
-        network = HPSv3Network(config, (shapes[heads[0]][0], shapes[heads[1]][0]))
+    widths = (shapes[heads[0]][0], shapes[heads[1]][0])
+    with reading_config(config_file, HPSv3Network.__name__):
+        network = without_memory(lambda: HPSv3Network(config, widths), 2 * len(shapes) + 2)
     wanted = {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
     problems = [f"missing {key}" for key in wanted.keys() - shapes.keys()]
     problems += [f"unexpected {key}" for key in shapes.keys() - wanted.keys() - UNUSED_KEYS]
@@ -307,16 +309,13 @@ def skeleton(config: Qwen2VLConfig, checkpoint: Path) -> HPSv3Network:
     ]
     if problems:
         shown = "; ".join(sorted(problems)[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise UserError(f"{checkpoint} does not fit its base's config.json: {shown}; import it with the right --base")
+        raise UserError(f"{checkpoint} does not fit {config_file}: {shown}; import it with the right --base")
     return network
 
 
 def checkpoint_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
     """Read the shape of every key from the header of a safetensors file."""
-    check_floating(checkpoint)
-    with opened(checkpoint) as file:
-        keys = file.keys()
-        return {key: tuple(file.get_slice(key).get_shape()) for key in keys}
+    return floating_shapes(checkpoint)
 
 
 def fit(height: int, width: int, pixels: int, multiple: int) -> tuple[int, int]:

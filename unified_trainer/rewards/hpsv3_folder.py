@@ -5,9 +5,11 @@ from string import Formatter
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
+from transformers import Qwen2VLConfig
 
 from unified_trainer.errors import MissingFileError
-from unified_trainer.input_files import Schema, read_as, read_json
+from unified_trainer.input_files import Schema, declared, read_as, read_json
+from unified_trainer.models.layout import reading_config
 
 REWARD_TOKEN = "<|Reward|>"
 CHECKPOINT = "HPSv3.safetensors"
@@ -54,8 +56,14 @@ class PromptSettings(Schema):
 class ImageStatistics(Schema):
     """preprocessor_config.json: mean and deviation of the channels of images in [0, 1]."""
 
-    image_mean: Annotated[list[float], Field(min_length=3, max_length=3)]
-    image_std: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=3, max_length=3)]
+    image_mean: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=3, max_length=3)]
+    image_std: Annotated[list[Annotated[float, Field(gt=0, le=1)]], Field(min_length=3, max_length=3)]
+
+
+class TokenizerSettings(Schema):
+    """tokenizer_config.json, as far as it changes the tokens of a text."""
+
+    add_prefix_space: Literal[False] | None = None
 
 
 class ChatTemplate(Schema):
@@ -68,7 +76,15 @@ class Rope(Schema):
     """Rotary embeddings of the text model, in three sections."""
 
     mrope_section: Annotated[list[Size], Field(min_length=3, max_length=3)]
-    rope_theta: float = Field(gt=0)
+    rope_theta: float = Field(ge=100, le=1e9)
+    rope_type: Literal["default"] = "default"
+
+
+class VisionRope(Schema):
+    """Rotary embeddings of the vision model."""
+
+    rope_theta: float = Field(10000.0, ge=100, le=1e9)
+    rope_type: Literal["axial"] = "axial"
 
 
 class TextConfig(Schema):
@@ -83,6 +99,9 @@ class TextConfig(Schema):
     rms_norm_eps: float = Field(gt=0, lt=1)
     hidden_act: Literal["silu"] = "silu"
     rope_parameters: Rope
+    max_position_embeddings: Size = 32768
+    use_sliding_window: Literal[False] | None = None  # HPSv3 attends to everything before a token
+    layer_types: list[Literal["full_attention"]] | None = None
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -92,6 +111,11 @@ class TextConfig(Schema):
         ):
             if whole % part:
                 raise ValueError(f"text_config.{name} is {whole}, and no multiple of the {part} heads")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"text_config.layer_types has {len(self.layer_types)} layers, but num_hidden_layers is "
+                f"{self.num_hidden_layers}"
+            )
         head, sections = self.hidden_size // self.num_attention_heads, sum(self.rope_parameters.mrope_section)
         if 2 * sections != head:
             raise ValueError(f"text_config.rope_parameters.mrope_section sums to {sections}, expected {head // 2}")
@@ -110,6 +134,8 @@ class VisionConfig(Schema):
     patch_size: int = Field(ge=1, le=256)
     spatial_merge_size: int = Field(ge=1, le=16)
     temporal_patch_size: int = Field(ge=1, le=16)
+    mlp_ratio: int = Field(4, ge=1, le=64)
+    rope_parameters: VisionRope | None = None
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -146,6 +172,17 @@ class NetworkConfig(Schema):
         return self
 
 
+def network_config(folder: Path) -> Qwen2VLConfig:
+    """Return the config of a folder's network: of config.json, the fields that are declared here and no others.
+
+    Raise UserError, naming file and field, for a folder that `import-hpsv3` cannot have written.
+    """
+    check_folder(folder)
+    fields = declared(NetworkConfig, folder / "config.json")
+    with reading_config(folder / "config.json", Qwen2VLConfig.__name__):
+        return Qwen2VLConfig.from_dict(fields)
+
+
 def check_folder(folder: Path) -> None:
     """Raise UserError, naming file and field, for a folder that `import-hpsv3` cannot have written."""
     missing = [name for name in FOLDER_FILES if not (folder / name).is_file()]
@@ -156,4 +193,5 @@ def check_folder(folder: Path) -> None:
         )
     for name in FOLDER_FILES[:-1]:
         read_json(folder / name)  # a damaged file is named here, and not by transformers
+    read_as(TokenizerSettings, folder / "tokenizer_config.json")
     read_as(NetworkConfig, folder / "config.json")

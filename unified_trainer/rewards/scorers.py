@@ -2,7 +2,7 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -120,18 +120,19 @@ def load_scorers(config: RewardConfig, device: torch.device) -> tuple[dict[str, 
     return scorers, features
 
 
-def check_prompts(config: RewardConfig, prompts: Iterable[tuple[str, str]]) -> None:
-    """Raise UserError for a prompt with a special token of a scorer; each prompt has its place, for the message.
+def check_prompts(config: RewardConfig, *sources: tuple[Sequence[str], Callable[[int], str]]) -> None:
+    """Raise UserError for a prompt with a special token of a scorer.
 
-    Tokenizers are read, but no weights.
+    Each source is prompts, and a function that gives the place of one by its number, for the message. Tokenizers are
+    read, but no weights.
     """
-    placed = list(prompts)
-    for name, part in config.named().items() if placed else ():
+    for name, part in config.named().items() if any(prompts for prompts, _ in sources) else ():
         kind = scorer_kind(part, config.key(name), config.timeout)
         tokens = kind.special_tokens(_with_files(part, config.key(name), kind)) if kind.special_tokens else ()
-        for place, prompt in placed:
-            if found := next((token for token in tokens if token in prompt), None):
-                raise UserError(f"{place} holds {found}, a special token of the scorer {name}: remove it")
+        for prompts, place in sources:
+            for number, prompt in enumerate(prompts):
+                if found := next((token for token in tokens if token in prompt), None):
+                    raise UserError(f"{place(number)} holds {found}, a special token of the scorer {name}: remove it")
 
 
 def _with_files(part: ScorerConfig, key: str, kind: ScorerKind) -> ScorerConfig:

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from unified_trainer.errors import UserError
+from unified_trainer.ranges import Seconds, range_of, reason
 
 MAY_PASS = (408, 429)  # timeout and too many requests: the only codes below 500 that another request may not get
 SHOWN = 2000  # characters of a server's message that an error repeats
@@ -44,7 +45,10 @@ def exchange(url: str, path: str, body: dict[str, Any] | None = None, *, timeout
         raise UserError(f"{address} answered with no JSON: {text[:SHOWN].decode(errors='replace')!r}") from error
 
 
-def is_address(url: str) -> bool:
-    """Return whether a text begins with http:// or https:// and names a host."""
+def check_server(url: str, timeout: float, prefix: str = "") -> None:
+    """Raise UserError unless `exchange` can take these; `prefix` stands before their names in the message."""
     parts = urlsplit(url)
-    return parts.scheme in ("http", "https") and bool(parts.netloc)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UserError(f"{prefix}url must begin with http:// or https://, but is {url!r}")
+    if why := reason(range_of(Seconds), timeout):
+        raise UserError(f"{prefix}timeout {why}")

@@ -1,6 +1,5 @@
 """A student behind an HTTP server, such as that of the command serve: its videos, asked for from Python."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 
 from unified_trainer.errors import UserError
-from unified_trainer.serving.http_json import exchange, is_address
+from unified_trainer.serving.http_json import check_server, exchange
 from unified_trainer.serving.video_json import PROTOCOL, Encoding, from_json
 from unified_trainer.types import Video
 
@@ -26,10 +25,7 @@ class RemoteStudent:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        if not is_address(self.url):
-            raise UserError(f"url must begin with http:// or https://, but is {self.url!r}")
-        if not (self.timeout > 0 and math.isfinite(self.timeout)):
-            raise UserError(f"timeout must be a number of seconds above 0, but is {self.timeout:g}")
+        check_server(self.url, self.timeout)
 
     def sample(self, prompts: Sequence[str], *, seed: int = 0, batch: int = 8) -> Video:
         """Return a video of each prompt, in [0, 1], `[n, 3, frames, height, width]`, on the CPU.

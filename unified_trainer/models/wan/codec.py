@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderMode
 from unified_trainer.errors import UserError
 from unified_trainer.input_files import read_as
 from unified_trainer.models.encoders import DTYPES, EncoderConfig, FrozenNetwork
-from unified_trainer.models.folder import check_component, fingerprint, load_strictly, read_tokenizer
+from unified_trainer.models.folder import check_described, fingerprint, load_strictly, read_tokenizer
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
-from unified_trainer.models.wan.configs import TextEncoderConfig, TokenizerConfig, vae_outline
+from unified_trainer.models.wan.configs import TextEncoderConfig, vae_outline
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.suggestions import multiples_near
 from unified_trainer.types import Latents, Video
@@ -72,21 +72,19 @@ class WanCodec:
 
         The text encoder is read when a prompt has no embedding yet.
         """
-        read_as(TextEncoderConfig, folder / "text_encoder" / "config.json")
-        check_component(folder / "text_encoder", "model")
-        if (settings := folder / "tokenizer" / "tokenizer_config.json").is_file():
-            read_as(TokenizerConfig, settings)
+        embedded = read_as(TextEncoderConfig, folder / "text_encoder" / "config.json").vocab_size
+        check_described(UMT5EncoderModel, folder / "text_encoder", "model", schema=TextEncoderConfig)
 
         def text_encoder() -> UMT5EncoderModel:
-            dtype = DTYPES[config.text_precision]
-            return load_strictly(UMT5EncoderModel, folder / "text_encoder", "model", dtype=dtype)
+            how = {"dtype": DTYPES[config.text_precision], "schema": TextEncoderConfig}
+            return load_strictly(UMT5EncoderModel, folder / "text_encoder", "model", **how)
 
         def vae() -> AutoencoderKLWan:
             return load_strictly(AutoencoderKLWan, folder / "vae", dtype=DTYPES[config.vae_precision])
 
         codec = cls(
             folder,
-            read_tokenizer(AutoTokenizer, folder / "tokenizer"),
+            read_tokenizer(AutoTokenizer, folder / "tokenizer", embedded),
             FrozenNetwork(text_encoder, device, offload=config.offload),
             FrozenNetwork(vae, device, offload=config.offload),
             device,

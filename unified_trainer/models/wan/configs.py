@@ -43,7 +43,8 @@ class TransformerConfig(Schema):
     eps: float = Field(1e-6, gt=0, lt=1)
     image_dim: Size | None = None
     added_kv_proj_dim: Size | None = None
-    rope_max_seq_len: Size = 1024
+    rope_max_seq_len: int = Field(1024, ge=1, le=2**16)  # rows of a table in memory
+    pos_embed_seq_len: Size | None = None  # positions of an image condition
 
     @model_validator(mode="after")
     def _velocities_have_the_latents_shape(self) -> Self:
@@ -62,11 +63,14 @@ class VAEConfig(Schema):
     base_dim: Size = 96
     decoder_base_dim: Size | None = None
     z_dim: Size = 16
-    dim_mult: Annotated[list[Size], Field(min_length=1)] = [1, 2, 4, 4]  # noqa: RUF012 - pydantic copies it
+    dim_mult: Annotated[list[Size], Field(min_length=1, max_length=8)] = [1, 2, 4, 4]  # noqa: RUF012 - pydantic copies
     num_res_blocks: Layers = 2
-    temperal_downsample: list[bool] | None = None
-    latents_mean: list[float] | None = None
-    latents_std: list[Annotated[float, Field(gt=0)]] | None = None
+    attn_scales: list[float] = []  # noqa: RUF012
+    temperal_downsample: list[bool] = [False, True, True]  # noqa: RUF012
+    dropout: float = Field(0.0, ge=0, lt=1)  # a frozen VAE has none
+    latents_mean: list[Annotated[float, Field(ge=-1000, le=1000)]] = [0.0] * 16  # the class has other numbers
+    latents_std: list[Annotated[float, Field(gt=0, le=1000)]] = [1.0] * 16
+    is_residual: bool = False
     in_channels: Size = 3
     out_channels: Size = 3
     patch_size: Size | None = None
@@ -75,15 +79,27 @@ class VAEConfig(Schema):
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> Self:
-        for name, values in (("latents_mean", self.latents_mean), ("latents_std", self.latents_std)):
-            held = 16 if values is None else len(values)  # numbers that the class has by default
+        for name, held in (("latents_mean", len(self.latents_mean)), ("latents_std", len(self.latents_std))):
             if held != self.z_dim:
                 raise ValueError(f"{name} must have a number for each of the {self.z_dim} channels (z_dim), not {held}")
-        if self.temperal_downsample is not None and len(self.temperal_downsample) != len(self.dim_mult) - 1:
+        if len(self.temperal_downsample) != len(self.dim_mult) - 1:
             raise ValueError(
                 f"temperal_downsample must have one value less than dim_mult, {len(self.dim_mult) - 1}, not "
                 f"{len(self.temperal_downsample)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        patch = self.patch_size or 1
+        for name, value, wanted, of in (
+            ("in_channels", self.in_channels, 3 * patch**2, f"patches of {patch} x {patch} pixels"),
+            ("out_channels", self.out_channels, 3 * patch**2, f"patches of {patch} x {patch} pixels"),
+            ("scale_factor_spatial", self.scale_factor_spatial, patch * 2 ** (len(self.dim_mult) - 1), "dim_mult"),
+            ("scale_factor_temporal", self.scale_factor_temporal, 2 ** sum(self.temperal_downsample), "its layers"),
+        ):
+            if value != wanted:
+                raise ValueError(f"{name} is {value}, but by {of} it is {wanted}")
         return self
 
 
@@ -102,12 +118,6 @@ class TextEncoderConfig(Schema):
     relative_attention_max_distance: Size = 128
     dropout_rate: float = Field(0.1, ge=0, lt=1)
     layer_norm_epsilon: float = Field(1e-6, gt=0, lt=1)
-
-
-class TokenizerConfig(Schema):
-    """tokenizer_config.json, as far as it bounds a prompt."""
-
-    model_max_length: float | None = Field(None, ge=1)
 
 
 def transformer_config(folder: Path, component: str = EXPERTS[0]) -> TransformerConfig:

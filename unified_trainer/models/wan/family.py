@@ -26,8 +26,16 @@ def latent_shape_of(folder: Path, frames: int, height: int, width: int) -> tuple
 
 def patched_latent_shape(folder: Path, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
     """Return the shape of a video's latents, from configs; UserError unless the transformer's patches divide it."""
-    _, *patch = transformer_config(folder).patch_size  # all Wan transformers take latent frames one by one
-    return latent_shape(vae_outline(folder), frames, height, width, tuple(patch))
+    config = transformer_config(folder)
+    _, *patch = config.patch_size  # all Wan transformers take latent frames one by one
+    shape = latent_shape(vae_outline(folder), frames, height, width, tuple(patch))
+    longest = max(size // part for size, part in zip(shape[1:], config.patch_size, strict=True))
+    if longest > config.rope_max_seq_len:
+        raise UserError(
+            f"{folder / EXPERTS[0] / 'config.json'}: rope_max_seq_len is {config.rope_max_seq_len}, but a video of "
+            f"{frames} x {height} x {width} has {longest} tokens along one axis: take a smaller video"
+        )
+    return shape
 
 
 def tokens(folder: Path, latent_shape: tuple[int, int, int, int]) -> int:
