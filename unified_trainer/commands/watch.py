@@ -31,4 +31,4 @@ def watch(
     count = len(pages.watch.runs())
     if not count:
         raise MissingFileError(f"watch {folder}: no run directory below it; start a run first or name another folder")
-    serve_pages(host, port, pages, lambda address: f"{count} runs at {address}, until Ctrl-C")
+    serve_pages(host, port, pages, lambda address: f"{count} run{'s' if count > 1 else ''} at {address}, until Ctrl-C")

@@ -1,6 +1,5 @@
 """The list of runs as a page shows it: state, step, last values and small curves."""
 
-import itertools
 import math
 import time
 from collections import Counter
@@ -10,9 +9,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from unified_trainer.reporting.run_folder import Curve, RunFolderUnreadableError, RunRecord
+from unified_trainer.reporting.run_folder import RunFolderUnreadableError, RunRecord
 from unified_trainer.reporting.run_watch import RunWatch, signature_of
 from unified_trainer.reporting.status import status_of
+from unified_trainer.tracking.live_curves import means
 from unified_trainer.tracking.tracker import SHOWN, VALIDATED
 
 READING = 2.0  # seconds that one list may take: further runs come with the next
@@ -111,7 +111,8 @@ def _unread(name: str) -> RunRow:
 def _spark(run: RunRecord, name: str, short: str) -> Spark | None:
     """Return the small curve of a metric; None if the run has no finite value of it."""
     curve = run.curves.get(name)
-    values = means(curve) if curve else []
+    finite = [value for value in curve.values if math.isfinite(value)] if curve else []
+    values = means(finite, POINTS)
     if curve is None or not values:
         return None
     low, high = min(values), max(values)
@@ -121,11 +122,3 @@ def _spark(run: RunRecord, name: str, short: str) -> Spark | None:
     if len(places) == 1 or high == low:
         places = [(0.0, HEIGHT / 2), (WIDTH, HEIGHT / 2)]
     return Spark(name, short, curve.values[-1], low, high, " ".join(f"{x:.1f},{y:.1f}" for x, y in places))
-
-
-def means(curve: Curve) -> list[float]:
-    """Return the means of POINTS equal parts of a curve, or its values if they are fewer; none but finite ones."""
-    values = [value for value in curve.values if math.isfinite(value)]
-    parts = min(POINTS, len(values))
-    edges = [i * len(values) // parts for i in range(parts + 1)] if parts else []
-    return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
