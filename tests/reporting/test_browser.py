@@ -122,7 +122,7 @@ def test_the_page_runs_no_text_of_users(browser, tmp_path):
 @pytest.fixture
 def live(tmp_path) -> Iterator[tuple[str, Path]]:
     """The address of live pages of two runs, renewed every second, and the directory of the first one."""
-    run = make_run(tmp_path / "runs" / "one")
+    run = make_run(tmp_path / "runs" / "one", "--steps", "20")
     make_run(tmp_path / "runs" / "two", videos=0)
     pages = LivePages(tmp_path / "runs", 1.0)
     with open_port("127.0.0.1", 0) as listener, serving_pages(listener, "127.0.0.1", pages) as address:
@@ -145,13 +145,13 @@ def test_the_list_of_runs_follows_them(browser, live):
     address, run = live
     browser.get(address)
     states = "[...document.querySelectorAll('#runs .state')].map((one) => one.textContent).join()"
-    assert browser.execute_script(f"return {states}") == "finished,finished"
+    assert browser.execute_script(f"return {states}") == "stopped,finished"
     assert browser.execute_script("return document.querySelectorAll('#runs .spark polyline').length") == 8
     browser.execute_script("document.querySelector('#runs input').click()")
     append(run, training_row(STEPS + 1, reward=9.0))
     until(browser, f"{states} === 'failed,finished'")
     row = browser.execute_script("return document.querySelector('#runs tr').textContent")
-    assert "11 / 10" in row and "9" in row and "ago" in row
+    assert "11 / 20" in row and "9" in row and "ago" in row
     assert browser.execute_script("return document.querySelector('#runs input').checked")
     browser.execute_script("document.querySelectorAll('#runs input')[1].click()")
     browser.execute_script("document.getElementById('compare').click()")

@@ -64,7 +64,7 @@ def still(tmp_path_factory) -> Iterator[Site]:
 @pytest.fixture
 def site(tmp_path) -> Iterator[Site]:
     """Runs that the test changes."""
-    make_run(tmp_path / "runs" / "one", videos=0)
+    make_run(tmp_path / "runs" / "one", "--steps", "20", videos=0)
     make_run(tmp_path / "runs" / "other", videos=0)
     yield from served(tmp_path / "runs")
 
@@ -166,11 +166,13 @@ def test_a_page_that_did_not_change_is_not_sent_again(still):
 
 def test_a_run_that_goes_on_has_new_values_and_is_read_from_where_it_grew(site):
     before = site.ask("/run?name=one")[0].headers["ETag"]
+    assert '<span class="state stopped">' in row_of(site, "one")
     with (site.root / "one" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(training_row(STEPS + 1, reward=7.0)) + '\n{"step": 12, "train/rew')
     answer, page = site.ask("/run?name=one")
     assert answer.headers["ETag"] != before and f"step {STEPS + 1} of" in page
-    assert "11 / 10" in row_of(site, "one") and '<span class="state failed">' in row_of(site, "one")
+    row = row_of(site, "one")
+    assert "11 / 20" in row and '<span class="state failed">' in row  # a step after the last checkpoint is lost
     traces = {t["label"]: t for g in json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])["groups"]
               for chart in g["charts"] for t in chart["traces"]}  # fmt: skip
     assert traces["reward"]["values"][-1] == 7.0 and traces["reward"]["steps"][-1] == STEPS + 1
@@ -196,7 +198,7 @@ def test_a_run_that_breaks_or_goes_is_said_and_the_others_stay(site):
 
 def test_pages_are_whole_while_a_run_is_written_and_removed(site):
     """A thread writes a run line by line, half lines too, and removes it, while pages of it are asked for."""
-    end = time.monotonic() + 1.5
+    end, pause = time.monotonic() + 1.5, threading.Event()
     lines = [json.dumps(row) + "\n" for row in metric_rows()]
 
     def write() -> None:
@@ -206,6 +208,7 @@ def test_pages_are_whole_while_a_run_is_written_and_removed(site):
                 for line in lines:
                     file.write(line[:20])
                     file.flush()
+                    pause.wait(0.02)
                     file.write(line[20:])
             shutil.rmtree(folder)
 
