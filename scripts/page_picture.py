@@ -1,4 +1,4 @@
-"""This script takes a picture of a page in headless Chromium.
+"""This script takes a picture of a page in headless Chromium, of 256 colors.
 
 python scripts/page_picture.py PAGE OUT.png [--section ID] [--find TEXT] [--height PIXELS]
 """
@@ -14,7 +14,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.wait import WebDriverWait
 
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
-SECONDS = 60
+SECONDS = 240
 DRAWN = """
 const videos = [...document.querySelectorAll("video")].filter((one) => one.dataset.wanted !== undefined);
 const plots = [...document.querySelectorAll(".chart")].filter((one) => one.getBoundingClientRect().top < innerHeight
@@ -58,7 +58,8 @@ def main(
                 "document.getElementById(arguments[0]).scrollIntoView({behavior: 'instant'})", section
             )
         WebDriverWait(browser, SECONDS).until(lambda one: one.execute_script(DRAWN))
-        Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB").save(out, optimize=True)
+        shot = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
+        shot.quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(out, optimize=True)
     finally:
         browser.quit()
 

@@ -120,13 +120,15 @@ def test_the_page_runs_no_text_of_users(browser, tmp_path):
 
 
 @pytest.fixture
-def live(tmp_path) -> Iterator[tuple[str, Path]]:
+def live(browser, tmp_path) -> Iterator[tuple[str, Path]]:
     """The address of live pages of two runs, renewed every second, and the directory of the first one."""
     run = make_run(tmp_path / "runs" / "one", "--steps", "20")
     make_run(tmp_path / "runs" / "two", videos=0)
     pages = LivePages(tmp_path / "runs", 1.0)
     with open_port("127.0.0.1", 0) as listener, serving_pages(listener, "127.0.0.1", pages) as address:
         yield address, run
+        browser.get("about:blank")  # a page that is open would go on asking
+        errors(browser)
 
 
 def append(run: Path, *rows: dict) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from unified_trainer.errors import UserError
@@ -89,7 +90,7 @@ class _Server(ThreadingHTTPServer):
         socketserver.BaseServer.__init__(self, listener.getsockname(), _Handler)
         self.socket, self.names, self.answering = listener, names, answering
 
-    def handle_error(self, request: object, client_address: object) -> None:
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a client that went away; other exceptions show their traceback."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
