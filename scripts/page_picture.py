@@ -16,10 +16,9 @@ from selenium.webdriver.support.wait import WebDriverWait
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 SECONDS = 240
 DRAWN = """
-const videos = [...document.querySelectorAll("video")].filter((one) => one.dataset.wanted !== undefined);
-const plots = [...document.querySelectorAll(".chart")].filter((one) => one.getBoundingClientRect().top < innerHeight
-  && one.getBoundingClientRect().bottom > 0 && !one.hidden);
-return videos.every((one) => one.currentTime > 0.4) && plots.every((one) => one.querySelector(".main-svg"));
+const box = (one) => one.getBoundingClientRect(), seen = (one) => box(one).top < innerHeight && box(one).bottom > 0;
+return [...document.querySelectorAll("video")].filter(seen).every((one) => one.currentTime > 0.4)
+  && [...document.querySelectorAll(".chart")].filter(seen).every((one) => one.querySelector(".main-svg"));
 """
 
 

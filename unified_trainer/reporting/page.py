@@ -37,7 +37,7 @@ INLINE = (  # of a file, which asks for nothing
 
 @dataclass(frozen=True)
 class Frame:
-    """What surrounds a page: scripts inside it or beside it, and what it may load."""
+    """The surroundings of a page: scripts inside it or beside it, and the policy of what it may load."""
 
     policy: str  # content security policy
     scripts: tuple[Markup, ...]  # elements, in order

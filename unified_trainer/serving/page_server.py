@@ -44,7 +44,7 @@ class RefusedError(UserError):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request gets; `tag` changes with the body, which is made unless the asker has that tag."""
+    """An answer to a request; `tag` changes with the body, which is made unless the asker has that tag."""
 
     tag: str
     body: Callable[[], bytes]
