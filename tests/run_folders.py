@@ -11,7 +11,12 @@ from unified_trainer.cli.command_line import parse
 from unified_trainer.data.video_files import write_mp4
 
 STEPS = 10
-PROMPTS = ("a red circle moving left", "</script><script>document.title='broken'</script>", "\u202e\u05d0 & <b>", "d\u2028e")
+PROMPTS = (
+    "a red circle moving left",
+    "</script><script>document.title='broken'</script>",
+    "\u202e\u05d0 & <b>",
+    "\u2028e",
+)
 
 
 def write_lines(file: Path, rows: list[dict]) -> None:
