@@ -11,11 +11,16 @@ from unified_trainer.cli.command_line import parse
 from unified_trainer.data.video_files import write_mp4
 
 STEPS = 10
-PROMPTS = ("a red circle moving left", "</script><script>document.title='broken'</script>", "\u202e\u05d0 & <b>", "d")
+PROMPTS = (
+    "a red circle moving left",
+    "</script><script>document.title='broken'</script>",
+    "\u202e\u05d0 & <b>",
+    "\u2028e",
+)
 
 
 def write_lines(file: Path, rows: list[dict]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def training_row(step: int, **more: float) -> dict:

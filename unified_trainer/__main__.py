@@ -19,6 +19,7 @@ from unified_trainer.commands.score import score
 from unified_trainer.commands.serve import serve
 from unified_trainer.commands.serve_reward import serve_reward
 from unified_trainer.commands.train import train
+from unified_trainer.commands.watch import watch
 from unified_trainer.errors import UserError
 from unified_trainer.exit_codes import end, exit_code
 from unified_trainer.parallel.meeting import meeting
@@ -38,6 +39,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "score": score,
     "serve": serve,
     "serve-reward": serve_reward,
+    "watch": watch,
 }
 WIDEST = 120  # columns of a help page
 HELP = {"-h", "--help", "--help-all"}

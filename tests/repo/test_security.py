@@ -18,6 +18,8 @@ CONNECTED = {
     "commands/push.py": "Hugging Face hub",
     "models/hub.py": "Hugging Face hub",
     "serving/http_json.py": "over HTTP",
+    "serving/listening.py": "as a socket",
+    "serving/page_server.py": "web server",
     "serving/web_server.py": "web server",
     "engine/launch.py": "on Ray",
     "rewards/scorer_process.py": "in a process with a Python",

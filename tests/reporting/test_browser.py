@@ -1,17 +1,21 @@
-"""The page in Chromium: it opens without an error, videos play, and slider, charts and filter react.
+"""Pages in Chromium: they open without an error, videos play, slider, charts and filter react, live ones follow runs.
 
 It needs the Debian packages chromium and chromium-driver, and is skipped without them.
 """
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_folders import STEPS, make_run, metric_rows, training_row
+from run_folders import STEPS, make_run, metric_rows, sample_row, training_row, write_lines
 
 from unified_trainer.__main__ import main
+from unified_trainer.reporting.live import LivePages
+from unified_trainer.serving.listening import open_port
+from unified_trainer.serving.page_server import serving_pages
 
 pytestmark = [
     pytest.mark.slow,
@@ -113,3 +117,85 @@ def test_the_page_runs_no_text_of_users(browser, tmp_path):
     opened(browser, tmp_path, make_run(tmp_path / "run"))
     assert browser.title == "run: report"  # a prompt holds a script that sets it
     assert errors(browser) == []
+
+
+@pytest.fixture
+def live(browser, tmp_path) -> Iterator[tuple[str, Path]]:
+    """The address of live pages of two runs, renewed every second, and the directory of the first one."""
+    run = make_run(tmp_path / "runs" / "one", "--steps", "20")
+    make_run(tmp_path / "runs" / "two", videos=0)
+    pages = LivePages(tmp_path / "runs", 1.0)
+    with open_port("127.0.0.1", 0) as listener, serving_pages(listener, "127.0.0.1", pages) as address:
+        yield address, run
+        browser.get("about:blank")  # a page that is open would go on asking
+        errors(browser)
+
+
+def append(run: Path, *rows: dict) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def validated(run: Path, step: int) -> None:
+    """Add a validation with the videos of the last one."""
+    folder = run / "validation" / f"step_{step}"
+    shutil.copytree(run / "validation" / f"step_{STEPS}", folder)
+    write_lines(folder / "samples.jsonl", [sample_row(i, step, i < 2) for i in range(4)])
+
+
+def test_the_list_of_runs_follows_them(browser, live):
+    address, run = live
+    browser.get(address)
+    states = "[...document.querySelectorAll('#runs .state')].map((one) => one.textContent).join()"
+    assert browser.execute_script(f"return {states}") == "stopped,finished"
+    assert browser.execute_script("return document.querySelectorAll('#runs .spark polyline').length") == 8
+    browser.execute_script("document.querySelector('#runs input').click()")
+    append(run, training_row(STEPS + 1, reward=9.0))
+    until(browser, f"{states} === 'failed,finished'")
+    row = browser.execute_script("return document.querySelector('#runs tr').textContent")
+    assert "11 / 20" in row and "9" in row and "ago" in row
+    assert browser.execute_script("return document.querySelector('#runs input').checked")
+    browser.execute_script("document.querySelectorAll('#runs input')[1].click()")
+    browser.execute_script("document.getElementById('compare').click()")
+    until(browser, "document.title === 'one, two: report'")
+    assert errors(browser) == []
+
+
+def test_the_page_of_a_run_follows_it_and_keeps_the_place(browser, live):
+    address, run = live
+    browser.get(f"{address}/run?name=one")
+    video = "document.querySelector('#sample-rows figure:nth-child(2) video')"
+    browser.execute_script("document.getElementById('samples').scrollIntoView({behavior: 'instant'})")
+    until(browser, f"{video}.currentTime > 0.1 && {video}.videoWidth === 64")
+    enter(browser, "step-slider", "0")
+    enter(browser, "smoothing", "0.2")
+    browser.execute_script("document.getElementById('curves').scrollIntoView({behavior: 'instant'})")
+    plot = "charts.find((one) => one.chart.title === 'reward').plot"
+    until(browser, f"{plot}.data && {plot}.data[0].x.at(-1) === arguments[0]", STEPS)
+    height = "document.getElementById('overview').offsetHeight"
+    top = "document.getElementById('curves').getBoundingClientRect().top"
+    before = browser.execute_script(f"return [{height}, {top}]")
+    append(run, training_row(STEPS + 1), training_row(STEPS + 2, reward=9.0, skipped_updates=3.0, mine=1.0))
+    validated(run, STEPS + 2)
+    until(browser, f"{plot}.data[0].x.at(-1) === arguments[0] && {plot}.data[0].y.at(-1) === 9", STEPS + 2)
+    slider = "document.getElementById('step-slider')"
+    until(browser, f"{slider}.max === '2'")
+    assert browser.execute_script(f"return [{slider}.value, document.getElementById('step-shown').textContent]") == [
+        "0",
+        "step 0",
+    ]
+    after = browser.execute_script(f"return [{height}, {top}]")
+    assert after[0] > before[0] and abs(after[1] - before[1]) < 2  # a table above grew, and the reader sees the same
+    assert browser.execute_script("return options.smoothing") == 0.2
+    assert browser.execute_script("return charts.some((one) => one.chart.title === 'mine')")
+    enter(browser, "step-slider", "2")  # the last one: now it follows
+    append(run, training_row(STEPS + 3))
+    validated(run, STEPS + 3)
+    until(browser, "document.getElementById('step-shown').textContent === arguments[0]", f"step {STEPS + 3}")
+    browser.execute_script("document.getElementById('samples').scrollIntoView({behavior: 'instant'})")
+    until(browser, f"{video}.currentTime > 0.1 && !{video}.error")
+    assert errors(browser) == []
+    shutil.rmtree(run)
+    until(browser, "document.getElementById('renewed').textContent.startsWith('no run one is here now')")
+    assert browser.execute_script(f"return {plot}.data[0].x.length") == STEPS + 3  # what was shown stays
+    assert all("404" in message for message in errors(browser))

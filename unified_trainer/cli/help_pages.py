@@ -38,6 +38,7 @@ COMMON = (
     "checkpoint_every",
     "validate_every",
     "report",
+    "live",
     "prompts",
     "sampler.num_steps",
     "sampler.shift",

@@ -8,9 +8,11 @@ import tyro
 from unified_trainer.build import cache_memory
 from unified_trainer.checkpoint.manifest import Spec
 from unified_trainer.commands.load_run import LoadedRole, load_role
+from unified_trainer.errors import UserError
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.ranges import Count, Port, at_least
+from unified_trainer.reporting.run_folder import find_runs, is_run
 
 
 def serve(
@@ -23,6 +25,8 @@ def serve(
     base: Path | None = None,
 ) -> None:
     """Serve videos of the student, generated with the sampler and the size of its run, until SIGTERM or Ctrl-C.
+
+    The pages of runs are served by watch.
 
     Args:
         run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
@@ -37,6 +41,10 @@ def serve(
     from unified_trainer.serving.web_server import Service, serve_until_stopped
 
     folder, _, ema = Spec.of(run)
+    if folder.is_dir() and not is_run(folder) and find_runs(folder):
+        raise UserError(
+            f"serve {run}: it holds runs, but serve generates videos of one: name it, or see all with watch {run}"
+        )
 
     def load() -> Service:
         loaded = load_role(run, "student", base, Mesh.alone(device), causal=True)

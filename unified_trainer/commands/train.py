@@ -107,6 +107,7 @@ def open_tracker(begun: "Begun", mesh: Mesh) -> Tracker:
             begun.start,
             mesh.is_main,
             validated=not (pending and begun.built.validation is not None),
+            live=run.live,
         )
 
 

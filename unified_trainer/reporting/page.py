@@ -1,26 +1,27 @@
 """A report: one HTML file of one or several runs that a browser opens from disk, without a network."""
 
+import functools
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from unified_trainer.errors import OutputExistsError, UserError
 from unified_trainer.reporting.charts import chart_groups, finite
-from unified_trainer.reporting.differences import differing, last_metrics, settings_of_run
+from unified_trainer.reporting.differences import Settings, differing, last_metrics, settings_of_run
 from unified_trainer.reporting.healthy import departures
 from unified_trainer.reporting.rewards_and_time import phase_times, reward_parts
 from unified_trainer.reporting.run_folder import RunRecord, read_run, read_validations
 from unified_trainer.reporting.sample_videos import SampleVideos
 from unified_trainer.reporting.status import best_of, status_of
-from unified_trainer.reporting.videos import VideoFormat
+from unified_trainer.reporting.videos import VideoFormat, data_uri
 
 MEGABYTE = 10**6
 VIDEO_MEGABYTES = 20.0  # of a page, unless asked otherwise
@@ -29,6 +30,20 @@ MARK = '<meta name="generator" content="unified-trainer report">'
 HEADLINES = ("reward", "accuracy", "frechet")  # validation metrics at the top
 SCRIPTS = ("curves.js", "samples.js")
 TEMPLATE, STYLE = "report.html", "report.css"
+INLINE = (  # of a file, which asks for nothing
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; media-src blob:"
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The surroundings of a page: scripts inside it or beside it, and the policy of what it may load."""
+
+    policy: str  # content security policy
+    scripts: tuple[Markup, ...]  # elements, in order
+    renewed_every: float | None = None  # seconds; None for a page that stays as it was written
+    most_points: int | None = None  # of a curve, about
+    settings: Callable[[RunRecord], Settings] = settings_of_run
 
 
 @dataclass(frozen=True)
@@ -52,11 +67,12 @@ def write_report(
         raise UserError(f"--video-megabytes must not be negative, but is {video_megabytes}")
     names = _distinct_names(folders)
     runs = [read_run(folder) for folder in folders]
-    text, samples = render(runs, names, form, int(video_megabytes * MEGABYTE / BASE64))
+    samples = SampleVideos(lambda file: data_uri(file, form))
+    text = render(runs, names, samples, int(video_megabytes * MEGABYTE / BASE64), _in_a_file())
     building = out.with_suffix(".tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        building.write_text(text, encoding="utf-8")
+        building.write_text(text, encoding="utf-8", errors="replace")  # of a name that is not UTF-8
         building.replace(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); choose another --out") from error
@@ -73,29 +89,57 @@ def check_out(out: Path) -> None:
         raise OutputExistsError(f"--out {out} exists and is no report; choose another file or remove it")
 
 
-def render(runs: Sequence[RunRecord], names: Sequence[str], form: VideoFormat, limit: int) -> tuple[str, SampleVideos]:
-    """Return the page, and what it shows of samples; `limit` bounds the videos in bytes, before they are text."""
+def render(
+    runs: Sequence[RunRecord],
+    names: Sequence[str],
+    samples: SampleVideos,
+    limit: float,
+    frame: Frame,
+) -> str:
+    """Return the page and fill `samples`, whose videos are bounded by `limit` in bytes, before they are text."""
     validations = [read_validations(run.folder) for run in runs]
-    samples = SampleVideos(form)
     over_time = samples.over_time(validations, limit)
     extremes = [samples.extremes(one) for one in validations]
-    data = {"runs": list(names), "groups": chart_groups(runs), "samples": over_time, "videos": samples.videos}
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    groups = chart_groups(runs, frame.most_points)
+    data = {"runs": list(names), "groups": groups, "samples": over_time, "videos": samples.videos}
+    return (
+        templates()
+        .get_template(TEMPLATE)
+        .render(
+            mark=Markup(MARK),
+            style=Markup(own_file(STYLE)),
+            policy=Markup(frame.policy),
+            scripts=frame.scripts,
+            renewed_every=frame.renewed_every,
+            written=time.strftime("%Y-%m-%d %H:%M:%S"),
+            data=data,
+            left_out=samples.left_out,
+            runs=[_about(run, name, found, frame) for run, name, found in zip(runs, names, extremes, strict=True)],
+            differing=differing(runs) if len(runs) > 1 else {},
+            last=last_metrics(runs),
+        )
+    )
+
+
+@functools.cache
+def templates() -> Environment:
+    """Return the templates of pages; text of users is escaped in them."""
+    environment = Environment(
+        loader=FunctionLoader(own_file),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "ensure_ascii": False}
     environment.filters |= {"number": number, "commands": _commands}
-    page = environment.from_string(_own(TEMPLATE)).render(
-        mark=Markup(MARK),
-        style=Markup(_own(STYLE)),
-        plotly=Markup(get_plotlyjs()),
-        scripts=[Markup(_own(name)) for name in SCRIPTS],
-        written=time.strftime("%Y-%m-%d %H:%M:%S"),
-        data=data,
-        left_out=samples.left_out,
-        runs=[_about(run, name, found) for run, name, found in zip(runs, names, extremes, strict=True)],
-        differing=differing(runs) if len(runs) > 1 else {},
-        last=last_metrics(runs),
-    )
-    return page, samples
+    return environment
+
+
+def _in_a_file() -> Frame:
+    """Return the frame of a page that is one file."""
+    texts = (get_plotlyjs(), *(own_file(name) for name in SCRIPTS))
+    return Frame(INLINE, tuple(Markup(f"<script>{text}</script>") for text in texts))
 
 
 def number(value: Any) -> str:
@@ -107,7 +151,7 @@ def number(value: Any) -> str:
     return str(value)
 
 
-def _about(run: RunRecord, name: str, extremes: list[dict[str, Any]]) -> dict[str, Any]:
+def _about(run: RunRecord, name: str, extremes: list[dict[str, Any]], frame: Frame) -> dict[str, Any]:
     """Return what the page says of one run."""
     return {
         "name": name,
@@ -121,7 +165,7 @@ def _about(run: RunRecord, name: str, extremes: list[dict[str, Any]]) -> dict[st
         "extremes": extremes,
         "parts": reward_parts(run),
         "phases": phase_times(run),
-        "settings": settings_of_run(run),
+        "settings": frame.settings(run),
         "starts": [_start(start) for start in run.starts],
         "checkpoints": run.checkpoints,
     }
@@ -149,8 +193,8 @@ def _commands(run: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _own(name: str) -> str:
-    """Return the text of a file of the page's own."""
+def own_file(name: str) -> str:
+    """Return the text of a template, style or script of the pages."""
     return (files("unified_trainer.reporting") / "page" / name).read_text(encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """A run directory read into dataclasses: settings, curves of metrics, checkpoints, starts and validation samples."""
 
-import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,25 +9,13 @@ from typing import Any
 from unified_trainer import config as settings
 from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.run_lock import LOCK
-from unified_trainer.errors import UserError
 from unified_trainer.input_files import read_yaml
+from unified_trainer.reporting.metrics_reader import VALIDATION, Curve, MetricsReader, RunFolderUnreadableError, objects
 from unified_trainer.validation import ValidationSample
 
 CONFIG, METRICS, ENVIRONMENT, SAMPLES = "config.yaml", "metrics.jsonl", "environment.jsonl", "samples.jsonl"
-TRAIN, VALIDATION = "train/", "validation/"
 
-
-class RunFolderUnreadableError(UserError):
-    """A run directory lacks a file or holds a damaged one; the message names it."""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """The values of one metric; a training metric has its name without the prefix train/, as in docs/metrics.md."""
-
-    name: str
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
+__all__ = ["VALIDATION", "Curve", "RunFolderUnreadableError"]  # the parts of a record are read from here
 
 
 @dataclass(frozen=True)
@@ -71,24 +59,27 @@ def find_runs(folder: Path) -> list[Path]:
     if is_run(folder):
         return [folder]
     below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    return [run for path in below for run in find_runs(path)]
+    found = []
+    for path in below:
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # removed meanwhile, or of someone else
+            found += find_runs(path)
+    return found
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path, metrics: MetricsReader | None = None) -> RunRecord:
     """Return what a run directory holds; RunFolderUnreadableError names what is missing or damaged.
 
-    The run may go on meanwhile: a last line that is not whole yet is left out.
+    The run may go on meanwhile: a last line that is not whole yet is left out. `metrics` is the reader of its
+    metrics.jsonl that earlier calls had, if there were any.
     """
     if not is_run(folder):
         raise RunFolderUnreadableError(f"{folder} is no run directory: it has no {CONFIG}, or nothing beside it")
     config = settings.flat(read_yaml(folder / CONFIG))
-    rows = list(_lines(folder / METRICS))
-    curves = _curves(rows, folder / METRICS)
-    trained = (row["step"] for row in rows if any(name.startswith(TRAIN) for name in row))
+    metrics = metrics or MetricsReader(folder / METRICS)
+    metrics.update()
     checkpoints = tuple(manifest.step_of(path) for path in manifest.folders(folder / "checkpoints"))
-    times = tuple(float(row["time"]) for row in rows if "time" in row)
     starts = tuple(_lines(folder / ENVIRONMENT))
-    return RunRecord(folder, config, curves, times, max(trained, default=0), checkpoints, starts)
+    return RunRecord(folder, config, metrics.curves(), tuple(metrics.times), metrics.step, checkpoints, starts)
 
 
 def read_validations(folder: Path) -> tuple[ValidationRecord, ...]:
@@ -102,33 +93,10 @@ def read_validations(folder: Path) -> tuple[ValidationRecord, ...]:
     return tuple(found)
 
 
-def _curves(rows: list[dict[str, Any]], file: Path) -> dict[str, Curve]:
-    columns: dict[str, tuple[list[int], list[float]]] = {}
-    for row in rows:
-        if not isinstance(row.get("step"), int):
-            raise RunFolderUnreadableError(f"{file} is damaged: a line has no step; remove that line")
-        for name, value in row.items():
-            if name not in ("step", "time") and isinstance(value, (int, float)):
-                steps, values = columns.setdefault(name.removeprefix(TRAIN), ([], []))
-                steps.append(row["step"])
-                values.append(float(value))
-    return {name: Curve(name, tuple(steps), tuple(values)) for name, (steps, values) in columns.items()}
-
-
 def _lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a file, one per whole line; none if there is no file."""
-    if not file.is_file():
-        return
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
-            return
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise RunFolderUnreadableError(f"{file} is damaged in line {number} ({error}): remove that line") from error
-        if not isinstance(row, dict):
-            raise RunFolderUnreadableError(f"{file} is damaged in line {number}: expected an object; remove that line")
-        yield row
+    if file.is_file():
+        yield from objects(file.read_bytes(), file)
 
 
 def _sample(row: Mapping[str, Any], folder: Path, file: Path) -> ValidationSample:

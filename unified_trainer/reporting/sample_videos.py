@@ -1,33 +1,37 @@
 """The validation samples of a page as plain data: videos over training time, and best and worst by each scorer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from unified_trainer.reporting.charts import finite
 from unified_trainer.reporting.run_folder import ValidationRecord
-from unified_trainer.reporting.videos import VideoFormat, data_uri, within
+from unified_trainer.reporting.videos import within
 from unified_trainer.validation import ValidationSample
 
 EXTREMES = 3  # best and worst samples shown of each scorer
 
 
 class SampleVideos:
-    """Collects what a page shows of the validation samples of its runs; each video is in it once."""
+    """Collects what a page shows of the validation samples of its runs; each video is in it once.
 
-    def __init__(self, form: VideoFormat) -> None:
-        self.videos: list[str] = []  # data URIs; cards name them by position
+    `source` returns the URL of a video file: one that holds it, or of a server.
+    """
+
+    def __init__(self, source: Callable[[Path], str]) -> None:
+        self.videos: list[str] = []  # URLs; cards name them by position
         self.left_out = 0  # validations and samples whose videos did not fit
-        self._form, self._positions = form, dict[Any, int]()
+        self._source, self._positions = source, dict[Any, int]()
 
-    def over_time(self, runs: Sequence[Sequence[ValidationRecord]], limit: int) -> dict[str, Any]:
+    def over_time(self, runs: Sequence[Sequence[ValidationRecord]], limit: float) -> dict[str, Any]:
         """Return steps, and rows of one prompt, seed and sample with a card for every run and step.
 
-        `limit` is the size of all videos together, in bytes.
+        `limit` is the size of all videos together, in bytes; it may be infinite.
         """
         rows: dict[tuple[int, int, str], dict[str, Any]] = {}
         steps: set[int] = set()
         for run, validations in enumerate(runs):
-            shown, samples = within(validations, limit // len(runs))
+            shown, samples = within(validations, limit / len(runs))
             have = sum(sample.video is not None for one in validations for sample in one.samples)
             for one in shown:
                 steps.add(one.step)
@@ -63,7 +67,7 @@ class SampleVideos:
         """Return prompt, scores and video of a sample; with `embed` its video is added to the page."""
         if embed and sample.video is not None and sample.video not in self._positions:
             self._positions[sample.video] = len(self.videos)
-            self.videos.append(data_uri(sample.video, self._form))
+            self.videos.append(self._source(sample.video))
         return {
             "sample": sample.sample,
             "seed": sample.seed,

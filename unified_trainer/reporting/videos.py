@@ -40,7 +40,7 @@ def _webm(file: Path) -> bytes:
     return written.getvalue()
 
 
-def within(validations: Sequence[ValidationRecord], limit: int) -> tuple[tuple[ValidationRecord, ...], int]:
+def within(validations: Sequence[ValidationRecord], limit: float) -> tuple[tuple[ValidationRecord, ...], int]:
     """Return validations whose videos are at most `limit` bytes together, and the number of samples of each.
 
     Validations in the middle are left out evenly at first, then samples: one sample of the first and of the last

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 import socket
 import threading
 import traceback
@@ -13,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from unified_trainer.errors import MissingPackageError, UserError
 from unified_trainer.serving.batch_queue import Batcher
+from unified_trainer.serving.listening import address_of, open_port, stop_asked
 from unified_trainer.serving.video_json import PROTOCOL
 from unified_trainer.terminal import say
 
@@ -95,14 +95,8 @@ def serve_until_stopped(
 
     Raise UserError, before anything is loaded, if the port cannot be opened.
     """
-    try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise UserError(f"--host {host} --port {port}: {error}; choose another, or 0 for a free port") from error
-    with listener:
-        stop = threading.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+    with open_port(host, port) as listener:
+        stop = stop_asked()
         with serving(load(), listener) as address:
             say(said(address))
             stop.wait()
@@ -118,9 +112,8 @@ def serving(service: Service[Any, Any], listener: socket.socket) -> Iterator[str
     web = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning", lifespan="off", access_log=False))
     thread = threading.Thread(target=web.run, args=([listener],), name="server")  # no main thread: it takes no signals
     thread.start()
-    host, port = listener.getsockname()[:2]
     try:
-        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        yield address_of(listener)
     finally:
         web.should_exit = True
         thread.join()

@@ -1,6 +1,6 @@
 // The curves: charts are drawn when they come into view, and share smoothing, scale, cursor and zoom.
 "use strict";
-const DATA = JSON.parse(document.getElementById("data").textContent);
+const DATA = JSON.parse(document.getElementById("data").textContent); // a live page renews its parts
 const COLORS = ["#2463b0", "#e08e2b", "#2a9d74", "#a3559d", "#c0573f", "#58a7c9", "#7d8b99", "#c9b94a"];
 const color = (i) => COLORS[i % COLORS.length];
 const element = (tag, parent, text, kind) => {
@@ -12,8 +12,11 @@ const element = (tag, parent, text, kind) => {
 };
 const finite = (values) => values.filter((value) => value !== null);
 
-document.querySelectorAll(".run .swatch").forEach((swatch, i) => { swatch.style.background = color(i); });
-document.querySelectorAll(".phases i").forEach((part) => { part.style.flexGrow = part.dataset.share; });
+function paint() {
+  document.querySelectorAll(".run .swatch").forEach((swatch, i) => { swatch.style.background = color(i); });
+  document.querySelectorAll(".phases i").forEach((part) => { part.style.flexGrow = part.dataset.share; });
+}
+paint();
 
 const options = { smoothing: 0.6, raw: true, log: false, ranges: true, zoom: null };
 const charts = [];
@@ -145,33 +148,64 @@ function redraw() {
   for (const one of charts) if (one.seen) draw(one); else one.stale = true;
 }
 
-for (const group of DATA.groups) {
-  const details = element("details", document.getElementById("chart-groups"));
-  details.open = true;
-  element("summary", details, group.title);
-  const grid = element("div", details, undefined, "charts");
-  for (const chart of group.charts) {
-    const card = element("div", grid, undefined, "chart"), head = element("h3", card, chart.title);
-    const bands = [...new Set(chart.traces.filter((trace) => trace.band).map((trace) => trace.band.words))];
-    const left = chart.traces.reduce((sum, trace) => sum + trace.departed.length, 0);
-    if (bands.length === 1 || left) element("span", head, left ? `${left} outside` : `healthy: ${bands[0]}`, left ? "left" : "");
-    head.title = bands.length ? `${chart.title}: healthy is ${bands.join("; ")}` : chart.title;
-    card.dataset.chart = charts.length;
-    charts.push({ chart, card, details, plot: element("div", card, undefined, "plot"), drawn: false, seen: false, stale: false });
-    watch.observe(card);
-  }
+function title(one) {
+  const traces = one.chart.traces, head = one.head;
+  const bands = [...new Set(traces.filter((trace) => trace.band).map((trace) => trace.band.words))];
+  const left = traces.reduce((sum, trace) => sum + trace.departed.length, 0);
+  head.textContent = one.chart.title;
+  if (bands.length === 1 || left) element("span", head, left ? `${left} outside` : `healthy: ${bands[0]}`, left ? "left" : "");
+  head.title = bands.length ? `${one.chart.title}: healthy is ${bands.join("; ")}` : one.chart.title;
 }
 
-const control = (id, read) => document.getElementById(id).addEventListener("input", (event) => { read(event.target); redraw(); });
-control("smoothing", (input) => { options.smoothing = Number(input.value); });
-control("raw", (input) => { options.raw = input.checked; });
-control("log", (input) => { options.log = input.checked; });
-control("ranges", (input) => { options.ranges = input.checked; });
-document.getElementById("filter").addEventListener("input", (event) => {
-  const wanted = event.target.value.toLowerCase();
+function after(made, before, parent) {
+  if (before) before.after(made); else parent.prepend(made);
+  return made;
+}
+
+// Shows the charts of the groups: those that are there get new values, others a place of their own.
+function place(groups) {
+  let group_before = null;
+  for (const group of groups) {
+    let details = document.getElementById(group.id);
+    if (!details) {
+      details = after(element("details"), group_before, document.getElementById("chart-groups"));
+      Object.assign(details, { id: group.id, open: true });
+      element("summary", details, group.title);
+      element("div", details, undefined, "charts");
+    }
+    group_before = details;
+    let card_before = null;
+    for (const chart of group.charts) {
+      let one = charts.find((other) => other.chart.title === chart.title);
+      if (one) one.chart = chart;
+      else {
+        const card = after(element("div", null, undefined, "chart"), card_before, details.querySelector(".charts"));
+        const head = element("h3", card), plot = element("div", card, undefined, "plot");
+        card.dataset.chart = charts.length;
+        one = { chart, card, head, details, plot, drawn: false, seen: false, stale: false };
+        charts.push(one);
+        watch.observe(card);
+      }
+      card_before = one.card;
+      title(one);
+    }
+  }
+  filterCharts();
+}
+
+function filterCharts() {
+  const wanted = document.getElementById("filter").value.toLowerCase();
   const names = (chart) => [chart.title, ...chart.traces.map((trace) => trace.label)].join(" ").toLowerCase();
   for (const one of charts) one.card.hidden = !names(one.chart).includes(wanted);
   for (const details of new Set(charts.map((one) => one.details))) {
     details.hidden = charts.every((one) => one.details !== details || one.card.hidden);
   }
-});
+}
+
+place(DATA.groups);
+const control = (id, read) => document.getElementById(id).addEventListener("input", (event) => { read(event.target); redraw(); });
+control("smoothing", (input) => { options.smoothing = Number(input.value); });
+control("raw", (input) => { options.raw = input.checked; });
+control("log", (input) => { options.log = input.checked; });
+control("ranges", (input) => { options.ranges = input.checked; });
+document.getElementById("filter").addEventListener("input", filterCharts);

@@ -2,17 +2,30 @@
 "use strict";
 const ROWS_AT_ONCE = 6; // a browser limits the number of videos of a page
 const SECONDS_PER_STEP = 1.5; // while the slider plays
-const SAMPLES = DATA.samples;
+let SAMPLES = DATA.samples;
 const shown = { first: 0, at: SAMPLES.steps.length - 1 };
 
 // Each element has a URL of its own: Chromium stalls a WebM that two elements load from one URL at the same time.
-function start(video) {
-  const [head, text] = DATA.videos[Number(video.dataset.video)].split(",");
+async function start(video) {
+  video.dataset.wanted = "";
+  const bytes = video.source.startsWith("data:") ? unpacked(video.source) : await fetched(video.source);
+  if (!bytes) video.replaceWith(element("div", null, "The video is not there any more.", "empty"));
+  else if (video.dataset.wanted !== undefined) video.src = URL.createObjectURL(bytes);
+}
+
+async function fetched(source) {
+  const answer = await fetch(source).catch(() => null);
+  return answer && answer.ok ? answer.blob() : null;
+}
+
+function unpacked(source) {
+  const [head, text] = source.split(",");
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-  video.src = URL.createObjectURL(new Blob([bytes], { type: head.slice(5, head.indexOf(";")) }));
+  return new Blob([bytes], { type: head.slice(5, head.indexOf(";")) });
 }
 
 function stop(video) {
+  delete video.dataset.wanted;
   if (!video.src) return;
   URL.revokeObjectURL(video.src);
   video.removeAttribute("src");
@@ -23,7 +36,7 @@ function stop(video) {
 const playing = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
     if (!isIntersecting) stop(target);
-    else if (!target.src) start(target);
+    else if (target.dataset.wanted === undefined) start(target);
   }
 }, { rootMargin: "150px" });
 
@@ -36,6 +49,7 @@ function video(figure, position) {
   const made = element("video", figure);
   Object.assign(made, { muted: true, loop: true, autoplay: true, playsInline: true, controls: false });
   made.dataset.video = position;
+  made.source = DATA.videos[position];
   made.addEventListener("loadedmetadata", () => made.classList.toggle("small", made.videoWidth < 192));
   made.addEventListener("click", () => { if (made.paused) made.play(); else made.pause(); });
   made.addEventListener("error", () => {
@@ -81,64 +95,76 @@ function figure(parent, title, card, before) {
 
 const firstCard = (cards) => cards && cards[SAMPLES.steps.find((step) => cards[step] !== undefined)];
 
-// The videos of one row, which the slider changes; a run without this step shows the one before.
-function fill(columns, row) {
-  const step = SAMPLES.steps[shown.at];
+// The cards of one row, which the slider changes; a run without this step shows the one before.
+function chosen(row) {
+  const step = SAMPLES.steps[shown.at], found = [];
   DATA.runs.forEach((name, run) => {
     const cards = row.cards[run] || {}, before = firstCard(cards);
-    if (DATA.runs.length === 1 && SAMPLES.steps.length > 1) figure(columns, `step ${SAMPLES.steps[0]}`, cards[SAMPLES.steps[0]]);
+    if (DATA.runs.length === 1 && SAMPLES.steps.length > 1) found.push({ title: `step ${SAMPLES.steps[0]}`, card: cards[SAMPLES.steps[0]] });
     const at = SAMPLES.steps.slice(0, shown.at + 1).reverse().find((one) => cards[one] !== undefined) ?? step;
-    figure(columns, DATA.runs.length === 1 ? `step ${at}` : `${name}, step ${at}`, cards[at], before);
+    found.push({ title: DATA.runs.length === 1 ? `step ${at}` : `${name}, step ${at}`, card: cards[at], before });
   });
+  return found;
 }
+
+const rowsNow = () => SAMPLES.rows.slice(shown.first, shown.first + ROWS_AT_ONCE);
 
 function showRows() {
   const box = document.getElementById("sample-rows");
   forget(box);
   const width = 30 + 204 * Math.max(2, DATA.runs.length);
   box.style.gridTemplateColumns = `repeat(auto-fill, minmax(min(100%, ${width}px), 1fr))`;
-  const last = Math.min(shown.first + ROWS_AT_ONCE, SAMPLES.rows.length);
-  for (const row of SAMPLES.rows.slice(shown.first, last)) {
+  for (const row of rowsNow()) {
     const made = element("div", box, undefined, "row"), prompt = element("p", made, `${row.prompt} `);
     prompt.dir = "auto";
     element("span", prompt, `sample ${row.sample}, seed ${row.seed}`);
-    fill(element("div", made, undefined, "columns"), row);
+    const columns = element("div", made, undefined, "columns");
+    for (const { title, card, before } of chosen(row)) figure(columns, title, card, before);
   }
+  count();
+}
+
+function count() {
+  const last = Math.min(shown.first + ROWS_AT_ONCE, SAMPLES.rows.length);
   document.getElementById("step-shown").textContent = `step ${SAMPLES.steps[shown.at]}`;
   document.getElementById("rows-shown").textContent = `samples ${shown.first + 1} to ${last} of ${SAMPLES.rows.length}`;
   document.getElementById("pager").hidden = SAMPLES.rows.length <= ROWS_AT_ONCE;
 }
 
-if (SAMPLES.rows.length) {
-  const slider = document.getElementById("step-slider"), button = document.getElementById("play-steps");
-  slider.addEventListener("input", () => { shown.at = Number(slider.value); showRows(); });
-  const turn = (by) => {
-    shown.first = Math.max(0, Math.min(shown.first + by, Math.floor((SAMPLES.rows.length - 1) / ROWS_AT_ONCE) * ROWS_AT_ONCE));
-    showRows();
-  };
-  document.getElementById("rows-before").addEventListener("click", () => turn(-ROWS_AT_ONCE));
-  document.getElementById("rows-after").addEventListener("click", () => turn(ROWS_AT_ONCE));
-  let timer = null;
-  button.addEventListener("click", () => {
-    button.textContent = timer === null ? "stop" : "play through training";
-    if (timer !== null) { clearInterval(timer); timer = null; return; }
-    timer = setInterval(() => {
-      slider.value = shown.at = (shown.at + 1) % SAMPLES.steps.length;
-      showRows();
-    }, 1000 * SECONDS_PER_STEP);
-  });
+const slider = document.getElementById("step-slider"), playButton = document.getElementById("play-steps");
+slider.addEventListener("input", () => { shown.at = Number(slider.value); showRows(); });
+const turn = (by) => {
+  shown.first = Math.max(0, Math.min(shown.first + by, Math.floor((SAMPLES.rows.length - 1) / ROWS_AT_ONCE) * ROWS_AT_ONCE));
   showRows();
-}
+};
+document.getElementById("rows-before").addEventListener("click", () => turn(-ROWS_AT_ONCE));
+document.getElementById("rows-after").addEventListener("click", () => turn(ROWS_AT_ONCE));
+let timer = null;
+playButton.addEventListener("click", () => {
+  playButton.textContent = timer === null ? "stop" : "play through training";
+  if (timer !== null) { clearInterval(timer); timer = null; return; }
+  timer = setInterval(() => {
+    slider.value = shown.at = (shown.at + 1) % SAMPLES.steps.length;
+    showRows();
+  }, 1000 * SECONDS_PER_STEP);
+});
+if (SAMPLES.rows.length) showRows();
 
-for (const box of document.querySelectorAll(".extremes")) {
-  const found = JSON.parse(box.dataset.cards);
-  for (const kind of ["best", "worst"]) {
-    const part = element("div", box);
-    element("h3", part, kind);
-    const columns = element("div", part, undefined, "columns");
-    for (const card of found[kind]) {
-      const text = figure(columns, `sample ${card.sample}, seed ${card.seed}`, card);
-      element("span", text, card.prompt, "prompt").dir = "auto";
+// The best and the worst samples, from the cards that the page was written with.
+const ranked = document.getElementById("extremes");
+let rankedText = ranked.innerHTML;
+function fillRanked() {
+  for (const box of ranked.querySelectorAll(".extremes")) {
+    const found = JSON.parse(box.dataset.cards);
+    for (const kind of ["best", "worst"]) {
+      const part = element("div", box);
+      element("h3", part, kind);
+      const columns = element("div", part, undefined, "columns");
+      for (const card of found[kind]) {
+        const text = figure(columns, `sample ${card.sample}, seed ${card.seed}`, card);
+        element("span", text, card.prompt, "prompt").dir = "auto";
+      }
     }
   }
 }
+fillRanked();
