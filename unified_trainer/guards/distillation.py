@@ -141,7 +141,7 @@ class DistillationGuard:
         error, limit = _mean(self._errors), self.config.critic_error
         if error <= limit:
             return ""
-        return f"{ERROR} {error:.3g} on average over {len(self._errors)} student updates, above {limit:g}"
+        return f"{ERROR} {error:.4g} on average over {len(self._errors)} student updates, above {limit:g}"
 
     def _power_fault(self) -> str:
         if not self._powers:

@@ -118,7 +118,9 @@ HEALTHY: dict[str, Healthy] = {
         high=1.0, mean_of=8, advice="Train the critic more: critic.learning_rate, algorithm.student_every."
     ),
     **{
-        f"validation/{name}_to_teacher": Healthy(low=0.5, high=2.0, advice="Look at the videos; train the critic more, or lower student.learning_rate.")
+        f"validation/{name}_to_teacher": Healthy(
+            low=0.5, high=2.0, advice="Look at the videos; train the critic more, or lower student.learning_rate."
+        )
         for name in ("saturation", "motion", "diversity")
     },
     "guard_alarm": _ALARM,
