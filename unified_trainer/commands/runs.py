@@ -16,14 +16,9 @@ from unified_trainer.tracking.tracker import VALIDATED
 
 WIDTH = 200  # columns where the output is no terminal
 AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-STYLES = {
-    "running": "cyan",
-    "finished": "green",
-    "hacked": "red",
-    "collapsed": "red",
-    "stopped": "yellow",
-    "failed": "red",
-}
+STYLES = {"running": "cyan", "finished": "green", "stopped": "yellow"} | dict.fromkeys(
+    ("hacked", "collapsed", "failed"), "red"
+)
 
 
 def runs(folder: Annotated[Path, tyro.conf.Positional] = Path("runs")) -> None:

@@ -94,6 +94,9 @@ _FALL = Healthy(
     held_out=True,
     advice="Falls while the reward rises: reward hacking. Stop earlier, add a KL, or change the reward.",
 )
+_LIKE_TEACHER = Healthy(
+    low=0.5, high=2.0, advice="Look at the videos; train the critic more, or lower student.learning_rate."
+)
 _ALARM = Healthy(high=0.0, advice="Look at the samples; train the critic more or lower student.learning_rate.")
 HEALTHY: dict[str, Healthy] = {
     "reward_std": _CONSTANT,
@@ -117,12 +120,9 @@ HEALTHY: dict[str, Healthy] = {
     "critic_to_teacher_error": Healthy(
         high=1.0, mean_of=8, advice="Train the critic more: critic.learning_rate, algorithm.student_every."
     ),
-    **{
-        f"validation/{name}_to_teacher": Healthy(
-            low=0.5, high=2.0, advice="Look at the videos; train the critic more, or lower student.learning_rate."
-        )
-        for name in ("saturation", "motion", "diversity")
-    },
+    "validation/saturation_to_teacher": _LIKE_TEACHER,
+    "validation/motion_to_teacher": _LIKE_TEACHER,
+    "validation/diversity_to_teacher": _LIKE_TEACHER,
     "guard_alarm": _ALARM,
     "validation/guard_alarm": _ALARM,
     "rollbacks": Healthy(high=0.0, advice="The run went back to a checkpoint; its terminal says why."),
