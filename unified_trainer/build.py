@@ -291,7 +291,7 @@ def _guards(
         guards.append(HackingMonitor(run.hacking_monitor, ("accuracy", *held_out)))
     if run.guarded:
         guards.append(DistillationGuard(run.guard))
-        if run.validate_every:
+        if run.validate_every and "teacher" in roles:
             teacher = (roles["teacher"], run.algorithm.teacher_guidance)
             how = {"seed": run.validation.seed, "batch": run.validation.batch, "ema": run.validation.ema}
             probe = TeacherProbe(run.guard, codec, *teacher, run.sampler, prompts, plan.latent_shape, mesh, **how)

@@ -141,6 +141,7 @@ class Tracker:
             self._note_validation(row["step"], row)
         self._each(lambda tracker: tracker.rewind(step))
         self._progress.update(self._task, completed=step)
+        self._start, self._began = step, time.monotonic()  # the time left is estimated from here on
 
     def finish(self, step: int) -> None:
         """End the progress bar and print what the run came to: first and last validation, and where things are."""
