@@ -1,4 +1,4 @@
-"""What all guards share: the settings of the action, the alarm, and what the training loop asks of a guard."""
+"""The parts that all guards share: settings of the action, the alarm, and the protocol of a guard."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class GuardConfig:
 
 @dataclass(frozen=True)
 class Alarm:
-    """What a guard found."""
+    """An observation of a guard that its action is meant for."""
 
     guard: str  # its section of the settings: guard, hacking_monitor
     action: Action

@@ -81,7 +81,7 @@ class DistillationGuard:
                 "first_power": self._first_power,
                 "first_looks": dict(self._first_looks),
                 "silent_at": self._silent_at,
-                "outside": self._outside,
+                "told": self._outside,
             }
         }
 
@@ -92,7 +92,7 @@ class DistillationGuard:
         self._first_power = held.get("first_power")
         self._first_looks = dict(held.get("first_looks", {}))
         self._silent_at = held.get("silent_at", 0)
-        self._outside = held.get("outside", False)
+        self._outside = held.get("told", False)
 
     @property
     def window_starts(self) -> tuple[int, ...]:

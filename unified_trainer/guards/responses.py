@@ -1,4 +1,4 @@
-"""What a run does about the alarms of its guards: a line, an end, or a return to a checkpoint. The one place for it."""
+"""The actions on the alarms of all guards: a line, an end of the run, or a return to a checkpoint."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ SEVERITY: tuple[Action, ...] = ("off", "warn", "roll_back", "stop")
 
 @dataclass(frozen=True)
 class Response:
-    """What a run does about an alarm that all ranks agree on: it stops, or it goes back to a checkpoint."""
+    """A change of course after an alarm that all ranks agree on: the run stops, or goes back to a checkpoint."""
 
     alarm: Alarm
     checkpoint: tuple[Path, manifest.Manifest] | None = None  # to go back to
@@ -69,7 +69,7 @@ class Guards:
 
     @property
     def verdicts(self) -> dict[str, float]:
-        """What each guard found after the last step or validation: 1 an alarm, 0 none; absent if it did not decide."""
+        """Return what each guard found after the last step or validation: 1 an alarm, 0 none, nothing if undecided."""
         return {name: value for guard in self._guards for name, value in guard.verdict.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""What the student's samples look like next to the teacher's own, of the same prompts and noise."""
+"""Statistics of the student's samples next to those of the teacher's own, of the same prompts and noise."""
 
 import hashlib
 import json
