@@ -59,7 +59,7 @@ def _row(folder: Path, name: str) -> list[tuple[str, str]]:
 
 def _state(status: Status) -> str:
     """Return the state, how often the run was rolled back, and the first alarm of a guard that did not end it."""
-    words = [status.state]
+    words: list[str] = [status.state]
     if status.rollbacks:
         words.append(f"rolled back {status.rollbacks} time{'s' if status.rollbacks > 1 else ''}")
     if status.hacking and status.state != "hacked":
