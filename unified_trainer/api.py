@@ -44,7 +44,8 @@ def configure(recipe: str, method: str, settings: Mapping[str, Any] | None = Non
 def train(run: RunConfig) -> int:
     """Run a training from beginning to end, as the command line does, and return its exit code.
 
-    0 is a run that ended or was stopped by Ctrl-C, and 3 one that the hacking monitor stopped.
+    0 is a run that ended or was stopped by Ctrl-C, 3 one that the hacking monitor stopped, and 4 one that the guard of
+    distillation stopped.
     """
     return train_run(run, sys.argv)
 

@@ -1,6 +1,6 @@
 """Building a run from its settings: check everything, then load weights and connect the parts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,10 @@ from unified_trainer.data.raw_clips import encode_videos
 from unified_trainer.data.stored_prompts import use_stored_prompts
 from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
+from unified_trainer.guards.base import Guard
+from unified_trainer.guards.distillation import DistillationGuard
+from unified_trainer.guards.responses import Guards
+from unified_trainer.guards.teacher_probe import TeacherProbe
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.agreement import assert_equal
 from unified_trainer.parallel.device import attention_order, require_memory, use_attention
@@ -111,6 +115,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
             places = workers.check(role.weights, 60 * run.ray.timeout_minutes)
             how = {"ahead": run.rollouts.ahead, "check_every": run.rollouts.check_every}
             parts["rollouts"] = RemoteRollouts(workers, role, loader, mesh, size=size, **how)
+    prompts = plan.validation_prompts or [source.prompt(i) for i in range(min(run.validation.num_samples, len(source)))]
     trainer = Trainer(
         plan.method(run.algorithm, run.sampler, **roles, **parts),
         {name: role for name, role in roles.items() if isinstance(role, Trainable)},
@@ -119,16 +124,16 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         copies={name: (role, plan.method.roles[name].copy_of) for name, role in copies.items()},
         seed=run.seed,
         trained_sampler=plain(run)["sampler"] if plan.method.trained_for_sampler else None,
-        monitor=_monitor(run, plan),
+        guards=_guards(run, plan, roles, codec, prompts, mesh),
         rollouts=parts.get("rollouts"),
     )
-    prompts = plan.validation_prompts or [source.prompt(i) for i in range(min(run.validation.num_samples, len(source)))]
     validation = None
     if run.validate_every:
         measured = (codec, reward, features, run.sampler, prompts, plan.latent_shape)
         validation = Validation(run.validation, *measured, mesh, run.video.fps)
     # Last, so that a folder of weights that is not whole is refused before any file is written.
-    validated = prompts[: run.validation.num_samples] if validation else ()
+    compared = run.guard.num_prompts if run.guarded else 0
+    validated = prompts[: max(run.validation.num_samples, compared)] if validation else ()
     encoded = _encode_ahead(run, codec, source, lambda: [*validated, *loader.prompts(run.steps)], mesh)
     kernels = ", ".join(attention_order(run.parallel.attention, mesh.device)) or "torch's order of kernels"
     rows = summary(run, plan, roles, source) | {"attention": kernels}
@@ -275,11 +280,22 @@ def _encode_ahead(
     return said, text, *filter(None, stored)
 
 
-def _monitor(run: RunConfig, plan: RunPlan) -> HackingMonitor | None:
-    if not plan.method.uses_reward:
-        return None
-    held_out = [f"reward/{name}" for name, scorer in run.reward.named().items() if not scorer.weight]
-    return HackingMonitor(run.hacking_monitor, ("accuracy", *held_out))
+def _guards(
+    run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], codec: Codec, prompts: Sequence[str], mesh: Mesh
+) -> Guards:
+    """Return the guards of a run; samples are compared with the teacher's where there are validations."""
+    guards: list[Guard] = []
+    probe = None
+    if plan.method.uses_reward:
+        held_out = [f"reward/{name}" for name, scorer in run.reward.named().items() if not scorer.weight]
+        guards.append(HackingMonitor(run.hacking_monitor, ("accuracy", *held_out)))
+    if run.guarded:
+        guards.append(DistillationGuard(run.guard))
+        if run.validate_every and "teacher" in roles:
+            teacher = (roles["teacher"], run.algorithm.teacher_guidance)
+            how = {"seed": run.validation.seed, "batch": run.validation.batch, "ema": run.validation.ema}
+            probe = TeacherProbe(run.guard, codec, *teacher, run.sampler, prompts, plan.latent_shape, mesh, **how)
+    return Guards(guards, roles["student"], mesh, probe)
 
 
 def _notes(mesh: Mesh) -> tuple[str, ...]:

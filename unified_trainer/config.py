@@ -16,6 +16,7 @@ from unified_trainer.config_checksum import is_edited, with_checksum
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.engine.config import RayConfig, WorkerConfig
 from unified_trainer.errors import UserError
+from unified_trainer.guards.distillation import DistillationGuardConfig
 from unified_trainer.input_files import read_yaml
 from unified_trainer.methods.base import DeclarationError, Method, MethodConfig, place_of
 from unified_trainer.models.encoders import EncoderConfig
@@ -43,6 +44,7 @@ RESUMABLE_KEYS = (
     "async_save",
     "validation",
     "hacking_monitor",
+    "guard",
     "tracking",
     "report",
     "live",
@@ -183,6 +185,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     hacking_monitor: HackingMonitorConfig = field(default_factory=HackingMonitorConfig)
+    guard: DistillationGuardConfig = field(default_factory=DistillationGuardConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     algorithm: MethodConfig = field(default_factory=MethodConfig)
 
@@ -191,6 +194,11 @@ class RunConfig:
         """Settings of the method's roles by name, of those that have settings of their own."""
         own = {f.name for f in dataclasses.fields(self)} - {f.name for f in dataclasses.fields(RunConfig)}
         return {name: config for name, config in vars(self).items() if name in own}
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the guard of distillation watches the run."""
+        return self.algorithm.teacher_guidance is not None and self.guard.action != "off"
 
     @property
     def trains_on(self) -> Literal["prompts", "clips", "trajectories"]:

@@ -15,6 +15,8 @@ from unified_trainer.data.prompts import PromptFile, prompts_of, training_captio
 from unified_trainer.data.raw_clips import checked_videos, holds_videos
 from unified_trainer.data.row_kinds import ClipRows, RowKind, Shape, TrajectoryRows
 from unified_trainer.engine.config import check_installed
+from unified_trainer.guards.base import GuardConfig
+from unified_trainer.guards.distillation import DistillationGuardConfig
 from unified_trainer.input_files import read_json
 from unified_trainer.methods.base import Method, MethodSetup
 from unified_trainer.models.base import Family
@@ -79,7 +81,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
         raise ConfigError(f"keep_best {keep.best} needs validations to compare: set validate_every")
     if keep.best and keep.metric.startswith("reward") and not run.reward.named():
         raise ConfigError(f"best_metric {keep.metric} is not measured without a scorer: give --reward.path")
-    _check_monitor(run, method)
+    _check_guards(run, method)
     _check_workers(run, method)
     run.sampler.check()
     check_reward(run.reward, run.video.frames)
@@ -184,13 +186,32 @@ def _misfit(run: RunConfig, method: type[Method]) -> str:
     return f"warning: recipe {run.recipe} was made for another model than {path}; look at its settings"
 
 
-def _check_monitor(run: RunConfig, method: type[Method]) -> None:
-    if not method.uses_reward:
-        if run.hacking_monitor != HackingMonitorConfig():
-            raise ConfigError(f"--hacking-monitor.*: {run.method} trains on no reward; leave these settings out")
-        return
-    if run.hacking_monitor.action == "stop" and not run.validate_every:
-        raise ConfigError("hacking_monitor.action stop needs validations to compare: set validate_every")
+def _check_guards(run: RunConfig, method: type[Method]) -> None:
+    """Raise ConfigError for settings of a guard that the method has not, or whose action the run cannot take."""
+    guards: dict[str, GuardConfig] = {}
+    if method.uses_reward:
+        guards["hacking_monitor"] = run.hacking_monitor
+        if run.hacking_monitor.action in ("stop", "roll_back") and not run.validate_every:
+            action = run.hacking_monitor.action
+            raise ConfigError(f"hacking_monitor.action {action} needs validations to compare: set validate_every")
+    elif run.hacking_monitor != HackingMonitorConfig():
+        raise ConfigError(f"--hacking-monitor.*: {run.method} trains on no reward; leave these settings out")
+    if run.algorithm.teacher_guidance is not None:
+        run.guard.check()
+        guards["guard"] = run.guard
+    elif run.guard != DistillationGuardConfig():
+        raise ConfigError(f"--guard.*: {run.method} has no teacher and critic to compare; leave these settings out")
+    for key, guard in guards.items():
+        if guard.action != "roll_back":
+            continue
+        if not run.checkpoint_every:
+            raise ConfigError(f"{key}.action roll_back needs checkpoints to go back to: set checkpoint_every")
+        if not run.roles["student"].ema_decay:
+            raise ConfigError(f"{key}.action roll_back goes on from EMA weights: set student.ema_decay")
+        if run.rollouts.workers:
+            raise ConfigError(
+                f"{key}.action roll_back cannot take back samples that workers make ahead: set rollouts.workers 0"
+            )
 
 
 def _check_workers(run: RunConfig, method: type[Method]) -> None:

@@ -1,10 +1,7 @@
 """The training loop: losses in, optimizer steps, validation and checkpoints out. It names no method and no family."""
 
-import os
 import shlex
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +12,20 @@ from unified_trainer.checkpoint.init_from import initialise
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.data.loader import Loader
 from unified_trainer.errors import working_on
+from unified_trainer.guards.responses import Guards, Response
 from unified_trainer.meter import Meter, detail, phase
 from unified_trainer.methods.base import Loss, Method
-from unified_trainer.parallel.device import device_name, peak_flops, peak_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rewards.hacking_monitor import HackingMonitor, HackingMonitorConfig
 from unified_trainer.rl.rollouts import Rollouts
 from unified_trainer.roles.role import Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.step_cost import step_cost
+from unified_trainer.stop_signal import stop_signal
 from unified_trainer.tracking.tracker import Means, Tracker
 from unified_trainer.types import Stateful
 from unified_trainer.validation import Validation
 
-# What a second request to stop does, even to a process that was started with the first one ignored, as shells do in
-# the background.
-AT_ONCE = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 ENDED = object()  # in place of a loss, when a generator has no more
 
 
@@ -47,17 +42,17 @@ class Trainer:
         copies: Mapping[str, tuple[WeightCopy, str]] | None = None,
         seed: int,
         trained_sampler: Mapping[str, Any] | None = None,
-        monitor: HackingMonitor | None = None,
+        guards: Guards | None = None,
         rollouts: Rollouts | None = None,
     ) -> None:
         """`copies` are roles that copy weights, each with the name of the role it copies.
 
         `trained_sampler` is the sampler that the student is trained for, if any: it goes into the checkpoints.
-        `monitor` watches the reward, if the method trains on one. `rollouts` make its samples, if it asks for some.
+        `guards` watch the run; by default none does. `rollouts` make the method's samples, if it asks for some.
         """
         self.method, self.roles, self.loader, self.mesh, self.seed = method, roles, loader, mesh, seed
         self.copies, self.trained_sampler = copies or {}, trained_sampler
-        self.monitor = monitor or HackingMonitor(HackingMonitorConfig(action="off"), ())
+        self.guards = guards or Guards((), roles["student"], mesh)
         self.messages: dict[str, None] = {}  # messages of the last step, in order
         self.validation_pending = False  # whether the loaded checkpoint was saved and its validation cut off
         copied = {name: role for name, (role, _) in self.copies.items()}
@@ -133,15 +128,19 @@ class Trainer:
         if not manifest.folders(run / "checkpoints"):
             return 0, []
         folder, metadata, skipped = manifest.newest_sound(run, self.mesh)
+        self._load(folder, metadata)
+        self.validation_pending = metadata.get(manifest.VALIDATION_PENDING, False)
+        return metadata["step"], skipped
+
+    def _load(self, folder: Path, metadata: Mapping[str, Any]) -> None:
+        """Set everything that a checkpoint holds to what it was there."""
         state = self.tensors()
         dcp.load(folder, state, self.mesh)
         for name, stateful in self._stateful.items():
             prefix = f"{name}/"
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             stateful.load_state_dict(own)
-        self.monitor.load_state(metadata)
-        self.validation_pending = metadata.get(manifest.VALIDATION_PENDING, False)
-        return metadata["step"], skipped
+        self.guards.load_state(metadata)
 
     def init_from(self, spec: str) -> str:
         """Load the trained roles' weights from RUN[@step][:ema], all or none; return what was loaded, in words.
@@ -166,129 +165,122 @@ class Trainer:
         steps: int,
         checkpoint_every: int,
         validate_every: int,
-    ) -> bool:
-        """Run training steps `start` to `steps`; return True if the hacking monitor stopped the run.
+    ) -> str | None:
+        """Run training steps `start` to `steps`; return the guard that stopped the run, by its section, or None.
 
         A first Ctrl-C or SIGTERM finishes the step, saves and returns. A step is saved before it is validated, so that
         a validation that fails loses no step; what it measured is then added to the checkpoint.
         """
 
-        def validate(step: int) -> tuple[dict[str, float], str | None]:
+        def validate(step: int) -> tuple[dict[str, float], Response | None]:
             with working_on(f"the validation of step {step}"):
                 meter = Meter(self.mesh.device, lambda label: tracker.show_phase(f"validation: {label}"))
                 with meter.measure():
                     result = validation.run(self.roles["student"], output / "validation" / f"step_{step}", step)
-            metrics = result.metrics
-            short = {name.removeprefix("validation/"): value for name, value in metrics.items()}
-            alarm = self.monitor.watch(short)
-            hacked = {"validation/reward_hacking": float(alarm is not None)} if self.monitor.on else {}
-            spent = {"validation/seconds": sum(meter.seconds().values())}
-            tracker.log(step, metrics | hacked | spent)
+                    looks = self.guards.compare_samples()
+            short = {name.removeprefix("validation/"): value for name, value in result.metrics.items()} | looks
+            alarm = self.guards.after_validation(step, short)
+            measured = short | self.guards.verdicts | {"seconds": sum(meter.seconds().values())}
+            tracker.log(step, {f"validation/{name}": value for name, value in measured.items()})
             tracker.log_samples(step, result.samples, result.contact_sheet)
             if result.warning is not None:
                 tracker.say(f"warning: {result.warning}; the run goes on")
             shown = {name: value for name, value in short.items() if "/" not in name}
             said = "  ".join(f"{name} {value:.3f}" for name, value in shown.items()) or "no reward is measured"
             tracker.say(f"step {step}: validation: {said}")
-            if alarm is not None:
-                tracker.say(f"warning: reward hacking suspected: {alarm}; see {output / 'validation'}")
+            response = self.guards.respond(alarm, output, saver, tracker.say)
             saver.keep.check_metric(short)
-            return short, alarm
+            return short, response
 
-        def validate_saved(step: int, *, saved: bool) -> bool:
-            """Validate a step and add it to its checkpoint; return whether the hacking monitor ends the run."""
-            measured, alarm = validate(step)
-            hacked = self.monitor.stops and self.mesh.any(alarm is not None)
+        def validate_saved(step: int, *, saved: bool, stopping: Response | None = None) -> Response | None:
+            """Validate a step, add it to its checkpoint, and return what the guards do, unless they stop already."""
+            measured, response = validate(step)
+            response = stopping or response
             if saved:
-                saver.record(step, self.metadata(measured))
-            elif hacked:
-                saver.save(step, self.tensors(), self.metadata(measured))
-            return hacked
+                saver.record(step, self.metadata(measured, response=response))
+            elif response is not None and response.stops:
+                saver.save(step, self.tensors(), self.metadata(measured, response=response))
+            return response
 
-        def end(step: int, *, hacked: bool, stopped: bool) -> bool:
+        def go_back(response: Response, step: int) -> int:
+            """Continue from an earlier checkpoint and return its step."""
+            before, (folder, metadata) = self.guards.rollbacks, response.checkpoint
+            self._load(folder, metadata)
+            to = metadata["step"]
+            self.guards.rolled_back(response.alarm, step, to, before)
+            saver.remove_after(to)
+            tracker.rewind(to)
+            return to
+
+        def end(step: int, response: Response | None, *, stopped: bool) -> str | None:
             saver.finish(step)
             tracker.finish(step)
-            if stopped:
-                who = "stopped by the hacking monitor" if hacked else "stopped"
-                tracker.say(f"{who} after step {step}; continue with:")
-                again = " --hacking-monitor.action warn" if hacked else ""
+            guard = None if response is None else response.alarm.guard
+            if stopped or guard:
+                by = f" by the {guard.replace('_', ' ')}" if guard else ""
+                tracker.say(f"stopped{by} after step {step}; continue with:")
+                again = f" --{guard.replace('_', '-')}.action warn" if guard else ""
                 tracker.say(f"  python -m unified_trainer --resume {shlex.quote(str(output))}{again}")
-            return hacked
+            return guard
 
         with stop_signal() as asked:
             if validation is not None and start == 0:
                 validate(0)
+            saver.needed_before = self.guards.window_starts
             saver.forget(start)  # what a process that was killed had no time for
-            if validation is not None and self.validation_pending:
-                hacked = validate_saved(start, saved=True)
-                if hacked or start == steps:
-                    return end(start, hacked=hacked, stopped=hacked)
-            for step in range(start, steps):
+            done, pending = start, validation is not None and self.validation_pending
+            if pending:
+                response = validate_saved(start, saved=True)
+                if response is not None and response.checkpoint is not None:
+                    done = go_back(response, done)
+                elif response is not None or start == steps:
+                    return end(start, response, stopped=False)
+            while done < steps:
                 meter = Meter(self.mesh.device, tracker.show_phase)
                 with meter.measure():
-                    metrics = self.step(step)
-                done = step + 1
-                self.monitor.note(metrics)
-                metrics |= self._cost(meter)
+                    metrics = self.step(done)
+                done += 1
+                alarm = self.guards.after_step(done, metrics)
+                metrics |= self.guards.verdicts | self.guards.metrics | step_cost(meter, self.mesh, self.loader.samples)
                 tracker.log(done, {f"train/{name}": value for name, value in metrics.items()}, advance=True)
                 for message in self.messages:
                     tracker.say(f"step {done}: {message}")
                 stop = self.mesh.any(bool(asked)) and done < steps
                 saver.check()
-                validating = validation is not None and (done % validate_every == 0 or done == steps)
-                saving = stop or done == steps or bool(checkpoint_every and done % checkpoint_every == 0)
-                if saving:
-                    tracker.show_phase("checkpoint")
-                    saver.save(done, self.tensors(), self.metadata({}, validation_pending=validating))
-                hacked = validating and validate_saved(done, saved=saving)
-                if stop or hacked or done == steps:
-                    return end(done, hacked=hacked, stopped=stop or hacked)
-        return False
+                saver.needed_before = self.guards.window_starts
+                response = self.guards.respond(alarm, output, saver, tracker.say)
+                if response is None or response.stops:
+                    validating = validation is not None and (done % validate_every == 0 or done == steps)
+                    saving = stop or done == steps or bool(checkpoint_every and done % checkpoint_every == 0)
+                    saving = saving or response is not None
+                    if saving:
+                        tracker.show_phase("checkpoint")
+                        about = self.metadata({}, validation_pending=validating, response=response)
+                        saver.save(done, self.tensors(), about)
+                    if validating:
+                        response = validate_saved(done, saved=saving, stopping=response)
+                if response is not None and response.checkpoint is not None:
+                    done, response = go_back(response, done), None
+                if stop or response is not None or done == steps:
+                    return end(done, response, stopped=stop)
+        return None
 
-    def _cost(self, meter: Meter) -> dict[str, float]:
-        """Return the cost of a training step: this rank's seconds, and rates and memory over all ranks (collective)."""
-        seconds, device = meter.seconds(), self.mesh.device
-        total, peak = sum(seconds.values()), peak_flops(device_name(device)) or 0.0
-        own = torch.tensor([[meter.tokens, meter.flops, peak, peak_memory(device)]], dtype=torch.float64)
-        tokens, flops, peaks, memory = self.mesh.all_gather_cpu(own).unbind(1)
-        cost = {"seconds": total, **{f"seconds/{name}": spent for name, spent in seconds.items()}}
-        cost["samples_per_second"] = self.loader.samples / total
-        cost["tokens_per_second"] = float(tokens.sum()) / total
-        cost["model_flops_per_second"] = float(flops.sum()) / total
-        if bool((peaks > 0).all()):
-            cost["mfu"] = cost["model_flops_per_second"] / float(peaks.sum())
-        return cost | {"peak_memory_gib_max": float(memory.max())}
-
-    def metadata(self, metrics: Mapping[str, float], *, validation_pending: bool = False) -> dict[str, Any]:
+    def metadata(
+        self, metrics: Mapping[str, float], *, validation_pending: bool = False, response: Response | None = None
+    ) -> dict[str, Any]:
         """Return what a checkpoint's manifest says of the run and of this step.
 
         `validation_pending` says that the step's validation is still to come: a resumed run then begins with it.
+        `response` is what the guards do after the step.
         """
         return {
             "method": type(self.method).__name__,
             "sampler": self.trained_sampler,
             "metrics": dict(metrics),
             manifest.VALIDATION_PENDING: validation_pending,
-            **self.monitor.state,
+            manifest.STOPPED_BY: response.alarm.guard if response is not None and response.stops else None,
+            **self.guards.state,
         }
-
-
-@contextmanager
-def stop_signal() -> Iterator[list[int]]:
-    """Yield a list that fills when the process is asked to stop; the second request stops at once."""
-    asked: list[int] = []
-
-    def note(number: int, _frame: object) -> None:
-        asked.append(number)
-        signal.signal(number, AT_ONCE[number])
-        os.write(2, b"\nfinishing this step and saving; press Ctrl-C again to abort\n")  # safe inside a handler
-
-    previous = {number: signal.signal(number, note) for number in AT_ONCE}
-    try:
-        yield asked
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _kind(loss: Loss | object) -> str:

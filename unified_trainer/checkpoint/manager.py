@@ -50,6 +50,7 @@ class Saver:
     def __init__(self, root: Path, mesh: Mesh, keep: Keep, say: Callable[[str], None], *, asynchronous: bool) -> None:
         """`say` prints a line. With `asynchronous`, a thread writes a copy while training continues."""
         self._root, self.keep, self._say = root, keep, say
+        self.needed_before: tuple[int, ...] = ()  # of each, the newest checkpoint of fewer steps stays besides
         self._asynchronous = asynchronous
         self._train_mesh, self._mesh = mesh, mesh.for_thread() if asynchronous else mesh
         self._stager = BlockingAsyncStager(cache_staged_state_dict=mesh.device.type != "cpu")
@@ -178,8 +179,21 @@ class Saver:
             else:
                 checkpoint.remove(folder)
                 self._say(f"removed {folder}, which was not written to its end: {fault}")
-        for number in metrics.keys() - self.keep.staying(metrics):
+        needed = {max((number for number in metrics if number < one), default=-1) for one in self.needed_before}
+        for number in metrics.keys() - self.keep.staying(metrics) - needed:
             checkpoint.remove(self._root / f"step_{number}")
+
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps, newest first; all ranks must call it.
+
+        A run that is killed meanwhile resumes from one of them, and comes to the same decision again.
+        """
+        self.wait()
+        if self._train_mesh.is_main:
+            for folder in reversed(manifest.folders(self._root)):
+                if manifest.step_of(folder) > step:
+                    checkpoint.remove(folder)
+        self._train_mesh.barrier()
 
     def _name(self, folder: Path, line: str) -> None:
         """Say a line about a checkpoint once."""

@@ -23,6 +23,7 @@ VERSION = 2
 CHUNK = 2**24  # bytes read at a time for a checksum
 UNREADABLE = -1  # in place of a checksum
 STEP = re.compile(r"step_(0|[1-9][0-9]*)")
+STOPPED_BY = "stopped_by"  # key: the guard that ended the run after this step, or None
 VALIDATION_PENDING = "validation_pending"  # key: the checkpoint was saved before the validation of its step
 Manifest = dict[str, Any]  # version, step, ranks, files, crc32, and the metadata that the run gave
 
@@ -72,6 +73,17 @@ def newest_sound(run: Path, mesh: Mesh) -> tuple[Path, Manifest, list[str]]:
     """
     skipped: list[str] = []
     return *_first_of(run, skipped, lambda folder: damage(folder, mesh)), skipped
+
+
+def newest_sound_before(run: Path, step: int, mesh: Mesh) -> tuple[Path, Manifest] | None:
+    """Return the newest checkpoint of fewer than `step` training steps with correct checksums, or None.
+
+    All ranks must call it.
+    """
+    for folder in reversed(folders(run / "checkpoints")):
+        if step_of(folder) < step and damage(folder, mesh) is None:
+            return folder, read(folder)[0]
+    return None
 
 
 def finished(run: Path, steps: int, mesh: Mesh, *, validating: bool) -> bool:

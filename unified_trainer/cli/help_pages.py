@@ -74,7 +74,8 @@ GROUPS = {
     "encoders": "text encoder and VAE",
     "reward": "scorers of the samples",
     "validation": "what is measured during the run",
-    "hacking_monitor": "detection of reward hacking",
+    "hacking_monitor": "detection of reward hacking, and what the run then does",
+    "guard": "detection of a student that collapses, and what the run then does",
     "parallel": "ranks and what they share",
     "rollouts": "workers that make the samples of training",
     "ray": "processes on a Ray cluster",
@@ -192,6 +193,7 @@ def reads(method: type[Method], key: str) -> bool:
     always_needs_clips = method.config_class.needs_clips is True
     return {
         "hacking_monitor": method.uses_reward,
+        "guard": method.config_class.teacher_guidance is not MethodConfig.teacher_guidance,
         "rollouts": bool(method.sampled_by),
         "data": may_need_clips or method.config_class.teacher_ode is not MethodConfig.teacher_ode,
         "prompts": not always_needs_clips,

@@ -16,13 +16,16 @@ from unified_trainer.tracking.tracker import VALIDATED
 
 WIDTH = 200  # columns where the output is no terminal
 AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-STYLES = {"running": "cyan", "finished": "green", "hacked": "red", "stopped": "yellow", "failed": "red"}
+STYLES = {"running": "cyan", "finished": "green", "stopped": "yellow"} | dict.fromkeys(
+    ("hacked", "collapsed", "failed"), "red"
+)
 
 
 def runs(folder: Annotated[Path, tyro.conf.Positional] = Path("runs")) -> None:
     """List the runs below a folder: state, steps, and the last and best value of the main validation metrics.
 
-    A run is running, finished, hacked (the hacking monitor stopped it), stopped (its last step is saved) or failed.
+    A run is running, finished, hacked or collapsed (the hacking monitor, or the guard of distillation, stopped it),
+    stopped (its last step is saved) or failed; how often it was rolled back follows.
 
     Args:
         folder: Folder with run directories, at any depth.
@@ -55,9 +58,15 @@ def _row(folder: Path, name: str) -> list[tuple[str, str]]:
 
 
 def _state(status: Status) -> str:
-    """Return the state, and whether a validation of a run that went on showed signs of reward hacking."""
-    suspected = status.hacking and status.state != "hacked"
-    return f"{status.state}, hacking suspected at step {status.hacking[0]}" if suspected else status.state
+    """Return the state, how often the run was rolled back, and the first alarm of a guard that did not end it."""
+    words: list[str] = [status.state]
+    if status.rollbacks:
+        words.append(f"rolled back {status.rollbacks} time{'s' if status.rollbacks > 1 else ''}")
+    if status.hacking and status.state != "hacked":
+        words.append(f"hacking suspected at step {status.hacking[0]}")
+    if status.alarms and status.state != "collapsed":
+        words.append(f"collapse suspected at step {status.alarms[0]}")
+    return ", ".join(words)
 
 
 def _metric(run: RunRecord, name: str) -> str:

@@ -19,7 +19,7 @@ from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
 from unified_trainer.engine.config import check_installed
 from unified_trainer.errors import UserError, writing
-from unified_trainer.exit_codes import HACKED, exit_code
+from unified_trainer.exit_codes import STOPPED, exit_code
 from unified_trainer.memory import memory_advice
 from unified_trainer.parallel.agreement import assert_equal, flat
 from unified_trainer.parallel.mesh import Mesh
@@ -69,7 +69,7 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None) 
             tracker.table(f"{run.method}: one training step", built.counts)
             for line in (*built.notes, *begun.said):
                 tracker.say(line)
-            hacked = built.trainer.run(
+            stopped_by = built.trainer.run(
                 output,
                 tracker,
                 built.validation,
@@ -82,7 +82,7 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None) 
     if run.report and mesh.is_main:
         _write_report(output)  # after the lock is released, so that the page does not say "running"
     mesh.leave()
-    return HACKED if hacked else 0
+    return STOPPED[stopped_by] if stopped_by else 0
 
 
 def _write_report(run: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
 from unified_trainer.errors import UserError
-from unified_trainer.numerics.flow import NoiseLevelLaw
+from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.ranges import Count
@@ -129,6 +129,14 @@ class MethodConfig:
         """Return the teacher's ODE whose trajectories data.path may hold, or None for a method that takes none.
 
         Its role is not loaded where data.path holds them: the method's constructor needs a default for it.
+        """
+        return None
+
+    @property
+    def teacher_guidance(self) -> GuidanceScale | None:
+        """Guidance scale of the role `teacher` whose samples the student's are to look like; None without one.
+
+        Such a method has the guard of distillation, which reads its critic_to_teacher_error and sample_power.
         """
         return None
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.distribution_matching import ScoreConfig
+from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.ranges import NonNegative, PeriodOrZero, Range, at_least
 from unified_trainer.rl.groups import GroupConfig
 from unified_trainer.rl.policy import PolicyConfig
@@ -81,6 +82,10 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
     tilt: TiltConfig = field(default_factory=TiltConfig)
     critic_updates: Annotated[int, at_least(1, 1000)] = 1
     """Updates of the critic before each update of the student, on the same samples with other noise."""
+
+    @property
+    def teacher_guidance(self) -> GuidanceScale | None:
+        return self.matching.guidance_scale if self.matching.weight else None
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)

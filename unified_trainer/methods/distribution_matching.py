@@ -80,6 +80,10 @@ class MatchingConfig(ScoreConfig, SingleUpdateConfig):
         setup.require_trained("student", [setup.sampler.sigmas()[:-1].tolist()], "sampler.step_sigmas")
 
     @property
+    def teacher_guidance(self) -> GuidanceScale | None:
+        return self.guidance_scale
+
+    @property
     def gan_weights(self) -> dict[str, float]:
         """Weights of the discriminator, as `DistributionMatching` takes them."""
         return {"gan_weight": self.gan_weight, "gan_critic_weight": self.gan_critic_weight}

@@ -22,14 +22,16 @@ GROUPS: dict[str, str] = {
         policy_gap old_decay""",
     "Value function": "explained_variance explained_variance/S value_mean value_loss",
     "Distillation": """critic_to_teacher_error critic_loss dmd_loss gap_low gap_mid gap_high sample_power gan_loss
-        gan_critic_loss tilt_ess reward_gradient_loss loss""",
+        gan_critic_loss tilt_ess reward_gradient_loss loss validation/power_to_teacher
+        validation/saturation_to_teacher validation/motion_to_teacher validation/diversity_to_teacher guard_alarm
+        validation/guard_alarm""",
     "Optimizer": "ROLE/grad_norm ROLE/learning_rate",
     "Validation": """validation/reward validation/reward_std validation/reward/NAME validation/reward/NAME_std
         validation/accuracy validation/accuracy_std validation/accuracy/color validation/accuracy/shape
         validation/accuracy/direction validation/frechet validation/seconds validation/reward_hacking""",
     "Pixels": """pixels/NAME validation/pixels/NAME validation/pixels/NAME_std pixels/diversity
         validation/pixels/diversity""",
-    "Run": """seconds seconds/NAME seconds/weights worker_seconds/copy_weights worker_seconds/rollout
+    "Run": """rollbacks seconds seconds/NAME seconds/weights worker_seconds/copy_weights worker_seconds/rollout
         worker_seconds/score weights_gib worker_deaths samples_per_second tokens_per_second model_flops_per_second mfu
         peak_memory_gib_max""",
 }
@@ -92,6 +94,10 @@ _FALL = Healthy(
     held_out=True,
     advice="Falls while the reward rises: reward hacking. Stop earlier, add a KL, or change the reward.",
 )
+_LIKE_TEACHER = Healthy(
+    low=0.5, high=2.0, advice="Look at the videos; train the critic more, or lower student.learning_rate."
+)
+_ALARM = Healthy(high=0.0, advice="Look at the samples; train the critic more or lower student.learning_rate.")
 HEALTHY: dict[str, Healthy] = {
     "reward_std": _CONSTANT,
     "reward_std_in_groups": Healthy(
@@ -114,6 +120,12 @@ HEALTHY: dict[str, Healthy] = {
     "critic_to_teacher_error": Healthy(
         high=1.0, mean_of=8, advice="Train the critic more: critic.learning_rate, algorithm.student_every."
     ),
+    "validation/saturation_to_teacher": _LIKE_TEACHER,
+    "validation/motion_to_teacher": _LIKE_TEACHER,
+    "validation/diversity_to_teacher": _LIKE_TEACHER,
+    "guard_alarm": _ALARM,
+    "validation/guard_alarm": _ALARM,
+    "rollbacks": Healthy(high=0.0, advice="The run went back to a checkpoint; its terminal says why."),
     "gan_critic_loss": Healthy(high=2 * math.log(2), advice="The discriminator is worse than none."),
     "validation/reward_std": _CONSTANT,
     "validation/reward/NAME": _FALL,

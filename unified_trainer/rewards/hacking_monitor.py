@@ -3,8 +3,9 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from unified_trainer.guards.base import Alarm, GuardConfig
 from unified_trainer.ranges import Decay, Positive
 
 DIVERSITY = "pixels/diversity"
@@ -12,9 +13,7 @@ IN_TRAINING = f"train/{DIVERSITY}"
 
 
 @dataclass(frozen=True)
-class HackingMonitorConfig:
-    action: Literal["off", "warn", "stop"] = "warn"
-    """Response to reward hacking; stop saves and exits with code 3."""
+class HackingMonitorConfig(GuardConfig):
     rise: Positive = 0.3
     """Rise of the reward since the first validation from which other metrics are compared, in std of samples."""
     fall: Positive = 0.3
@@ -28,21 +27,31 @@ class HackingMonitorConfig:
 class HackingMonitor:
     """Compares every validation with the first one of the run; `state` belongs into the checkpoints."""
 
+    name = "hacking_monitor"
+    suspicion = "reward hacking"
+
     def __init__(self, config: HackingMonitorConfig, held_out: tuple[str, ...]) -> None:
         """`held_out` names the validation metrics that must not fall; metrics that are not measured are ignored."""
         self.config, self._held_out = config, held_out
         self.reference: dict[str, float] = {}  # the first value of every metric that is compared
         self._diversity: list[float] = []  # of the training steps since the last validation
+        self._silent_at = 0  # the last validation without signs of hacking
+        self.verdict: dict[str, float] = {}
 
     @property
     def state(self) -> dict[str, Any]:
         """All that the next decision depends on, as metadata of a checkpoint."""
-        return {"hacking_monitor": dict(self.reference), "hacking_monitor_recent": list(self._diversity)}
+        return {
+            "hacking_monitor": dict(self.reference),
+            "hacking_monitor_recent": list(self._diversity),
+            "hacking_monitor_silent_at": self._silent_at,
+        }
 
     def load_state(self, metadata: Mapping[str, Any]) -> None:
         """Continue from the metadata of a checkpoint; those of earlier versions lack a part, which is then empty."""
         self.reference = dict(metadata.get("hacking_monitor", {}))
         self._diversity = list(metadata.get("hacking_monitor_recent", []))
+        self._silent_at = metadata.get("hacking_monitor_silent_at", 0)
 
     @property
     def on(self) -> bool:
@@ -50,9 +59,23 @@ class HackingMonitor:
         return self.config.action != "off"
 
     @property
-    def stops(self) -> bool:
-        """Whether hacking ends the run."""
-        return self.config.action == "stop"
+    def window_starts(self) -> tuple[int, ...]:
+        return (self._silent_at + 1,)
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        """Add the metrics of a training step; only a validation is an alarm."""
+        self.note(metrics)
+        self.verdict = {}
+        return None
+
+    def after_validation(self, step: int, metrics: Mapping[str, float]) -> Alarm | None:
+        """Return what `watch` finds; the window of an alarm begins after the last validation without signs."""
+        why = self.watch(metrics)
+        self.verdict = {"reward_hacking": float(why is not None)} if self.on else {}
+        if why is None:
+            self._silent_at = step
+            return None
+        return Alarm(self.name, self.config.action, why, self._silent_at + 1)
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a training step."""

@@ -49,6 +49,7 @@ class Learner:
         self.name, self.config = name, config  # name in metrics and messages: student, or student/high
         self.weights = dict(weights)
         self.updates = 0
+        self.rate_scale = 1.0  # factor of the learning rate besides its schedule
         device = next(iter(self.weights.values())).device
         self._many = device.type != "cpu" or None  # weights in one kernel; None: torch decides
         self._optimizer = torch.optim.AdamW(
@@ -85,7 +86,7 @@ class Learner:
             torch.nn.utils.clip_grads_with_norm_(
                 self.weights.values(), self.config.max_grad_norm, norm, foreach=self._many
             )
-        learning_rate = self.config.learning_rate * learning_rate_factor(self.config, self.updates)
+        learning_rate = self.config.learning_rate * self.rate_scale * learning_rate_factor(self.config, self.updates)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         self._optimizer.step()
@@ -99,6 +100,13 @@ class Learner:
         """Start the EMA anew from the weights as they are, after they were loaded."""
         if self._ema:
             self._ema = EMA(self.weights, self.config.ema_decay, self.config.ema_start)
+
+    @torch.no_grad()
+    def start_from_ema(self) -> None:
+        """Set the weights to their EMA, if the role keeps one."""
+        if self._ema:
+            for key, weight in self.weights.items():
+                weight.copy_(self._ema.shadow[key])
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:

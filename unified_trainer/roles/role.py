@@ -320,6 +320,16 @@ class Trainable(Role):
         for learner in self._learners.values():
             learner.restart_ema()
 
+    def start_from_ema(self) -> None:
+        """Set the weights to their EMA; a role without one keeps its weights."""
+        for learner in self._learners.values():
+            learner.start_from_ema()
+
+    def scale_learning_rate(self, scale: float) -> None:
+        """Multiply the learning rate of every later update by `scale`, besides its schedule."""
+        for learner in self._learners.values():
+            learner.rate_scale = scale
+
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
         """Run the role with its EMA weights, if it keeps any."""

@@ -48,6 +48,9 @@ class ExternalTracker:
     def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         """Log the samples of a validation, of all ranks, with the picture of the first ones if one was written."""
 
+    def rewind(self, step: int) -> None:
+        """The run went back to the checkpoint of `step`; metrics of the steps after it come again."""
+
     def close(self, *, failed: bool) -> None:
         """Finish; `failed` says that an exception ended the run."""
 
@@ -82,8 +85,9 @@ class TensorBoard(ExternalTracker):
         _package("torch.utils.tensorboard", "tensorboard")
 
     def __init__(self, run: RunInfo) -> None:
-        tensorboard = _package("torch.utils.tensorboard", "tensorboard")
-        self._board = tensorboard.SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.start + 1)
+        self._writer = _package("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._folder = str(run.folder / "tensorboard")
+        self._board = self._writer(self._folder, purge_step=run.start + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -96,6 +100,10 @@ class TensorBoard(ExternalTracker):
         lines = (json.dumps(sample.row(), ensure_ascii=False) for sample in samples)
         # Four spaces make a block of code: no character of a prompt is markup.
         self._board.add_text("validation/samples", "\n".join(f"    {line}" for line in lines), step)
+
+    def rewind(self, step: int) -> None:
+        self._board.close()
+        self._board = self._writer(self._folder, purge_step=step + 1)
 
     def close(self, *, failed: bool) -> None:
         self._board.close()

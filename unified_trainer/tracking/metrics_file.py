@@ -27,6 +27,13 @@ class MetricsFile:
         self._unwritten += (json.dumps(row) + "\n").encode()
         self._flush()
 
+    def rewind(self, start: int) -> None:
+        """Remove the lines after `start` training steps, which come again; `rows` are then those that are left."""
+        self.close()
+        self._unwritten = b""
+        self.rows = self._continue(start, True)
+        self._opened = self._file.open("ab", buffering=0)
+
     def close(self) -> None:
         """Write what is left, and close the file."""
         self._flush()

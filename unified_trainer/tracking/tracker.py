@@ -144,6 +144,18 @@ class Tracker:
         if self._bar:
             self._progress.update(self._task, phase=phase)
 
+    def rewind(self, step: int) -> None:
+        """Go back to `step`: lines of metrics.jsonl after it are dropped, because those steps come again."""
+        if not self._active:
+            return
+        self._metrics.rewind(step)
+        self._validations = []
+        for row in self._metrics.rows:
+            self._note_validation(row["step"], row)
+        self._each(lambda tracker: tracker.rewind(step))
+        self._progress.update(self._task, completed=step)
+        self._start, self._began = step, time.monotonic()  # the time left is estimated from here on
+
     def finish(self, step: int) -> None:
         """End the progress bar and print what the run came to: first and last validation, and where things are."""
         self._progress.update(self._task, left="", phase="done")
