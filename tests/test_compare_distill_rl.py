@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from helpers import ALONE, REPO
@@ -14,7 +15,8 @@ import compare_distill_rl as compare
 
 FEW = {"num_steps": 4, "solver": "sde", "shift": 5.0, "guidance_scale": 1.0}
 CALLS = {"dance_grpo": compare.DANCE, "distill_rl": compare.JOINT, "reward_gradient": compare.GRADIENT}
-ROWS = [(table, name) for table, kinds in compare.TABLES.items() for name in kinds]
+ROWS = [("plain", name) for name in compare.PLAIN] + [("hackable", "chain"), ("hackable", "joint 0.05")]
+ROWS += [("tune", f"tune {name} {rates[0]}") for name, (_, _, rates) in compare.RATES.items()]
 
 
 @pytest.mark.slow
@@ -59,7 +61,8 @@ def runs(tmp_path, monkeypatch):
     def values(reward, frechet):
         return {"reward": reward, "accuracy": 0.5, "frechet": frechet, "reward_hacking": 1.0}
 
-    monkeypatch.setattr(compare.subprocess, "run", lambda *given, **more: pytest.fail("a run was started"))
+    runs = SimpleNamespace(run=lambda *given, **more: pytest.fail("a run was started"))
+    monkeypatch.setattr(compare, "subprocess", runs)
     for seed in (0, 1):
         write(tmp_path / f"dmd2-{seed}", {0: {"reward": 1.0}, 400: values(4.0, 6.0)}, 8000.0)
         start = values(4.0, 6.0)
@@ -75,10 +78,10 @@ def test_joint_runs_are_compared_at_the_reward_of_the_chain(runs, capsys):
     compare.main(output=runs, seeds=(0, 1), tables=("hackable",), kinds=("chain", "joint 0.05"))
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[3:]]
     rows = {row[0]: row for row in lines}
-    equal = rows["joint 0.05, equal reward"]
+    equal = rows["joint 0.05, nearest reward"]
     assert equal[1:5] == ["0 1", "24 24", "0.0 ± 0.0", "8.10 ± 0.00"] and equal[-1] == "0.10 ± 0.01"
-    assert rows["chain, equal reward"][2] == "16 16" and rows["chain, equal reward"][-1] == "1.00 ± 0.00"
-    assert rows["joint 0.05, end"][2] == "32 32" and rows["chain, end"][4] == "9.00 ± 0.00"
+    assert rows["chain, 16 updates"][2] == "16 16" and rows["chain, 16 updates"][-1] == "1.00 ± 0.00"
+    assert rows["joint 0.05, end"][2] == "32 32" and rows["chain, 32 updates"][4] == "9.00 ± 0.00"
 
 
 def test_calls_are_the_counted_tokens_of_a_run_and_of_its_start(runs):
@@ -100,7 +103,7 @@ def test_the_picture_has_a_curve_for_each_weight(runs):
 
 def test_starts_are_made_first_and_stopped_runs_go_on(tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(compare.subprocess, "run", lambda words, check: started.append(words[3:]))
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=lambda words, check: started.append(words[3:])))
     (tmp_path / "causal-2").mkdir()
     (tmp_path / "causal-2" / "config.yaml").write_text("")
     name = "self_forcing, then dance_grpo"
