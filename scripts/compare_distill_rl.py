@@ -276,6 +276,9 @@ def draw(picture: Path, output: Path, table: dict[str, Kind], seed: int) -> None
             label = "no matching (dance_grpo)" if name == "chain" else f"matching weight {name.split()[1]}"
             place.plot(x, y, marker="o", label=label)
     place.set(xlabel="Fréchet distance to real clips", ylabel="reward, HPSv3 + 200 saturation", xscale="log")
+    ticks = (3, 5, 10, 20, 40, 80)
+    place.set_xticks(ticks, map(str, ticks))
+    place.minorticks_off()
     place.legend(fontsize=8)
     figure.savefig(picture, dpi=110)
 
