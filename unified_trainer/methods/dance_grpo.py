@@ -11,8 +11,9 @@ from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.chunk_credit import CreditedGroupConfig, rollout_streams, transition_advantages
 from unified_trainer.rl.dynamic_sampling import collect_samples
-from unified_trainer.rl.groups import GroupConfig, compute_advantages
+from unified_trainer.rl.groups import compute_advantages
 from unified_trainer.rl.policy import PolicyConfig, sample_policy
 from unified_trainer.rl.policy_update import PolicyUpdate
 from unified_trainer.rl.replay import Trajectories
@@ -25,11 +26,12 @@ from unified_trainer.types import Batch, Rollout
 
 
 @dataclass(frozen=True)
-class DanceGRPOConfig(PolicyConfig, GroupConfig):
+class DanceGRPOConfig(PolicyConfig, CreditedGroupConfig):
     """Settings of the policy, of its update and of the groups."""
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
+        self.credit.check(self, self, setup.sampler)
         if self.kl_in == "reward" and self.advantage == "gdpo":
             raise UserError(
                 "algorithm.kl_in must be loss for algorithm.advantage gdpo, which compares each reward alone"
@@ -60,31 +62,35 @@ class DanceGRPO(Method):
         reference: Frozen | None = None,
     ) -> None:
         self.config, self.reward, self.loader, self.rollouts = config, reward, loader, rollouts
-        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch)
+        self.sampler, per_chunk = sampler, config.credit.per_chunk
+        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, per_chunk=per_chunk)
 
     @staticmethod
     def sample(
         config: DanceGRPOConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
     ) -> Rollout:
         keys = batch.prompt_ids if config.init_same_noise else batch.sample_ids
-        return sample_policy(config, sampler, role, batch, step, rng, keys)
+        return sample_policy(config, sampler, role, batch, step, rollout_streams(config, sampler, batch, rng), keys)
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # all samples of the rank: groups are compared before the first update
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         window, trained = self.update.transitions(step, rng)
-        check = partial(self.update.check_worker, window, trained, rng)
+        drawn = rollout_streams(self.config, self.sampler, batch, rng)
+        check = partial(self.update.check_worker, window, trained, drawn)
         samples, collected = collect_samples(
             self.config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh, check
         )
-        trajectories = Trajectories.of(samples, step, window, rng)
+        trajectories = Trajectories.of(samples, step, window, drawn)
         penalty, kl_metrics = self.update.kl.penalty(trajectories, mesh)
         advantages = compute_advantages(
             self.config, self.reward, samples.scores, penalty, samples.batch, self.loader, mesh
         )
         metrics = advantages.metrics | collected | kl_metrics | self.update.transition_metrics(window, trained)
-        values = advantages.values[:, None].expand(-1, len(trained))  # a sample's advantage is that of its transitions
+        values = transition_advantages(
+            self.config, self.sampler, self.reward, samples, advantages.values, trained, mesh
+        )
         start_update = self.update.begin(trajectories, values, trained, advantages.minibatches, mesh)
         yield from update_losses(advantages, trained, start_update, metrics)
         if self.update.lags_too_far:

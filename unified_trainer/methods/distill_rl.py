@@ -22,6 +22,7 @@ from unified_trainer.numerics.advantages import tilt_weights
 from unified_trainer.numerics.flow import x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.chunk_credit import rollout_streams, transition_advantages
 from unified_trainer.rl.dynamic_sampling import collect_samples
 from unified_trainer.rl.groups import compute_advantages, gather_ids
 from unified_trainer.rl.minibatches import Minibatch
@@ -72,7 +73,8 @@ class DistillRL(Method):
                 "algorithm.reward_gradient.weight 0"
             )
         self.matching = DistributionMatching(config.matching, teacher, critic)
-        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch)
+        per_chunk = config.credit.per_chunk
+        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, per_chunk=per_chunk)
 
     @staticmethod
     def sample(
@@ -80,7 +82,8 @@ class DistillRL(Method):
     ) -> Rollout:
         keys = batch.prompt_ids if config.init_same_noise else batch.sample_ids
         keep_x0 = config.matching.exits == "all"
-        return sample_policy(config, sampler, role, batch, step, rng, keys, keep_x0=keep_x0)
+        drawn = rollout_streams(config, sampler, batch, rng)
+        return sample_policy(config, sampler, role, batch, step, drawn, keys, keep_x0=keep_x0)
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # all samples of the rank: groups are compared before the first update
@@ -88,17 +91,18 @@ class DistillRL(Method):
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         config = self.config
         window, transitions = self.update.transitions(step, rng)
-        check = partial(self.update.check_worker, window, transitions, rng)
+        drawn = rollout_streams(config, self.sampler, batch, rng)
+        check = partial(self.update.check_worker, window, transitions, drawn)
         samples, collected = collect_samples(
             config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh, check
         )
-        trajectories = Trajectories.of(samples, step, window, rng)
+        trajectories = Trajectories.of(samples, step, window, drawn)
         penalty, kl_metrics = self.update.kl.penalty(trajectories, mesh)
         advantages = compute_advantages(config, self.reward, samples.scores, penalty, samples.batch, self.loader, mesh)
         metrics = advantages.metrics | collected | kl_metrics | self.update.transition_metrics(window, transitions)
         critic_weights = self._weights(samples, -config.tilt.beta_at(step), mesh)
         match_weights = self._weights(samples, config.matching.reward_beta, mesh)
-        values = advantages.values[:, None].expand(-1, len(transitions))
+        values = transition_advantages(config, self.sampler, self.reward, samples, advantages.values, transitions, mesh)
         start_update = self.update.begin(trajectories, values, transitions, advantages.minibatches, mesh)
         rows_of = torch.arange(len(samples.batch)).chunk(len(advantages.minibatches))
         moved = False  # whether the student has changed since the rollout

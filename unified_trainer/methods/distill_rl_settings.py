@@ -9,7 +9,7 @@ from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.distribution_matching import ScoreConfig
 from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.ranges import NonNegative, PeriodOrZero, Range, at_least
-from unified_trainer.rl.groups import GroupConfig
+from unified_trainer.rl.chunk_credit import CreditedGroupConfig
 from unified_trainer.rl.policy import PolicyConfig
 
 
@@ -73,7 +73,7 @@ class MatchingTermConfig(ScoreConfig, TermConfig):
 
 
 @dataclass(frozen=True)
-class DistillRLConfig(PolicyConfig, GroupConfig):
+class DistillRLConfig(PolicyConfig, CreditedGroupConfig):
     """Settings of the groups, of the policy and of each term."""
 
     matching: MatchingTermConfig = field(default_factory=MatchingTermConfig)
@@ -89,6 +89,7 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
+        self.credit.check(self, self, setup.sampler)
         if setup.sampler.solver != "sde" or self.kernel != "auto":
             raise UserError(
                 "sampler.solver must be sde and algorithm.kernel auto for distill_rl: the policy is the student's own "

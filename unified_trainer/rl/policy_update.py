@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.numerics.chunk_credit import chunk_log_ratios
 from unified_trainer.numerics.kl import gaussian_kl
 from unified_trainer.numerics.objectives import (
     calibrated_clip,
@@ -43,10 +44,16 @@ class PolicyUpdate:
         student: Trainable,
         reference: Frozen | None,
         update_batch: int,
+        *,
+        per_chunk: bool = False,
     ) -> None:
-        """`update_batch` is the number of samples per pass of a KL of whole rollouts, and of a check."""
+        """`update_batch` is the number of samples per pass of a KL of whole rollouts, and of a check.
+
+        `per_chunk` gives each chunk of a causal student a ratio of its own, for advantages of chunks.
+        """
         self.config, self.sampler, self.student, self.policy = config, sampler, student, config.policy(sampler)
         self.kl = ReferenceKL(config.kl_settings(update_batch), sampler, self.policy, reference)
+        self._per_chunk = per_chunk
         self.on_policy, self._update_batch = OnPolicyCheck(student.config.precision), update_batch
         self.lags_too_far = False  # whether ess of this training step is below its floor, equal on all ranks
         self._ess_unread = False  # whether ess of this training step is still to be compared with its floor
@@ -82,14 +89,15 @@ class PolicyUpdate:
     def begin(
         self,
         trajectories: Trajectories,
-        advantages: Float[Tensor, "b trained"],
+        advantages: Float[Tensor, "b trained"] | Float[Tensor, "b trained k"],
         trained: list[int],
         updates: list[list[Minibatch]],
         mesh: Mesh,
     ) -> Callable[[list[Minibatch]], LossAt]:
         """Begin a training step; return what starts each of its updates, for `update_losses`.
 
-        The advantages are of each sample at each trained transition. Call it before any weight of the step changes.
+        The advantages are of each sample, or of each of its chunks, at each trained transition. Call it before any
+        weight of the step changes.
         """
         lagging, self.lags_too_far = mesh.any(bool(trajectories.lags.any())), False
         self._ess_unread = lagging
@@ -115,7 +123,7 @@ class PolicyUpdate:
     def _start_update(
         self,
         trajectories: Trajectories,
-        advantages: Float[Tensor, "b trained"],
+        advantages: Float[Tensor, "b trained"] | Float[Tensor, "b trained k"],
         trained: list[int],
         mesh: Mesh,
         minibatches: list[Minibatch],
@@ -165,7 +173,15 @@ class PolicyUpdate:
         weight = importance_weight(proximal, elements, config.weight_density, config.weight_max)
         kl_old = gaussian_kl(mean.detach(), mean_old, std)
         kl = self.kl.of_transition(s, x_t, x_next, mean, batch, x0) if self.kl.in_loss else None
-        return Replay(log_ratio, ratio - proximal, kl_old, kl, self._clip(s, elements), weight, lag)
+        shares = None
+        if self._per_chunk:
+            ranges = self.sampler.chunks.ranges(x_t.shape[2])
+            shares = torch.tensor([(stop - begin) / x_t.shape[2] for begin, stop in ranges]).to(log_ratio)
+            # One chunk is the clip, whose old log-density is the rollout's to the last bit.
+            by_chunk = chunk_log_ratios(self.policy, x_next, mean, mean_old, std, ranges)
+            ratio = by_chunk if len(ranges) > 1 else ratio[:, None]
+            proximal = proximal[:, None]
+        return Replay(log_ratio, ratio - proximal, kl_old, kl, self._clip(s, elements), weight, lag, shares)
 
     @torch.no_grad()
     def _sequence(self, trajectories: Trajectories, minibatch: Minibatch, trained: list[int]) -> dict[int, PerSample]:
@@ -175,7 +191,12 @@ class PolicyUpdate:
         return {s: self._replay(trajectories, minibatch.rows, s).ratio for s in trained}
 
     def _loss(
-        self, replay: Replay, advantage: PerSample, minibatch: Minibatch, s: int, sequence: dict[int, PerSample]
+        self,
+        replay: Replay,
+        advantage: PerSample | Float[Tensor, "b k"],
+        minibatch: Minibatch,
+        s: int,
+        sequence: dict[int, PerSample],
     ) -> Float[Tensor, ""]:
         """-objective + coefficient KL of one transition, weighted over the samples of the minibatch."""
         config = self.config
@@ -185,7 +206,7 @@ class PolicyUpdate:
             steps = [replay.ratio if other == s else ratio for other, ratio in sequence.items()]
             objective = len(steps) * self._surrogate(torch.stack(steps, 1), advantage, replay.clip)
         else:
-            objective = replay.weight * self._surrogate(replay.ratio, advantage, replay.clip)
+            objective = replay.weight * replay.of_clip(self._surrogate(replay.ratio, advantage, replay.clip))
         if config.trust_region:
             leaves = leaves_trust_region(replay.ratio, advantage, replay.kl_old, config.trust_region)
             objective = objective.masked_fill(leaves, 0.0)
@@ -194,7 +215,7 @@ class PolicyUpdate:
             loss = loss + self.kl.coefficient * replay.kl_reference
         return (minibatch.weights.to(loss) * loss).sum()
 
-    def _surrogate(self, ratio: Tensor, advantage: PerSample, clip: tuple[float, float]) -> PerSample:
+    def _surrogate(self, ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> Tensor:
         parameters = dataclasses.asdict(self.config.objective_parameters)
         return surrogate(self.config.objective, ratio, advantage, clip_low=clip[0], clip_high=clip[1], **parameters)
 

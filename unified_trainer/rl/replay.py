@@ -52,12 +52,18 @@ class Replay:
     """One transition of a minibatch's samples, with the present weights against those of the rollout."""
 
     log_ratio: PerSample  # log pi(x_next | x_t) now minus at the rollout, averaged over elements
-    ratio: PerSample  # the log-ratio that the objective reads: log_ratio, guarded, or to the proximal policy
+    ratio: PerSample | Float[Tensor, "m k"]  # the log-ratio that the objective reads: log_ratio, guarded, to the
+    # proximal policy, or of each chunk
     kl_old: PerSample  # KL per element between the policies of the rollout and of now
     kl_reference: PerSample | None  # KL to the reference, where the loss has one
     clip: tuple[float, float]  # how far below and above 1 the ratio may go
     weight: PerSample  # importance weight of the objective; 1 without a correction
     lag: Int[Tensor, " b"]  # training steps between the weights of the rollout and the present ones
+    shares: Float[Tensor, " k"] | None = None  # of each chunk in the latent frames, for ratios of chunks
+
+    def of_clip(self, objective: PerSample | Float[Tensor, "m k"]) -> PerSample:
+        """Return the objective of each sample: of its chunks, the mean over the latent frames."""
+        return objective if self.shares is None else (self.shares * objective).sum(1)
 
 
 @dataclass(frozen=True)
@@ -94,12 +100,14 @@ class ReplayCollector:
 
     _rows: list[Tensor] = field(default_factory=list)  # one [m, 8] for each minibatch of each transition
 
-    def add(self, replay: Replay, advantage: PerSample, minibatch: Minibatch) -> None:
-        """Add one transition of a minibatch."""
+    def add(self, replay: Replay, advantage: PerSample | Float[Tensor, "m k"], minibatch: Minibatch) -> None:
+        """Add one transition of a minibatch; each chunk with a ratio of its own is a row."""
         kl = torch.zeros_like(replay.kl_old) if replay.kl_reference is None else replay.kl_reference
         real = minibatch.real.to(replay.kl_old)
         columns = (replay.log_ratio, replay.ratio, replay.kl_old, kl, replay.weight, replay.lag, advantage, real)
-        self._rows.append(torch.stack([column.detach().to(replay.kl_old) for column in columns], 1))
+        by_chunk = replay.ratio.reshape(len(real), -1)
+        rows = [column.detach().to(real).reshape(len(real), -1).expand_as(by_chunk).flatten() for column in columns]
+        self._rows.append(torch.stack(rows, 1))
 
     def gathered(self, mesh: Mesh, transitions: int) -> ReplayStats:
         """Return the replays of all ranks, without padding."""
