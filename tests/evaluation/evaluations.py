@@ -19,7 +19,9 @@ NAMES = ("first@1", "second@2:ema")
 BOOTSTRAP = BootstrapConfig(resamples=500)
 
 
-def measured(folder: Path, plan: Plan = PLAN, shift: float = 0.0, *, features: int = 3, videos: bool = False) -> Measured:
+def measured(
+    folder: Path, plan: Plan = PLAN, shift: float = 0.0, *, features: int = 3, videos: bool = False
+) -> Measured:
     """Rows in the order of `Plan.parts`, with a reward that falls from prompt to prompt, plus `shift`."""
     random, rows = torch.Generator().manual_seed(0), []
     if videos:

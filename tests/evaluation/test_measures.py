@@ -96,7 +96,8 @@ def test_speed_is_the_median_of_batches_without_the_first(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "sign"), [("reward", 1), ("reward/clip", 1), ("accuracy/color", 1), ("frechet", -1), ("pixels/saturation", 0)]
+    ("name", "sign"),
+    [("reward", 1), ("reward/clip", 1), ("accuracy/color", 1), ("frechet", -1), ("pixels/saturation", 0)],
 )
 def test_signs(name, sign):
     assert sign_of(name) == sign

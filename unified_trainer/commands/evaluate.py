@@ -24,7 +24,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.ranges import Count, Fraction, NonNegative, Seed, at_least
 from unified_trainer.reporting.page import MEGABYTE, VIDEO_MEGABYTES
 from unified_trainer.rewards.base import RewardConfig
-from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers
+from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers, scorer_kind
 from unified_trainer.roles.reward import Reward
 from unified_trainer.terminal import say
 
@@ -92,7 +92,7 @@ def evaluate(
     plan = Plan(_distinct(prompts), samples, _seeds(seeds), batch, min(num_videos, samples), frechet_stride)
     rewards = common_reward(chosen, reward, held_out)
     _check(chosen, plan, rewards)
-    reference = _reference(chosen, checkpoints, frechet_to)
+    reference = _reference(chosen, checkpoints, frechet_to, rewards)
     config = BootstrapConfig(resamples, bootstrap_seed, confidence)
     if not 0 < confidence < 1:
         raise UserError(f"--confidence must be above 0 and below 1, not {confidence:g}")
@@ -136,13 +136,19 @@ def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> N
     check_prompts(rewards, ((f"--prompts: prompt {i}", line) for i, line in enumerate(plan.prompts, 1)))
 
 
-def _reference(chosen: Sequence[Checkpoint], texts: Sequence[str], wanted: str) -> int | None:
-    """Return the position of the checkpoint that --frechet-to names."""
+def _reference(chosen: Sequence[Checkpoint], texts: Sequence[str], wanted: str, rewards: RewardConfig) -> int | None:
+    """Return the position of the checkpoint that --frechet-to names; UserError if nothing measures the distance."""
     if not wanted:
         return None
     found = [i for i, one in enumerate(chosen) if wanted in (texts[i], one.name)]
     if not found:
         raise UserError(f"--frechet-to {wanted} is none of the checkpoints; have {', '.join(texts)}")
+    named = rewards.named().items()
+    if not any(scorer_kind(part, rewards.key(name), rewards.timeout).features for name, part in named):
+        raise UserError(
+            f"--frechet-to {wanted} needs a scorer with image features: add --held-out clip with its "
+            "--reward.scorers.clip.path"
+        )
     return found[0]
 
 

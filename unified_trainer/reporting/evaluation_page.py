@@ -157,10 +157,18 @@ def _filled(template: str, scripts: Sequence[str], **values: Any) -> str:
     """Return a page with its style and scripts, and these values; text of users is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "ensure_ascii": False}
-    environment.filters["number"] = number
+    environment.filters |= {"number": number, "sampler": _sampler}
     written = time.strftime("%Y-%m-%d %H:%M:%S")
     inside = {"style": Markup(_own(STYLE)), "scripts": [Markup(_own(name)) for name in scripts], "written": written}
     return environment.from_string(_own(template)).render(**inside, **values)
+
+
+def _sampler(checkpoint: Mapping[str, Any]) -> str:
+    """Return the settings of a checkpoint's sampler in words; those that are empty or zero are left out."""
+    settings = checkpoint["sampler"]
+    flat = {key: value for key, value in settings.items() if not isinstance(value, Mapping)} | settings["chunks"]
+    shown = {key: " ".join(map(str, value)) if isinstance(value, list) else value for key, value in flat.items()}
+    return ", ".join(f"{key} {value}" for key, value in shown.items() if value)
 
 
 def _own(name: str) -> str:

@@ -14,7 +14,8 @@ from unified_trainer.ranges import Count, Decay, Seed
 
 Interval = tuple[float, float] | None  # None where there is none: of one prompt, or of the Frechet distance
 DIVERSITY, FRECHET, SPEED, CALLS = "pixels/diversity", "frechet", "samples_per_second", "network_calls"
-BETTER = {"reward": 1, "accuracy": 1, FRECHET: -1, SPEED: 1, CALLS: -1}  # sign of an improvement, by first word
+SHARE = "accuracy"  # first word of the measures that are shares of samples
+BETTER = {"reward": 1, SHARE: 1, FRECHET: -1, SPEED: 1, CALLS: -1}  # sign of an improvement, by first word
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def summarise(rows: Sequence[Measured], plan: Plan, config: BootstrapConfig, ref
     differences: list[Difference] = []
     for name in tables[0]:
         values = [table[name] for table in tables]
-        measures[name] = [_measure(one, config) for one in values]
+        measures[name] = [_measure(name, one, config) for one in values]
         differences += _differences(name, measures[name], values, config)
     plainly = _frechet(rows, plan, reference) | _speed(rows)
     for name, by_seed in plainly.items():
@@ -113,10 +114,12 @@ def _tables(one: Measured, plan: Plan) -> dict[str, _Values]:
     return found
 
 
-def _measure(values: _Values, config: BootstrapConfig) -> Measure:
+def _measure(name: str, values: _Values, config: BootstrapConfig) -> Measure:
     means = values.table.mean(1, keepdim=True)
     by_seed = values.of(values.table.mean(0)).tolist()
     interval = _interval(means, lambda resampled: values.of(resampled[:, 0]), config)
+    if interval is not None and name.partition("/")[0] == SHARE:
+        interval = (max(0.0, interval[0]), min(1.0, interval[1]))
     return Measure(float(values.of(means.mean())), interval, by_seed, _std(by_seed))
 
 

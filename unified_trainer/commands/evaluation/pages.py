@@ -49,8 +49,8 @@ def _rows(about: Mapping[str, Any], rows: Sequence[Measured]) -> list[SampleRow]
 def _card(measured: Measured, number: int) -> Card:
     row = measured.rows[number]
     scores = {name: value for name, value in row.items() if name.partition("/")[0] == "reward"}
-    if len(scores) == 2:
-        scores.pop("reward", None)  # it is the only score itself, or its multiple
+    if [value for name, value in scores.items() if name != "reward" and value == scores.get("reward")]:
+        scores.pop("reward")  # it is the only score itself
     hits = {name.partition("/")[2]: bool(value) for name, value in row.items() if name.startswith("accuracy/")}
     return Card(measured.folder / row["video"] if row["video"] else None, scores, hits)
 

@@ -19,7 +19,7 @@ for (const chart of DATA.charts) {
   }));
   const layout = {
     height: HEIGHT + LINE * traces.length, margin: { l: 8, r: 16, t: 6, b: 26 }, paper_bgcolor: "#fff", plot_bgcolor: "#fff", font: { size: 11 },
-    xaxis: { zeroline: true, zerolinewidth: 2, zerolinecolor: "#8795a5", gridcolor: "#eef1f4", fixedrange: true, nticks: 6 },
+    xaxis: { zeroline: true, zerolinewidth: 2, zerolinecolor: "#8795a5", gridcolor: "#eef1f4", fixedrange: true, nticks: 6, rangemode: "tozero", tickformat: ".2~g" },
     yaxis: { automargin: true, fixedrange: true, autorange: "reversed", type: "category", range: [-0.5, traces.length - 0.5] },
   };
   Plotly.newPlot(plot, traces, layout, { displayModeBar: false, responsive: true });
