@@ -37,22 +37,29 @@ def write(output: Path, about: Mapping[str, Any], rows: Sequence[Measured], limi
 
 def _rows(about: Mapping[str, Any], rows: Sequence[Measured]) -> list[SampleRow]:
     """Return the samples prompt by prompt: the first of every prompt, then the second, and so on."""
-    prompts = about["plan"]["prompts"]
+    prompts, scores = about["plan"]["prompts"], _scores(rows)
     order = sorted(range(len(rows[0].rows)), key=lambda i: [rows[0].rows[i][key] for key in ("sample", "seed")])
     return [
-        SampleRow(prompts[row["prompt"]], row["seed"], row["sample"], [_card(one, i) for one in rows])
+        SampleRow(prompts[row["prompt"]], row["seed"], row["sample"], [_card(one, i, scores) for one in rows])
         for i in order
         for row in [rows[0].rows[i]]
     ]
 
 
-def _card(measured: Measured, number: int) -> Card:
+def _scores(rows: Sequence[Measured]) -> list[str]:
+    """Return the names of reward and scores; without the reward, where one of the scores is the same everywhere."""
+    every = [row for one in rows for row in one.rows]
+    names = [name for name in every[0] if name.partition("/")[0] == "reward"]
+    total = "reward" in names
+    same = [name for name in names[1:] if total and all(row[name] == row["reward"] for row in every)]
+    return names[1:] if same else names
+
+
+def _card(measured: Measured, number: int, scores: Sequence[str]) -> Card:
     row = measured.rows[number]
-    scores = {name: value for name, value in row.items() if name.partition("/")[0] == "reward"}
-    if [value for name, value in scores.items() if name != "reward" and value == scores.get("reward")]:
-        scores.pop("reward")  # it is the only score itself
     hits = {name.partition("/")[2]: bool(value) for name, value in row.items() if name.startswith("accuracy/")}
-    return Card(measured.folder / row["video"] if row["video"] else None, scores, hits)
+    video = measured.folder / row["video"] if row["video"] else None
+    return Card(video, {name: row[name] for name in scores}, hits)
 
 
 def _ballots(
