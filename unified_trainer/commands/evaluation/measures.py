@@ -1,4 +1,4 @@
-"""What is measured of the checkpoints of an evaluation: means, spread over seeds, intervals, and differences."""
+"""The measures of the checkpoints of an evaluation: means, spread over seeds, intervals, and differences."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of the samples of one checkpoint, seed by seed and prompt by prompt."""
+    """The samples of one checkpoint with their scores, seed by seed and prompt by prompt."""
 
     folder: Path
     rows: list[dict[str, Any]]  # of every sample: seed, prompt, sample, noise, reward, scores, pixels, accuracy, video
