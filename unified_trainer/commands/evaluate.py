@@ -112,7 +112,8 @@ def _distinct(prompts: Sequence[str]) -> tuple[str, ...]:
         raise UserError("evaluate needs --prompts: texts, or a file with one prompt per line")
     lines = read_lines(prompts)
     if len({*lines}) < len(lines):
-        say(f"{len(lines) - len({*lines})} prompts that occur again are left out; --samples makes more of each")
+        repeated = len(lines) - len({*lines})
+        say(f"prompts that occur again are left out: {repeated} of {len(lines)}; --samples makes more of each")
     return tuple(dict.fromkeys(lines))
 
 

@@ -103,8 +103,8 @@ class _Parsed:
         place = Path(parts["place"])
         is_run = (place / "config.yaml").is_file() or (place / "checkpoints").is_dir()
         if not is_run and parts["place"] != TINY and not (place / "model_index.json").is_file():
-            what = "neither a run directory nor a model folder" if place.is_dir() else "no such folder"
-            raise MissingFileError(f"{text}: {place} is {what}; write {GRAMMAR}".replace("is no such", "no such"))
+            what = "is neither a run directory nor a model folder" if place.is_dir() else "does not exist"
+            raise MissingFileError(f"{text}: {place} {what}; write {GRAMMAR}")
         if not is_run and (parts["step"] or parts["weights"]):
             raise UserError(f"{text}: {place} is a model folder, which has no steps and no EMA weights: leave them out")
         own: list[str] = []
