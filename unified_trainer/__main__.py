@@ -7,6 +7,7 @@ from importlib.metadata import version
 from unified_trainer.cli import help_pages
 from unified_trainer.cli.command_line import before_flags, parse
 from unified_trainer.cli.flags import apply
+from unified_trainer.commands.evaluate import evaluate
 from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
 from unified_trainer.commands.preprocess import preprocess
@@ -28,6 +29,7 @@ from unified_trainer.suggestions import must_know
 from unified_trainer.terminal import console, say
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "evaluate": evaluate,
     "export": export,
     "import-hpsv3": import_hpsv3,
     "preprocess": preprocess,

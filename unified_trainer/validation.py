@@ -14,14 +14,14 @@ from torch import Tensor
 
 from unified_trainer.config import ValidationConfig
 from unified_trainer.data.loader import make_batch
-from unified_trainer.data.tiny_world import FRAMES, SIZE, SUBJECT_OF_CAPTION, Clip, check_attributes, draw_clip, render
+from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
 from unified_trainer.data.video_files import Row, contact_sheet, to_uint8, write_mp4
 from unified_trainer.errors import UserError
 from unified_trainer.meter import phase
 from unified_trainer.models.base import Codec
-from unified_trainer.numerics.frechet import frechet_distance
+from unified_trainer.numerics.frechet import frame_features, frechet_distance
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.parallel.random import Streams, generator
+from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Trainable
@@ -116,7 +116,7 @@ class Validation:
         prompts = [self._prompts[i] for i in samples]
         columns, hits = self._rewards(torch.cat(parts)), {}
         metrics = mean_and_std(columns) | self._pixels(video)
-        if self._is_tiny_world(video):
+        if is_tiny_world(video, self._prompts):
             hits = self._attributes(video, prompts)
             metrics |= _accuracies(hits)
             if self._features is not None:
@@ -194,22 +194,13 @@ class Validation:
     def _frechet(self, video: Tensor, samples: range) -> float:
         """Return the Frechet distance of frame features to as many real clips of the same captions, both decoded."""
         if self._real is None:
-            clips = render([self._real_clip(sample) for sample in samples])
+            clips = render([real_clip(self._prompts[sample], self._config.seed, sample) for sample in samples])
             parts = clips.to(self._mesh.device).split(self._config.batch)
             self._real = torch.cat([self._frame_features(self._codec.decode(self._codec.encode(p))) for p in parts])
         return frechet_distance(self._mesh.gather(self._frame_features(video)), self._mesh.gather(self._real))
 
-    def _real_clip(self, sample: int) -> Clip:
-        """Return the real clip that this sample is compared with; it depends on the seed and the sample alone."""
-        seed = int(generator(self._config.seed, "real clip", sample).integers(2**63))
-        return draw_clip(SUBJECT_OF_CAPTION[self._prompts[sample]], torch.Generator().manual_seed(seed))
-
     def _frame_features(self, video: Tensor) -> Tensor:
-        frames = video[:, :, :: self._config.frechet_stride].movedim(2, 1).flatten(0, 1)
-        return torch.cat([self._features(part) for part in frames.split(self._config.batch)])
-
-    def _is_tiny_world(self, video: Tensor) -> bool:
-        return video.shape[2:] == (FRAMES, SIZE, SIZE) and all(p in SUBJECT_OF_CAPTION for p in self._prompts)
+        return frame_features(video, self._features, self._config.frechet_stride, self._config.batch).flatten(0, 1)
 
     def _write(
         self,

@@ -9,6 +9,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from unified_trainer.parallel.random import generator
+from unified_trainer.types import Video
+
 SIZE = 64  # pixels, both sides
 FRAMES = 17
 BACKGROUND = (0.08, 0.08, 0.10)
@@ -79,6 +82,17 @@ def draw_clip(subject: Subject, generator: torch.Generator) -> Clip:
         slack = SIZE / 2 - reach - abs(along) * travel / 2
         centre.append(SIZE / 2 + (2 * part - 1) * max(slack, 0.0))
     return Clip(subject, (centre[0], centre[1]), radius, travel)
+
+
+def real_clip(caption: str, seed: int, sample: int) -> Clip:
+    """Draw the real clip that a sample of this caption is compared with; it depends on seed and sample alone."""
+    drawn = int(generator(seed, "real clip", sample).integers(2**63))
+    return draw_clip(SUBJECT_OF_CAPTION[caption], torch.Generator().manual_seed(drawn))
+
+
+def is_tiny_world(video: Video, prompts: Sequence[str]) -> bool:
+    """Whether videos have the size of the tiny world's clips, and all prompts are its captions."""
+    return video.shape[2:] == (FRAMES, SIZE, SIZE) and all(prompt in SUBJECT_OF_CAPTION for prompt in prompts)
 
 
 def render(clips: Sequence[Clip], frames: int = FRAMES) -> Float[Tensor, "b 3 t h w"]:

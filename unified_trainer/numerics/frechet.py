@@ -1,5 +1,7 @@
 """The Frechet distance between two sets of feature vectors."""
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -19,6 +21,15 @@ def frechet_distance(left: Float[Tensor, "n d"], right: Float[Tensor, "m d"]) ->
     crossed = torch.linalg.eigvalsh(root @ covariances[1] @ root).clamp(min=0).sqrt().sum()
     means = (left.mean(0) - right.mean(0)).square().sum()
     return (means + covariances[0].trace() + covariances[1].trace() - 2 * crossed).item()
+
+
+def frame_features(
+    video: Float[Tensor, "b 3 t h w"], features: Callable[[Tensor], Tensor], stride: int, batch: int
+) -> Float[Tensor, "b frames d"]:
+    """Return the features of every `stride`-th frame of videos, `batch` frames at a time; the first is always one."""
+    chosen = video[:, :, ::stride].movedim(2, 1)
+    found = torch.cat([features(part) for part in chosen.flatten(0, 1).split(batch)])
+    return found.unflatten(0, chosen.shape[:2])
 
 
 def _square_root(covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:

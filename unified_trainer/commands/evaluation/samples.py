@@ -1,0 +1,211 @@
+"""The samples of one checkpoint: generated, scored and measured, and kept in a folder that is used again if it fits.
+
+CHECKPOINT-KEY/measured.json         what the samples depend on (its hash is KEY), their scores, the speed
+CHECKPOINT-KEY/features.safetensors  thumbnails, and features of frames of the samples and of real clips
+CHECKPOINT-KEY/SEED-PROMPT-SAMPLE.mp4
+"""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from unified_trainer.commands.evaluation.checkpoints import Checkpoint
+from unified_trainer.commands.load_run import LoadedRole
+from unified_trainer.commands.output_folder import write_text
+from unified_trainer.commands.sample import draw_latents
+from unified_trainer.config import plain
+from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
+from unified_trainer.data.video_files import to_uint8, write_mp4
+from unified_trainer.errors import writing
+from unified_trainer.input_files import read_json
+from unified_trainer.models.base import Codec
+from unified_trainer.numerics.frechet import frame_features
+from unified_trainer.ranges import MOST
+from unified_trainer.rewards.base import Features, RewardConfig
+from unified_trainer.rewards.pixels import statistics, thumbnail
+from unified_trainer.roles.reward import Reward
+from unified_trainer.sampling import SamplerConfig
+from unified_trainer.types import Video
+
+VERSION = 1
+FILE, FEATURES = "measured.json", "features.safetensors"
+NOISE_STEP = MOST  # between the noise of one seed and the next: sample i of seed s has noise number s NOISE_STEP + i
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The samples that every checkpoint of an evaluation makes: prompt by prompt, for each seed."""
+
+    prompts: tuple[str, ...]
+    samples: int  # of each prompt, for each seed
+    seeds: tuple[int, ...]
+    batch: int
+    videos: int  # samples of each prompt and seed that are written as files
+    frechet_stride: int
+
+    @property
+    def size(self) -> int:
+        """Samples of one seed."""
+        return len(self.prompts) * self.samples
+
+    def parts(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the seed and the numbers of the samples that are generated together."""
+        for seed in self.seeds:
+            for start in range(0, self.size, self.batch):
+                yield seed, list(range(start, min(start + self.batch, self.size)))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The samples of one checkpoint with their scores, seed by seed and prompt by prompt."""
+
+    folder: Path
+    rows: list[dict[str, Any]]  # of every sample: seed, prompt, sample, noise, reward, scores, pixels, accuracy, video
+    seconds: list[float]  # generation of one sample, for each batch
+    calls: int  # network calls of a sample
+    tensors: dict[str, Tensor] = field(repr=False)  # thumbnails; frames and real, if features were measured
+
+
+def folder_of(root: Path, checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) -> Path:
+    """Return the folder of a checkpoint's samples, whose name holds a hash of all that they depend on."""
+    key = hashlib.blake2b(json.dumps(_key(checkpoint, plan, reward, device), sort_keys=True).encode(), digest_size=4)
+    return root / f"{re.sub(r'[^A-Za-z0-9.=@_-]+', '_', checkpoint.name)}-{key.hexdigest()}"
+
+
+def read_measured(folder: Path) -> Measured | None:
+    """Return what was measured, if the folder is complete: its file is written last."""
+    if not (folder / FILE).is_file():
+        return None
+    held = read_json(folder / FILE)
+    tensors = load_file(folder / FEATURES)
+    return Measured(folder, held["rows"], held["seconds"], held["calls"], tensors)
+
+
+@torch.no_grad()
+def measure(
+    folder: Path,
+    checkpoint: Checkpoint,
+    loaded: LoadedRole,
+    codec: Codec,
+    plan: Plan,
+    reward: Reward,
+    features: Features | None,
+    done: Callable[[], None],
+) -> Measured:
+    """Generate, score and write the samples of a checkpoint; `done` is called after each batch.
+
+    The latents are those of the command rollout with --seed s NOISE_STEP and this batch.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    seconds: list[float] = []
+    tensors: dict[str, list[Tensor]] = {}
+    for seed, numbers in plan.parts():
+        prompts = [plan.prompts[i // plan.samples] for i in numbers]
+        began = time.perf_counter()
+        latents = draw_latents(loaded, codec, prompts, [noise_number(seed, i) for i in numbers]).float().cpu()
+        seconds.append((time.perf_counter() - began) / len(numbers))
+        video = codec.decode(latents.to(loaded.role.device))
+        new = [_place(plan, seed, i) for i in numbers]
+        for row, columns in zip(new, _scores(video, prompts, plan, reward), strict=True):
+            row |= columns
+        _write_videos(folder, video, new, plan, checkpoint.run.video.fps)
+        rows += new
+        for name, found in _tensors(video, prompts, seed, numbers, plan, codec, features).items():
+            tensors.setdefault(name, []).append(found.float().cpu())
+        done()
+    joined = {name: torch.cat(parts).contiguous() for name, parts in tensors.items()}
+    shape = codec.latent_shape(checkpoint.run.video.frames, checkpoint.run.video.height, checkpoint.run.video.width)
+    calls = network_calls(checkpoint.run.sampler, shape[1])
+    key = _key(checkpoint, plan, reward.config, loaded.role.device.type)
+    with writing(folder):
+        save_file(joined, folder / FEATURES)
+    held = {"key": key, "calls": calls, "seconds": seconds, "rows": rows}
+    write_text(folder / FILE, json.dumps(held, indent=1, ensure_ascii=False) + "\n")
+    return Measured(folder, rows, seconds, calls, joined)
+
+
+def noise_number(seed: int, sample: int) -> int:
+    """Return the seed of a sample's noise, as the commands sample and rollout count them."""
+    return seed * NOISE_STEP + sample
+
+
+def network_calls(sampler: SamplerConfig, latent_frames: int) -> int:
+    """Return how often a network runs for one sample: guidance runs it twice, a causal student once more per chunk."""
+    guided = 1 if sampler.guidance_scale == 1 else 2
+    if not sampler.chunks.causal:
+        return guided * sampler.num_steps
+    chunks = len(sampler.chunks.ranges(latent_frames))
+    return guided * (chunks * sampler.num_steps + chunks - 1)  # every chunk but the last goes into the KV cache
+
+
+def _key(checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) -> dict[str, Any]:
+    """Return all that the samples and their scores depend on."""
+    run = plain(checkpoint.run)
+    scoring = {key: value for key, value in asdict(reward).items() if key not in ("retries", "timeout")}
+    about = {"version": VERSION, "spec": checkpoint.spec, "weights": checkpoint.digest, "device": device}
+    about |= {"base": run["student"]["path"], "precision": run["student"]["precision"], "reward": scoring}
+    about |= {name: run[name] for name in ("sampler", "video")}
+    about |= {name: run["encoders"][name] for name in ("text_precision", "vae_precision")}
+    return json.loads(json.dumps(about | asdict(plan)))
+
+
+def _place(plan: Plan, seed: int, number: int) -> dict[str, Any]:
+    prompt, sample = divmod(number, plan.samples)
+    return {"seed": seed, "prompt": prompt, "sample": sample, "noise": noise_number(seed, number)}
+
+
+def _scores(video: Video, prompts: list[str], plan: Plan, reward: Reward) -> list[dict[str, Any]]:
+    """Return reward, scores, pixel statistics and, in the tiny world, accuracies of each video."""
+    names = (*reward.weights, *reward.held_out)
+    columns: dict[str, list[float]] = {}
+    if names:
+        parts = reward.parts(video, tuple(prompts), names).double()
+        columns |= {"reward": reward.total(parts[:, : len(reward.weights)]).tolist()} if reward.weights else {}
+        columns |= {f"reward/{name}": column.tolist() for name, column in zip(names, parts.unbind(1), strict=True)}
+    columns |= {f"pixels/{name}": values.double().tolist() for name, values in statistics(video).items()}
+    if is_tiny_world(video, plan.prompts):
+        hits = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
+        named = {"accuracy" if name == "all" else f"accuracy/{name}": right for name, right in hits.items()}
+        columns |= {name: right.double().tolist() for name, right in named.items()}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _tensors(
+    video: Video,
+    prompts: list[str],
+    seed: int,
+    numbers: list[int],
+    plan: Plan,
+    codec: Codec,
+    features: Features | None,
+) -> dict[str, Tensor]:
+    """Return thumbnails, and features of the frames and of those of real clips where there are any."""
+    found = {"thumbnails": thumbnail(video)}
+    if features is None:
+        return found
+    found["frames"] = frame_features(video, features, plan.frechet_stride, plan.batch)
+    if is_tiny_world(video, plan.prompts):
+        clips = render([real_clip(prompt, seed, i) for prompt, i in zip(prompts, numbers, strict=True)])
+        real = codec.decode(codec.encode(clips.to(video.device)))
+        found["real"] = frame_features(real, features, plan.frechet_stride, plan.batch)
+    return found
+
+
+def _write_videos(folder: Path, video: Video, rows: Sequence[dict[str, Any]], plan: Plan, fps: float) -> None:
+    for row, frames in zip(rows, to_uint8(video), strict=True):
+        row["video"] = None
+        if row["sample"] < plan.videos:
+            row["video"] = f"{row['seed']}-{row['prompt']}-{row['sample']}.mp4"
+            with writing(folder):
+                write_mp4(frames, folder / row["video"], fps)
