@@ -67,6 +67,8 @@ class Service(Generic[Job, Result]):
             return await run_in_threadpool(lambda: JSONResponse(self.write(job, result)))
         except UserError as error:
             return PlainTextResponse(str(error), 400)
+        except TimeoutError as error:  # of a scorer: another request, or another server, may get an answer
+            return PlainTextResponse(str(error), 503)
         except Exception:  # noqa: BLE001 - the client ends with it
             return PlainTextResponse(traceback.format_exc(), 500)
 
@@ -93,7 +95,7 @@ def serve_until_stopped(
 ) -> None:
     """Open the port, load the service, print what `said` makes of the address, and answer until SIGTERM or Ctrl-C.
 
-    Raise UserError, before anything is loaded, if the port cannot be opened.
+    Raise UserError, before anything is loaded, if the port cannot be opened, and when the batcher gives up.
     """
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -103,9 +105,13 @@ def serve_until_stopped(
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
-        with serving(load(), listener) as address:
+        service = load()
+        service.batcher.given_up.add_done_callback(lambda _: stop.set())
+        with serving(service, listener) as address:
             say(said(address))
             stop.wait()
+    if service.batcher.given_up.done():
+        raise UserError(str(service.batcher.given_up.result()))
     say("stopped")
 
 
