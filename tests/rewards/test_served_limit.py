@@ -43,13 +43,13 @@ def test_all_who_wait_hear_of_a_scorer_that_hangs_and_the_server_ends(tmp_path, 
     (tmp_path / "set.yaml").write_text(settings)
     port, answers = free_port(), []
 
-    def ask(prompt: str) -> object:
+    def request_scores(prompt: str) -> object:
         body = {"protocol": PROTOCOL, "videos": to_json(VIDEO, "float32"), "prompts": [prompt]}
         return exchange(f"http://127.0.0.1:{port}", "score", body, timeout=30)
 
     def client(prompt: str) -> None:
         try:
-            answers.append(ask(prompt))
+            answers.append(request_scores(prompt))
         except ConnectionError as error:
             answers.append(error)
 
