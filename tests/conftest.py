@@ -24,6 +24,7 @@ def pytest_collection_finish():
 def pytest_addoption(parser):
     parser.addoption("--odd-values", type=int, default=0, help="values of each file that test_odd_configs.py tries")
     parser.addoption("--kills", type=int, default=0, help="how often test_kill.py kills each run; 0 is a few times")
+    parser.addoption("--kills-first", type=int, default=0, help="number of the first life that is killed")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,12 +2,16 @@
 
 And one that goes on with another number of ranks ends so within rounding.
 
-`pytest tests/test_kill.py --kills 30` kills every method so often on one and on two ranks; without it, a few times.
+`pytest tests/test_kill.py --kills 30` kills every method so often on one and on two ranks; without it, a few times. A
+run lives many times; the moment of a kill is drawn by method, ranks and number of the life. A run in which something
+fails has the number of its first life in its name, and `--kills 5 --kills-first NUMBER` repeats it alone. With
+`--log-file FILE --log-file-level INFO` each kill is a line of the file.
 """
 
 import functools
 import itertools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -77,11 +81,18 @@ OTHERS = {
     "reward_gradient": SMALL | PAIRS,
     "ode_init": SMALL | PAIRS | {"algorithm.teacher-steps": 3},
     "consistency": PAIRS | {"data.num-clips": 6, "sampler.num-steps": 2},
+    # Every term is on, and one of them begins in a later step.
+    "distill_rl": SMALL
+    | GROUPS
+    | {"algorithm.kl-coefficient": 0.1, "algorithm.tilt.beta": 0.5, "critic.learning-rate": 1e-3}
+    | {"algorithm.reward-gradient.weight": 0.1, "algorithm.surrogate.first-step": 2},
 }
 LARGER = {"finetune": ["--algorithm.micro-batch", "4"]} | {
     "dance_grpo": ["--algorithm.rollout-batch", "4", "--algorithm.update-batch", "4"]
 }
 PATIENCE = 600  # seconds that any life may take
+LOOK = 4e-3  # seconds between two looks at a run, which takes much longer to save
+LOG = logging.getLogger("kills")
 
 
 class Lives:
@@ -139,7 +150,7 @@ def until(happened: Callable[[], bool], seconds: float) -> bool:
     while time.perf_counter() < end:
         if happened():
             return True
-        threading.Event().wait(5e-4)
+        threading.Event().wait(LOOK)
     return False
 
 
@@ -171,9 +182,11 @@ def wait_for_the_moment(pids: list[int], run: Path, pace: Pace, draw: np.random.
     if draw.random() < 0.5:
         until(lambda: ended(pids), draw.uniform(0.2 * pace.until_save, pace.until_save + 3 * pace.step))
         return
-    for _ in range(draw.integers(1, 3)):
+    for _ in range(draw.integers(0, 3)):  # saves that end
         until(lambda: being_saved(run) or ended(pids), PATIENCE)
-        until(lambda: not being_saved(run) or ended(pids), draw.uniform(0, 1.1 * pace.save))
+        until(lambda: not being_saved(run) or ended(pids), PATIENCE)
+    until(lambda: being_saved(run) or ended(pids), PATIENCE)
+    until(lambda: not being_saved(run) or ended(pids), draw.uniform(0, 1.1 * pace.save))
 
 
 def kill(pids: list[int], draw: np.random.Generator) -> None:
@@ -191,24 +204,45 @@ def last_saved(run: Path) -> int:
         return 0
 
 
-def killed_often(lives: Lives, words: list[str], run: Path, ranks: int, pace: Pace, kills: int, draw) -> int:
-    """Live and die until the run is through or has been killed this often, then let it finish; the number of kills."""
-    log, done = run.with_suffix(".log"), 0
+@dataclass
+class Lot:
+    """The kills of a method on so many ranks. Each life that is to be killed has a number, which draws its moment."""
+
+    method: str
+    ranks: int
+    life: int  # number of the next one
+    kills: int = 0
+
+    def draw(self) -> np.random.Generator:
+        """Begin the next life."""
+        self.life += 1
+        return generator("kill", self.method, self.ranks, self.life - 1)
+
+    def note(self, run: Path, saved: int) -> None:
+        self.kills += 1
+        when = "during a save" if being_saved(run) else "elsewhere"
+        LOG.info("%s on %d ranks, life %d killed %s; saved: %d", self.method, self.ranks, self.life - 1, when, saved)
+
+
+def killed_often(lives: Lives, words: list[str], run: Path, lot: Lot, pace: Pace, wanted: int) -> None:
+    """Live and die until the run is through or so many kills are done, then let it finish."""
+    log, ranks = run.with_suffix(".log"), lot.ranks
     while True:
         saved = last_saved(run)
         log.write_text("")
         pids = lives.start(["--resume", str(run)] if (run / "config.yaml").is_file() else words, ranks, log)
-        if done < kills:
+        if lot.kills < wanted:
+            draw = lot.draw()
             wait_for_the_moment(pids, run, pace, draw)
         else:
             assert until(functools.partial(ended, pids), PATIENCE), log.read_text()
         if ended(pids):
             assert lives.end(pids) == pace.codes, log.read_text()
-            return done
+            return
+        lot.note(run, saved)
         kill(pids, draw)
         codes = lives.end(pids)
         assert all(code in (-signal.SIGKILL, *pace.codes) or ranks > 1 for code in codes), (codes, log.read_text())
-        done += 1
         if saved and "writing to" in log.read_text():
             assert f"continuing after step {saved}\n" in log.read_text()
         logged = [row["step"] for row in metrics_of(run)] if (run / "metrics.jsonl").is_file() else []
@@ -223,14 +257,17 @@ def test_killed_and_resumed_is_never_killed(lives, base, tmp_path, method, ranks
     words = flags({"method": method, "student.path": base} | COMMON | (METHODS | OTHERS)[method])
     alone = tmp_path / "alone"
     pace = undisturbed(lives, [*words, "--output", str(alone)], alone, ranks)
-    draw = generator("kill", method, ranks)
-    wanted, done, number = request.config.getoption("--kills") or (3, 1)[ranks - 1], 0, 0
-    while done < wanted:
-        run, number = tmp_path / f"killed-{number}", number + 1
-        done += killed_often(lives, [*words, "--output", str(run)], run, ranks, pace, wanted - done, draw)
-        assert metrics_of(run) == metrics_of(alone)  # of training and of validation, each line once
-        assert_same(checkpoint_of(run, STEPS), checkpoint_of(alone, STEPS))
+    end = metrics_of(alone), checkpoint_of(alone, STEPS)
+    lot = Lot(method, ranks, request.config.getoption("--kills-first"))
+    wanted = request.config.getoption("--kills") or (3, 1)[ranks - 1]
+    while lot.kills < wanted:
+        run = tmp_path / f"life-{lot.life}"
+        killed_often(lives, [*words, "--output", str(run)], run, lot, pace, wanted)
+        assert metrics_of(run) == end[0]  # of training and of validation, each line once
+        assert_same(checkpoint_of(run, STEPS), end[1])
         assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{STEPS - 1}", f"step_{STEPS}"]
+        shutil.rmtree(run)
+    LOG.info("%s on %d ranks: %d kills in %d lives, no difference", method, ranks, lot.kills, lot.life)
 
 
 # Asked to stop.

@@ -126,3 +126,28 @@ def test_a_batch_that_nobody_waits_for_is_not_worked_on():
     assert batcher.submit("a", "k", 1).cancel()
     batcher.close()
     assert seen == []
+
+
+def test_work_that_does_not_return_is_given_up():
+    """Those in the batch at work, behind it and later get the error; the late result is dropped."""
+    go, begun, late = threading.Event(), threading.Event(), TimeoutError("too late")
+
+    def work(jobs):
+        begun.set()
+        go.wait(30)
+        return jobs
+
+    batcher = Batcher(work, 1, 0.0)
+    first = batcher.submit("a", "k", 1)
+    assert begun.wait(30)
+    second = batcher.submit("b", "k", 1)
+    batcher.give_up(late)
+    batcher.give_up(KeyError("once only"))
+    assert first.exception(timeout=0) is late and second.exception(timeout=0) is late
+    assert batcher.given_up.result(timeout=0) is late
+    with pytest.raises(TimeoutError, match="too late"):
+        batcher.submit("c", "k", 1)
+    batcher.close()  # does not wait for the work
+    go.set()
+    batcher._thread.join(30)
+    assert not batcher._thread.is_alive()

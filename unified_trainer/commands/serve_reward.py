@@ -7,7 +7,9 @@ from unified_trainer.cli.command_line import read_reward
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.device import Device, pick_device
 from unified_trainer.ranges import Count, Port, at_least
+from unified_trainer.rewards.base import Scorer
 from unified_trainer.rewards.scorers import check_reward, least_frames, load_scorers
+from unified_trainer.rewards.time_limit import watched
 from unified_trainer.roles.reward import RewardConfig, VideoReward
 
 
@@ -21,6 +23,8 @@ def serve_reward(
     device: Device = "auto",
 ) -> None:
     """Serve a scorer or a whole reward to runs with reward.scorers.NAME.kind http, until SIGTERM or Ctrl-C.
+
+    A scorer that gives no answer within reward.timeout ends the server with exit code 2.
 
     Args:
         reward: YAML file with a section reward, as in a recipe, whose weighted sum is served; or a kind of scorer.
@@ -39,10 +43,17 @@ def serve_reward(
     check_reward(config, frames)
 
     def load() -> Service:
+        def late(error: TimeoutError) -> None:
+            service.batcher.give_up(TimeoutError(f"{name}: {error}; the call cannot be ended, so the server ends"))
+
+        def limit(scorer: Scorer, seconds: float, key: str) -> Scorer:
+            return watched(scorer, seconds, key, late)
+
         picked = pick_device(device, 0)
-        scorer = VideoReward(load_scorers(config, picked)[0], config)
+        scorer = VideoReward(load_scorers(config, picked, limit)[0], config)
         score = lambda video, prompts: scorer.total(scorer.parts(video, tuple(prompts), scorer.weights))  # noqa: E731
-        return reward_service(name, frames, score, picked, batch, wait)
+        service = reward_service(name, frames, score, picked, batch, wait)
+        return service
 
     flags = "--reward.scorers.NAME.kind http --reward.scorers.NAME.settings.url"
     serve_until_stopped(host, port, load, lambda address: f"{name} at {address}: {flags} {address}")

@@ -102,11 +102,14 @@ def least_frames(config: RewardConfig) -> int:
     return max(needed)
 
 
-def load_scorers(config: RewardConfig, device: torch.device) -> tuple[dict[str, Scorer], Features | None]:
+def load_scorers(
+    config: RewardConfig, device: torch.device, limit: Callable[[Scorer, float, str], Scorer] = limited
+) -> tuple[dict[str, Scorer], Features | None]:
     """Load every scorer by its name, held-out ones too, and the image features of the first that has some.
 
-    A scorer runs on `device` unless its settings name another one. Raise UserError for weights that are missing or
-    damaged.
+    A scorer runs on `device` unless its settings name another one. `limit` gives a scorer without a timeout of its own
+    that of the reward, in seconds; it also gets the scorer's setting, for messages. Raise UserError for weights that
+    are missing or damaged.
     """
     scorers: dict[str, Scorer] = {}
     features: Features | None = None
@@ -114,7 +117,7 @@ def load_scorers(config: RewardConfig, device: torch.device) -> tuple[dict[str, 
         kind = scorer_kind(part, config.key(name), config.timeout)
         part = _with_files(part, config.key(name), kind)
         scorer = kind.load(part, torch.device(part.device) if part.device else device)
-        scorers[name] = scorer if kind.own_timeout else limited(scorer, config.timeout, config.key(name))
+        scorers[name] = scorer if kind.own_timeout else limit(scorer, config.timeout, config.key(name))
         if features is None and kind.features is not None:
             features = kind.features(scorer)
     return scorers, features

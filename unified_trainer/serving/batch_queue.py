@@ -52,6 +52,11 @@ class BatchQueue(Generic[Job, Result]):
         self._waiting = [request for request in self._waiting if id(request) not in taken]
         return batch
 
+    def take_all(self) -> list[Request[Job, Result]]:
+        """Remove and return all requests."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
     def _next(self) -> tuple[list[Request[Job, Result]], bool]:
         """Return the next batch as it is now, and whether no further request can join it."""
         batch, total = [], 0
@@ -71,6 +76,8 @@ class Batcher(Generic[Job, Result]):
         """Start the thread. `work` returns one result for each of its jobs; `wait` is in seconds."""
         self._work, self._queue = work, BatchQueue[Job, Result](limit, wait)
         self._changed, self._closed = threading.Condition(), False
+        self._at_work: list[Request[Job, Result]] = []
+        self.given_up: Future[Exception] = Future()  # why, once `give_up` was called
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
         self._thread.start()
 
@@ -78,6 +85,8 @@ class Batcher(Generic[Job, Result]):
         """Queue a job; the future has its result, or the exception of the batch that it was in."""
         request = Request[Job, Result](job, kind, size, time.monotonic())
         with self._changed:
+            if self.given_up.done():
+                raise self.given_up.result()
             if self._closed:
                 raise RuntimeError("the batcher is closed")
             self._queue.put(request)
@@ -85,26 +94,55 @@ class Batcher(Generic[Job, Result]):
         return request.future
 
     def close(self) -> None:
-        """Refuse further jobs, and return when those in the queue are done."""
+        """Refuse further jobs, and return when those in the queue are done, or at once after `give_up`."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        if not self.given_up.done():
+            self._thread.join()
+
+    def give_up(self, error: Exception) -> None:
+        """End with work that does not return: all who wait, and all who come later, get the error."""
+        with self._changed:
+            if self.given_up.done():
+                return
+            self._closed = True
+            queued = [request for request in self._queue.take_all() if request.future.set_running_or_notify_cancel()]
+            waiting = [*self._at_work, *queued]
+            self.given_up.set_result(error)  # the thread gives no answer from here on
+        for request in waiting:
+            request.future.set_exception(error)
 
     def _run(self) -> None:
         while batch := self._wait_for_batch():
             waiting = [request for request in batch if request.future.set_running_or_notify_cancel()]
-            if not waiting:
+            if not waiting or not self._begin(waiting):
                 continue
             try:
                 results = self._work([request.job for request in waiting])
                 pairs = list(zip(waiting, results, strict=True))
             except Exception as error:  # noqa: BLE001 - those who wait raise it
-                for request in waiting:
+                for request in self._finished():
                     request.future.set_exception(error)
             else:
-                for request, result in pairs:
+                for request, result in pairs if self._finished() else []:
                     request.future.set_result(result)
+
+    def _begin(self, batch: list[Request[Job, Result]]) -> bool:
+        """Note the batch at work; return False, with the answer that all get, if the batcher was given up before."""
+        with self._changed:
+            if not self.given_up.done():
+                self._at_work = batch
+                return True
+        for request in batch:
+            request.future.set_exception(self.given_up.result())
+        return False
+
+    def _finished(self) -> list[Request[Job, Result]]:
+        """Return the batch at work, which is done; nothing if its requests were answered by `give_up`."""
+        with self._changed:
+            done, self._at_work = self._at_work, []
+            return [] if self.given_up.done() else done
 
     def _wait_for_batch(self) -> list[Request[Job, Result]]:
         """Return the next batch when it is due; [] when the queue is closed and empty."""

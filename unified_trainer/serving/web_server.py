@@ -67,6 +67,8 @@ class Service(Generic[Job, Result]):
             return await run_in_threadpool(lambda: JSONResponse(self.write(job, result)))
         except UserError as error:
             return PlainTextResponse(str(error), 400)
+        except TimeoutError as error:  # of a scorer: another request, or another server, may get an answer
+            return PlainTextResponse(str(error), 503)
         except Exception:  # noqa: BLE001 - the client ends with it
             return PlainTextResponse(traceback.format_exc(), 500)
 
@@ -93,13 +95,16 @@ def serve_until_stopped(
 ) -> None:
     """Open the port, load the service, print what `said` makes of the address, and answer until SIGTERM or Ctrl-C.
 
-    Raise UserError, before anything is loaded, if the port cannot be opened.
+    Raise UserError, before anything is loaded, if the port cannot be opened, and when the batcher gives up.
     """
     with open_port(host, port) as listener:
-        stop = stop_asked()
-        with serving(load(), listener) as address:
+        stop, service = stop_asked(), load()
+        service.batcher.given_up.add_done_callback(lambda _: stop.set())
+        with serving(service, listener) as address:
             say(said(address))
             stop.wait()
+    if service.batcher.given_up.done():
+        raise UserError(str(service.batcher.given_up.result()))
     say("stopped")
 
 
