@@ -10,6 +10,7 @@ from unified_trainer.methods.distribution_matching import ScoreConfig
 from unified_trainer.ranges import NonNegative, PeriodOrZero, Range, at_least
 from unified_trainer.rl.groups import GroupConfig
 from unified_trainer.rl.policy import PolicyConfig
+from unified_trainer.rl.term_ledger import LedgerConfig
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,33 @@ class TermConfig:
     """Training steps at the start without the term."""
     ramp_steps: PeriodOrZero = 0
     """Training steps, from the term's first one on, over which its weight rises linearly."""
+    end_step: PeriodOrZero = 0
+    """Training steps of the run after which the term is left out; 0 keeps it to the end."""
 
     def weight_at(self, step: int) -> float:
         """Return the weight in a training step."""
-        if step < self.first_step:
+        if step < self.first_step or (self.end_step and step >= self.end_step):
             return 0.0
         return self.weight * min(1.0, (step - self.first_step + 1) / (self.ramp_steps + 1))
+
+    def check_calendar(self, key: str, steps: int) -> None:
+        """Raise UserError for a term with a weight that counts in no training step of a run; `key` names the term."""
+        if self.weight:
+            check_calendar(key, self.first_step, self.end_step, steps)
+
+
+def check_calendar(key: str, first_step: int, end_step: int, steps: int) -> None:
+    """Raise UserError if what acts from `first_step` on, and before an `end_step` above 0, never acts in a run."""
+    if end_step and end_step <= first_step:
+        raise UserError(
+            f"{key}.end_step {end_step} must be above {key}.first_step {first_step}, or 0 for no end: else it never "
+            "acts"
+        )
+    if 0 < steps <= first_step:
+        raise UserError(
+            f"{key}.first_step {first_step} must be below the run's steps ({steps}): else it never acts. Lower it, or "
+            "raise --steps"
+        )
 
 
 @dataclass(frozen=True)
@@ -52,10 +74,13 @@ class TiltConfig:
     """Largest such weight, before the weights are divided by their mean."""
     first_step: PeriodOrZero = 0
     """Training steps at the start without the tilt."""
+    end_step: PeriodOrZero = 0
+    """Training steps of the run after which the tilt is left out; 0 keeps it to the end."""
 
     def beta_at(self, step: int) -> float:
         """Return beta in a training step; 0 is no tilt."""
-        return self.beta if step >= self.first_step else 0.0
+        acts = step >= self.first_step and not (self.end_step and step >= self.end_step)
+        return self.beta if acts else 0.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +106,21 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
     tilt: TiltConfig = field(default_factory=TiltConfig)
     critic_updates: Annotated[int, at_least(1, 1000)] = 1
     """Updates of the critic before each update of the student, on the same samples with other noise."""
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+
+    @property
+    def terms(self) -> dict[str, TermConfig]:
+        """The terms of the student's loss by name."""
+        return {"matching": self.matching, "surrogate": self.surrogate, "reward_gradient": self.reward_gradient}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the terms without their calendars."""
+        return {name: term.weight for name, term in self.terms.items()}
+
+    def weights_at(self, step: int) -> dict[str, float]:
+        """Return the weights of the terms in a training step."""
+        return {name: term.weight_at(step) for name, term in self.terms.items()}
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
@@ -105,6 +145,14 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
                 "matching over all exits with one critic binds only their mixture, in which a reward moves the final "
                 "samples against itself (docs/methods/distill_rl.md)"
             )
+        self._check_calendars(setup.steps)
+        self.ledger.check("algorithm.ledger", self.weights)
         if self.matching.exits == "last" or self.reward_gradient.weight:
             last = [setup.sampler.sigmas()[-2:-1].tolist()]
             setup.require_trained("student", last, "the last step of the sampler, algorithm.matching.exits,")
+
+    def _check_calendars(self, steps: int) -> None:
+        for name, term in self.terms.items():
+            term.check_calendar(f"algorithm.{name}", steps)
+        if self.tilt.beta:
+            check_calendar("algorithm.tilt", self.tilt.first_step, self.tilt.end_step, steps)
