@@ -319,7 +319,7 @@ def test_a_causal_student_is_matched_and_rewarded_on_its_own_rollout():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"matching": {"exits": "all"}, "surrogate": ONE}, "exits must be last .*against itself"),
+        ({"matching": {"exits": "all"}, "surrogate": ONE}, "exits must be last .*both the teacher and the reward"),
         ({"matching": {"exits": "all"}, "tilt": TILT}, "exits must be last"),
         ({}, "without a term"),
         ({"surrogate": ONE, "tilt": TILT}, r"tilt\.beta needs algorithm\.matching\.weight"),

@@ -70,7 +70,8 @@ class DistillRL(Method):
                 "algorithm.reward_gradient needs the scorers in the training processes: set rollouts.workers 0, or "
                 "algorithm.reward_gradient.weight 0"
             )
-        self.matching = DistributionMatching(config.matching, teacher, critic)
+        gan = {"gan_weight": config.gan.weight, "gan_critic_weight": config.gan.critic_weight}
+        self.matching = DistributionMatching(config.matching, teacher, critic, **gan)
         self.x0_terms = X0Terms(config, sampler, student, self.matching, reward)
         self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch)
         self.ledger = TermLedger(config.ledger, config.weights, student)
@@ -105,10 +106,10 @@ class DistillRL(Method):
         moved = False  # whether the student has changed since the rollout
         for number, (minibatches, rows) in enumerate(zip(advantages.minibatches, rows_of, strict=True)):
             parts = rows.split(largest_divisor(len(rows), config.update_batch))
-            if config.matching.weight:
+            if config.trains_critic:
                 yield from self._critic_losses(samples, parts, critic_weights, rng)
             surrogate = partial(self._surrogate_passes, minibatches, transitions, start_update, moved)
-            x0_terms = partial(self.x0_terms.passes, samples, parts, match_weights)
+            x0_terms = partial(self.x0_terms.passes, samples, parts, match_weights, advantages.values)
             passes_of = partial(_passes_of, surrogate, x0_terms, rng)
             found = self.ledger.measure(step * len(rows_of) + number, config.weights_at(step), passes_of, mesh)
             weights = self.ledger.scaled(config.weights_at(step))

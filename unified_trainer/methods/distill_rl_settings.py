@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.distribution_matching import ScoreConfig
-from unified_trainer.ranges import NonNegative, PeriodOrZero, Range, at_least
+from unified_trainer.ranges import NonNegative, PeriodOrZero, Positive, Range, at_least
 from unified_trainer.rl.groups import GroupConfig
 from unified_trainer.rl.policy import PolicyConfig
 from unified_trainer.rl.term_ledger import LedgerConfig
@@ -91,9 +91,55 @@ class MatchingTermConfig(ScoreConfig, TermConfig):
     """Weight of the term in the student's loss, .05 for a reward that is known to be hackable; 0 leaves it out."""
     exits: Literal["last", "all"] = "last"
     """The x0 that is matched: that of the last call, or of a call drawn for each update. all is experimental, and
-    refused together with a reward."""
+    refused together with a surrogate or a tilt."""
+    conditional_weight: NonNegative = 1.0
+    """Weight of the part of the direction between critic and conditional teacher (experimental)."""
+    guidance_weight: NonNegative = 1.0
+    """Weight of the other part, the teacher's guidance (experimental)."""
+    advantage_scale: NonNegative = 0.0
+    """The guidance part of each sample is multiplied by 1 + advantage_scale x its advantage, bounded to 0 and 2, as in
+    DMDR; 0 does not scale it (experimental)."""
     reward_beta: NonNegative = 0.0
     """The direction of each sample is weighted by exp(reward / beta), as Re-DMD does; 0 is no weight (experimental)."""
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the two parts of the direction have weights of their own."""
+        return (self.conditional_weight, self.guidance_weight, self.advantage_scale) != (1.0, 1.0, 0.0)
+
+    def check_parts(self) -> None:
+        """Raise UserError for weights of the direction's parts that cannot work."""
+        if not (self.conditional_weight or self.guidance_weight):
+            raise UserError(
+                "algorithm.matching.conditional_weight or algorithm.matching.guidance_weight must be above 0: without "
+                "both there is no direction. To leave matching out, set algorithm.matching.weight 0"
+            )
+        scales = self.guidance_scale if isinstance(self.guidance_scale, tuple) else (self.guidance_scale,)
+        if (self.guidance_weight != 1 or self.advantage_scale) and all(scale == 1 for scale in scales):
+            raise UserError(
+                "algorithm.matching.guidance_weight and algorithm.matching.advantage_scale need "
+                "algorithm.matching.guidance_scale other than 1: without guidance there is no such part"
+            )
+        if self.advantage_scale and not self.guidance_weight:
+            raise UserError("algorithm.matching.advantage_scale needs algorithm.matching.guidance_weight above 0")
+
+
+@dataclass(frozen=True)
+class DistanceTermConfig(TermConfig):
+    """Distance of the student's velocity to that of the teacher in the call whose x0 is matched."""
+
+    weight: NonNegative = 0.0
+    """Weight of the term in the student's loss; 0 leaves it out (experimental)."""
+
+
+@dataclass(frozen=True)
+class GANTermConfig(TermConfig):
+    """The discriminator of `dmd2` on the features of the critic, which tells samples from clips."""
+
+    weight: NonNegative = 0.0
+    """Weight of the discriminator in the student's loss; needs clips. 0 leaves it out (experimental)."""
+    critic_weight: Positive = 1e-2
+    """Weight of the discriminator's own loss in the critic's (experimental)."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +149,8 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
     matching: MatchingTermConfig = field(default_factory=MatchingTermConfig)
     surrogate: TermConfig = field(default_factory=TermConfig)
     reward_gradient: GradientTermConfig = field(default_factory=GradientTermConfig)
+    distance: DistanceTermConfig = field(default_factory=DistanceTermConfig)
+    gan: GANTermConfig = field(default_factory=GANTermConfig)
     tilt: TiltConfig = field(default_factory=TiltConfig)
     critic_updates: Annotated[int, at_least(1, 1000)] = 1
     """Updates of the critic before each update of the student, on the same samples with other noise."""
@@ -111,7 +159,22 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
     @property
     def terms(self) -> dict[str, TermConfig]:
         """The terms of the student's loss by name."""
-        return {"matching": self.matching, "surrogate": self.surrogate, "reward_gradient": self.reward_gradient}
+        return {
+            "matching": self.matching,
+            "surrogate": self.surrogate,
+            "reward_gradient": self.reward_gradient,
+            "distance": self.distance,
+            "gan": self.gan,
+        }
+
+    @property
+    def needs_clips(self) -> bool:
+        return self.gan.weight > 0
+
+    @property
+    def trains_critic(self) -> bool:
+        """Whether a term follows the critic or its discriminator."""
+        return self.matching.weight > 0 or self.gan.weight > 0
 
     @property
     def weights(self) -> dict[str, float]:
@@ -130,7 +193,8 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
                 "renoising"
             )
         self.matching.check_scores(setup, "algorithm.matching")
-        if not (self.matching.weight or self.surrogate.weight or self.reward_gradient.weight):
+        self.matching.check_parts()
+        if not any(self.weights.values()):
             raise UserError(
                 "algorithm.matching.weight, algorithm.surrogate.weight or algorithm.reward_gradient.weight must be "
                 "above 0: without a term there is nothing to train"
@@ -139,11 +203,13 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
             raise UserError(
                 "algorithm.tilt.beta needs algorithm.matching.weight above 0: it tilts what matching follows"
             )
-        if self.matching.weight and self.matching.exits == "all" and (self.surrogate.weight or self.tilt.beta):
+        rewarded = self.surrogate.weight or self.tilt.beta or self.matching.advantage_scale
+        if self.matching.weight and self.matching.exits == "all" and rewarded:
             raise UserError(
-                "algorithm.matching.exits must be last with algorithm.surrogate.weight or algorithm.tilt.beta above 0: "
-                "matching over all exits with one critic binds only their mixture, in which a reward moves the final "
-                "samples against itself (docs/methods/distill_rl.md)"
+                "algorithm.matching.exits must be last with algorithm.surrogate.weight, algorithm.tilt.beta or "
+                "algorithm.matching.advantage_scale above 0: matching over all exits with one critic binds only their "
+                "mixture, and moves the final samples away from both the teacher and the reward "
+                "(docs/methods/distill_rl.md)"
             )
         self._check_calendars(setup.steps)
         self.ledger.check("algorithm.ledger", self.weights)

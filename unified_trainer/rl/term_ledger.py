@@ -76,7 +76,8 @@ class TermLedger:
         if not found:
             return {}
         names, products = list(found), gradient_products(self.role, list(found.values()), mesh)
-        if self.config.ratio and all(name in names for name, weight in self.nominal.items() if weight):
+        reward = [name for name in REWARD if weights[name]]
+        if self.config.ratio and reward and {MATCHING, *reward} <= found.keys():
             ratio = _ratio(names, products, self.scaled(self.nominal))
             bounds = self.config.factor_range
             self.factor = balanced_factor(self.factor, ratio, self.config.ratio, self.config.rate, bounds)
