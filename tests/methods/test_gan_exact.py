@@ -5,6 +5,7 @@ Clips are x = 1 and samples x = -1 in every element. Noised to sigma, x_tau is n
 sum of the elements: linear in x_tau, as the head is.
 """
 
+import functools
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +25,18 @@ COUNT, SIGMA = 3000, 0.8
 BEST = 2 * (1 - SIGMA) / SIGMA**2
 
 
+class DrawnOnce(Streams):
+    """Streams that make each draw once: the same ones are asked for in every step of the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0)
+        self.noise, self.uniform = (functools.cache(self._hashed(draw)) for draw in (super().noise, super().uniform))
+
+    @staticmethod
+    def _hashed(draw):
+        return lambda name, keys, *shape: draw(name, list(keys), *shape)
+
+
 class Still(nn.Module):
     """A network without motion."""
 
@@ -35,7 +48,7 @@ class Still(nn.Module):
         return self.scale * x_t
 
 
-class Seen(Model):
+class ElementFeatures(Model):
     """A model whose features are the elements of x_t."""
 
     feature_size = SIZE
@@ -50,7 +63,7 @@ class Seen(Model):
 
 def world():
     config = ScoreConfig(guidance_scale=1.0, tau_range=(SIGMA, SIGMA))
-    critic = Critic("critic", Backbone(Seen(Still()), ALONE, trained=True), TrainableConfig())
+    critic = Critic("critic", Backbone(ElementFeatures(Still()), ALONE, trained=True), TrainableConfig())
     teacher = role(Frozen, "teacher", Still(), RoleConfig())
     matching = DistributionMatching(config, teacher, critic, gan_weight=1.0, gan_critic_weight=1.0)
     ids, codec = list(range(COUNT)), ClassCodec()
@@ -61,7 +74,7 @@ def world():
 
 def test_the_discriminator_learns_the_log_ratio_and_moves_samples_to_the_clips():
     matching, critic, batch, samples = world()
-    (head,), rng = critic._heads.values(), Streams(0, 0)
+    (head,), rng = critic._heads.values(), DrawnOnce()
     optimizer = torch.optim.LBFGS(head.parameters(), max_iter=60, line_search_fn="strong_wolfe")
 
     def loss():

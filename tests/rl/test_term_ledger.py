@@ -103,7 +103,7 @@ def test_the_factor_reaches_the_ratio_and_is_kept():
     assert other.scaled(WEIGHTS)["matching"] == WEIGHTS["matching"]
 
 
-def test_an_update_without_one_side_leaves_the_factor():
+def test_an_update_without_reward_samples_leaves_the_factor():
     one, passes = ledger(ratio=0.25, rate=1.0)
     metrics = one.measure(0, WEIGHTS, {"matching": passes["matching"], "surrogate": []}.get, ALONE)
     assert one.factor == 1.0 and "reward_to_matching_norm" not in metrics and "term_norm/matching" in metrics
@@ -117,7 +117,7 @@ def test_an_update_without_one_side_leaves_the_factor():
         ({"every": 0}, {}, r"ledger\.every above 0"),
         ({"factor_range": (2.0, 2.0)}, {}, "must rise"),
         ({}, {"matching": 0.0}, r"needs algorithm\.matching\.weight"),
-        ({}, {"surrogate": 0.0}, "balances the two sides"),
+        ({}, {"surrogate": 0.0}, "balances the two"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes, weights, message):

@@ -178,7 +178,7 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weights of the terms without their calendars."""
+        """The weights of the terms once they have begun and risen."""
         return {name: term.weight for name, term in self.terms.items()}
 
     def weights_at(self, step: int) -> dict[str, float]:

@@ -71,7 +71,7 @@ class X0Terms:
                 parts_of = self._part_weights(advantages[rows])
                 loss, gan_loss, level_weight, metrics = self.matching.student_terms(x0, batch, rng, None, own, parts_of)
                 value = matching * (level_weight * loss)
-                if gan:
+                if gan_loss is not None:
                     value = value + gan * (level_weight * gan_loss)
             if distance and call == exit_call:
                 loss = self._distance(x_t, sigma, velocity, batch)

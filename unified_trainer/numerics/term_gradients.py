@@ -1,4 +1,4 @@
-"""What the inner products of the gradients of a loss's terms say: norms, angles, and weights that keep a ratio."""
+"""Norms and angles of the gradients of a loss's terms from their inner products, and the factor that holds a ratio."""
 
 import math
 

@@ -44,7 +44,7 @@ class LedgerConfig:
         if not (weights[MATCHING] and any(weights[name] for name in REWARD)):
             raise UserError(
                 f"{key}.ratio needs algorithm.matching.weight and a weight of algorithm.surrogate or "
-                "algorithm.reward_gradient above 0: it balances the two sides"
+                "algorithm.reward_gradient above 0: it balances the two"
             )
 
 
@@ -52,7 +52,7 @@ class TermLedger:
     """Measures the gradient of each term on a role, and scales the reward terms to a ratio to matching."""
 
     def __init__(self, config: LedgerConfig, weights: Mapping[str, float], role: Trainable) -> None:
-        """`weights` are those that the terms have when their calendars have ended."""
+        """`weights` are those that the terms have once they have begun and risen."""
         self.config, self.nominal, self.role = config, weights, role
         self.factor = 1.0  # of the weights of the reward terms
 
@@ -66,8 +66,8 @@ class TermLedger:
         """Measure the terms with a weight if this update of the student is to be measured; return metrics.
 
         `passes` returns the passes of one term at weight 1, none for a term without samples in this update. The factor
-        is adapted to the weights without their calendars, and only where both sides have samples; the metrics are of
-        the weights of this update.
+        is adapted to the weights without their ramps, and only where reward and matching have samples; the metrics are
+        of the weights of this update.
         """
         if not self.config.every or update % self.config.every:
             return {}
