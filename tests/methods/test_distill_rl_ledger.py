@@ -18,12 +18,12 @@ LEDGER = ("term_norm/", "term_cosine/", "reward_to_matching_norm")
 
 @pytest.mark.slow
 def test_the_update_is_the_same_with_and_without_the_ledger():
-    """Two steps of two updates, in parts, with a KL whose coefficient adapts and exits that are drawn."""
+    """Two updates a step, in parts: two steps with a KL whose coefficient adapts, and one with exits that are drawn."""
     kl = {"kl_coefficient": 0.1, "kl_target": 1e-4, "kl_horizon": 1.0}
     for changes, more in ((ALL, kl | {"tilt": TILT}), ({"matching": ONE | {"exits": "all"}, "gradient": ONE}, {})):
         ledgers = (LedgerConfig(), LedgerConfig(every=1))
         plain, measured = (trainer(**changes, **PARTS, **more, moves=True, ledger=ledger) for ledger in ledgers)
-        for step in range(2):
+        for step in range(2 if more else 1):
             expected, found = plain.step(step), measured.step(step)
             assert {key: value for key, value in found.items() if not key.startswith(LEDGER)} == expected
             assert sum(key.startswith("term_norm/") for key in found) == len(changes)

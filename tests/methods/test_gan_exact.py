@@ -86,7 +86,7 @@ def test_the_discriminator_learns_the_log_ratio_and_moves_samples_to_the_clips()
     optimizer.step(loss)
     weight = head.weight.detach()[0]
     assert abs(float(weight.mean()) / BEST - 1) < 0.05 and float((weight / BEST - 1).abs().max()) < 0.2
-    assert abs(float(head.bias)) < 0.1
+    assert abs(float(head.bias.detach())) < 0.1
     found = matching.direction(samples, batch, rng)
     noise = rng.noise("student tau noise", batch.sample_ids, SHAPE)
     logits = add_noise(samples, noise, torch.tensor(SIGMA)).flatten(1) @ weight + head.bias.detach()
