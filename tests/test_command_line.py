@@ -337,7 +337,8 @@ def test_help_names_the_settings_that_a_method_reads(method, width):
     page = help_pages.of_method(METHODS[method], run_of(method), width, everything=False)
     sections = re.findall(r"^(\w+)(?:: .*)?$", page, re.M)
     assert ("hacking_monitor" in sections) == METHODS[method].uses_reward
-    assert ("data" in sections) == (method in ("finetune", "consistency", "dmd2", "self_forcing", "ode_init"))
+    reads_clips = ("finetune", "consistency", "dmd2", "self_forcing", "ode_init", "distill_rl")
+    assert ("data" in sections) == (method in reads_clips)
     assert ("  --prompts TEXT" in page) == (method not in ("finetune", "consistency"))
     assert {"algorithm", "student", "reward", "validation"} <= set(sections)
     assert max(map(len, page.splitlines())) <= width

@@ -93,7 +93,10 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
         if role.trainable is not None:
             role.trainable.check(name)
     setup = MethodSetup(
-        run.sampler, {n: role.config for n, role in roles.items()}, {n: role.layout for n, role in roles.items()}
+        run.sampler,
+        {n: role.config for n, role in roles.items()},
+        {n: role.layout for n, role in roles.items()},
+        run.steps,
     )
     run.algorithm.check(setup)
     counts = batch.table(mesh.data_size)

@@ -18,7 +18,6 @@ from helpers import (
     assert_near,
     dance_grpo,
     dmd2,
-    frozen,
     mean_score,
     reward_of,
     reward_parts,
@@ -46,7 +45,7 @@ from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.reward import RewardSum
-from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
 from unified_trainer.sampling import predict_at
 from unified_trainer.trainer import Trainer
 
@@ -66,16 +65,19 @@ def config(*, matching=NONE, surrogate=NONE, gradient=NONE, **changes) -> Distil
 
 
 def trainer(
-    scorer=mean_score, *, sampler=FEW_STEPS, moves=False, student=None, shape=LATENT_SHAPE, **changes
+    scorer=mean_score, *, sampler=FEW_STEPS, moves=False, student=None, shape=LATENT_SHAPE, mesh=ALONE, **changes
 ) -> Trainer:
     """A trainer of three small networks, those of `helpers.dmd2`; student and critic record."""
     settings, adam = config(**changes), TrainableConfig(max_grad_norm=0.0)
-    student = student or Recording("student", Backbone(small_model(), ALONE, trained=True), adam, moves=moves)
-    critic = RecordingCritic("critic", Backbone(small_model(2), ALONE, trained=True), adam, moves=moves)
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), settings.plan(), shape, "", 0, ALONE)
+    student = student or Recording("student", Backbone(small_model(), mesh, trained=True), adam, moves=moves)
+    critic = RecordingCritic("critic", Backbone(small_model(2), mesh, trained=True), adam, moves=moves)
+    loader = Loader(Prompts(CAPTIONS), tiny_codec(), settings.plan(), shape, "", 0, mesh)
     parts = reward_parts(DistillRL, settings, sampler, student, reward_of(scorer), loader)
-    method = DistillRL(settings, sampler, student=student, teacher=frozen("teacher", seed=1), critic=critic, **parts)
-    return Trainer(method, {"student": student, "critic": critic}, loader, ALONE, seed=0)
+    teacher = Frozen("teacher", Backbone(small_model(1), mesh), RoleConfig())
+    if settings.kl_coefficient:
+        parts["reference"] = Frozen("reference", Backbone(small_model(), mesh), RoleConfig())
+    method = DistillRL(settings, sampler, student=student, teacher=teacher, critic=critic, **parts)
+    return Trainer(method, {"student": student, "critic": critic}, loader, mesh, seed=0)
 
 
 class SameNoise(Streams):
@@ -319,7 +321,7 @@ def test_a_causal_student_is_matched_and_rewarded_on_its_own_rollout():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"matching": {"exits": "all"}, "surrogate": ONE}, "exits must be last .*against itself"),
+        ({"matching": {"exits": "all"}, "surrogate": ONE}, "exits must be last .*both the teacher and the reward"),
         ({"matching": {"exits": "all"}, "tilt": TILT}, "exits must be last"),
         ({}, "without a term"),
         ({"surrogate": ONE, "tilt": TILT}, r"tilt\.beta needs algorithm\.matching\.weight"),

@@ -89,6 +89,7 @@ class MethodSetup:
     sampler: SamplerConfig
     roles: Mapping[str, RoleConfig]  # settings of each role
     layouts: Mapping[str, ExpertLayout]  # networks of each role
+    steps: int = 0  # training steps of the run; 0 if none are known
 
     def require_trained(self, role: str, levels: Sequence[Sequence[float]], key: str) -> None:
         """Raise UserError if none of the noise levels of some row is of a network that is trained."""

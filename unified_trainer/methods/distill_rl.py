@@ -4,10 +4,8 @@ The joint objective is max E[R] - beta KL(p || p_teacher), whose law is p_teache
 arXiv:2511.13649; Reward Forcing, arXiv:2512.04678; RTDMD, arXiv:2605.26108.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,8 +16,8 @@ from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, frozen, initial_copy, trained
 from unified_trainer.methods.distill_rl_settings import DistillRLConfig
 from unified_trainer.methods.distribution_matching import DistributionMatching
+from unified_trainer.methods.x0_terms import X0Terms
 from unified_trainer.numerics.advantages import tilt_weights
-from unified_trainer.numerics.flow import x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.chunk_credit import rollout_streams, transition_advantages
@@ -30,12 +28,13 @@ from unified_trainer.rl.policy import sample_policy
 from unified_trainer.rl.policy_update import PolicyUpdate
 from unified_trainer.rl.replay import Trajectories
 from unified_trainer.rl.rollouts import Rollouts, ScoredSamples
+from unified_trainer.rl.term_ledger import TermLedger
 from unified_trainer.rl.updates import LossAt, MinibatchLoss
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.reward import Reward, RewardSum
 from unified_trainer.roles.role import Frozen, Role, Trainable
-from unified_trainer.sampling import SamplerConfig, policy_velocity, trainable_steps
-from unified_trainer.types import Batch, Latents, PerSample, Rollout
+from unified_trainer.sampling import SamplerConfig
+from unified_trainer.types import Batch, PerSample, Rollout
 
 
 class DistillRL(Method):
@@ -72,9 +71,12 @@ class DistillRL(Method):
                 "algorithm.reward_gradient needs the scorers in the training processes: set rollouts.workers 0, or "
                 "algorithm.reward_gradient.weight 0"
             )
-        self.matching = DistributionMatching(config.matching, teacher, critic)
+        gan = {"gan_weight": config.gan.weight, "gan_critic_weight": config.gan.critic_weight}
+        self.matching = DistributionMatching(config.matching, teacher, critic, **gan)
+        self.x0_terms = X0Terms(config, sampler, student, self.matching, reward)
         per_chunk = config.credit.per_chunk
         self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, per_chunk=per_chunk)
+        self.ledger = TermLedger(config.ledger, config.weights, student)
 
     @staticmethod
     def sample(
@@ -106,15 +108,19 @@ class DistillRL(Method):
         start_update = self.update.begin(trajectories, values, transitions, advantages.minibatches, mesh)
         rows_of = torch.arange(len(samples.batch)).chunk(len(advantages.minibatches))
         moved = False  # whether the student has changed since the rollout
-        for minibatches, rows in zip(advantages.minibatches, rows_of, strict=True):
+        for number, (minibatches, rows) in enumerate(zip(advantages.minibatches, rows_of, strict=True)):
             parts = rows.split(largest_divisor(len(rows), config.update_batch))
-            if config.matching.weight:
+            if config.trains_critic:
                 yield from self._critic_losses(samples, parts, critic_weights, rng)
-            passes = self._surrogate_passes(minibatches, transitions, start_update, step, moved=moved)
-            passes += self._x0_passes(samples, parts, match_weights, rng, step)
-            for number, one in enumerate(passes, 1):
-                loss = one()
-                yield Loss("student", loss.value, number == len(passes), metrics | loss.metrics, loss.messages)
+            surrogate = partial(self._surrogate_passes, minibatches, transitions, start_update, moved)
+            x0_terms = partial(self.x0_terms.passes, samples, parts, match_weights, advantages.values)
+            passes_of = partial(_passes_of, surrogate, x0_terms, rng)
+            found = self.ledger.measure(step * len(rows_of) + number, config.weights_at(step), passes_of, mesh)
+            weights = self.ledger.scaled(config.weights_at(step))
+            passes = surrogate(weights) + x0_terms(rng, weights)
+            for one in passes:
+                loss, last = one(), one is passes[-1]
+                yield Loss("student", loss.value, last, metrics | loss.metrics | found, loss.messages)
             moved = moved or bool(passes)
             if not passes:
                 yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, advantages.messages)
@@ -122,10 +128,11 @@ class DistillRL(Method):
             self.rollouts.lower_ahead()
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.update.state_dict()
+        return self.update.state_dict() | self.ledger.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.update.load_state_dict(state)
+        self.ledger.load_state_dict(state)
 
     def _weights(self, samples: ScoredSamples, beta: float, mesh: Mesh) -> PerSample | None:
         """Return exp(reward / beta) of this rank's samples, centered and normalised; None without beta."""
@@ -137,20 +144,13 @@ class DistillRL(Method):
         start = mesh.data_rank * len(samples.batch)
         return weights[start : start + len(samples.batch)].float()
 
-    def _exit(self, rng: Streams) -> int:
-        """Return the call whose x0 is matched, equal on all ranks."""
-        if self.config.matching.exits == "last":
-            return self.sampler.num_steps - 1
-        calls = trainable_steps(self.student, self.sampler)
-        return calls[int(rng.shared.integers(len(calls)))]
-
     def _critic_losses(
         self, samples: ScoredSamples, parts: tuple[Tensor, ...], weights: PerSample | None, rng: Streams
     ) -> Iterator[Loss]:
         """Flow matching on the rollout's x0, before the student moves, weighted by exp(-R / beta)."""
         rollout = samples.rollout
         for number in range(self.config.critic_updates):
-            call = self._exit(rng)
+            call = self.x0_terms.exit(rng)
             x0 = rollout.x0 if call == self.sampler.num_steps - 1 else rollout.early_x0[:, call]
             for part in parts:
                 batch, own = samples.batch.take(part.tolist()), None if weights is None else weights[part]
@@ -163,12 +163,16 @@ class DistillRL(Method):
         minibatches: list[Minibatch],
         transitions: list[int],
         start_update: Callable[[list[Minibatch]], LossAt],
-        step: int,
-        *,
         moved: bool,
+        weights: Mapping[str, float],
+        *,
+        statistics: bool = True,
     ) -> list[Callable[[], MinibatchLoss]]:
-        """The surrogate of each trained transition, on the samples that have an advantage."""
-        weight = self.config.surrogate.weight_at(step)
+        """The surrogate of each trained transition, on the samples that have an advantage.
+
+        Without `statistics` no pass has the metrics of the update, which also adapt the coefficient of a KL.
+        """
+        weight = weights.get("surrogate", 0.0)
         if not (minibatches and weight):
             return []
         if moved:  # an update by the other terms alone came before: the replay differs from the rollout
@@ -176,38 +180,24 @@ class DistillRL(Method):
         loss_at = start_update(minibatches)
 
         def one(s: int, minibatch: Minibatch) -> MinibatchLoss:
-            last = s == transitions[-1] and minibatch is minibatches[-1]
+            last = statistics and s == transitions[-1] and minibatch is minibatches[-1]
             loss = loss_at(minibatch, s, last)
             return MinibatchLoss(weight * (loss.value / len(transitions)), loss.metrics, loss.messages)
 
         return [partial(one, s, minibatch) for s in transitions for minibatch in minibatches]
 
-    def _x0_passes(
-        self, samples: ScoredSamples, parts: tuple[Tensor, ...], weights: PerSample | None, rng: Streams, step: int
-    ) -> list[Callable[[], MinibatchLoss]]:
-        """Matching and the reward's gradient, on the x0 of one call of all samples."""
-        exit_call, last = self._exit(rng), self.sampler.num_steps - 1
-        matching, gradient = self.config.matching.weight_at(step), self.config.reward_gradient.weight_at(step)
 
-        def one(call: int, rows: Tensor) -> MinibatchLoss:
-            batch, value, metrics = samples.batch.take(rows.tolist()), torch.zeros(()), {}
-            x_t, sigma = samples.rollout.states[rows, call], self.update.policy.sigmas[call]
-            velocity = policy_velocity(self.student, x_t, sigma, batch, self.sampler, samples.rollout.x0[rows])
-            x0 = x0_from_velocity(x_t, velocity, sigma)
-            if matching and call == exit_call:
-                loss = self.matching.student_loss(x0, batch, rng, weights=None if weights is None else weights[rows])
-                value, metrics = matching * loss.value, loss.metrics
-            if gradient and call == last:
-                loss, found = self._reward_loss(x0, batch)
-                value, metrics = value + gradient * loss, metrics | found
-            return MinibatchLoss(value / len(parts), metrics)
+def _passes_of(
+    surrogate: Callable[..., list[Callable[[], MinibatchLoss]]],
+    x0_terms: Callable[..., list[Callable[[], MinibatchLoss]]],
+    rng: Streams,
+    term: str,
+) -> list[Callable[[], Tensor]]:
+    """The losses of one term of an update alone, at weight 1, with the draws that the update will make."""
+    alone = {term: 1.0}
+    passes = surrogate(alone, statistics=False) + x0_terms(rng.repeated(), alone)
+    return [partial(_value, one) for one in passes]
 
-        calls = sorted({call for call, weight in ((exit_call, matching), (last, gradient)) if weight})
-        return [partial(one, call, rows) for call in calls for rows in parts]
 
-    def _reward_loss(self, x0: Latents, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return -R, or how far R is below the margin, averaged; the gradient passes the decoder and the scorers."""
-        reward = cast(Reward, self.reward).score_with_gradient(x0, batch.prompts)
-        margin = self.config.reward_gradient.margin
-        losses = -reward if math.isinf(margin) else (margin - reward).relu()
-        return losses.mean(), {"reward_gradient_loss": losses.detach()}
+def _value(one: Callable[[], MinibatchLoss]) -> Tensor:
+    return one().value

@@ -8,9 +8,10 @@ from unified_trainer.errors import UserError
 from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.distribution_matching import ScoreConfig
 from unified_trainer.numerics.flow import GuidanceScale
-from unified_trainer.ranges import NonNegative, PeriodOrZero, Range, at_least
+from unified_trainer.ranges import NonNegative, PeriodOrZero, Positive, Range, at_least
 from unified_trainer.rl.chunk_credit import CreditedGroupConfig
 from unified_trainer.rl.policy import PolicyConfig
+from unified_trainer.rl.term_ledger import LedgerConfig
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,33 @@ class TermConfig:
     """Training steps at the start without the term."""
     ramp_steps: PeriodOrZero = 0
     """Training steps, from the term's first one on, over which its weight rises linearly."""
+    end_step: PeriodOrZero = 0
+    """Training steps of the run after which the term is left out; 0 keeps it to the end."""
 
     def weight_at(self, step: int) -> float:
         """Return the weight in a training step."""
-        if step < self.first_step:
+        if step < self.first_step or (self.end_step and step >= self.end_step):
             return 0.0
         return self.weight * min(1.0, (step - self.first_step + 1) / (self.ramp_steps + 1))
+
+    def check_calendar(self, key: str, steps: int) -> None:
+        """Raise UserError for a term with a weight that counts in no training step of a run; `key` names the term."""
+        if self.weight:
+            check_calendar(key, self.first_step, self.end_step, steps)
+
+
+def check_calendar(key: str, first_step: int, end_step: int, steps: int) -> None:
+    """Raise UserError if what acts from `first_step` on, and before an `end_step` above 0, never acts in a run."""
+    if end_step and end_step <= first_step:
+        raise UserError(
+            f"{key}.end_step {end_step} must be above {key}.first_step {first_step}, or 0 for no end: else it never "
+            "acts"
+        )
+    if 0 < steps <= first_step:
+        raise UserError(
+            f"{key}.first_step {first_step} must be below the run's steps ({steps}): else it never acts. Lower it, or "
+            "raise --steps"
+        )
 
 
 @dataclass(frozen=True)
@@ -53,10 +75,13 @@ class TiltConfig:
     """Largest such weight, before the weights are divided by their mean."""
     first_step: PeriodOrZero = 0
     """Training steps at the start without the tilt."""
+    end_step: PeriodOrZero = 0
+    """Training steps of the run after which the tilt is left out; 0 keeps it to the end."""
 
     def beta_at(self, step: int) -> float:
         """Return beta in a training step; 0 is no tilt."""
-        return self.beta if step >= self.first_step else 0.0
+        acts = step >= self.first_step and not (self.end_step and step >= self.end_step)
+        return self.beta if acts else 0.0
 
 
 @dataclass(frozen=True)
@@ -67,9 +92,55 @@ class MatchingTermConfig(ScoreConfig, TermConfig):
     """Weight of the term in the student's loss, .05 for a reward that is known to be hackable; 0 leaves it out."""
     exits: Literal["last", "all"] = "last"
     """The x0 that is matched: that of the last call, or of a call drawn for each update. all is experimental, and
-    refused together with a reward."""
+    refused together with a surrogate or a tilt."""
+    conditional_weight: NonNegative = 1.0
+    """Weight of the part of the direction between critic and conditional teacher (experimental)."""
+    guidance_weight: NonNegative = 1.0
+    """Weight of the other part, the teacher's guidance (experimental)."""
+    advantage_scale: NonNegative = 0.0
+    """The guidance part of each sample is multiplied by 1 + advantage_scale x its advantage, bounded to 0 and 2, as in
+    DMDR; 0 does not scale it (experimental)."""
     reward_beta: NonNegative = 0.0
     """The direction of each sample is weighted by exp(reward / beta), as Re-DMD does; 0 is no weight (experimental)."""
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the two parts of the direction have weights of their own."""
+        return (self.conditional_weight, self.guidance_weight, self.advantage_scale) != (1.0, 1.0, 0.0)
+
+    def check_parts(self) -> None:
+        """Raise UserError for weights of the direction's parts that cannot work."""
+        if not (self.conditional_weight or self.guidance_weight):
+            raise UserError(
+                "algorithm.matching.conditional_weight or algorithm.matching.guidance_weight must be above 0: without "
+                "both there is no direction. To leave matching out, set algorithm.matching.weight 0"
+            )
+        scales = self.guidance_scale if isinstance(self.guidance_scale, tuple) else (self.guidance_scale,)
+        if (self.guidance_weight != 1 or self.advantage_scale) and all(scale == 1 for scale in scales):
+            raise UserError(
+                "algorithm.matching.guidance_weight and algorithm.matching.advantage_scale need "
+                "algorithm.matching.guidance_scale other than 1: without guidance there is no such part"
+            )
+        if self.advantage_scale and not self.guidance_weight:
+            raise UserError("algorithm.matching.advantage_scale needs algorithm.matching.guidance_weight above 0")
+
+
+@dataclass(frozen=True)
+class DistanceTermConfig(TermConfig):
+    """Distance of the student's velocity to that of the teacher in the call whose x0 is matched."""
+
+    weight: NonNegative = 0.0
+    """Weight of the term in the student's loss; 0 leaves it out (experimental)."""
+
+
+@dataclass(frozen=True)
+class GANTermConfig(TermConfig):
+    """The discriminator of `dmd2` on the features of the critic, which tells samples from clips."""
+
+    weight: NonNegative = 0.0
+    """Weight of the discriminator in the student's loss; needs clips. 0 leaves it out (experimental)."""
+    critic_weight: Positive = 1e-2
+    """Weight of the discriminator's own loss in the critic's (experimental)."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +150,41 @@ class DistillRLConfig(PolicyConfig, CreditedGroupConfig):
     matching: MatchingTermConfig = field(default_factory=MatchingTermConfig)
     surrogate: TermConfig = field(default_factory=TermConfig)
     reward_gradient: GradientTermConfig = field(default_factory=GradientTermConfig)
+    distance: DistanceTermConfig = field(default_factory=DistanceTermConfig)
+    gan: GANTermConfig = field(default_factory=GANTermConfig)
     tilt: TiltConfig = field(default_factory=TiltConfig)
     critic_updates: Annotated[int, at_least(1, 1000)] = 1
     """Updates of the critic before each update of the student, on the same samples with other noise."""
+    ledger: LedgerConfig = field(default_factory=LedgerConfig)
+
+    @property
+    def terms(self) -> dict[str, TermConfig]:
+        """The terms of the student's loss by name."""
+        return {
+            "matching": self.matching,
+            "surrogate": self.surrogate,
+            "reward_gradient": self.reward_gradient,
+            "distance": self.distance,
+            "gan": self.gan,
+        }
+
+    @property
+    def needs_clips(self) -> bool:
+        return self.gan.weight > 0
+
+    @property
+    def trains_critic(self) -> bool:
+        """Whether a term follows the critic or its discriminator."""
+        return self.matching.weight > 0 or self.gan.weight > 0
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the terms once they have begun and risen."""
+        return {name: term.weight for name, term in self.terms.items()}
+
+    def weights_at(self, step: int) -> dict[str, float]:
+        """Return the weights of the terms in a training step."""
+        return {name: term.weight_at(step) for name, term in self.terms.items()}
 
     @property
     def teacher_guidance(self) -> GuidanceScale | None:
@@ -96,7 +199,8 @@ class DistillRLConfig(PolicyConfig, CreditedGroupConfig):
                 "renoising"
             )
         self.matching.check_scores(setup, "algorithm.matching")
-        if not (self.matching.weight or self.surrogate.weight or self.reward_gradient.weight):
+        self.matching.check_parts()
+        if not any(self.weights.values()):
             raise UserError(
                 "algorithm.matching.weight, algorithm.surrogate.weight or algorithm.reward_gradient.weight must be "
                 "above 0: without a term there is nothing to train"
@@ -105,12 +209,22 @@ class DistillRLConfig(PolicyConfig, CreditedGroupConfig):
             raise UserError(
                 "algorithm.tilt.beta needs algorithm.matching.weight above 0: it tilts what matching follows"
             )
-        if self.matching.weight and self.matching.exits == "all" and (self.surrogate.weight or self.tilt.beta):
+        rewarded = self.surrogate.weight or self.tilt.beta or self.matching.advantage_scale
+        if self.matching.weight and self.matching.exits == "all" and rewarded:
             raise UserError(
-                "algorithm.matching.exits must be last with algorithm.surrogate.weight or algorithm.tilt.beta above 0: "
-                "matching over all exits with one critic binds only their mixture, in which a reward moves the final "
-                "samples against itself (docs/methods/distill_rl.md)"
+                "algorithm.matching.exits must be last with algorithm.surrogate.weight, algorithm.tilt.beta or "
+                "algorithm.matching.advantage_scale above 0: matching over all exits with one critic binds only their "
+                "mixture, and moves the final samples away from both the teacher and the reward "
+                "(docs/methods/distill_rl.md)"
             )
+        self._check_calendars(setup.steps)
+        self.ledger.check("algorithm.ledger", self.weights)
         if self.matching.exits == "last" or self.reward_gradient.weight:
             last = [setup.sampler.sigmas()[-2:-1].tolist()]
             setup.require_trained("student", last, "the last step of the sampler, algorithm.matching.exits,")
+
+    def _check_calendars(self, steps: int) -> None:
+        for name, term in self.terms.items():
+            term.check_calendar(f"algorithm.{name}", steps)
+        if self.tilt.beta:
+            check_calendar("algorithm.tilt", self.tilt.first_step, self.tilt.end_step, steps)
