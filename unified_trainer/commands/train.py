@@ -22,7 +22,8 @@ from unified_trainer.errors import UserError, writing
 from unified_trainer.exit_codes import STOPPED, exit_code
 from unified_trainer.memory import memory_advice
 from unified_trainer.parallel.agreement import assert_equal, flat
-from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.meeting import PeerFailedError, meeting
+from unified_trainer.parallel.mesh import Mesh, peer_lost
 from unified_trainer.plan import check_complete
 from unified_trainer.registry import add_families
 from unified_trainer.reporting.page import write_report
@@ -47,10 +48,25 @@ def train(run: RunConfig, argv: Sequence[str], store: Store | None = None) -> in
     return launch(train_in_actor, run if run.resume else replace(run, output=folder), folder, argv)
 
 
-def train_in_actor(run: RunConfig, argv: Sequence[str]) -> int:
-    """Run one training process that Ray started, which also ends it when another one fails."""
-    add_families(run.families)
-    return exit_code(lambda: train_here(run, argv))
+def train_in_actor(run: RunConfig, argv: Sequence[str]) -> int | None:
+    """Run one training process that Ray started and return its exit code; None if it ended because another one did."""
+    by_another = False
+
+    def work() -> int:
+        nonlocal by_another
+        try:
+            with meeting() as store:
+                add_families(run.families)
+                return train_here(run, argv, store)
+        except PeerFailedError:
+            by_another = True
+            raise
+        except RuntimeError as error:
+            by_another = peer_lost(error)
+            raise
+
+    code = exit_code(work)
+    return None if by_another else code
 
 
 def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None) -> int:

@@ -23,7 +23,8 @@ from unified_trainer.errors import UserError
 from unified_trainer.exit_codes import INTERRUPTED
 from unified_trainer.parallel.device import RAY_RESOURCES
 
-Train = Callable[[RunConfig, Sequence[str]], int]  # settings and command line -> exit code
+# Settings and command line -> exit code, or None for a process that ended because another one did.
+Train = Callable[[RunConfig, Sequence[str]], int | None]
 LOOK = 1.0  # seconds between two looks at the processes
 LAST_WORDS = 60.0  # seconds that other processes get after the first one ended with an error
 
@@ -43,8 +44,8 @@ class TrainingProcess:
 
     def train(
         self, train: Train, run: RunConfig, argv: Sequence[str], folder: str, environment: dict[str, str], threads: int
-    ) -> int:
-        """Train in the working directory of the run, with as many CPU threads, and return the exit code."""
+    ) -> int | None:
+        """Train in the working directory of the run, with as many CPU threads, and return what `train` returns."""
         os.chdir(folder)
         os.environ.update(environment)
         torch.set_num_threads(threads)
@@ -98,7 +99,7 @@ def _processes(run: RunConfig, needs: cluster.Needs) -> Iterator[list[Any]]:
 
 
 def _run(processes: list[Any], train: Train, run: RunConfig, argv: Sequence[str]) -> int | None:
-    """Return the exit code of the run, or None if a process died that nobody asked to stop."""
+    """Return the exit code of the run, or None if a process died that neither a request nor a failed rank has ended."""
     places = ray.get([process.where.remote() for process in processes])
     for number, (_, pid, words) in enumerate(places):
         _say(f"training process {number}: {words}, process {pid}")
@@ -118,14 +119,17 @@ def _run(processes: list[Any], train: Train, run: RunConfig, argv: Sequence[str]
             passed += LOOK if any(codes) and not done else 0.0
             for reference in done:
                 try:
-                    codes.append(ray.get(reference))
+                    code = ray.get(reference)
+                    codes += [] if code is None else [code]
                 except RayActorError:
                     died = True
                 except RayTaskError as error:
                     raise error.cause from error
-    if died and not asked:
+    if any(codes):  # the failed rank told the others, and a process that did not end by itself was ended
+        return max(codes)
+    if not asked and (died or not codes):
         return None
-    return INTERRUPTED if died else max(codes)
+    return INTERRUPTED if died else 0
 
 
 @contextmanager

@@ -1,0 +1,36 @@
+"""Ranks on Ray that differ; what a rank says to standard error goes to the file RANK in the folder argv[0]."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from unified_trainer.commands import train
+from unified_trainer.config import RunConfig
+from unified_trainer.errors import UserError
+from unified_trainer.parallel import meeting
+
+
+def _rank(folder: str) -> int:
+    rank = int(os.environ["RANK"])
+    descriptor = os.open(Path(folder, str(rank)), os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, sys.stderr.fileno())
+    meeting.GRACE = 0.3
+    return rank
+
+
+def other_version(run: RunConfig, argv: Sequence[str]) -> int | None:
+    rank = _rank(argv[0])
+    train.version = lambda name: f"{name} {rank}"
+    return train.train_in_actor(run, argv)
+
+
+def no_families(run: RunConfig, argv: Sequence[str]) -> int | None:
+    """The other rank waits in a library until this one joins."""
+    if _rank(argv[0]):
+        train.add_families = _fail
+    return train.train_in_actor(run, argv)
+
+
+def _fail(_families: Sequence[str]) -> None:
+    raise UserError("no such family")
