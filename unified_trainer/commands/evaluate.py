@@ -134,7 +134,7 @@ def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> N
                 f"{chosen[0].name} of {sizes[0]} and {shapes[0][0]}: the noise of both cannot be the same"
             )
     check_reward(rewards, chosen[0].run.video.frames)
-    check_prompts(rewards, ((f"--prompts: prompt {i}", line) for i, line in enumerate(plan.prompts, 1)))
+    check_prompts(rewards, (plan.prompts, lambda number: f"--prompts: prompt {number + 1}"))
 
 
 def _reference(chosen: Sequence[Checkpoint], texts: Sequence[str], wanted: str, rewards: RewardConfig) -> int | None:
