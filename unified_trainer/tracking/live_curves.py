@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
@@ -34,7 +34,7 @@ class LiveCurves:
             if value is not None and math.isfinite(value):
                 self._points.setdefault(name, []).append((step, float(value)))
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         across = max(1, min(MOST, options.max_width // NARROWEST))
         down = min(MOST, (console.height - BELOW) // (ROWS + FRAME) * across)
         names = [name for name in self._names if self._points.get(name)][: max(down, 0)]
