@@ -3,22 +3,15 @@
 They need the Debian packages chromium and chromium-driver, and are skipped without them.
 """
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
+from chromium import missing, started
 from evaluations import NAMES, PLAN, evaluated
 
 from unified_trainer.commands.evaluation.vote_count import count
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (shutil.which("chromium") and shutil.which("chromedriver")),
-        reason="no Chromium: apt-get install chromium chromium-driver",
-    ),
-]
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,1000")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 WAIT = 30  # seconds for anything to happen
 BALLOTS = len(PLAN.prompts) * len(PLAN.seeds)
 
@@ -31,18 +24,8 @@ def output(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory) -> Iterator[object]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    for flag in FLAGS:
-        options.add_argument(flag)
-    options.binary_location = shutil.which("chromium")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
+def browser() -> Iterator[object]:
+    yield from started()
 
 
 def until(browser, script: str) -> object:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chromium import missing, started
 from run_folders import STEPS, make_run, metric_rows, sample_row, training_row, write_lines
 
 from unified_trainer.__main__ import main
@@ -17,31 +18,14 @@ from unified_trainer.reporting.live import LivePages
 from unified_trainer.serving.listening import open_port
 from unified_trainer.serving.page_server import serving_pages
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (shutil.which("chromium") and shutil.which("chromedriver")),
-        reason="no Chromium: apt-get install chromium chromium-driver",
-    ),
-]
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,1000")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 SECONDS_TO_OPEN = 10.0  # on a loaded machine; it takes about one
 WAIT = 30  # seconds for anything to happen
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    for flag in FLAGS:
-        options.add_argument(flag)
-    options.binary_location = shutil.which("chromium")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    yield driver
-    driver.quit()
+    yield from started()
 
 
 def opened(browser, tmp_path: Path, *runs: Path, flags: tuple[str, ...] = ()) -> None:

@@ -3,15 +3,13 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from unified_trainer.reporting.page import BASE64, STYLE, number
+from unified_trainer.reporting.page import BASE64, STYLE, own_file, templates
 from unified_trainer.reporting.videos import data_uri
 
 SIGNS = {1: "higher is better", 0: "", -1: "lower is better"}
@@ -155,12 +153,11 @@ def _point(position: int, cell: Mapping[str, Any]) -> dict[str, Any]:
 
 def _filled(template: str, scripts: Sequence[str], **values: Any) -> str:
     """Return a page with its style and scripts, and these values; text of users is escaped."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "ensure_ascii": False}
-    environment.filters |= {"number": number, "sampler": _sampler}
+    environment = templates()
+    environment.filters["sampler"] = _sampler
     written = time.strftime("%Y-%m-%d %H:%M:%S")
-    inside = {"style": Markup(_own(STYLE)), "scripts": [Markup(_own(name)) for name in scripts], "written": written}
-    return environment.from_string(_own(template)).render(**inside, **values)
+    inside = {"style": Markup(own_file(STYLE)), "scripts": [Markup(own_file(name)) for name in scripts]}
+    return environment.get_template(template).render(**inside, written=written, **values)
 
 
 def _sampler(checkpoint: Mapping[str, Any]) -> str:
@@ -169,7 +166,3 @@ def _sampler(checkpoint: Mapping[str, Any]) -> str:
     flat = {key: value for key, value in settings.items() if not isinstance(value, Mapping)} | settings["chunks"]
     shown = {key: " ".join(map(str, value)) if isinstance(value, list) else value for key, value in flat.items()}
     return ", ".join(f"{key} {value}" for key, value in shown.items() if value)
-
-
-def _own(name: str) -> str:
-    return (files("unified_trainer.reporting") / "page" / name).read_text(encoding="utf-8")
