@@ -132,7 +132,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         measured = (codec, reward, features, run.sampler, prompts, plan.latent_shape)
         validation = Validation(run.validation, *measured, mesh, run.video.fps)
     # Last, so that a folder of weights that is not whole is refused before any file is written.
-    compared = run.guard.num_prompts if run.guarded else 0
+    compared = run.guard.teacher_prompts if run.guarded else 0
     validated = prompts[: max(run.validation.num_samples, compared)] if validation else ()
     encoded = _encode_ahead(run, codec, source, lambda: [*validated, *loader.prompts(run.steps)], mesh)
     kernels = ", ".join(attention_order(run.parallel.attention, mesh.device)) or "torch's order of kernels"

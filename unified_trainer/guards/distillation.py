@@ -32,7 +32,7 @@ class DistillationGuardConfig(GuardConfig):
     """Range of the motion energy of the student's samples over that of the teacher's."""
     diversity: Bounds = (0.5, 2.0)
     """Range of the diversity of the student's samples of one prompt over that of the teacher's."""
-    num_prompts: Count = 4
+    teacher_prompts: Count = 4
     """Prompts, the first of validation, whose samples are compared with the teacher's at every validation."""
     samples_per_prompt: Annotated[int, at_least(2, 1000)] = 2
     """Samples of each of them."""

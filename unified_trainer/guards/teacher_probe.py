@@ -49,7 +49,7 @@ class TeacherProbe:
         self._codec, self._teacher, self._latent_shape, self._mesh = codec, teacher, latent_shape, mesh
         self._sampler, self._seed, self._size, self._ema = sampler, seed, batch, ema
         self._prompts = [
-            prompt for prompt in list(prompts)[: config.num_prompts] for _ in range(config.samples_per_prompt)
+            prompt for prompt in list(prompts)[: config.teacher_prompts] for _ in range(config.samples_per_prompt)
         ]
         self._teacher_sampler = replace(
             sampler,
