@@ -281,7 +281,7 @@ def commands() -> list[tuple[str, list[str]]]:
     for path in DOCUMENTS:
         for line in code_lines(path) if path.is_file() else []:
             if "-m unified_trainer" in line:
-                words = shlex.split(line, comments=True)
+                words = shlex.split(line.removesuffix(" &"), comments=True)
                 if any(".py:" in word for word in words[words.index("unified_trainer") :]):
                     continue  # a method or scorer of the guide, which tests run from the guide's own file
                 found.append((name_of(path), words[words.index("unified_trainer") + 1 :]))
