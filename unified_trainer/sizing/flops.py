@@ -5,7 +5,7 @@ elementwise work is left out.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 Recompute = Literal["none", "selective", "full"]  # activations that the backward pass computes again
@@ -61,6 +61,10 @@ class PassFLOPs:
     attention: float  # part of `forward` in products of two activations
     flash: float  # the attention scores that a fused kernel computes again in its backward pass; no work of the model
 
+    def times(self, samples: int) -> "PassFLOPs":
+        """Return the FLOPs of a pass over several samples."""
+        return PassFLOPs(**{f.name: samples * vars(self)[f.name] for f in fields(self)})
+
     @property
     def trained(self) -> float:
         """FLOPs of the model in a pass with gradient, from which the MFU is computed: without any recomputation."""
@@ -79,21 +83,25 @@ def pass_flops(
     *,
     rank: int = 0,
     recompute: Recompute = "none",
-    frozen: bool = False,
+    pairs: float | None = None,
+    text_keys: int | None = None,
+    times: int = 1,
 ) -> PassFLOPs:
     """Return the FLOPs of one pass over a sample of `tokens` latent tokens and `text_tokens` tokens of text.
 
     With `rank` an adapter of that rank is trained and the matrices themselves are not, which halves their backward pass.
-    `frozen` trains nothing, but the gradient of the input is computed. Attention is that of a bidirectional network.
+    Of a causal pass, `pairs` are the pairs of query and key, `text_keys` the text tokens whose keys are not cached, and
+    `times` the noise levels of a sample; by default all tokens attend to all, at one noise level.
     """
     d, f, n, t = size.width, size.ffn, tokens, text_tokens
-    block = 2 * (n * (6 * d * d + 2 * d * f) + t * 2 * d * d)
+    keys, pairs = t if text_keys is None else text_keys, n * n if pairs is None else pairs
+    block = 2 * (n * (6 * d * d + 2 * d * f) + keys * 2 * d * d)
     pixels = n * 2 * size.channels * size.patch * d
-    outside = 2 * (pixels + t * (size.text_width * d + d * d) + size.frequencies * d + 7 * d * d)
-    attention = 4 * d * size.layers * n * (n + t)
-    adapter = 2 * size.layers * rank * (n * (6 * 2 * d + 2 * (d + f)) + t * 2 * 2 * d)
+    outside = 2 * (pixels + t * (size.text_width * d + d * d) + times * (size.frequencies * d + 7 * d * d))
+    attention = 4 * d * size.layers * (pairs + n * t)
+    adapter = 2 * size.layers * rank * (n * (6 * 2 * d + 2 * (d + f)) + keys * 2 * 2 * d)
     products = size.layers * block + outside
-    trained = 1 if rank or frozen else 2
+    trained = 1 if rank else 2
     blocks = size.layers * block + attention + adapter
     return PassFLOPs(
         forward=products + attention + adapter,

@@ -42,7 +42,7 @@ class Hardware:
         return self.memory - RESERVE
 
 
-def hardware(words: str) -> Hardware:
+def read_hardware(words: str) -> Hardware:
     """Read 8xH200, or H200 for one; UserError names the devices that are known."""
     match = re.fullmatch(r"(?:(\d+)\s*[x*])?\s*([\w-]+)", words.strip(), re.IGNORECASE)
     by_name = {name.lower(): name for name in DEVICES}

@@ -52,12 +52,26 @@ class Counts:
 
     steps: int  # that were counted
     repeats: int  # how many times each pass stands: micro-batches alike are rehearsed once
+    plans: Mapping[str, RolePlan] = field(default_factory=dict)
     roles: Mapping[str, Role] = field(default_factory=dict)  # those of the rehearsal
-    passes: list[Pass] = field(default_factory=list)
+    losses: list[list[Pass]] = field(default_factory=list)  # the passes that each loss needed, in order
     decoded: list[tuple[int, int, bool]] = field(default_factory=list)  # samples, latent frames, with gradient
-    kept: int = 0  # values of the rollout of a step that are as large as a sample's latents, per rank
-    updates: dict[str, int] = field(default_factory=dict)  # optimizer updates of all steps by role
+    kept: int = 0  # states and samples of a step's rollout, each as large as a sample's latents
     validation: list[Pass] = field(default_factory=list)  # of one batch of a validation
+
+    @property
+    def passes(self) -> list[Pass]:
+        """All passes of training, in order."""
+        return [one for passes in self.losses for one in passes]
+
+    def listen(self) -> Meter:
+        """Return a meter that notes every pass under the loss that needs it."""
+
+        def show(label: str) -> None:
+            if ", loss " in label:  # the trainer asks for the next loss
+                self.losses.append([])
+
+        return Meter(torch.device("cpu"), show, lambda one: self.losses[-1].append(one))
 
     def calls(self) -> dict[str, dict[str, float]]:
         """Return the passes of a training step by role: their number with and without gradient, and their samples."""
@@ -94,10 +108,10 @@ def rehearse(
         mesh = Mesh(torch.device("cpu"))
         plans = plan_roles(small, method)
         roles = load_roles(plans, mesh, half=True)
-    counts = Counts(steps, repeats, roles)
+    counts = Counts(steps, repeats, plans, roles)
     trainer = _trainer(small, method, plans, roles, mesh, (CHANNELS, latent_frames, 1, 1), counts)
     for step in range(first, first + steps):
-        with Meter(mesh.device, note=counts.passes.append).measure():
+        with counts.listen().measure():
             trainer.step(step)
     samples = min(run.validation.batch, max(1, run.validation.num_samples // ranks))
     batch = trainer.loader.batch_of([0] * samples, list(range(samples)))
@@ -140,8 +154,8 @@ def _write(folder: Path, boundary: float | None) -> None:
 
 def _small(run: RunConfig, method: type[Method], ranks: int, paths: Mapping[str, str]) -> tuple[RunConfig, int]:
     """Return the run of one rank on small networks, and how many times what it does stands for."""
-    roles = {name: _small_role(config, paths[role_path(run, method, name)]) for name, config in run.roles.items()
-             if role_path(run, method, name) in paths}
+    at = {name: role_path(run, method, name) for name in run.roles}
+    roles = {name: _small_role(config, paths[at[name]]) for name, config in run.roles.items() if at[name] in paths}
     algorithm, repeats = _share(run.algorithm, ranks)
     if isinstance(algorithm, PolicyConfig):  # no ratio leaves it: the student does not change
         algorithm = replace(algorithm, clip_low=1.0, clip_high=1.0, clip_velocity=0.0)
@@ -150,11 +164,12 @@ def _small(run: RunConfig, method: type[Method], ranks: int, paths: Mapping[str,
 
 
 def _small_role(config: RoleConfig, path: str) -> RoleConfig:
-    config = replace(config, path=path, precision="fp32", compile=False)
+    config = replace(config, path=path, compile=False)
     if not isinstance(config, TrainableConfig):
         return replace(config, adapter=AdapterFileConfig())
     adapter = AdapterConfig(rank=min(1, config.adapter.rank))
-    return replace(config, adapter=adapter, learning_rate=0.0, activation_checkpointing=False, selective_checkpointing=False)
+    unchanged = {"learning_rate": 0.0, "activation_checkpointing": False, "selective_checkpointing": False}
+    return replace(config, adapter=adapter, **unchanged)
 
 
 def _share(algorithm: Any, ranks: int) -> tuple[Any, int]:
@@ -207,7 +222,8 @@ class _Batches(Loader):
         trajectory = None
         if run.trains_on == "trajectories":
             levels = run.algorithm.teacher_ode(run.sampler).levels
-            trajectory = Trajectory(levels, torch.randn(count, len(levels), *self._shape), torch.randn(count, *self._shape))
+            states = torch.randn(count, len(levels), *self._shape)
+            trajectory = Trajectory(levels, states, states[:, -1])
         ids = (tuple(map(str, indices)), tuple(indices), tuple(sample_ids))
         return Batch(*ids, self._shape, text, text, latents, trajectory)
 
