@@ -42,10 +42,11 @@ class Estimate:
         return self.run.steps * self.seconds(hardware, mfu) * self.ranks / 3600
 
 
-def estimate(run: RunConfig, ranks: int, counts: Counts | None = None) -> tuple[Estimate, Counts]:
-    """Return the estimate, and the rehearsal, which another estimate of the same method and batch may take.
+def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> tuple[Estimate, Counts]:
+    """Return the estimate, and the rehearsal that it counts in: `steps` training steps from step `first` on.
 
-    Raise UserError for settings that no run could have, such as a batch that the ranks do not divide.
+    By default they are STEPS steps from the middle of the run on, and one step of a method with rollouts. Raise
+    UserError for settings that no run could have, such as a batch that the ranks do not divide.
     """
     method = method_named(run.method)
     degrees = run.parallel.degrees(ranks)
@@ -59,10 +60,10 @@ def estimate(run: RunConfig, ranks: int, counts: Counts | None = None) -> tuple[
     patch = models["student"].size.patch
     if height * width % patch:
         raise UserError(f"video.height and video.width {video.height} x {video.width}: patches do not divide them")
-    if counts is None:
-        boundaries = {paths[name]: model.boundary for name, model in models.items()}
-        steps = 1 if method.sampled_by else STEPS
-        counts = rehearse(run, frames, data_ranks, boundaries, first=run.steps // 2, steps=steps)
+    boundaries = {paths[name]: model.boundary for name, model in models.items()}
+    steps = steps or (1 if method.sampled_by else STEPS)
+    first = first if first >= 0 else run.steps // 2
+    counts = rehearse(run, frames, data_ranks, boundaries, first=first, steps=steps)
     scorers, notes = _scorers(run)
     sizes = Sizes(run, models, ranks, scorers, table["samples per rank"], table["accumulation"])
     memory = memory_of(counts, sizes)

@@ -89,7 +89,7 @@ def pass_flops(
 ) -> PassFLOPs:
     """Return the FLOPs of one pass over a sample of `tokens` latent tokens and `text_tokens` tokens of text.
 
-    With `rank` an adapter of that rank is trained and the matrices themselves are not, which halves their backward pass.
+    With `rank` an adapter of that rank is trained, and the matrices are not: that halves their backward pass.
     Of a causal pass, `pairs` are the pairs of query and key, `text_keys` the text tokens whose keys are not cached, and
     `times` the noise levels of a sample; by default all tokens attend to all, at one noise level.
     """

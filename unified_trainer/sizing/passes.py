@@ -121,7 +121,7 @@ def decode_bytes(
         network = AutoencoderKLWan.from_config(config)
     network.to_empty(device="cpu").eval().requires_grad_(False)
     dtype = torch.bfloat16 if half else torch.float32
-    network.to(dtype)
+    torch.nn.Module.to(network, dtype)  # diffusers' own warns of modules that are usually kept in float32
     peaks = []
     frames = (min(3, latent[1]), min(4, latent[1]))
     for count in frames:

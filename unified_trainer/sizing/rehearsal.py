@@ -173,7 +173,7 @@ def _small_role(config: RoleConfig, path: str) -> RoleConfig:
 
 
 def _share(algorithm: Any, ranks: int) -> tuple[Any, int]:
-    """Return the settings of one rank's share of a step, cut to as few passes as show all, and the factor of the cut."""
+    """Return the settings of one rank's share, cut to as few passes as show all, and the factor of the cut."""
     counts = algorithm.plan().table(ranks)
     per_update, size = counts["samples per update and rank"], counts["micro-batch"]
     if isinstance(algorithm, SingleUpdateConfig):
