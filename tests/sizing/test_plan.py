@@ -14,18 +14,8 @@ from unified_trainer.sizing.hardware import read_hardware
 sys.path.insert(0, str(REPO / "scripts"))
 import bench_plan
 
-SMALL = ["--recipe", "tiny", "--validate-every", "0", *SMALL_VIDEO]
-    "--recipe",
-    "tiny",
-    "--validate-every",
-    "0",
-    "--video.frames",
-    "5",
-    "--video.height",
-    "32",
-    "--video.width",
-    "32",
-]
+VIDEO = ["--video.frames", "5", "--video.height", "32", "--video.width", "32"]
+SMALL = ["--recipe", "tiny", "--validate-every", "0", *VIDEO]
 SINGLE = ["--algorithm.batch-size", "2", "--algorithm.micro-batch", "1"]
 GROUPS = ["--algorithm.num-prompts", "2", "--algorithm.num-samples", "2", "--algorithm.prompts-per-update", "1"]
 GROUPS += ["--algorithm.rollout-batch", "2", "--algorithm.update-batch", "1", "--sampler.num-steps", "3"]
