@@ -5,7 +5,6 @@ the kernels of a CPU; those of other devices keep the same tensors, apart from s
 """
 
 import functools
-import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Frozen, Precision, RoleConfig, Trainable, TrainableConfig
-from unified_trainer.sizing.tracing import LiveBytes
+from unified_trainer.sizing.tracing import LiveBytes, quiet_norms
 
 FEW = (2, 3)  # blocks that are traced
 ALONE = Mesh(torch.device("cpu"))
@@ -71,8 +70,7 @@ def _trace(
         for p in role.network.parameters():
             p.grad = torch.empty_like(p) if before and p.requires_grad else None
         live = LiveBytes()
-        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+        with FakeTensorMode(allow_non_fake_inputs=True), quiet_norms():
             x = torch.zeros(samples, *latent)
             text = torch.zeros(samples, text_tokens, int(dict(network.config)["text_dim"]))
             sigma = torch.full((samples,), 0.5)

@@ -38,6 +38,7 @@ from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling import generate
+from unified_trainer.sizing.tracing import quiet_norms
 from unified_trainer.trainer import Trainer
 from unified_trainer.types import Batch, Latents, Trajectory, Video
 
@@ -111,12 +112,12 @@ def rehearse(
     counts = Counts(steps, repeats, plans, roles)
     trainer = _trainer(small, method, plans, roles, mesh, (CHANNELS, latent_frames, 1, 1), counts)
     for step in range(first, first + steps):
-        with counts.listen().measure():
+        with quiet_norms(), counts.listen().measure():
             trainer.step(step)
     samples = min(run.validation.batch, max(1, run.validation.num_samples // ranks))
     batch = trainer.loader.batch_of([0] * samples, list(range(samples)))
     noise = torch.randn(samples, CHANNELS, latent_frames, 1, 1)
-    with Meter(mesh.device, note=counts.validation.append).measure():
+    with quiet_norms(), Meter(mesh.device, note=counts.validation.append).measure():
         generate(roles["student"], noise, batch, small.sampler, lambda s: noise)
     return counts
 

@@ -1,11 +1,22 @@
 """Bytes of tensors while code runs: really, or on fake tensors that have shapes and no memory."""
 
+import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+@contextmanager
+def quiet_norms() -> Iterator[None]:
+    """Silence torch's note that a norm of bf16 activations with float32 weights has no fused kernel on a CPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+        yield
 
 
 class LiveBytes(TorchDispatchMode):
