@@ -39,7 +39,7 @@ def test_calls_and_flops_are_those_of_a_real_step(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["finetune", "dmd2"])
+@pytest.mark.parametrize("name", ["finetune, adapter", "dmd2"])
 def test_memory_is_within_a_tenth_of_a_real_step(name, tmp_path):
     flags = bench_plan.flags_of(name, tmp_path)
     _, _, computed = bench_plan.predicted(flags)

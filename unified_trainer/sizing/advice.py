@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unified_trainer.cli.command_line import with_settings
-from unified_trainer.config import RunConfig
+from unified_trainer.config import RunConfig, flat, plain
 from unified_trainer.errors import UserError
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sizing.estimate import estimate
@@ -54,7 +54,7 @@ def candidates(run: RunConfig, ranks: int) -> Iterator[Mapping[str, Any]]:
 
 
 def _value(run: RunConfig, key: str) -> int:
-    return vars(run.algorithm).get(key.partition(".")[2], 1)
+    return flat(plain(run)).get(key, 1)
 
 
 def _flag(key: str, value: Any) -> str:

@@ -8,8 +8,9 @@ from unified_trainer.config import RunConfig
 from unified_trainer.errors import UserError
 from unified_trainer.meter import Pass
 from unified_trainer.registry import method_named
+from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sizing.architecture import HPSV3_WEIGHTS, Architecture, architecture_of
-from unified_trainer.sizing.flops import PassFLOPs, pass_flops
+from unified_trainer.sizing.flops import PassFLOPs, Recompute, pass_flops
 from unified_trainer.sizing.hardware import Hardware
 from unified_trainer.sizing.memory import BF16, FP32, Memory, Sizes, held_networks, memory_of, seat_of
 from unified_trainer.sizing.rehearsal import HEAD, TEXT_TOKENS, Counts, paths_of, rehearse
@@ -108,13 +109,13 @@ def _flops(one: Pass, models: Mapping[str, Architecture], run: RunConfig, counts
     """Return the FLOPs of a pass of the rehearsal at the real sizes, `frame` tokens for each latent frame."""
     name, expert = seat_of(counts, one)
     model, config = models[name], run.roles.get(name)
-    settings = counts.plans[name].config
-    rank = config.adapter.rank if config is not None and expert in counts.plans[name].layout.trained else 0
+    trains = isinstance(config, TrainableConfig) and expert in counts.plans[name].layout.trained
+    rank = config.adapter.rank if trains else 0
     frames = one.tokens / one.samples
     pairs = one.attention / (4 * HEAD * one.samples) - frames * TEXT_TOKENS
-    recompute = "none"
-    if config is not None and vars(settings).get("activation_checkpointing"):
-        recompute = "selective" if vars(settings).get("selective_checkpointing") else "full"
+    recompute: Recompute = "none"
+    if isinstance(config, TrainableConfig) and config.activation_checkpointing:
+        recompute = "selective" if config.selective_checkpointing else "full"
     found = pass_flops(
         model.size,
         int(frames * frame),

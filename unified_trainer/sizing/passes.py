@@ -101,7 +101,7 @@ def _role(network: Network, layers: int) -> Trainable | Frozen:
         selective_checkpointing=network.selective,
         half=network.half,
     )
-    if not network.trained:
+    if not (network.trained or network.rank):
         return Frozen("role", backbone, RoleConfig(precision=network.precision))
     return Trainable("role", backbone, TrainableConfig(precision=network.precision, adapter=adapter))
 
