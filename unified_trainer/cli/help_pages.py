@@ -198,7 +198,7 @@ def reads(method: type[Method], key: str) -> bool:
     }.get(key.partition(".")[0], True)
 
 
-def summary(owner: type[Method] | Callable[..., None]) -> str:
+def summary(owner: type[Method] | Callable[..., int | None]) -> str:
     """Return the first sentence about a method, which is its module's, or about a command."""
     documented = owner if inspect.isfunction(owner) else sys.modules[owner.__module__]
     text = inspect.getdoc(documented) or inspect.getdoc(owner) or ""

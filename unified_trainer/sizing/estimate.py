@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from unified_trainer.config import RunConfig
 from unified_trainer.errors import UserError
@@ -109,8 +108,8 @@ def _flops(one: Pass, models: Mapping[str, Architecture], run: RunConfig, counts
     """Return the FLOPs of a pass of the rehearsal at the real sizes, `frame` tokens for each latent frame."""
     name, expert = seat_of(counts, one)
     model, config = models[name], run.roles.get(name)
-    trains = isinstance(config, TrainableConfig) and expert in counts.plans[name].layout.trained
-    rank = config.adapter.rank if trains else 0
+    trained = expert in counts.plans[name].layout.trained
+    rank = config.adapter.rank if trained and isinstance(config, TrainableConfig) else 0
     frames = one.tokens / one.samples
     pairs = one.attention / (4 * HEAD * one.samples) - frames * TEXT_TOKENS
     recompute: Recompute = "none"
@@ -138,11 +137,10 @@ def _sent(counts: Counts, sizes: Sizes) -> float:
         return 0.0
     held, share = held_networks(counts, sizes), counts.repeats / counts.steps
     ring = (sizes.shards - 1) / sizes.shards
-    by_role: dict[str, Any] = {seat: one for seat, one in held.items()}
     total = 0.0
     for one in counts.passes:
         seat = seat_of(counts, one)
-        network = by_role.get(seat) or next(iter(held.values()))
+        network = held.get(seat) or next(iter(held.values()))
         gathers = 2 if one.gradient and sizes.run.parallel.reshard_after_forward else 1
         total += share * gathers * ring * network.weights * sizes.shards
     updates = {loss[-1].role for loss in counts.losses if loss and any(one.gradient for one in loss)}

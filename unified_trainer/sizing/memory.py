@@ -204,7 +204,10 @@ def _rank(sizes: Sizes, name: str) -> int:
 def seat_of(counts: Counts, one: Pass) -> tuple[str, Expert]:
     """Return the role and the expert that a pass ran."""
     name, _, expert = one.role.rpartition("_")
-    return (name, expert) if expert in ("high", "low") and name in counts.roles else (one.role, "")
+    for known in ("high", "low"):
+        if expert == known and name in counts.roles:
+            return name, known
+    return one.role, ""
 
 
 def _network(counts: Counts, sizes: Sizes, one: Pass) -> Network:

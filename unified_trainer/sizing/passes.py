@@ -7,11 +7,13 @@ the kernels of a CPU; those of other devices keep the same tensors, apart from s
 import functools
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from unified_trainer.models.base import VideoModel
 from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
@@ -28,7 +30,7 @@ ALONE = Mesh(torch.device("cpu"))
 class Network:
     """A network as a role runs it."""
 
-    config: tuple[tuple[str, object], ...]  # of the transformer; lists as tuples
+    config: tuple[tuple[str, Any], ...]  # of the transformer; lists as tuples
     precision: Precision
     half: bool  # whether its frozen weights are held in bf16
     rank: int = 0  # of the adapter that is trained
@@ -93,7 +95,7 @@ def _role(network: Network, layers: int) -> Trainable | Frozen:
     transformer.to_empty(device="cpu")
     adapter = AdapterConfig(rank=network.rank)
     backbone = Backbone(
-        WanModel(transformer),
+        cast(VideoModel, WanModel(transformer)),
         ALONE,
         trained=network.trained,
         adapters={"role": adapter} if network.rank else None,

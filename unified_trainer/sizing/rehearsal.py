@@ -6,11 +6,11 @@ of a network or on the pixels of a frame, so that they hold for the real sizes.
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -23,6 +23,7 @@ from unified_trainer.data.loader import Loader
 from unified_trainer.engine.config import WorkerConfig
 from unified_trainer.meter import Meter, Pass
 from unified_trainer.methods.base import Method, SingleUpdateConfig
+from unified_trainer.models.base import Codec
 from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.configs import EXPERTS
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -169,7 +170,11 @@ def _small_role(config: RoleConfig, path: str) -> RoleConfig:
     if not isinstance(config, TrainableConfig):
         return replace(config, adapter=AdapterFileConfig())
     adapter = AdapterConfig(rank=min(1, config.adapter.rank))
-    unchanged = {"learning_rate": 0.0, "activation_checkpointing": False, "selective_checkpointing": False}
+    unchanged: dict[str, Any] = {
+        "learning_rate": 0.0,
+        "activation_checkpointing": False,
+        "selective_checkpointing": False,
+    }
     return replace(config, adapter=adapter, **unchanged)
 
 
@@ -222,7 +227,8 @@ class _Batches(Loader):
         latents = torch.randn(count, *self._shape) if run.trains_on == "clips" else None
         trajectory = None
         if run.trains_on == "trajectories":
-            levels = run.algorithm.teacher_ode(run.sampler).levels
+            ode: Any = run.algorithm.teacher_ode(run.sampler)  # a run on trajectories has one
+            levels = ode.levels
             states = torch.randn(count, len(levels), *self._shape)
             trajectory = Trajectory(levels, states, states[:, -1])
         ids = (tuple(map(str, indices)), tuple(indices), tuple(sample_ids))
@@ -253,7 +259,7 @@ class _Rollouts(LocalRollouts):
         return found
 
 
-def _score(video: Video, prompts: tuple[str, ...]) -> Tensor:
+def _score(video: Video, prompts: Sequence[str]) -> Tensor:
     """Give every sample another reward, with a gradient."""
     return video.flatten(1).mean(1) + torch.arange(len(video)) + torch.rand(len(video))
 
@@ -267,14 +273,16 @@ def _trainer(
     latent_shape: tuple[int, int, int, int],
     counts: Counts,
 ) -> Trainer:
-    loader = _Batches(_Prompts(), _Codec(counts), run.algorithm.plan(), latent_shape, "", run.seed, mesh)
+    codec, algorithm = cast(Codec, _Codec(counts)), cast(Any, run.algorithm)
+    loader = _Batches(_Prompts(), codec, run.algorithm.plan(), latent_shape, "", run.seed, mesh)
     loader.use(run, latent_shape)
-    frames = "first" if all(scorer.frames == "first" for scorer in run.reward.named().values()) else "all"
-    reward = Reward({SCORER: _score}, _Codec(counts), RewardConfig(kind=SCORER, frames=frames))
+    first = all(scorer.frames == "first" for scorer in run.reward.named().values())
+    frames: Literal["first", "all"] = "first" if first else "all"
+    reward = Reward({SCORER: _score}, codec, RewardConfig(kind=SCORER, frames=frames))
     parts: dict[str, Any] = {"reward": reward, "loader": loader} if method.uses_reward else {}
     if method.sampled_by:
         sample: Callable[..., Any] = partial(method.sample, run.algorithm, run.sampler, roles[method.sampled_by])
-        parts["rollouts"] = _Rollouts(sample, reward, run.algorithm.rollout_batch)
+        parts["rollouts"] = _Rollouts(sample, reward, algorithm.rollout_batch)
         parts["rollouts"].counts = counts
     copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
     return Trainer(
