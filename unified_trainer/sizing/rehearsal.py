@@ -19,7 +19,7 @@ from torch import Tensor
 from unified_trainer.build import load_roles
 from unified_trainer.config import RunConfig
 from unified_trainer.data.batch_plan import largest_divisor
-from unified_trainer.data.loader import Loader
+from unified_trainer.data.loader import Loader, Source
 from unified_trainer.engine.config import WorkerConfig
 from unified_trainer.meter import Meter, Pass
 from unified_trainer.methods.base import Method, SingleUpdateConfig
@@ -202,7 +202,7 @@ def _share(algorithm: Any, ranks: int) -> tuple[Any, int]:
     return replace(algorithm, **share), repeats
 
 
-class _Prompts:
+class _Prompts(Source):
     """Rows of prompts."""
 
     def __len__(self) -> int:
@@ -236,7 +236,7 @@ class _Batches(Loader):
 
 
 @dataclass(frozen=True)
-class _Codec:
+class _Codec(Codec):
     """Decodes latents to eight pixels a frame, and notes it."""
 
     counts: Counts
@@ -273,7 +273,7 @@ def _trainer(
     latent_shape: tuple[int, int, int, int],
     counts: Counts,
 ) -> Trainer:
-    codec, algorithm = cast(Codec, _Codec(counts)), cast(Any, run.algorithm)
+    codec, algorithm = _Codec(counts), cast(Any, run.algorithm)
     loader = _Batches(_Prompts(), codec, run.algorithm.plan(), latent_shape, "", run.seed, mesh)
     loader.use(run, latent_shape)
     first = all(scorer.frames == "first" for scorer in run.reward.named().values())
