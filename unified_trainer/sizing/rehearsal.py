@@ -273,7 +273,8 @@ def _trainer(
     latent_shape: tuple[int, int, int, int],
     counts: Counts,
 ) -> Trainer:
-    codec, algorithm = _Codec(counts), cast(Any, run.algorithm)
+    codec = _Codec(counts)  # type: ignore[abstract]  # it decodes, and nothing else
+    algorithm = cast(Any, run.algorithm)
     loader = _Batches(_Prompts(), codec, run.algorithm.plan(), latent_shape, "", run.seed, mesh)
     loader.use(run, latent_shape)
     first = all(scorer.frames == "first" for scorer in run.reward.named().values())
