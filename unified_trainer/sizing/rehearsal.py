@@ -240,6 +240,9 @@ class _Codec(Codec):
     """Decodes latents to eight pixels a frame, and notes it."""
 
     counts: Counts
+    folder = Path()
+    text_fingerprint = video_fingerprint = ""
+    text_tokens = TEXT_TOKENS
 
     def decode(self, latents: Latents) -> Video:
         self.counts.decoded.append((len(latents), latents.shape[2], latents.requires_grad))
