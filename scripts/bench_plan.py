@@ -9,6 +9,7 @@ those of all tensors alive at a time, the networks' and the optimizer's included
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,18 +48,18 @@ class Measured:
     passes: Counter[tuple[str, bool, int]]  # role, with gradient, samples
     flops: float
     tokens: float
-    bytes: int  # most at a time
+    bytes: int  # most at a time; only of weights and optimizer without `memory`
 
 
-def measure(flags: Sequence[str], step: int = 2, *, warm: bool = True) -> Measured:
-    """Train up to a step and measure it."""
+def measure(flags: Sequence[str], step: int = 2, *, memory: bool = True) -> Measured:
+    """Measure a step: after all steps before it, or without `memory` on its own, which is much faster."""
     run, mesh = parse(flags), Mesh(torch.device("cpu"))
     passes: list[Pass] = []
     built = build(run, mesh)
-    for before in range(step if warm else 0):
+    for before in range(step if memory else 0):
         built.trainer.step(before)
     meter, live = Meter(mesh.device, note=passes.append), LiveBytes()
-    with live, meter.measure():
+    with live if memory else nullcontext(), meter.measure():
         built.trainer.step(step)
     networks = [one.model.network for role in built.roles.values() for one in role.backbones.values()]
     tensors = [p for network in networks for p in network.parameters()]
@@ -69,13 +70,19 @@ def measure(flags: Sequence[str], step: int = 2, *, warm: bool = True) -> Measur
     return Measured(found, meter.flops, meter.tokens, sum(held.values()) + live.peak)
 
 
-def predicted(flags: Sequence[str], step: int = 2) -> tuple[Estimate, Counter[tuple[str, bool, int]], float]:
-    """Return the estimate of one training step, its passes, and the bytes that `measure` counts."""
-    found, counts = estimate(parse(flags), 1, first=step, steps=1)
+def predicted(flags: Sequence[str], step: int = 2) -> tuple[Estimate, Counter[tuple[str, bool, int]]]:
+    """Return the estimate of one training step, and its passes."""
+    found = estimate(parse(flags), 1, first=step, steps=1)
+    counts = found.counts
     passes = Counter((one.role, one.gradient, one.samples) for one in counts.passes for _ in range(counts.repeats))
+    return found, passes
+
+
+def bytes_of(found: Estimate) -> float:
+    """Return the bytes that `measure` counts."""
     memory = found.memory
     trained = [memory.total(phase) for phase in memory.phases if phase != "validation"]
-    return found, passes, max(trained) - memory.always["VAE"] - memory.always["scorers"]
+    return max(trained) - memory.always["VAE"] - memory.always["scorers"]
 
 
 def flags_of(name: str, folder: Path) -> list[str]:
@@ -90,7 +97,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         for name in RUNS:
             flags = flags_of(name, Path(place))
-            real, (computed, passes, size) = measure(flags), predicted(flags)
+            real, (computed, passes) = measure(flags), predicted(flags)
+            size = bytes_of(computed)
             flops = real.flops / computed.model_flops
             megabytes = [f"{x / 2**20:.1f}" for x in (size, real.bytes)]
             table.add_row(name, str(passes == real.passes), f"{flops:.4f}", *megabytes, f"{real.bytes / size:.3f}")

@@ -32,7 +32,7 @@ def plan(
     """Say what a run needs and whether it fits: memory by phase, network calls, FLOPs, time, bytes, checkpoints.
 
     Nothing is measured and no weight is read: a folder's configs, or published ones, are enough. Flags with a dot are
-    those of a training, such as --student.adapter.rank 16. Exit code 4: the run does not fit the hardware.
+    those of a training, such as --student.adapter.rank 16. Exit code 5: the run does not fit the hardware.
 
     Args:
         method: Method of the run.
@@ -47,7 +47,7 @@ def plan(
     words = ["--method", method, *(["--recipe", recipe] if recipe else []), *settings]
     words += ["--config", str(config)] if config else []
     run = parse([*words, *(["--steps", str(steps)] if steps else [])])
-    found, _ = estimate(run, machine.count)
+    found = estimate(run, machine.count)
     peak = found.memory.total(found.memory.peak)
     fits = peak <= machine.usable
     better = [] if fits else better_settings(run, machine.count, peak)

@@ -18,7 +18,7 @@ def better_settings(run: RunConfig, ranks: int, peak: float) -> list[tuple[str, 
     found = []
     for settings in candidates(run, ranks):
         try:
-            memory = estimate(with_settings(run, settings, "plan"), ranks)[0].memory
+            memory = estimate(with_settings(run, settings, "plan"), ranks).memory
         except UserError:
             continue  # a setting that this run cannot have
         if (lower := memory.total(memory.peak)) < peak:
@@ -43,6 +43,11 @@ def candidates(run: RunConfig, ranks: int) -> Iterator[Mapping[str, Any]]:
     parts = [one for one in (key, "algorithm.rollout_batch") if _value(run, one) > 1]
     if parts:
         yield dict.fromkeys(parts, 1)
+    fewest = max(2, ranks // run.parallel.sequence)
+    if run.validate_every and run.validation.num_samples > fewest:
+        yield {"validation.num_samples": fewest}
+    if run.video.frames > 1:
+        yield {"video.frames": (run.video.frames - 1) // 8 * 4 + 1}  # half of the latent frames
     if not run.encoders.offload:
         yield {"encoders.offload": True}
     if ranks > 1 and not run.parallel.offload:

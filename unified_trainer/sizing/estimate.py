@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from unified_trainer.config import RunConfig
 from unified_trainer.errors import UserError
@@ -25,7 +26,8 @@ class Estimate:
     ranks: int
     sources: Mapping[str, str]  # of the sizes of each role's model
     parameters: Mapping[str, int]  # of each role
-    memory: Memory
+    counts: Counts
+    sizes: Sizes
     calls: Mapping[str, Mapping[str, float]]  # of each role in a training step, on one rank
     tokens: float  # that went forward in a training step
     model_flops: float  # of a training step
@@ -33,6 +35,11 @@ class Estimate:
     sent: float  # bytes that one rank sends in a training step for its weights and gradients
     checkpoint: float  # bytes on disk
     notes: tuple[str, ...]
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The memory of one rank; passes are traced for it, which takes seconds."""
+        return memory_of(self.counts, self.sizes)
 
     def seconds(self, hardware: Hardware, mfu: float) -> float:
         """Return the seconds of a training step in which the networks reach this share of the peak."""
@@ -42,8 +49,8 @@ class Estimate:
         return self.run.steps * self.seconds(hardware, mfu) * self.ranks / 3600
 
 
-def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> tuple[Estimate, Counts]:
-    """Return the estimate, and the rehearsal that it counts in: `steps` training steps from step `first` on.
+def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> Estimate:
+    """Return the estimate, counted in a rehearsal of `steps` training steps from step `first` on.
 
     By default they are STEPS steps from the middle of the run on, and one step of a method with rollouts. Raise
     UserError for settings that no run could have, such as a batch that the ranks do not divide.
@@ -66,18 +73,18 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     counts = rehearse(run, frames, data_ranks, boundaries, first=first, steps=steps)
     scorers, notes = _scorers(run)
     sizes = Sizes(run, models, ranks, scorers, table["samples per rank"], table["accumulation"])
-    memory = memory_of(counts, sizes)
     share, frame_tokens = counts.repeats / counts.steps, height * width // patch
     passes = [(one, _flops(one, models, run, counts, frame_tokens)) for one in counts.passes]
     held = held_networks(counts, sizes)
     trained = sum(one.trained for one in held.values())
     ema = sum(one.ema for one in held.values()) * sizes.shards
-    found = Estimate(
+    return Estimate(
         run=run,
         ranks=ranks,
         sources={name: model.source for name, model in models.items()},
         parameters={name: model.size.parameters for name, model in models.items()},
-        memory=memory,
+        counts=counts,
+        sizes=sizes,
         calls=counts.calls(),
         tokens=data_ranks * share * sum(one.tokens * frame_tokens for one, _ in passes),
         model_flops=data_ranks * share * sum(f.trained if one.gradient else f.forward for one, f in passes),
@@ -86,7 +93,6 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         checkpoint=3.0 * FP32 * trained + (ema if not run.parallel.offload else FP32 * trained),
         notes=notes,
     )
-    return found, counts
 
 
 def _scorers(run: RunConfig) -> tuple[float, tuple[str, ...]]:

@@ -131,8 +131,10 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
         passes = [_without(counts, sizes, one) for one in _distinct(counts.validation)]
         decode = _decoding(sizes, batch, sizes.latent[1], gradient=False)
         memory.phases["validation"] = {
-            "activations and VAE": max(max(one.peak for one in passes) + gathered + _cache(sizes, counts), decode),
-            "videos": 2 * share * frame,
+            "activations, VAE or joining the videos": max(
+                max(one.peak for one in passes) + gathered + _cache(sizes, counts), decode, share * frame
+            ),
+            "videos": share * frame,
         }
     return memory
 
@@ -238,7 +240,9 @@ def _pass(counts: Counts, sizes: Sizes, one: Pass) -> PassBytes:
     gradient = one.gradient and bool(network.trained or network.rank)
     network = network if gradient else without_gradient(network)
     shape = (channels, one.tokens // one.samples, height, width)
-    found = pass_bytes(network, shape, sizes.models[name].text_tokens, one.samples, gradient=gradient)
+    found = pass_bytes(
+        network, shape, sizes.models[name].text_tokens, one.samples, gradient=gradient, fresh=_fresh(sizes)
+    )
     share = 1 / sizes.run.parallel.sequence
     return PassBytes(*(share * value for value in vars(found).values()))
 
@@ -256,8 +260,14 @@ def _activations(counts: Counts, sizes: Sizes, passes: list[Pass]) -> tuple[floa
     last, samples = with_graph[-1], max(one.samples for one in passes)
     extra = LATENTS * sizes.latent_bytes * samples
     peak = kept + max([0.0, *silent, max(one.peak - one.kept for one in with_graph), last.backward - last.kept])
-    fresh = sizes.accumulation == 1 and sizes.ranks == 1
-    return peak + extra, max(0.0, kept - last.kept + last.first - peak) if fresh else _sharded(counts, sizes, passes)
+    if not _fresh(sizes):
+        return peak + extra, _sharded(counts, sizes, passes)
+    return peak + extra, max(0.0, kept - last.kept + last.first - peak)
+
+
+def _fresh(sizes: Sizes) -> bool:
+    """Whether one backward pass makes all gradients of an update, which no rank shares."""
+    return sizes.accumulation == 1 and sizes.ranks == 1
 
 
 def _sharded(counts: Counts, sizes: Sizes, passes: list[Pass]) -> float:

@@ -55,20 +55,38 @@ class PassBytes:
 
 @functools.lru_cache(maxsize=256)
 def pass_bytes(
-    network: Network, latent: tuple[int, int, int, int], text_tokens: int, samples: int, *, gradient: bool
+    network: Network,
+    latent: tuple[int, int, int, int],
+    text_tokens: int,
+    samples: int,
+    *,
+    gradient: bool,
+    fresh: bool,
 ) -> PassBytes:
-    """Return the memory of a pass over this many samples."""
-    few, more = (_trace(network, layers, latent, text_tokens, samples, gradient=gradient) for layers in FEW)
+    """Return the memory of a pass over this many samples.
+
+    With `fresh` a backward pass without gradients that are there before is traced too; otherwise `first` is `backward`.
+    """
+    few, more = (
+        _trace(network, layers, latent, text_tokens, samples, gradient=gradient, fresh=fresh) for layers in FEW
+    )
     steps = (network.layers - FEW[0]) / (FEW[1] - FEW[0])
     return PassBytes(*(a + steps * (b - a) for a, b in zip(few, more, strict=True)))
 
 
 def _trace(
-    network: Network, layers: int, latent: tuple[int, int, int, int], text_tokens: int, samples: int, *, gradient: bool
+    network: Network,
+    layers: int,
+    latent: tuple[int, int, int, int],
+    text_tokens: int,
+    samples: int,
+    *,
+    gradient: bool,
+    fresh: bool,
 ) -> tuple[int, int, int, int]:
     role = _role(network, layers)
     found = []
-    for before in (True, False) if gradient else (True,):
+    for before in (True, False) if gradient and fresh else (True,):
         for p in role.network.parameters():
             p.grad = torch.empty_like(p) if before and p.requires_grad else None
         live = LiveBytes()
