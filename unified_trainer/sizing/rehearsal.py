@@ -115,6 +115,8 @@ def rehearse(
     for step in range(first, first + steps):
         with quiet_norms(), counts.listen().measure():
             trainer.step(step)
+    if not run.validate_every:
+        return counts
     samples = min(run.validation.batch, max(1, run.validation.num_samples // ranks))
     batch = trainer.loader.batch_of([0] * samples, list(range(samples)))
     noise = torch.randn(samples, CHANNELS, latent_frames, 1, 1)
