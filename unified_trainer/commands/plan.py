@@ -40,7 +40,7 @@ def plan(
         config: Saved config.yaml to start from.
         steps: Training steps; 0 takes the recipe's.
         hardware: Number and kind of the accelerators, one rank on each: 8xH200, H100, 4xA100-40.
-        mfu: Share of the dense bf16 peak that the networks are assumed to reach.
+        mfu: Part of the dense bf16 peak that the networks are assumed to reach.
         json: Print JSON instead of tables.
     """
     machine = read_hardware(hardware)

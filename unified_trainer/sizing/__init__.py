@@ -1,1 +1,1 @@
-"""What a run needs, computed from its settings alone: memory, calls of networks, FLOPs, time and bytes."""
+"""This package computes from the settings of a run what it needs: memory, network calls, FLOPs, time and bytes."""

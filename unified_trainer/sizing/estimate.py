@@ -20,7 +20,7 @@ STEPS = 5  # training steps of a rehearsal of a method with one update a step; o
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run needs; memory is that of one rank, everything else of all ranks."""
+    """The needs of a run: memory is that of one rank, everything else of all ranks."""
 
     run: RunConfig
     ranks: int

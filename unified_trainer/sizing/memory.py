@@ -36,7 +36,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What memory depends on besides the rehearsal."""
+    """The settings and sizes that memory depends on besides the rehearsal."""
 
     run: RunConfig
     models: Mapping[str, Architecture]  # by role

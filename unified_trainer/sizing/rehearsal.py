@@ -50,7 +50,7 @@ SCORER = "rehearsal"
 
 @dataclass
 class Counts:
-    """What training steps do on one rank."""
+    """The counts of training steps on one rank."""
 
     steps: int  # that were counted
     repeats: int  # how many times each pass stands: micro-batches alike are rehearsed once
