@@ -12,10 +12,11 @@ from typing import Any
 from pipeline import Load
 
 from unified_trainer.errors import UserError
+from unified_trainer.sizing.flops import TransformerSize, pass_flops
 
 HEAD = 128  # channels of an attention head, in both sizes
 FFN = {1536: 8960, 5120: 13824}  # width of the feed-forward layers by that of the network: configs of the folders
-TEXT_TOKENS, TEXT_WIDTH, FREQUENCIES, CHANNELS, PATCH = 512, 4096, 256, 16, 4  # equal in both sizes
+TEXT_TOKENS, CHANNELS, PATCH = 512, 16, 4  # equal in both sizes
 TIME_STRIDE, SPACE_STRIDE = 4, 8  # of the VAE
 
 # Decoding by the VAE, FLOPs for each latent position: torch's FLOP counter on the decoder at 480 x 832 pixels.
@@ -62,18 +63,18 @@ class Network:
     rank: int = 0
 
     @property
+    def size(self) -> TransformerSize:
+        return TransformerSize(self.width, self.layers, self.ffn)
+
+    @property
     def parameters(self) -> int:
         """Number of weights, without adapters."""
-        d, f = self.width, self.ffn
-        block = 8 * d * d + 2 * d * f + f + 21 * d
-        text, time = TEXT_WIDTH * d + d * d + 2 * d, FREQUENCIES * d + d * d + 2 * d
-        patch = 2 * CHANNELS * PATCH * d + d + CHANNELS * PATCH
-        return self.layers * block + text + time + 6 * d * d + 6 * d + 2 * d + patch
+        return self.size.parameters
 
     @property
     def adapter(self) -> int:
         """Number of adapter weights."""
-        return self.layers * self.rank * (8 * 2 * self.width + 2 * (self.width + self.ffn))
+        return self.size.adapter(self.rank)
 
     @property
     def trained(self) -> int:
@@ -81,21 +82,11 @@ class Network:
 
     def forward(self, tokens: int) -> float:
         """Return the FLOPs of one pass over a sample."""
-        products, attention, adapter = self._flops(tokens)
-        return products + attention + adapter
+        return pass_flops(self.size, tokens, TEXT_TOKENS, rank=self.rank).forward
 
     def backward(self, tokens: int) -> float:
         """Return the FLOPs of its backward pass: a matrix that is not trained has no gradient of its own."""
-        products, attention, adapter = self._flops(tokens)
-        return (1 if self.rank else 2) * products + 2 * attention + 2 * adapter
-
-    def _flops(self, tokens: int) -> tuple[float, float, float]:
-        d, f, r, texts = self.width, self.ffn, self.rank, TEXT_TOKENS
-        block = tokens * (6 * d * d + 2 * d * f) + texts * 2 * d * d
-        outside = tokens * 2 * CHANNELS * PATCH * d + texts * (TEXT_WIDTH * d + d * d) + FREQUENCIES * d + 7 * d * d
-        adapter = self.layers * r * (tokens * (6 * 2 * d + 2 * (d + f)) + texts * 2 * 2 * d)
-        attention = 4 * d * self.layers * tokens * (tokens + texts)
-        return 2 * (self.layers * block + outside), attention, 2 * adapter
+        return pass_flops(self.size, tokens, TEXT_TOKENS, rank=self.rank).backward
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,7 @@ def network(rank: int = 0) -> tuple[Network, Trainable]:
 def test_flops_and_weights_are_those_of_the_network(rank):
     """The meter of a training step counts as many FLOPs, forward and backward, with adapters and without."""
     costs, role = network(rank)
-    cond = WanCondition(torch.zeros(1, wan_costs.TEXT_TOKENS, wan_costs.TEXT_WIDTH))
+    cond = WanCondition(torch.zeros(1, wan_costs.TEXT_TOKENS, 4096))
     x_t, sigma = torch.zeros(1, 16, 3, 4, 6), torch.full((1,), 0.5)
     meters = [Meter(CPU), Meter(CPU)]
     with meters[0].measure(), torch.no_grad():

@@ -10,6 +10,7 @@ from unified_trainer.cli.flags import apply
 from unified_trainer.commands.evaluate import evaluate
 from unified_trainer.commands.export import export
 from unified_trainer.commands.import_hpsv3 import import_hpsv3
+from unified_trainer.commands.plan import plan
 from unified_trainer.commands.preprocess import preprocess
 from unified_trainer.commands.push import push
 from unified_trainer.commands.report import report
@@ -28,10 +29,11 @@ from unified_trainer.registry import METHODS, method_named
 from unified_trainer.suggestions import must_know
 from unified_trainer.terminal import console, say
 
-COMMANDS: dict[str, Callable[..., None]] = {
+COMMANDS: dict[str, Callable[..., int | None]] = {
     "evaluate": evaluate,
     "export": export,
     "import-hpsv3": import_hpsv3,
+    "plan": plan,
     "preprocess": preprocess,
     "push": push,
     "report": report,
@@ -59,7 +61,7 @@ def _run(argv: list[str]) -> int:
     if "--version" in argv:
         say(f"unified-trainer {version('unified-trainer')}, torch {version('torch')}")
     elif _names_command(argv):
-        apply(_command(argv[0]), argv[1:])()
+        return apply(_command(argv[0]), argv[1:])() or 0
     else:
         with meeting() as store:
             return train(parse(argv), argv, store)
@@ -81,7 +83,7 @@ def _names_command(argv: list[str]) -> bool:
     return bool(argv) and argv[0][:1].isalnum()
 
 
-def _command(name: str) -> Callable[..., None]:
+def _command(name: str) -> Callable[..., int | None]:
     """Return a command; UserError names the nearest one for an unknown name."""
     if name in METHODS:
         raise UserError(f"{name} is a method, not a command; did you mean --method {name}?")

@@ -14,6 +14,7 @@ from unified_trainer.terminal import printable
 WRONG = 2  # a UserError, or a rank whose peer has ended
 HACKED = 3  # the hacking monitor stopped the run
 COLLAPSED = 4  # the guard of distillation stopped the run
+DOES_NOT_FIT = 5  # the command plan: the run needs more memory than the hardware has
 STOPPED = {"hacking_monitor": HACKED, "guard": COLLAPSED}  # by the guard that stopped the run
 INTERRUPTED = 130  # Ctrl-C before the first step, or a second one
 OF_A_PATH = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EROFS)

@@ -4,7 +4,7 @@ The code that does the work marks it with `phase` and adds to `Meter.current()`.
 `Meter.measure`; elsewhere the marks do nothing. No method needs code for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,14 +20,34 @@ def ignore(_label: str) -> None:
     """Show nothing."""
 
 
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a network."""
+
+    role: str  # student, or student_high for one of two experts
+    gradient: bool  # whether its output has a graph
+    samples: int
+    tokens: int  # latent tokens of all samples
+    rows: Mapping[str, int]  # rows that a matrix is multiplied with, by the kind of its layer
+    attention: int  # FLOPs of the forward pass in products of two activations
+
+
 class Meter:
     """Measures the work that runs inside `measure` on this rank; used once."""
 
-    def __init__(self, device: torch.device, show: Callable[[str], None] = ignore) -> None:
-        """`show` is called with the present phase in words, such as "rollout 3/8", whenever it changes."""
+    def __init__(
+        self,
+        device: torch.device,
+        show: Callable[[str], None] = ignore,
+        note: Callable[[Pass], None] | None = None,
+    ) -> None:
+        """`show` is called with the present phase in words, such as "rollout 3/8", whenever it changes.
+
+        `note` is called with every pass of a network.
+        """
         self.tokens = 0.0  # latent tokens that went forward through the networks of all roles
         self.flops = 0.0  # of the forward and backward passes of these networks, without recomputation
-        self._timeline, self._show = Timeline(device), show
+        self._timeline, self._show, self.note = Timeline(device), show, note
         self._open: list[_Phase] = []
         self._names: list[str] = []  # of the phase that begins at each point of the timeline
 

@@ -185,9 +185,9 @@ class Trainer:
             tracker.log_samples(step, result.samples, result.contact_sheet)
             if result.warning is not None:
                 tracker.say(f"warning: {result.warning}; the run goes on")
-            shown = {name: value for name, value in short.items() if "/" not in name}
-            said = "  ".join(f"{name} {value:.3f}" for name, value in shown.items()) or "no reward is measured"
-            tracker.say(f"step {step}: validation: {said}")
+            shown = [] if "reward" in short else ["no reward is measured"]
+            shown += [f"{name} {value:.3f}" for name, value in short.items() if "/" not in name]
+            tracker.say(f"step {step}: validation: {'  '.join(shown)}")
             response = self.guards.respond(alarm, output, saver, tracker.say)
             saver.keep.check_metric(short)
             return short, response

@@ -93,7 +93,7 @@ torchrun --nproc-per-node 8 -m unified_trainer --method finetune \\
     --data.path clips"""
 
 
-def overview(commands: Mapping[str, Callable[..., None]], width: int) -> str:
+def overview(commands: Mapping[str, Callable[..., int | None]], width: int) -> str:
     """Return the page of the program: methods, commands and examples."""
     methods = {name: summary(method) for name, method in METHODS.items()}
     methods |= {name: f"Of an installed package: {point.value}." for name, point in installed("methods").items()}
@@ -168,7 +168,7 @@ def _title(method: type[Method], section: str) -> str:
     return GROUPS.get(section, "")
 
 
-def of_command(name: str, command: Callable[..., None], width: int) -> str:
+def of_command(name: str, command: Callable[..., int | None], width: int) -> str:
     """Return the page of a command's arguments."""
     settings = list(settings_of(command))
     needed = [one for one in settings if one.default is REQUIRED]
@@ -201,7 +201,7 @@ def reads(method: type[Method], key: str) -> bool:
     }.get(key.partition(".")[0], True)
 
 
-def summary(owner: type[Method] | Callable[..., None]) -> str:
+def summary(owner: type[Method] | Callable[..., int | None]) -> str:
     """Return the first sentence about a method, which is its module's, or about a command."""
     documented = owner if inspect.isfunction(owner) else sys.modules[owner.__module__]
     text = inspect.getdoc(documented) or inspect.getdoc(owner) or ""

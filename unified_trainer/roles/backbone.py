@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from unified_trainer.errors import NotFiniteError, UserError
-from unified_trainer.meter import Meter
+from unified_trainer.meter import Meter, Pass
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.fsdp import (
@@ -75,7 +75,7 @@ class Backbone:
         if half:
             _hold_in_bf16(model.network)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
-        self._running, self._selective = "", selective_checkpointing
+        self._running, self._role, self._selective = "", "", selective_checkpointing
         self._switch(NO_ADAPTER)
         if activation_checkpointing:
             model.checkpoint_activations(self._recompute_contexts)
@@ -113,6 +113,7 @@ class Backbone:
     def running(self, role: str) -> Iterator[VideoModel]:
         """Yield the model with this role's adapter, or with none; the adapter active before is active again after."""
         set_reshard_policy(self.model.network, self.mesh)
+        self._role = role
         with self._adapter(role if role in self.adapters else NO_ADAPTER):
             yield self.model
 
@@ -170,6 +171,9 @@ class Backbone:
                 backward += (1 + matrix.trained) * products
         meter.add(size.tokens / ranks, forward / ranks)
         first = output[0] if isinstance(output, tuple) else output
+        if meter.note is not None:
+            rows = dict(size.rows)
+            meter.note(Pass(self._role, first.requires_grad, len(first), size.tokens, rows, size.attention))
         if first.requires_grad:
             first.register_hook(lambda _gradient: meter.add(0, backward / ranks))
 

@@ -119,6 +119,11 @@ class Role:
         self.device = self._mesh.device
 
     @property
+    def backbones(self) -> Mapping[Expert, Backbone]:
+        """Its networks in memory, which other roles may share, high noise first."""
+        return self._backbones
+
+    @property
     def parameters(self) -> int:
         """The number of parameters of its networks, without adapters."""
         return sum(backbone.parameters for backbone in self._backbones.values())

@@ -1,0 +1,72 @@
+"""The settings that lower a run's peak memory most, found by estimating the run with each of them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from unified_trainer.cli.command_line import with_settings
+from unified_trainer.config import RunConfig, flat, plain
+from unified_trainer.errors import UserError
+from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.sizing.estimate import estimate
+
+BEST = 3  # settings that are named
+RANK = 16  # of the adapters that are tried
+
+
+def better_settings(run: RunConfig, ranks: int, peak: float) -> list[tuple[str, float]]:
+    """Return up to BEST settings as flags, each with the peak in bytes that it alone gives, lowest first."""
+    found = []
+    for settings in candidates(run, ranks):
+        try:
+            memory = estimate(with_settings(run, settings, "plan"), ranks).memory
+        except UserError:
+            continue  # a setting that this run cannot have
+        if (lower := memory.total(memory.peak)) < peak:
+            found.append((" ".join(_flag(key, value) for key, value in settings.items()), lower))
+    return sorted(found, key=lambda one: one[1])[:BEST]
+
+
+def candidates(run: RunConfig, ranks: int) -> Iterator[Mapping[str, Any]]:
+    """Yield changes of settings that lower memory and are not taken yet."""
+    trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
+    if plain := [name for name, one in trained.items() if not one.activation_checkpointing]:
+        yield {f"{name}.activation_checkpointing": True for name in plain}
+    if selective := [name for name, one in trained.items() if one.selective_checkpointing]:
+        yield {f"{name}.selective_checkpointing": False for name in selective}
+    if whole := [name for name, one in trained.items() if not one.adapter.rank]:
+        yield {f"{name}.adapter.rank": RANK for name in whole}
+    if exact := [name for name, one in run.roles.items() if one.precision == "fp32"]:
+        yield {f"{name}.precision": "bf16" for name in exact}
+    if averaged := [name for name, one in trained.items() if one.ema_decay]:
+        yield {f"{name}.ema_decay": 0.0 for name in averaged}
+    key = run.algorithm.plan().keys[3]
+    parts = [one for one in (key, "algorithm.rollout_batch") if _value(run, one) > 1]
+    if parts:
+        yield dict.fromkeys(parts, 1)
+    fewest = max(2, ranks // run.parallel.sequence)
+    if run.validate_every and run.validation.num_samples > fewest:
+        yield {"validation.num_samples": fewest}
+    if run.video.frames > 1:
+        yield {"video.frames": (run.video.frames - 1) // 8 * 4 + 1}  # half of the latent frames
+    if not run.encoders.offload:
+        yield {"encoders.offload": True}
+    if ranks > 1 and not run.parallel.offload:
+        yield {"parallel.offload": True}
+    if run.parallel.replicate > 1:
+        yield {"parallel.replicate": 1}
+    if ranks % (2 * run.parallel.sequence) == 0:
+        yield {"parallel.sequence": 2 * run.parallel.sequence}
+
+
+def _value(run: RunConfig, key: str) -> int:
+    return flat(plain(run)).get(key, 1)
+
+
+def _flag(key: str, value: Any) -> str:
+    name = key.replace("_", "-")
+    if value is True:
+        return f"--{name}"
+    if value is False:
+        section, _, last = name.rpartition(".")
+        return f"--{section}.no-{last}"
+    return f"--{name} {value:g}" if isinstance(value, int | float) else f"--{name} {value}"
