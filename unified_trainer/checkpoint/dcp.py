@@ -131,13 +131,18 @@ def _by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return kinds
 
 
-def _make_room(root: Path, building: Path, size: int) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    for left_over in root.glob(".step_*"):  # from a process that was killed
+def remove_unfinished(root: Path) -> None:
+    """Remove what a killed process was writing or removing; nothing may be written there meanwhile."""
+    for left_over in manifest.unfinished(root):
         if left_over.is_dir():
             shutil.rmtree(left_over, ignore_errors=True)  # NFS keeps files that another process has open
         else:
             left_over.unlink()
+
+
+def _make_room(root: Path, building: Path, size: int) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(root)
     free = shutil.disk_usage(root).free
     if free < size + HEADERS:
         raise OSError(errno.ENOSPC, f"{(size + HEADERS) / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free")

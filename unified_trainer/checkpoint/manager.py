@@ -154,12 +154,15 @@ class Saver:
     def forget(self, step: int) -> None:
         """Remove the checkpoints up to this step that need not be kept, and those whose manifest shows a torn write.
 
+        What a killed process was writing or removing goes first.
+
         Each removal of a torn one is said; one of the best is not removed. A checkpoint whose manifest cannot be read
         stays, and is named once. Later steps are ignored: a resumed run skipped them as damaged, and will write them
         again.
         """
         if not self._mesh.is_main:
             return
+        checkpoint.remove_unfinished(self._root)
         metrics: dict[int, dict[str, float]] = {}
         torn: dict[int, tuple[dict[str, float], str]] = {}
         for folder in manifest.folders(self._root):

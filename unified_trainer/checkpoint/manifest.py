@@ -87,9 +87,14 @@ def newest_sound_before(run: Path, step: int, mesh: Mesh) -> tuple[Path, Manifes
 
 
 def finished(run: Path, steps: int, mesh: Mesh, *, validating: bool) -> bool:
-    """Return whether a run's newest checkpoint is of its last step, sound, and validated if the run is `validating`."""
+    """Return whether a run's newest checkpoint is of its last step, sound, and validated if the run is `validating`.
+
+    A run whose process was killed while it wrote or removed another checkpoint has that still to do.
+    """
     newest = folders(run / "checkpoints")[-1:]
     if not newest or step_of(newest[0]) != steps or damage(newest[0], mesh) is not None:
+        return False
+    if mesh.any(bool(unfinished(run / "checkpoints"))):
         return False
     return not (validating and read(newest[0])[0].get(VALIDATION_PENDING, False))
 
@@ -98,6 +103,11 @@ def folders(root: Path) -> list[Path]:
     """Return the folders step_N below `root`, lowest step first; their content is not verified."""
     found = [path for path in root.glob("step_*") if STEP.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
+
+
+def unfinished(root: Path) -> list[Path]:
+    """Return what a killed process was writing or removing below `root`."""
+    return sorted(root.glob(".step_*"))
 
 
 def step_of(folder: Path) -> int:
