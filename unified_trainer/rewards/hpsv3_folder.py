@@ -179,6 +179,8 @@ def network_config(folder: Path) -> Qwen2VLConfig:
     """
     check_folder(folder)
     fields = declared(NetworkConfig, folder / "config.json")
+    # The scorer generates no text; Qwen's own tokens of begin and end may be outside a smaller vocabulary.
+    fields["text_config"] |= {"bos_token_id": None, "eos_token_id": None}
     with reading_config(folder / "config.json", Qwen2VLConfig.__name__):
         return Qwen2VLConfig.from_dict(fields)
 
