@@ -30,7 +30,7 @@ def test_ranks_on_ray_that_differ_do_not_start(ray, tmp_path):
 
 
 def test_a_rank_on_ray_that_fails_early_ends_the_others_and_nothing_starts_again(ray, tmp_path):
-    """The thread of the other rank ends its process, which is no death that a new start could mend."""
+    """The thread of the other rank ends its process, which is no death that a new start could fix."""
     code, (first, second) = ended(tmp_path, unlike_on_ray.no_families)
     assert code == 2  # None would start all again
     assert second == "error on rank 1: no such family\n"

@@ -31,7 +31,7 @@ class Site:
     def __init__(self, root: Path, address: str) -> None:
         self.root, self.place = root, address.removeprefix("http://")
 
-    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, str]:
+    def request(self, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, str]:
         connection = http.client.HTTPConnection(self.place, timeout=60)
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -40,7 +40,7 @@ class Site:
         return answer, content.decode(errors="replace")
 
     def get(self, path: str) -> str:
-        answer, text = self.ask(path)
+        answer, text = self.request(path)
         assert answer.status == 200, text
         return text
 
@@ -97,11 +97,11 @@ def test_the_page_of_a_run_holds_its_data_and_names_its_videos(still):
         and not any(one.startswith("data:") for one in data["videos"])
     )
     file = still.root / "one" / "validation" / "step_0" / "0.mp4"
-    answer, _ = still.ask(data["videos"][0])
+    answer, _ = still.request(data["videos"][0])
     assert (answer.status, answer.headers["Content-Type"]) == (200, "video/mp4")
     assert int(answer.headers["Content-Length"]) == file.stat().st_size
     for source in re.findall(r'src="(.*?)"', page):
-        assert still.ask(source)[0].status == 200
+        assert still.request(source)[0].status == 200
     both = still.get("/run?name=one&name=sub%2F%3Cb%3Etwo%26")
     assert 'id="differing"' in both and "hacking_monitor.action" in both
 
@@ -127,15 +127,15 @@ def test_the_page_of_a_run_holds_its_data_and_names_its_videos(still):
     ],
 )
 def test_nothing_outside_is_served(still, path):
-    answer, text = still.ask(path)
+    answer, text = still.request(path)
     assert answer.status == 404 and "secret" not in text.replace(path, "")
 
 
 def test_only_get_and_head_are_answered(still):
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
-        answer, _ = still.ask("/", method)
+        answer, _ = still.request("/", method)
         assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
-    answer, text = still.ask("/run?name=one", "HEAD")
+    answer, text = still.request("/run?name=one", "HEAD")
     assert (answer.status, text) == (200, "") and int(answer.headers["Content-Length"]) > 1000
 
 
@@ -152,24 +152,24 @@ def test_only_get_and_head_are_answered(still):
     ],
 )
 def test_a_name_that_was_rebound_is_refused(still, host, status):
-    answer, text = still.ask("/", Host=host)
+    answer, text = still.request("/", Host=host)
     assert answer.status == status and ("sub/" in text) == (status == 200)
 
 
 def test_a_page_that_did_not_change_is_not_sent_again(still):
     for path in ("/", "/run?name=one", "/page/plotly.js"):
-        tag = still.ask(path)[0].headers["ETag"]
-        answer, text = still.ask(path, **{"If-None-Match": tag})
+        tag = still.request(path)[0].headers["ETag"]
+        answer, text = still.request(path, **{"If-None-Match": tag})
         assert (answer.status, text) == (304, "")
-    assert "frame-ancestors 'none'" in still.ask("/run?name=one")[0].headers["Content-Security-Policy"]
+    assert "frame-ancestors 'none'" in still.request("/run?name=one")[0].headers["Content-Security-Policy"]
 
 
 def test_a_run_that_goes_on_has_new_values_and_is_read_from_where_it_grew(site):
-    before = site.ask("/run?name=one")[0].headers["ETag"]
+    before = site.request("/run?name=one")[0].headers["ETag"]
     assert '<span class="state stopped">' in row_of(site, "one")
     with (site.root / "one" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(training_row(STEPS + 1, reward=7.0)) + '\n{"step": 12, "train/rew')
-    answer, page = site.ask("/run?name=one")
+    answer, page = site.request("/run?name=one")
     assert answer.headers["ETag"] != before and f"step {STEPS + 1} of" in page
     row = row_of(site, "one")
     assert "11 / 20" in row and '<span class="state failed">' in row  # a step after the last checkpoint is lost
@@ -181,16 +181,16 @@ def test_a_run_that_goes_on_has_new_values_and_is_read_from_where_it_grew(site):
 def test_a_run_that_breaks_or_goes_is_said_and_the_others_stay(site):
     site.get("/run?name=one")
     (site.root / "one" / "metrics.jsonl").write_text("{\n")
-    answer, text = site.ask("/run?name=one")
+    answer, text = site.request("/run?name=one")
     assert answer.status == 503 and "damaged in line 1" in text and "unreadable" in row_of(site, "one")
     write_lines(site.root / "one" / "metrics.jsonl", metric_rows())
     site.get("/run?name=one")
     (site.root / "one" / "config.yaml").unlink()
     (site.root / "one" / "config.yaml").symlink_to("/etc/passwd")
-    answer, text = site.ask("/run?name=one")
+    answer, text = site.request("/run?name=one")
     assert answer.status == 503 and "leads out of" in text and "root:" not in text
     shutil.rmtree(site.root / "one")
-    assert site.ask("/run?name=one")[0].status == 404
+    assert site.request("/run?name=one")[0].status == 404
     assert 'value="one"' not in site.get("/") and 'value="other"' in site.get("/")
     shutil.rmtree(site.root)
     assert "No run is in this folder now" in site.get("/")
@@ -216,7 +216,7 @@ def test_pages_are_whole_while_a_run_is_written_and_removed(site):
     writer.start()
     found = []
     while writer.is_alive():
-        found += [site.ask("/")[0].status, site.ask("/run?name=new")[0].status]
+        found += [site.request("/")[0].status, site.request("/run?name=new")[0].status]
     writer.join()
     assert set(found[::2]) == {200} and {*found[1::2]} <= {200, 404, 503} and 200 in found[1::2]
 
