@@ -190,7 +190,7 @@ def test_videos_and_their_table(runs, tmp_path, capsys):
         (["RUN", "--prompts", "a", "--stream"], "--stream needs a causal student"),
         (["RUN", "--prompts", "a", "--sink-frames", "1"], "--sink-frames are for causal students"),
         (["RUN", "--prompts", "a", "--frames", "16"], "video.frames must be 4k + 1"),
-        (["CAUSAL", "--prompts", "a", "--frames", "257"], "latent frame 64 is beyond the 64 positions"),
+        (["CAUSAL", "--prompts", "a", "--frames", "257"], "a video of 257 x 64 x 64 has 65 tokens along one axis"),
         (["CAUSAL", "--prompts", "a", "--window-frames", "1", "--sink-frames", "1"], "must hold the sink and a chunk"),
     ],
 )
