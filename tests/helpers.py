@@ -115,6 +115,25 @@ def small_model(seed: int = 0, heads: int = 2) -> WanModel:
     return WanModel(network)
 
 
+TWO_PROMPTS = ("a red circle moving left", "something else")
+SHARP_AND_DARK = """
+reward:
+  kind: sharpness
+  path: ''
+  scale: 10
+  scorers:
+    dark: {kind: dark_share, weight: -2}
+    motion_energy: {frames: all, weight: 0}
+"""  # a file of a reward of three scorers
+
+
+def small_pipeline(folder: Path) -> Path:
+    """A pipeline folder at this path: the tiny world's with a transformer of two small blocks."""
+    shutil.copytree(WAN, folder, ignore=shutil.ignore_patterns("transformer"))
+    small_model().network.save_pretrained(folder / "transformer")
+    return folder
+
+
 def small_causal(seed: int = 0, heads: int = 2) -> CausalWanModel:
     """A fresh causal Wan transformer of two blocks, the same for the same seed."""
     return CausalWanModel(small_model(seed, heads).network)
@@ -455,6 +474,13 @@ def fill_disk(monkeypatch, *names: str) -> None:
     patch(av, "open", lambda *_, **__: True)
     patch(os, "open", lambda flags, *_, **__: bool(flags & os.O_CREAT))
     patch(os, "mkdir", lambda *_, **__: True)
+
+
+def refused(capsys, *words: object) -> str:
+    """What the program says when it refuses these words with exit code 2."""
+    capsys.readouterr()
+    assert main([*map(str, words)]) == 2
+    return capsys.readouterr().err
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -58,6 +58,7 @@ def test_settings_are_keys_or_nested_mappings_over_a_recipe(tmp_path):
     assert own.sampler.step_sigmas == (1.0, 0.5) and own.reward.scorers["saturation"].weight == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

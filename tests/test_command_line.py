@@ -302,12 +302,14 @@ ARGUMENTS = [(name, one) for name, command in COMMANDS.items() for one in settin
 EVERY_SETTING = {key: one for method in METHODS for key, one in settings_of_method(method).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [*EVERY_SETTING.values(), *(one for _, one in ARGUMENTS)], ids=lambda one: one.key)
 def test_every_setting_and_argument_is_explained_by_a_sentence(setting):
     text = help_pages.explanation(setting)
     assert re.match(r"[A-Z0-9]", text) and text.endswith("."), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_help_of_a_method_is_whole(method, width):

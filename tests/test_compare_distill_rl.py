@@ -96,6 +96,7 @@ def test_rows_without_a_finished_run_are_left_out(runs, capsys):
     assert "| dmd2 | 0 1 | 400 |" in text and "joint 0.01" not in text and "critic tilt" not in text
 
 
+@pytest.mark.slow
 def test_the_picture_has_a_curve_for_each_weight(runs):
     compare.main(output=runs, seeds=(0,), tables=("hackable",), run=False, picture=runs / "picture.png")
     assert (runs / "picture.png").read_bytes().startswith(b"\x89PNG")

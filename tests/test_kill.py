@@ -28,7 +28,6 @@ import pytest
 from helpers import (
     ALONE,
     REPO,
-    WAN,
     assert_near,
     assert_same,
     checkpoint_of,
@@ -36,7 +35,7 @@ from helpers import (
     flags,
     free_port,
     metrics_of,
-    small_model,
+    small_pipeline,
 )
 
 from unified_trainer.checkpoint import dcp as checkpoint
@@ -120,11 +119,7 @@ class Lives:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A pipeline folder whose transformer is two small blocks."""
-    folder = tmp_path_factory.mktemp("base") / "wan"
-    shutil.copytree(WAN, folder, ignore=shutil.ignore_patterns("transformer"))
-    small_model().network.save_pretrained(folder / "transformer")
-    return folder
+    return small_pipeline(tmp_path_factory.mktemp("base") / "wan")
 
 
 @pytest.fixture(scope="module")

@@ -84,6 +84,7 @@ def flattened(kind: Any) -> set[Any]:
 # Declarations.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_number_of_a_method_has_a_range_that_holds_its_default(method):
     assert [setting.key for setting in numbers(run_of(method)) if not has_range(setting)] == []

@@ -142,6 +142,7 @@ def test_a_recipe_fits_the_model_it_was_made_for_and_no_other(models, recipe):
 # What is missing is named, and nothing of the tiny world stands in for it.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "missing"),
     [
@@ -173,6 +174,7 @@ def test_prompts_are_refused_where_the_captions_of_clips_are_taken(method, promp
     check(parsed("--method", method, "--validation.prompts", prompts), ALONE)
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_by_reward_needs_a_reward(models, prompts):
     words = given("wan2.1-1.3b", "dmd2", models["wan2.1-1.3b"], prompts)
     with pytest.raises(ConfigError, match=r"best_metric reward is not measured without a scorer: give --reward\.path"):
@@ -204,6 +206,7 @@ def test_the_tiny_recipe_is_the_default_without_a_path():
     assert parsed("--method", "dmd2").recipe == parsed("--method", "dmd2", "--teacher.path", "tiny").recipe == "tiny"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["--{}.path {}", "--{}.path={}"])
 @pytest.mark.parametrize("role", ["student", "teacher", "critic"])
 def test_a_path_needs_a_recipe_and_is_told_which_fit(models, role, form):

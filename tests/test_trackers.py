@@ -122,6 +122,7 @@ def test_wandb_without_a_login_is_refused_before_weights_are_read(run_folder, tm
     assert not run_folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [

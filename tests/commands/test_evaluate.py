@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import SMALL, flags
+from helpers import SHARP_AND_DARK, SMALL, TWO_PROMPTS, flags
 
 from unified_trainer.__main__ import main
 from unified_trainer.commands import evaluate as command
@@ -18,17 +18,7 @@ from unified_trainer.commands.evaluation.samples import NOISE_STEP
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = ("a red circle moving left", "something else")
-ASKED = ("--prompts", *PROMPTS, "--samples", "2", "--batch", "3", "--resamples", "200")
-REWARD = """
-reward:
-  kind: sharpness
-  path: ''
-  scale: 10
-  scorers:
-    dark: {kind: dark_share, weight: -2}
-    motion_energy: {frames: all, weight: 0}
-"""
+ASKED = ("--prompts", *TWO_PROMPTS, "--samples", "2", "--batch", "3", "--resamples", "200")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +34,7 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory):
     file = tmp_path_factory.mktemp("reward") / "reward.yaml"
-    file.write_text(REWARD)
+    file.write_text(SHARP_AND_DARK)
     return file
 
 
@@ -74,7 +64,7 @@ def refused(capsys, *words: object) -> str:
 @pytest.mark.parametrize(("spec", "name"), [("@2", "run@2"), (":ema", "run@2:ema")])
 def test_scores_are_those_of_rollout_and_score(run, reward, output, tmp_path, spec, name):
     """Bit for bit, on the same noise and in batches of the same size; held-out scorers too."""
-    asked = ("--prompts", *PROMPTS, "--num-samples", "2", "--batch", "3", "--seed", str(NOISE_STEP))
+    asked = ("--prompts", *TWO_PROMPTS, "--num-samples", "2", "--batch", "3", "--seed", str(NOISE_STEP))
     assert main(["rollout", f"{run}{spec}", *asked, "--output", str(tmp_path / "out")]) == 0
     assert main(["score", str(tmp_path / "out"), "--reward", str(reward), "--name", "other"]) == 0
     lines = (tmp_path / "out" / "scores" / "other.jsonl").read_text().splitlines()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from expert_world import change_index, expert_folder
-from helpers import ALONE, SMALL, WAN, assert_same, checkpoint_of, flags, metrics_of, run
+from helpers import ALONE, SMALL, WAN, assert_same, checkpoint_of, flags, metrics_of, refused, run
 from peft import PeftModel
 from safetensors.torch import load_file
 
@@ -38,12 +38,6 @@ def saved(tmp_path_factory, folder):
     rates = flags({"student.high.learning-rate": 2e-3, "student.path": folder})
     run("finetune", output, "--steps", "2", "--checkpoint-every", "1", *MOVING, *rates)
     return output
-
-
-def refused(capsys, *arguments: object) -> str:
-    capsys.readouterr()
-    assert main([*map(str, arguments)]) == 2
-    return capsys.readouterr().err
 
 
 def held(output, kind: str = "weights", step: int = 2) -> dict[str, dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from helpers import WAN, assert_near, assert_same, checkpoint_of, copy_of, files_of, fill_disk, flags, run
+from helpers import WAN, assert_near, assert_same, checkpoint_of, copy_of, files_of, fill_disk, flags, refused, run
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import PeftModel
@@ -53,12 +53,6 @@ def out(tmp_path):
 
 def exported(*arguments: object) -> None:
     assert main(["export", *map(str, arguments)]) == 0
-
-
-def refused(capsys, *arguments: object) -> str:
-    capsys.readouterr()
-    assert main(["export", *map(str, arguments)]) == 2
-    return capsys.readouterr().err
 
 
 def held(folder, step: int, kind: str) -> dict[str, torch.Tensor]:
@@ -145,7 +139,7 @@ def test_what_is_written_is_compared_with_what_is_in_memory(saved, out, monkeypa
         save_file(tensors, file, metadata={"format": "pt"})
 
     monkeypatch.setattr(WanTransformer3DModel, "save_pretrained", spoil)
-    assert "proj_out.bias is not written as it is in memory" in refused(capsys, saved, out)
+    assert "proj_out.bias is not written as it is in memory" in refused(capsys, "export", saved, out)
     assert not any(out.parent.iterdir())
 
 
@@ -206,22 +200,24 @@ def test_no_other_role_and_no_data_are_read(saved, out, tmp_path):
 
 
 def test_errors_name_what_is_missing(saved, out, tmp_path, capsys):
-    assert "has no checkpoint of step 7; it has 1, 2" in refused(capsys, f"{saved}@7", out)
-    assert "--role teacher; have student" in refused(capsys, saved, out, "--role", "teacher")
-    assert "absent holds no complete checkpoint" in refused(capsys, tmp_path / "absent", out)
-    assert "trained all weights of student; leave it out" in refused(capsys, saved, out, "--adapter", "peft")
+    assert "has no checkpoint of step 7; it has 1, 2" in refused(capsys, "export", f"{saved}@7", out)
+    assert "--role teacher; have student" in refused(capsys, "export", saved, out, "--role", "teacher")
+    assert "absent holds no complete checkpoint" in refused(capsys, "export", tmp_path / "absent", out)
+    assert "trained all weights of student; leave it out" in refused(capsys, "export", saved, out, "--adapter", "peft")
     assert not out.exists()
 
 
 def test_missing_ema_weights_are_named(tmp_path, out, capsys):
     run("dance_grpo", tmp_path / "run", "--student.ema-decay", "0")
-    assert "holds no EMA weights of student; leave :ema out" in refused(capsys, f"{tmp_path / 'run'}:ema", out)
+    assert "holds no EMA weights of student; leave :ema out" in refused(
+        capsys, "export", f"{tmp_path / 'run'}:ema", out
+    )
 
 
 def test_a_folder_with_something_in_it_is_left_alone(saved, out, capsys):
     out.mkdir()
     (out / "mine").write_text("mine")
-    assert f"{out} exists and is not an empty folder" in refused(capsys, saved, out)
+    assert f"{out} exists and is not an empty folder" in refused(capsys, "export", saved, out)
     assert files_of(out) == {"mine": b"mine"}
 
 
@@ -231,7 +227,7 @@ def test_damaged_weights_are_never_exported(saved, out, tmp_path, capsys):
     data = bytearray(file.read_bytes())
     data[-9] ^= 64
     file.write_bytes(data)
-    message = refused(capsys, copied, out)
+    message = refused(capsys, "export", copied, out)
     assert "is damaged" in message and f"choose another step with {copied}@STEP" in message
     exported(f"{copied}@1", out)
     shutil.rmtree(out)
@@ -277,7 +273,7 @@ def test_a_full_disk_is_one_error_and_nothing_stays(saved, out, monkeypatch, cap
     if name.startswith("diffusion_"):  # written by a library with an exception of its own
         monkeypatch.setattr(diffusers.models.modeling_utils.safetensors.torch, "save_file", no_space)
     fill_disk(monkeypatch, name)
-    said = refused(capsys, saved, out, "--components", "none")
+    said = refused(capsys, "export", saved, out, "--components", "none")
     assert said.startswith(f"error: no space to write {out} (") and "Traceback" not in said
     assert not any(out.parent.iterdir())
 

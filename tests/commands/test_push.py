@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers import ALONE, copy_of, files_of, flags, run
+from helpers import ALONE, copy_of, files_of, flags, refused, run
 from huggingface_hub import constants
 
 from unified_trainer.__main__ import main
@@ -105,11 +105,6 @@ def pushed(source, *words: str) -> None:
     assert main(["push", str(source), NAME, *words]) == 0
 
 
-def refused(capsys, *words: object) -> str:
-    assert main(["push", *map(str, words)]) == 2
-    return capsys.readouterr().err
-
-
 def test_an_export_is_uploaded_as_it_is(saved, tmp_path, hub, capsys):
     """All files of the folder and no other, in one commit to the branch that is named."""
     out = tmp_path / "out"
@@ -148,22 +143,24 @@ def test_diffusers_samples_with_what_the_hub_gives_back(saved, tmp_path, hub):
 
 
 def test_what_cannot_be_pushed_is_refused_first(saved, tmp_path, hub, capsys, monkeypatch):
-    assert "push needs OWNER/NAME, such as my-team/student" in refused(capsys, saved, "student")
-    assert "cannot be a name on the hub" in refused(capsys, saved, "team/a b")
-    assert "absent holds no complete checkpoint" in refused(capsys, tmp_path / "absent", NAME)
+    assert "push needs OWNER/NAME, such as my-team/student" in refused(capsys, "push", saved, "student")
+    assert "cannot be a name on the hub" in refused(capsys, "push", saved, "team/a b")
+    assert "absent holds no complete checkpoint" in refused(capsys, "push", tmp_path / "absent", NAME)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setattr(constants, "HF_STORED_TOKENS_PATH", str(tmp_path / "no-tokens"))
-    assert "push needs a token of the Hugging Face hub: run `hf auth login`" in refused(capsys, tmp_path / "x", NAME)
+    assert "push needs a token of the Hugging Face hub: run `hf auth login`" in refused(
+        capsys, "push", tmp_path / "x", NAME
+    )
     assert not hub.calls
 
 
 def test_the_answer_of_the_hub_is_shown(saved, tmp_path, hub, capsys, monkeypatch):
     assert main(["export", str(saved), str(tmp_path / "out"), "--adapter", "peft"]) == 0
     monkeypatch.setenv("HF_TOKEN", "wrong")
-    assert f"push to {NAME}: " in (said := refused(capsys, tmp_path / "out", NAME)) and "wrong token" in said
+    assert f"push to {NAME}: " in (said := refused(capsys, "push", tmp_path / "out", NAME)) and "wrong token" in said
     monkeypatch.setattr(constants, "ENDPOINT", "http://localhost:9")
-    assert f"push to {NAME}: " in refused(capsys, tmp_path / "out", NAME)
+    assert f"push to {NAME}: " in refused(capsys, "push", tmp_path / "out", NAME)
 
 
 # The model card.

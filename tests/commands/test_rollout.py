@@ -4,7 +4,18 @@ import json
 
 import pytest
 import torch
-from helpers import ALONE, SMALL, copy_of, files_of, fill_disk, flags, tiny_codec
+from helpers import (
+    ALONE,
+    SHARP_AND_DARK,
+    SMALL,
+    TWO_PROMPTS,
+    copy_of,
+    files_of,
+    fill_disk,
+    flags,
+    refused,
+    tiny_codec,
+)
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.__main__ import main
@@ -16,17 +27,7 @@ from unified_trainer.rewards import pixels
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = ("a red circle moving left", "something else")
-ASKED = ("--prompts", *PROMPTS, "--num-samples", "3", "--seed", "5", "--batch", "4")
-OTHER = """
-reward:
-  kind: sharpness
-  path: ''
-  scale: 10
-  scorers:
-    dark: {kind: dark_share, weight: -2}
-    motion_energy: {frames: all, weight: 0}
-"""
+ASKED = ("--prompts", *TWO_PROMPTS, "--num-samples", "3", "--seed", "5", "--batch", "4")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def rollouts(trained, tmp_path_factory):
 @pytest.fixture
 def other(tmp_path):
     file = tmp_path / "other.yaml"
-    file.write_text(OTHER)
+    file.write_text(SHARP_AND_DARK)
     return file
 
 
@@ -60,16 +61,10 @@ def latents(folder) -> torch.Tensor:
     return torch.cat([load_file(folder / "latents" / f"{part}.safetensors")["x0"] for part in range(2)])
 
 
-def refused(capsys, *arguments: object) -> str:
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 2
-    return capsys.readouterr().err
-
-
 def test_the_samples_are_those_of_sample(trained, rollouts):
     """Sample number i has the noise of seed + i, for any batch; each prompt has three samples."""
     one = load_role(str(trained), "student", None, ALONE, causal=True)
-    asked = [prompt for prompt in PROMPTS for _ in range(3)]
+    asked = [prompt for prompt in TWO_PROMPTS for _ in range(3)]
     expected = torch.cat(list(videos(one, asked, 5, 6)))
     torch.testing.assert_close(tiny_codec().decode(latents(rollouts)), expected, rtol=1e-4, atol=1e-4)
     assert [(row["prompt"], row["prompt_id"], row["seed"]) for row in rows(rollouts)] == [

@@ -2,14 +2,13 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ALONE, REPO, SMALL, WAN, assert_same, checkpoint_of, copy_of, flags, metrics_of, small_model
+from helpers import ALONE, REPO, SMALL, assert_same, checkpoint_of, copy_of, flags, metrics_of, small_pipeline
 
 from unified_trainer.__main__ import main
 from unified_trainer.api import Run
@@ -56,11 +55,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A pipeline folder whose transformer is two small blocks."""
-    folder = tmp_path_factory.mktemp("base") / "wan"
-    shutil.copytree(WAN, folder, ignore=shutil.ignore_patterns("transformer"))
-    small_model().network.save_pretrained(folder / "transformer")
-    return folder
+    return small_pipeline(tmp_path_factory.mktemp("base") / "wan")
 
 
 @pytest.fixture(scope="module", autouse=True)

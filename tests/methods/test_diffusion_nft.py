@@ -172,6 +172,7 @@ def test_a_fraction_of_the_levels():
 # The old policy.
 
 
+@pytest.mark.slow
 def test_the_old_policy_follows_after_the_updates():
     """At step 0 it becomes the student; at step s it is an average with decay min(.5, .1 s)."""
     one = trainer(moves=True)

@@ -198,6 +198,7 @@ def test_the_gradient_is_the_weighted_sum_of_the_terms():
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("update_batch", "rollout_batch"), [(1, 4), (2, 2)])
 def test_the_gradient_does_not_depend_on_the_passes(update_batch, rollout_batch):
     whole, parts = (

@@ -178,6 +178,7 @@ def test_public_docstrings_open_with_a_sentence():
     assert not hits, report(hits)
 
 
+@pytest.mark.slow
 def test_help_texts_open_with_a_noun():
     hits = fragments((opening for path in sources() for opening in help_texts(path)), INSTEAD_HELP)
     assert not hits, report(hits)

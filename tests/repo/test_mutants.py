@@ -20,6 +20,7 @@ def names_in(file: str) -> set[str]:
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_applies_and_names_its_test(mutant: Mutant):
     source = (REPO / "unified_trainer" / mutant.file).read_text(encoding="utf-8")

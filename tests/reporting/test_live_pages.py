@@ -196,6 +196,7 @@ def test_a_run_that_breaks_or_goes_is_said_and_the_others_stay(site):
     assert "No run is in this folder now" in site.get("/")
 
 
+@pytest.mark.slow
 def test_pages_are_whole_while_a_run_is_written_and_removed(site):
     """A thread writes a run line by line, half lines too, and removes it, while pages of it are asked for."""
     end, pause = time.monotonic() + 1.5, threading.Event()

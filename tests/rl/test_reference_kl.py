@@ -74,6 +74,7 @@ def test_one_kl_counts_once():
 # An adaptive coefficient.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exact", "k3"])
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_the_coefficient_follows_the_kl(where, kind):
