@@ -21,14 +21,10 @@ from torch.nn import functional
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
 from unified_trainer.data import tiny_world
-from unified_trainer.rewards.hpsv3 import (
-    CHECKPOINT,
-    REWARD_TOKEN,
-    SETTINGS,
-    HPSv3,
-    HPSv3Network,
-    Preprocessor,
-)
+from unified_trainer.rewards.hpsv3 import HPSv3
+from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, REWARD_TOKEN, SETTINGS
+from unified_trainer.rewards.hpsv3_network import HPSv3Network
+from unified_trainer.rewards.hpsv3_preprocessing import Preprocessor
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from unified_trainer.commands.import_hpsv3 import import_hpsv3, package_strings
 from unified_trainer.data import tiny_world
-from unified_trainer.rewards.hpsv3 import CHECKPOINT, HPSv3, fit
-from unified_trainer.rewards.hpsv3_folder import FOLDER_FILES
+from unified_trainer.rewards.hpsv3 import HPSv3
+from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, FOLDER_FILES
+from unified_trainer.rewards.hpsv3_preprocessing import fit
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from tiny_world_hpsv3 import ranking_loss

@@ -15,8 +15,10 @@ from unified_trainer.input_files import read_as
 from unified_trainer.models import hub
 from unified_trainer.models.folder import read_pretrained, read_tokenizer
 from unified_trainer.models.layout import reading_config
-from unified_trainer.rewards.hpsv3 import CHECKPOINT, REWARD_TOKEN, SETTINGS, Preprocessor, checkpoint_shapes, skeleton
-from unified_trainer.rewards.hpsv3_folder import BaseConfig, check_folder
+from unified_trainer.models.tensor_file import floating_shapes
+from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, REWARD_TOKEN, SETTINGS, BaseConfig, check_folder
+from unified_trainer.rewards.hpsv3_network import skeleton
+from unified_trainer.rewards.hpsv3_preprocessing import Preprocessor
 
 PACKAGE = "hpsv3"
 PROMPT_SOURCE = "dataset/data_collator_qwen.py"
@@ -102,7 +104,7 @@ def checked_config(base: Path, checkpoint: Path, tokens: int) -> Qwen2VLConfig:
     read_as(BaseConfig, base / "config.json")
     with reading_config(base / "config.json", Qwen2VLConfig.__name__):
         config = read_pretrained(Qwen2VLConfig, base)
-    shapes = checkpoint_shapes(checkpoint)
+    shapes = floating_shapes(checkpoint)
     if EMBEDDING not in shapes:
         raise UserError(f"{checkpoint}: missing {EMBEDDING}; this is not an HPSv3 checkpoint")
     config.text_config.vocab_size = shapes[EMBEDDING][0]
