@@ -30,8 +30,11 @@ class DistillationGuardConfig(GuardConfig):
     """Range of the saturation of the student's samples over that of the teacher's."""
     motion: Bounds = (0.5, 2.0)
     """Range of the motion energy of the student's samples over that of the teacher's."""
-    diversity: Bounds = (0.5, 2.0)
-    """Range of the diversity of the student's samples of one prompt over that of the teacher's."""
+    diversity: Bounds = (0.5, 3.0)
+    """Range of the diversity of the student's samples of one prompt over that of the teacher's.
+
+    A causal student that has not learned its prompts yet is more diverse than its teacher without being destroyed.
+    """
     teacher_prompts: Count = 4
     """Prompts, the first of validation, whose samples are compared with the teacher's at every validation."""
     samples_per_prompt: Annotated[int, at_least(2, 1000)] = 2

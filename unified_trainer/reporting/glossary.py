@@ -6,7 +6,7 @@ Placeholders in names are those of that page: NAME, S, LAG and ROLE.
 import math
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PLACEHOLDERS = {"NAME": r"[\w-]+", "S": r"\d+", "LAG": r"\d+", "ROLE": r"[a-z_]+(?:/(?:high|low))?"}
 OTHER = "Other metrics"  # of methods and scorers outside the package
@@ -97,6 +97,7 @@ _FALL = Healthy(
 _LIKE_TEACHER = Healthy(
     low=0.5, high=2.0, advice="Look at the videos; train the critic more, or lower student.learning_rate."
 )
+_DIVERSE = replace(_LIKE_TEACHER, high=3.0)
 _ALARM = Healthy(high=0.0, advice="Look at the samples; train the critic more or lower student.learning_rate.")
 HEALTHY: dict[str, Healthy] = {
     "reward_std": _CONSTANT,
@@ -122,7 +123,7 @@ HEALTHY: dict[str, Healthy] = {
     ),
     "validation/saturation_to_teacher": _LIKE_TEACHER,
     "validation/motion_to_teacher": _LIKE_TEACHER,
-    "validation/diversity_to_teacher": _LIKE_TEACHER,
+    "validation/diversity_to_teacher": _DIVERSE,
     "guard_alarm": _ALARM,
     "validation/guard_alarm": _ALARM,
     "rollbacks": Healthy(high=0.0, advice="The run went back to a checkpoint; its terminal says why."),
