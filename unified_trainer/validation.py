@@ -140,10 +140,10 @@ class Validation:
             prompt_ids=samples,
             sample_ids=samples,
         )
-        streams = Streams(self._config.seed, 0)
+        streams = Streams(self._config.seed, 0, self._mesh.device)
 
         def draw(name: str) -> Tensor:
-            return streams.noise(name, samples, self._latent_shape).to(self._mesh.device)
+            return streams.noise(name, samples, self._latent_shape)
 
         x0 = generate(student, draw("validation"), batch, self._sampler, lambda s: draw(f"transition {s}"))
         with phase("decode"):
