@@ -101,7 +101,7 @@ class TeacherProbe:
             thumbnails.append(thumbnail(video))
 
         def of_all(parts: list[Tensor]) -> Tensor:
-            return self._mesh.gather(torch.cat(parts).double())[:total]
+            return self._mesh.gather(torch.cat(parts)).cpu().double()[:total]
 
         found = {name: of_all(parts).mean().item() for name, parts in columns.items()}
         spread = diversity(of_all(thumbnails), self._prompts)

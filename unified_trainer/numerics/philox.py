@@ -19,7 +19,14 @@ ROUNDS = 10
 PART = {"cpu": 2**14}  # blocks that are computed at a time: on a CPU as many as fit its cache
 PART_ON_DEVICE = 2**21  # elsewhere as many as fit in about .2 GiB
 # Polynomials of Cephes in float32, highest power first: of log(1 + x), and of sin x and cos x in |x| <= pi / 4.
-LOG = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1)
+LOG: tuple[float, ...] = (
+    7.0376836292e-2,
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+)
 LOG += (2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1)
 SIN = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
 COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)

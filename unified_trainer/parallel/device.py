@@ -157,11 +157,6 @@ def has_flex_attention(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def has_float64(device: torch.device) -> bool:
-    """Return whether the device computes in float64; the kernels of an NPU refuse it."""
-    return device.type != "npu"
-
-
 def optimizer_kernels(device: torch.device) -> dict[str, bool]:
     """Return how torch's optimizers work on weights of this device: in one kernel for many weights where it has one.
 

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unified_trainer.numerics import philox
-from unified_trainer.parallel.device import has_float64
+from unified_trainer.numerics.flow import widest
 
 CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ class Streams:
         float64 the noise is within 1e-6.
         """
         streams = self._streams(name, keys).to(self._device, non_blocking=True)
-        drawn = philox.normal(streams, math.prod(shape), float64=has_float64(self._device))
+        drawn = philox.normal(streams, math.prod(shape), float64=widest(self._device) == torch.float64)
         return drawn.reshape(len(keys), *shape)
 
     def uniform(self, name: str, keys: Sequence[int]) -> Float[Tensor, " b"]:
