@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.numerics.chunk_credit import chunk_log_ratios
+from unified_trainer.numerics.flow import widest
 from unified_trainer.numerics.kl import gaussian_kl
 from unified_trainer.numerics.objectives import (
     calibrated_clip,
@@ -135,7 +136,8 @@ class PolicyUpdate:
 
         def loss_at(minibatch: Minibatch, s: int, last: bool) -> MinibatchLoss:
             replay = self._replay(trajectories, minibatch.rows, s)
-            advantage = advantages[minibatch.rows, trained.index(s)].to(self.student.device, non_blocking=True)
+            advantage = advantages[minibatch.rows, trained.index(s)].to(widest(self.student.device))
+            advantage = advantage.to(self.student.device, non_blocking=True)
             self.on_policy.update(replay)
             collector.add(replay, advantage, minibatch)
             value = self._loss(replay, advantage, minibatch, s, sequences[id(minibatch)])
