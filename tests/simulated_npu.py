@@ -106,7 +106,7 @@ def _line() -> str:
     """Name the innermost line of the package."""
     frames = [frame for frame in traceback.extract_stack() if "/unified_trainer/" in frame.filename]
     last = frames[-1] if frames else None
-    return f"{last.filename.rpartition('/unified_trainer/')[2]}:{last.lineno}" if last else "outside"
+    return f"{last.filename.rpartition('/unified_trainer/')[2]}:{last.lineno}" if last else "not of the package"
 
 
 def _wait(kind: str) -> None:

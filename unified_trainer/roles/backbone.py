@@ -22,6 +22,7 @@ from unified_trainer.errors import NotFiniteError, UserError
 from unified_trainer.meter import Meter, Pass
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import VideoModel
+from unified_trainer.parallel.device import OWN_ATTENTION
 from unified_trainer.parallel.fsdp import (
     exchange_gradients,
     local_part,
@@ -45,8 +46,6 @@ PRODUCTS = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
 )
-# Attention of torch_npu, by name: its operations exist only where it is installed.
-NPU_ATTENTION = ("npu::npu_fusion_attention", "npu::npu_fusion_attention_v2", "npu::npu_fusion_attention_v3")
 NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights alone
 
 
@@ -220,7 +219,7 @@ def _policy(
 
 def is_kept(operation: OpOverload) -> bool:
     """Return whether selective checkpointing keeps the results of an operation."""
-    return operation in PRODUCTS or operation.name() in NPU_ATTENTION
+    return operation in PRODUCTS or operation.name() in OWN_ATTENTION
 
 
 @contextmanager
