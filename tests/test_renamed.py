@@ -152,7 +152,7 @@ def old_config(settings: dict[str, object], method: str) -> dict:
 
 
 # Entries of a manifest that 0.1.0 did not write, or wrote under another name.
-NEWER = ("crc32", "hacking_monitor", "guard", "rollbacks", "stopped_by")
+NEWER = ("crc32", "hacking_monitor", "guard", "rollbacks", "stopped_by", "noise_generator")
 
 
 def old_manifest(metadata: dict) -> dict:
@@ -230,7 +230,7 @@ KINDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("method", RUNS)
 def test_a_run_of_0_1_0_resumes(tmp_path, capsys, method):
-    """Bit for bit as the run that has the present names."""
+    """Bit for bit as the run that has the present names; only the older one is told that its noise changes."""
     new, old = tmp_path / "new", tmp_path / "old"
     words = flags({"method": method, "steps": 2} | RUNS[method])
     assert main([*words, "--sampler.step-sigmas", "1", "0.75", "--output", str(new)]) == 0
@@ -242,9 +242,11 @@ def test_a_run_of_0_1_0_resumes(tmp_path, capsys, method):
         capsys.readouterr()
         assert main(["--resume", str(folder), "--steps", "4"]) == 0
         said[folder] = [
-            line for line in capsys.readouterr().out.splitlines() if line.startswith(("chan", "cont", "skip"))
+            line for line in capsys.readouterr().out.splitlines() if line.startswith(("chan", "cont", "skip", "warn"))
         ]
-    assert said[old] == said[new] == ["continuing after step 2", "changed steps: 2 -> 4"]
+    assert said[new] == ["continuing after step 2", "changed steps: 2 -> 4"]
+    *before, warning = said[old]
+    assert before == said[new] and "step_2 is of a version with another noise generator" in warning
     assert_same(checkpoint_of(old, 4), checkpoint_of(new, 4))
     assert metrics_of(old) == metrics_of(new)
     assert (old / "config.yaml").read_text() == (new / "config.yaml").read_text()

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from unified_trainer.errors import working_on
 from unified_trainer.guards.responses import Guards, Response
 from unified_trainer.meter import Meter, detail, phase
 from unified_trainer.methods.base import Loss, Method
+from unified_trainer.numerics import philox
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.rollouts import Rollouts
@@ -55,6 +57,7 @@ class Trainer:
         self.guards = guards or Guards((), roles["student"], mesh)
         self.messages: dict[str, None] = {}  # messages of the last step, in order
         self.validation_pending = False  # whether the loaded checkpoint was saved and its validation cut off
+        self.warnings: list[str] = []  # of the checkpoint that the run continues from
         copied = {name: role for name, (role, _) in self.copies.items()}
         self._stateful: dict[str, Stateful] = {**roles, **copied, "loader": loader, "method": method}
         if isinstance(rollouts, Stateful):  # workers that make them ahead of training
@@ -66,7 +69,8 @@ class Trainer:
         with working_on(f"method {type(self.method).__name__}, training step {step + 1}"):
             with phase("data"):
                 parts = self.method.micro_batches(self.loader.batch(step))
-            generators = [self.method.step(part, step, Streams(self.seed, step), self.mesh) for part in parts]
+            streams = partial(Streams, self.seed, step, self.mesh.device)
+            generators = [self.method.step(part, step, streams(), self.mesh) for part in parts]
             means, updates, losses = Means(), 0, 0
             while True:
                 loss, losses = None, losses + 1
@@ -130,6 +134,11 @@ class Trainer:
         folder, metadata, skipped = manifest.newest_sound(run, self.mesh)
         self._load(folder, metadata)
         self.validation_pending = metadata.get(manifest.VALIDATION_PENDING, False)
+        if metadata.get(manifest.NOISE) != philox.NAME:
+            self.warnings.append(
+                f"warning: {folder} is of a version with another noise generator: the run goes on with noise of "
+                f"{philox.NAME}, and not as it would have without the update"
+            )
         return metadata["step"], skipped
 
     def _load(self, folder: Path, metadata: Mapping[str, Any]) -> None:
@@ -278,6 +287,7 @@ class Trainer:
             "sampler": self.trained_sampler,
             "metrics": dict(metrics),
             manifest.VALIDATION_PENDING: validation_pending,
+            manifest.NOISE: philox.NAME,
             manifest.STOPPED_BY: response.alarm.guard if response is not None and response.stops else None,
             **self.guards.state,
         }

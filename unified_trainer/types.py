@@ -4,13 +4,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol, Self, runtime_checkable
 
+import torch
 from jaxtyping import Float
-from torch import Tensor, cat, float64
+from torch import Tensor, cat
+
+from unified_trainer.numerics.flow import widest
 
 Latents = Float[Tensor, "b c t h w"]
 Video = Float[Tensor, "b 3 frames height width"]  # in [0, 1]
 PerSample = Float[Tensor, " b"]
 PerFrame = Float[Tensor, "b t"]  # t latent frames
+
+
+def take_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return these rows of x, without waiting for its device; consecutive ones are a view."""
+    index = list(rows)
+    if index and index == list(range(index[0], index[0] + len(index))):
+        return x[index[0] : index[0] + len(index)]
+    return x.index_select(0, torch.tensor(index, dtype=torch.int64).to(x.device, non_blocking=True))
 
 
 class Condition(Protocol):
@@ -90,10 +101,10 @@ class Batch:
             prompts=tuple(self.prompts[i] for i in index),
             prompt_ids=tuple(self.prompt_ids[i] for i in index),
             sample_ids=tuple(self.sample_ids[i] for i in index),
-            cond=self.cond.map(lambda x: x[index]),
-            uncond=self.uncond.map(lambda x: x[index]),
-            latents=None if self.latents is None else self.latents[index],
-            trajectory=None if self.trajectory is None else self.trajectory.map(lambda x: x[index]),
+            cond=self.cond.map(lambda x: take_rows(x, index)),
+            uncond=self.uncond.map(lambda x: take_rows(x, index)),
+            latents=None if self.latents is None else take_rows(self.latents, index),
+            trajectory=None if self.trajectory is None else self.trajectory.map(lambda x: take_rows(x, index)),
         )
 
     def cat(self, other: "Batch") -> "Batch":
@@ -112,7 +123,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The s stochastic transitions of b samples and their final latents, in float32; log_probs in float64.
+    """The s stochastic transitions of b samples and their final latents, in float32; log_probs as `widest` says.
 
     A rollout that keeps the predictions of x0 has one for each transition; any other has none.
     """
@@ -126,11 +137,11 @@ class Rollout:
     def from_x0(cls, x0: Latents) -> "Rollout":
         """Return a rollout of deterministic samples: x0 and zero transitions."""
         none = x0[:, None][:, :0]
-        return cls(none, x0.new_zeros(len(x0), 0, dtype=float64), x0, none)
+        return cls(none, x0.new_zeros(len(x0), 0, dtype=widest(x0.device)), x0, none)
 
     def take(self, rows: Sequence[int]) -> "Rollout":
         """Return the samples of these rows, in this order."""
-        return Rollout(**{f.name: getattr(self, f.name)[list(rows)] for f in fields(self)})
+        return Rollout(**{f.name: take_rows(getattr(self, f.name), rows) for f in fields(self)})
 
     @classmethod
     def cat(cls, parts: Sequence["Rollout"]) -> "Rollout":

@@ -140,10 +140,10 @@ class Validation:
             prompt_ids=samples,
             sample_ids=samples,
         )
-        streams = Streams(self._config.seed, 0)
+        streams = Streams(self._config.seed, 0, self._mesh.device)
 
         def draw(name: str) -> Tensor:
-            return streams.noise(name, samples, self._latent_shape).to(self._mesh.device)
+            return streams.noise(name, samples, self._latent_shape)
 
         x0 = generate(student, draw("validation"), batch, self._sampler, lambda s: draw(f"transition {s}"))
         with phase("decode"):
@@ -156,20 +156,20 @@ class Validation:
         """Return the reward of every sample of all ranks, and the score of every scorer, including held-out ones."""
         if not self._scorers:
             return {}
-        parts = self._mesh.gather(parts.double())
+        parts = self._mesh.gather(parts).cpu().double()
         columns = {"reward": self._reward.total(parts[:, : len(self._reward.weights)])} if self._reward.weights else {}
         return columns | {f"reward/{name}": part for name, part in zip(self._scorers, parts.unbind(1), strict=True)}
 
     def _pixels(self, video: Tensor) -> dict[str, float]:
         """Return mean and std of pixel statistics, and the diversity of samples of one prompt if there are several."""
-        columns = {f"pixels/{name}": self._mesh.gather(row.double()) for name, row in statistics(video).items()}
-        spread = diversity(self._mesh.gather(thumbnail(video)), self._prompts)
+        columns = {f"pixels/{name}": self._mesh.gather(row).cpu().double() for name, row in statistics(video).items()}
+        spread = diversity(self._mesh.gather(thumbnail(video)).cpu(), self._prompts)
         return mean_and_std(columns) | ({} if spread is None else {"pixels/diversity": spread})
 
     def _attributes(self, video: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         """Return which samples of all ranks have the color, shape and direction of their caption, and all of them."""
         parts = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
-        return {name: self._mesh.gather(right.double().to(self._mesh.device)) for name, right in parts.items()}
+        return {name: self._mesh.gather(right.double()) for name, right in parts.items()}
 
     def _samples(
         self, columns: dict[str, Tensor], hits: dict[str, Tensor], folder: Path, videos: int

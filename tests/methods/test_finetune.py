@@ -112,10 +112,10 @@ def dropped(fraction: float, steps: int, seed: int = 0) -> torch.Tensor:
 
 def test_caption_dropout_hits_other_samples_in_other_steps():
     """The dropped samples must not repeat every epoch; with 8 clips each step is an epoch."""
-    rows = dropped(0.5, 6)
-    assert len({tuple(row) for row in rows.tolist()}) == 6
+    rows = dropped(0.5, 12)
+    assert len({tuple(row) for row in rows[:6].tolist()}) == 6
     assert not rows.all(0).any() and rows.any(0).all()
-    assert not torch.equal(rows, dropped(0.5, 6, seed=1))
+    assert not torch.equal(rows[:2], dropped(0.5, 2, seed=1))
 
 
 @pytest.mark.parametrize(("fraction", "low", "high"), [(0.0, 0, 0), (0.25, 0.1, 0.4), (1.0, 1, 1)])

@@ -24,6 +24,7 @@ CHUNK = 2**24  # bytes read at a time for a checksum
 UNREADABLE = -1  # in place of a checksum
 STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 STOPPED_BY = "stopped_by"  # key: the guard that ended the run after this step, or None
+NOISE = "noise_generator"  # key: what draws the noise of training steps; missing before there was a choice
 VALIDATION_PENDING = "validation_pending"  # key: the checkpoint was saved before the validation of its step
 Manifest = dict[str, Any]  # version, step, ranks, files, crc32, and the metadata that the run gave
 

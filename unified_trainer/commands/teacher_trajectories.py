@@ -80,10 +80,10 @@ def _write(
     uncond = codec.encode_text([plan.run.sampler.negative_prompt])
     for prompt in prompts:
         digest = hashlib.sha256(prompt.encode()).hexdigest()[:16]
-        noise = Streams(plan.run.seed, 0).noise("trajectory", [int(digest, 16)], plan.latent_shape)
+        noise = Streams(plan.run.seed, 0, teacher.device).noise("trajectory", [int(digest, 16)], plan.latent_shape)
         # One at a time: the rounding of a sample can depend on the other samples of a batch.
         batch = make_batch(codec, [prompt], uncond, plan.latent_shape, prompt_ids=[0], sample_ids=[0])
-        trajectory = ode.solve(teacher, noise.to(teacher.device), batch)
+        trajectory = ode.solve(teacher, noise, batch)
         embedding = codec.embeddings([prompt])[0]
         padded = torch.nn.functional.pad(embedding, (0, 0, 0, codec.text_tokens - len(embedding)))
         add_row(written, ode_row(f"text_{digest}", prompt, padded, trajectory), progress)

@@ -173,7 +173,12 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
             said += [note] if note else []
             if run.resume:
                 said.append(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
-            said += [*(f"skipped {why}" for why in skipped), *(f"changed {what}" for what in changed), *unnoted]
+            said += [
+                *(f"skipped {why}" for why in skipped),
+                *(f"changed {what}" for what in changed),
+                *built.trainer.warnings,
+                *unnoted,
+            ]
             yield Begun(built, output, start, tuple(said))
 
 

@@ -11,6 +11,7 @@ from unified_trainer.data.tiny_world import FRAMES, PHRASINGS, SIZE, TRAINING, d
 from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.ranges import Count, Frames, FramesPerSecond, Pixels, above
+from unified_trainer.types import take_rows
 
 ENCODE_BATCH = 32
 
@@ -60,7 +61,7 @@ class Clips:
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
         """Return the normalised latents of these rows."""
-        return self.encoded[indices]
+        return take_rows(self.encoded, indices)
 
 
 def check_tiny_clips(video: VideoConfig) -> None:

@@ -15,7 +15,7 @@ from unified_trainer.models.base import Codec
 from unified_trainer.numerics.advantages import curriculum
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
-from unified_trainer.types import Batch, Condition, Trajectory
+from unified_trainer.types import Batch, Condition, Trajectory, take_rows
 
 
 class Source(Protocol):
@@ -206,8 +206,8 @@ def make_batch(
     """
     if cond is None:
         distinct = sorted(set(prompts))
-        rows = torch.tensor([distinct.index(prompt) for prompt in prompts])
-        cond = codec.encode_text(distinct).map(lambda x: x[rows.to(x.device)])
+        rows = [distinct.index(prompt) for prompt in prompts]
+        cond = codec.encode_text(distinct).map(lambda x: take_rows(x, rows))
     ids = (tuple(prompts), tuple(prompt_ids), tuple(sample_ids))
     return Batch(
         *ids,

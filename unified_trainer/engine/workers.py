@@ -63,7 +63,7 @@ class Worker:
             sample_ids=list(item.sample_ids),
         )
         assert self._sampling.sample is not None, "a reward worker was asked for samples"
-        rollout = self._sampling.sample(batch, item.step, Streams(self._run.seed, item.step))
+        rollout = self._sampling.sample(batch, item.step, Streams(self._run.seed, item.step, self._sampling.device))
         took = {"worker_seconds/copy_weights": copied - begun, "worker_seconds/rollout": time.perf_counter() - copied}
         return (self._name, took), arrays.of_rollout(rollout)
 

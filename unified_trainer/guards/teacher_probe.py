@@ -101,7 +101,7 @@ class TeacherProbe:
             thumbnails.append(thumbnail(video))
 
         def of_all(parts: list[Tensor]) -> Tensor:
-            return self._mesh.gather(torch.cat(parts).double())[:total]
+            return self._mesh.gather(torch.cat(parts)).cpu().double()[:total]
 
         found = {name: of_all(parts).mean().item() for name, parts in columns.items()}
         spread = diversity(of_all(thumbnails), self._prompts)
@@ -112,10 +112,10 @@ class TeacherProbe:
         prompts = [self._prompts[i] for i in samples]
         uncond = self._codec.encode_text([self._sampler.negative_prompt])
         batch = make_batch(self._codec, prompts, uncond, self._latent_shape, prompt_ids=samples, sample_ids=samples)
-        streams = Streams(self._seed, 0)
+        streams = Streams(self._seed, 0, self._mesh.device)
 
         def draw(name: str) -> Tensor:
-            return streams.noise(name, samples, self._latent_shape).to(self._mesh.device)
+            return streams.noise(name, samples, self._latent_shape)
 
         x0 = generate(role, draw("guard"), batch, sampler, lambda s: draw(f"guard transition {s}"))
         with phase("decode"):

@@ -13,6 +13,7 @@ from unified_trainer.data.loader import Loader
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained
 from unified_trainer.numerics.advantages import gae, standardized, vtrace
+from unified_trainer.numerics.flow import widest
 from unified_trainer.numerics.values import explained_variance, value_loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
@@ -30,7 +31,7 @@ from unified_trainer.roles.reward import RewardSum
 from unified_trainer.roles.role import Frozen, Role, Trainable, TrainableConfig
 from unified_trainer.roles.value import Value
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.types import Batch, PerSample, Rollout
+from unified_trainer.types import Batch, PerSample, Rollout, take_rows
 
 PerTransition = Float[Tensor, "b s"]  # of each sample at the state before each transition of the window
 
@@ -136,7 +137,7 @@ class DancePPO(Method):
 
         scores = samples.scores.gathered(mesh)
         rewards = self.reward.total(scores.parts)
-        returns = self._standardised(rewards if penalty is None else rewards - mesh.gather(penalty.double()))
+        returns = self._standardised(rewards if penalty is None else rewards - mesh.gather(penalty).cpu().double())
         values = self._values(trajectories)
         targets, advantages = self._compare(trajectories, _own(returns, mesh), values, mesh)
         advantages = self._normalised(advantages[:, [s - window.start for s in trained]], mesh)
@@ -172,12 +173,13 @@ class DancePPO(Method):
 
     @torch.no_grad()
     def _values(self, trajectories: Trajectories) -> PerTransition:
-        """Return the present values of all states before a transition of the window."""
-        return self._of_states(trajectories, partial(self._value, trajectories))
+        """Return the present values of all states before a transition of the window, float64 on the CPU."""
+        return self._of_states(trajectories, partial(self._value, trajectories)).cpu().double()
 
     def _value(self, trajectories: Trajectories, rows: Tensor, s: int) -> PerSample:
         batch, x_t, *_ = trajectories.transition(s, rows)
-        return self.value.value(x_t, self.update.policy.sigmas[s].expand(len(batch)), batch.cond).double()
+        value = self.value.value(x_t, self.update.policy.sigmas[s].expand(len(batch)), batch.cond)
+        return value.to(widest(value.device))
 
     @torch.no_grad()
     def _log_ratios(self, trajectories: Trajectories) -> PerTransition:
@@ -186,9 +188,10 @@ class DancePPO(Method):
         def log_ratio(rows: Tensor, s: int) -> PerSample:
             log_prob, mean, _ = self.update.density(trajectories, rows, s)
             elements = mean[0].numel() if self.config.weight_density == "joint" else 1
-            return elements * (log_prob - trajectories.rollout.log_probs[rows, s - trajectories.window.start])
+            old = trajectories.rollout.log_probs[:, s - trajectories.window.start]
+            return elements * (log_prob - take_rows(old, rows.tolist()))
 
-        return self._of_states(trajectories, log_ratio)
+        return self._of_states(trajectories, log_ratio).cpu().double()
 
     def _of_states(self, trajectories: Trajectories, of: Callable[[Tensor, int], PerSample]) -> PerTransition:
         """Call a function of samples and a transition for all of them, at most `update_batch` samples at a time."""
@@ -225,10 +228,11 @@ class DancePPO(Method):
     ) -> MinibatchLoss:
         """The value loss at the state before transition s, weighted over the samples of the minibatch."""
         rows, at = minibatch.rows, s - trajectories.window.start
-        value, value_old = self._value(trajectories, rows, s), values[rows, at]
-        loss = value_loss(value, value_old, targets[rows, at], self.config.value_clip)
-        seen = {"value_loss": loss.detach()[minibatch.real.to(loss.device)]}
-        return MinibatchLoss((minibatch.weights.to(loss) * loss).sum(), seen)
+        value = self._value(trajectories, rows, s)
+        value_old, target = (x[rows, at].to(value, non_blocking=True) for x in (values, targets))
+        loss = value_loss(value, value_old, target, self.config.value_clip)
+        seen = {"value_loss": take_rows(loss.detach(), minibatch.real.nonzero().flatten().tolist())}
+        return MinibatchLoss((minibatch.weights.to(loss, non_blocking=True) * loss).sum(), seen)
 
     def _value_metrics(self, values: PerTransition, returns: PerSample, window: range) -> dict[str, float]:
         """Return the mean prediction in the unit of the reward, and how much it explains of the discounted returns."""

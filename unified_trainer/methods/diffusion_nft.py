@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from unified_trainer.data.loader import Loader
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained, updated_copy
-from unified_trainer.numerics.flow import Sigma, add_noise, x0_from_velocity
+from unified_trainer.numerics.flow import Sigma, add_noise, sample_mean, x0_from_velocity
 from unified_trainer.numerics.kl import velocity_kl
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
@@ -22,7 +22,7 @@ from unified_trainer.roles.reward import RewardSum
 from unified_trainer.roles.role import Frozen, Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling import SamplerConfig, generate, policy_velocity, trainable_steps
-from unified_trainer.types import Batch, Latents, PerSample, Rollout
+from unified_trainer.types import Batch, Latents, PerSample, Rollout, take_rows
 
 LEAST_ERROR = 1e-5  # smallest divisor of a loss
 
@@ -122,20 +122,22 @@ class DiffusionNFT(Method):
     ) -> MinibatchLoss:
         """advantage_clip times the loss at one noise level, plus the KL, weighted over the minibatch."""
         config = self.config
-        batch, x0 = samples.batch.take(minibatch.rows.tolist()), samples.rollout.x0[minibatch.rows]
+        rows = minibatch.rows.tolist()
+        batch, x0 = samples.batch.take(rows), take_rows(samples.rollout.x0, rows)
         sigma = self.sampler.sigmas()[s]
         x_t = add_noise(x0, rng.noise(f"forward {s}", batch.sample_ids, batch.latent_shape).to(x0), sigma)
         velocity = policy_velocity(self.student, x_t, sigma, batch, self.sampler)
         velocity_old = policy_velocity(self.old, x_t, sigma, batch, self.sampler)
         optimality = (advantages[minibatch.rows] / (2 * config.advantage_clip) + 0.5).clamp(0, 1)
+        optimality = optimality.to(x0.device, non_blocking=True)
         loss = config.advantage_clip * contrast(x0, x_t, sigma, velocity, velocity_old, optimality, config.beta)
         seen = {"loss": loss, "policy_gap": velocity_kl(velocity, velocity_old)}
         if config.kl_coefficient:
             kl = velocity_kl(velocity, policy_velocity(self.reference, x_t, sigma, batch, self.sampler))
             loss, seen["kl"] = loss + config.kl_coefficient * kl, kl
-        real = minibatch.real.to(loss.device)
-        metrics = {name: value.detach()[real] for name, value in seen.items()}
-        return MinibatchLoss((minibatch.weights.to(loss) * loss).sum(), metrics)
+        real = minibatch.real.nonzero().flatten().tolist()
+        metrics = {name: take_rows(value.detach(), real) for name, value in seen.items()}
+        return MinibatchLoss((minibatch.weights.to(loss, non_blocking=True) * loss).sum(), metrics)
 
 
 def contrast(
@@ -150,7 +152,7 @@ def contrast(
     """Return (r |x0+ - x0|^2 / w+ + (1 - r) |x0- - x0|^2 / w-) / beta, means over elements (arXiv:2509.16117).
 
     v+ = beta v + (1 - beta) v_old, v- = (1 + beta) v_old - beta v, x0+- = x_t - sigma v+-, and w+- = mean |x0+- - x0|
-    of the sample in float64 without gradient; r is the optimality in [0, 1].
+    of the sample (`sample_mean`) without gradient; r is the optimality in [0, 1].
     """
     positive = x0_from_velocity(x_t, beta * velocity + (1 - beta) * velocity_old, sigma)
     negative = x0_from_velocity(x_t, (1 + beta) * velocity_old - beta * velocity, sigma)
@@ -159,4 +161,4 @@ def contrast(
 
 def _relative_error(x0_hat: Latents, x0: Latents) -> PerSample:
     error = (x0_hat - x0).flatten(1)
-    return error.square().mean(1) / error.detach().double().abs().mean(1).clamp(min=LEAST_ERROR).to(error)
+    return error.square().mean(1) / sample_mean(error.detach().abs()).clamp(min=LEAST_ERROR).to(error)

@@ -34,7 +34,7 @@ from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.reward import Reward, RewardSum
 from unified_trainer.roles.role import Frozen, Role, Trainable
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.types import Batch, PerSample, Rollout
+from unified_trainer.types import Batch, PerSample, Rollout, take_rows
 
 
 class DistillRL(Method):
@@ -153,8 +153,9 @@ class DistillRL(Method):
             call = self.x0_terms.exit(rng)
             x0 = rollout.x0 if call == self.sampler.num_steps - 1 else rollout.early_x0[:, call]
             for part in parts:
-                batch, own = samples.batch.take(part.tolist()), None if weights is None else weights[part]
-                loss = self.matching.critic_loss(x0[part], batch, rng.numbered(number), own)
+                rows, own = part.tolist(), None if weights is None else weights[part]
+                batch = samples.batch.take(rows)
+                loss = self.matching.critic_loss(take_rows(x0, rows), batch, rng.numbered(number), own)
                 ess = {} if own is None else {"tilt_ess": own.mean() ** 2 / own.square().mean()}
                 yield Loss("critic", loss.value / len(parts), part is parts[-1], loss.metrics | ess)
 

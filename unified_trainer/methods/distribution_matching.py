@@ -24,7 +24,7 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.ranges import NonNegative, Period, PeriodOrZero, PositiveFraction, Shift
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen
-from unified_trainer.types import Batch, Latents, PerSample
+from unified_trainer.types import Batch, Latents, PerSample, take_rows
 
 Sample = Callable[[Batch, Streams, str], Latents]  # the student's samples; the text names what they are for
 
@@ -215,7 +215,7 @@ class DistributionMatching:
         else:
             velocity = self.critic.velocity(x_tau, sigma, cond)
         flow = (velocity - (noise - x0)).square().flatten(1).mean(1)
-        error = flow if weights is None else weights.to(flow) * flow
+        error = flow if weights is None else weights.to(flow, non_blocking=True) * flow
         loss = error.mean() + (self.gan_critic_weight * gan.mean() if self.gan_weight else 0.0)
         metrics |= {"critic_loss": flow.detach(), "sample_power": x0.square().flatten(1).mean(1)}
         return Loss("critic", weight * loss, metrics=metrics)
@@ -275,12 +275,13 @@ def distribution_matching_loss(
     error = 0.5 * (x0 - (x0 - gradient).detach()).square()
     if mask is None:
         return error.mean()
-    selected = torch.broadcast_to(mask.to(error), error.shape)
+    selected = torch.broadcast_to(mask.to(error, non_blocking=True), error.shape)
     return (error * selected).sum() / selected.sum()
 
 
 def _gaps(difference: Tensor, sigma: Tensor) -> dict[str, Tensor]:
     """Return mean |fake - real| of the samples at low, middle and high noise levels."""
-    gap = difference.abs().flatten(1).mean(1).cpu()
-    third = (sigma * 3).floor().clamp(max=2)
-    return {f"gap_{name}": gap[third == i] for i, name in enumerate(("low", "mid", "high"))}
+    gap = difference.abs().flatten(1).mean(1)
+    third = (sigma * 3).floor().clamp(max=2).tolist()  # the noise levels are on the CPU
+    rows = {name: [j for j, of in enumerate(third) if of == i] for i, name in enumerate(("low", "mid", "high"))}
+    return {f"gap_{name}": take_rows(gap, index) for name, index in rows.items()}

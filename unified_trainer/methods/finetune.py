@@ -12,7 +12,7 @@ from unified_trainer.numerics.flow import ShiftedUniform, add_noise
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.ranges import Fraction, Shift
-from unified_trainer.types import Batch, PerFrame, PerSample
+from unified_trainer.types import Batch, PerFrame, PerSample, take_rows
 
 Forcing = Literal["none", "diffusion", "teacher"]  # diffusion forcing: arXiv:2407.01392
 
@@ -62,7 +62,7 @@ class Finetune(Method):
         dropped = rng.uniform("caption dropout", batch.sample_ids) < self.config.caption_dropout
         both = batch.cond.cat(batch.uncond)
         rows = torch.arange(len(batch)) + len(batch) * dropped
-        x_t, cond = add_noise(x0, noise, sigma), both.map(lambda x: x[rows.to(x.device)])
+        x_t, cond = add_noise(x0, noise, sigma), both.map(lambda x: take_rows(x, rows.tolist()))
         if self.config.forcing == "none":
             velocity = self.student.velocity(x_t, sigma, cond)
         else:

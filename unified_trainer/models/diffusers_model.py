@@ -43,8 +43,9 @@ class DiffusersModel:
         if self._folder is not None:
             read_weights(self.network, self._folder, mesh, merged)
             self._folder = None
-            for table in self.network.buffers():
-                table.data = table.to(mesh.device)
+            for module in self.network.modules():
+                for name, table in list(module.named_buffers(recurse=False)):
+                    setattr(module, name, table.to(mesh.device))
 
     @property
     def blocks(self) -> Sequence[nn.Module]:

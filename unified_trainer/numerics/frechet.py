@@ -15,7 +15,7 @@ def frechet_distance(left: Float[Tensor, "n d"], right: Float[Tensor, "m d"]) ->
     """
     if min(len(left), len(right)) < 2:
         raise ValueError(f"frechet_distance: {len(left)} and {len(right)} rows, at least 2 are needed")
-    left, right = left.double(), right.double()
+    left, right = left.cpu().double(), right.cpu().double()
     covariances = [torch.cov(rows.T).reshape(rows.shape[1], rows.shape[1]) for rows in (left, right)]
     root = _square_root(covariances[0])
     crossed = torch.linalg.eigvalsh(root @ covariances[1] @ root).clamp(min=0).sqrt().sum()

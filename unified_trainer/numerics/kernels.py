@@ -12,6 +12,7 @@ from unified_trainer.numerics.flow import (
     Sigma,
     as_level,
     noise_from_velocity,
+    on_cpu_or,
     per_sample,
     promote,
     sample_mean,
@@ -88,7 +89,7 @@ def log_prob(x_next: Tensor, mean: Tensor, std: Tensor, *, normalised: bool = Tr
     if bool((torch.as_tensor(std) <= 0).any()):
         raise ValueError("log_prob: a step with std 0 is deterministic and has no density")
     mean = promote(mean)
-    std = torch.as_tensor(std, dtype=mean.dtype, device=mean.device)
+    std = on_cpu_or(mean, std)
     error = promote(x_next).detach() - mean
     if not normalised:
         return -sample_mean(error.square())

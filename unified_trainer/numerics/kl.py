@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.numerics.flow import promote, sample_mean
+from unified_trainer.numerics.flow import on_cpu_or, promote, sample_mean
 
 Estimate = Literal["k1", "k2", "k3"]
 KL = Literal["exact", "k1", "k2", "k3", "velocity"]
@@ -88,7 +88,7 @@ class AdaptiveKL:
 
 
 def _checked_std(name: str, std: Tensor, mean: Tensor) -> Tensor:
-    """Return std in the dtype and on the device of the mean; ValueError where it is 0."""
+    """Return std in the dtype of the mean, see `on_cpu_or`; ValueError where it is 0."""
     if bool((torch.as_tensor(std) <= 0).any()):
         raise ValueError(f"{name}: a step with std 0 is deterministic and has no density")
-    return torch.as_tensor(std, dtype=promote(mean).dtype, device=mean.device)
+    return on_cpu_or(promote(mean), std)

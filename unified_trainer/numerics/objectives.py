@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from unified_trainer.numerics.flow import sample_mean
+from unified_trainer.numerics.flow import sample_mean, widest
 from unified_trainer.numerics.kl import gaussian_kl
 from unified_trainer.ranges import NonNegative, Positive, above
 
@@ -76,7 +76,7 @@ def surrogate(
     if mode == "soft_clip":
         return torch.minimum(ratio, 1 / ratio).detach() ** alpha * free
     if mode == "sapo":
-        tau = torch.where(advantage > 0, ratio.new_tensor(tau_pos), ratio.new_tensor(tau_neg))
+        tau = torch.where(advantage > 0, torch.full_like(ratio, tau_pos), torch.full_like(ratio, tau_neg))
         return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
     if mode in ("ce_gppo", "cispo"):
         slope = ratio / ratio.detach()  # of value 1 and with the gradient of log_ratio
@@ -99,7 +99,8 @@ def guarded_log_ratio(
     deviation sqrt(2 k / D), k the KL per element, so a symmetric clip range acts on one side only. The guarded
     log-ratio has expectation 0 and the same scale at every step. It is float64; `mean_old` takes no gradient.
     """
-    spread = sample_mean(torch.as_tensor(std, dtype=torch.float64, device=mean.device).expand_as(mean))
+    std = torch.as_tensor(std)
+    spread = std.to(widest(mean.device)) if std.ndim == 0 else sample_mean(std.to(mean.device).expand_as(mean))
     return (log_ratio + gaussian_kl(mean, mean_old.detach(), std)) * spread
 
 
@@ -178,7 +179,7 @@ def _ratio(mode: Mode, log_ratio: Tensor) -> Tensor:
     """Return exp of the clipped log-ratio, float64; one per sample for gspo."""
     if mode not in get_args(Mode):
         raise ValueError(f"unknown surrogate {mode!r}; have {', '.join(get_args(Mode))}")
-    log_ratio = log_ratio.double().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = log_ratio.to(widest(log_ratio.device)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if mode != "gspo":
         return log_ratio.exp()
     if log_ratio.ndim != 2:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unified_trainer.numerics.flow import widest
 from unified_trainer.numerics.objectives import LOG_RATIO_LIMIT
 
 Correction = Literal["none", "decoupled", "loglinear", "truncated"]
@@ -44,10 +45,10 @@ def proximal_log_ratio(
 def importance_weight(
     log_ratio: Float[Tensor, " b"], elements: int, density: WeightDensity, largest: float
 ) -> Float[Tensor, " b"]:
-    """Return min(exp(c log_ratio), largest): truncated importance weights (IMPALA, arXiv:1802.01561), float64.
+    """Return min(exp(c log_ratio), largest): truncated importance weights (IMPALA, arXiv:1802.01561).
 
     `joint`: c = elements, the ratio of the densities of whole samples, whose mean over the behavior policy is 1
     without truncation. `mean`: c = 1, the geometric mean of the elements' ratios.
     """
-    power = elements if density == "joint" else 1
-    return (power * log_ratio.double()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=largest)
+    log_ratio = log_ratio.to(widest(log_ratio.device)) * (elements if density == "joint" else 1)
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=largest)

@@ -3,17 +3,20 @@
 from jaxtyping import Float
 from torch import Tensor, maximum
 
+from unified_trainer.numerics.flow import widest
+
 
 def value_loss(
     value: Float[Tensor, "*b"], value_old: Float[Tensor, "*b"], target: Float[Tensor, "*b"], clip: float = 0.0
 ) -> Float[Tensor, "*b"]:
-    """Return 1/2 max((V - target)^2, (V_old + clamp(V - V_old, -clip, clip) - target)^2) of each value, float64.
+    """Return 1/2 max((V - target)^2, (V_old + clamp(V - V_old, -clip, clip) - target)^2) of each value.
 
     A value that has moved by more than `clip` from V_old, the value before the update, gets no gradient unless it moved
     away from the target (PPO2; PPO, arXiv:1707.06347, clips the policy alone). Without clip, 0, the loss is
     1/2 (V - target)^2. Only V takes a gradient.
     """
-    value, value_old, target = value.double(), value_old.detach().double(), target.detach().double()
+    dtype = widest(value.device)
+    value, value_old, target = value.to(dtype), value_old.detach().to(dtype), target.detach().to(dtype)
     error = (value - target).square()
     if clip:
         error = maximum(error, (value_old + (value - value_old).clamp(-clip, clip) - target).square())

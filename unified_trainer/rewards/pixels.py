@@ -20,7 +20,8 @@ THUMBNAIL = (3, 8, 8)  # frames, height and width of the thumbnails that diversi
 
 def luma(video: Video) -> Float[Tensor, "b frames height width"]:
     """Compute the luma of every pixel (ITU-R BT.709)."""
-    return torch.einsum("bcthw,c->bthw", video, video.new_tensor(LUMA))
+    weights = torch.tensor(LUMA, dtype=video.dtype).to(video.device, non_blocking=True)
+    return torch.einsum("bcthw,c->bthw", video, weights)
 
 
 def sharpness(video: Video) -> PerSample:

@@ -155,7 +155,7 @@ def _of_chunks(
     ranges, size, past = chunks.ranges(x0.shape[2]), config.rollout_batch, credit.frames == "up_to"
     rows = [slice(start, start + size) for start in range(0, len(batch), size)]
     parts = [reward.score_chunks(x0[own], batch.prompts[own], ranges, past=past) for own in rows]
-    returns = mesh.gather(chunk_returns(torch.cat(parts).double(), credit.discount))
+    returns = mesh.gather(chunk_returns(torch.cat(parts).cpu().double(), credit.discount))
     branches = None
     if credit.shared_chunks:
         of_sample = torch.tensor(batch.sample_ids, device=returns.device) // (config.num_samples // credit.branches)

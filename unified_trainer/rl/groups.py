@@ -83,7 +83,7 @@ def compute_advantages(
     ids, rewards = gather_ids(batch, gathered.parts, mesh), reward.total(gathered.parts)
     below = below_threshold(rewards, ids, config.reward_threshold)
     if penalty is not None:
-        penalised = rewards - mesh.gather(penalty.double())
+        penalised = rewards - mesh.gather(penalty).cpu().double()
         advantages, equal = group_advantages(penalised, ids, config.advantage), zero_variance(penalised, ids)
     else:
         equal = equal_groups(config, reward, gathered.parts, ids)

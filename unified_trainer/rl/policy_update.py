@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.numerics.chunk_credit import chunk_log_ratios
+from unified_trainer.numerics.flow import widest
 from unified_trainer.numerics.kl import gaussian_kl
 from unified_trainer.numerics.objectives import (
     calibrated_clip,
@@ -31,7 +32,7 @@ from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.rl.updates import LossAt, MinibatchLoss
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig, policy_velocity
-from unified_trainer.types import Batch, Latents, PerSample
+from unified_trainer.types import Batch, Latents, PerSample, take_rows
 
 
 class PolicyUpdate:
@@ -117,7 +118,8 @@ class PolicyUpdate:
             for s in trained:
                 at, real = s - trajectories.window.start, minibatch.real
                 log_prob, *_ = self.density(trajectories, minibatch.rows, s)
-                log_probs[minibatch.rows[real], at] = log_prob[real.to(log_prob.device)]
+                rows, own = minibatch.rows[real], real.nonzero().flatten().tolist()
+                log_probs[:, at].index_copy_(0, rows.to(log_prob.device, non_blocking=True), take_rows(log_prob, own))
         return dataclasses.replace(trajectories, start_log_probs=log_probs)
 
     def _start_update(
@@ -134,7 +136,8 @@ class PolicyUpdate:
 
         def loss_at(minibatch: Minibatch, s: int, last: bool) -> MinibatchLoss:
             replay = self._replay(trajectories, minibatch.rows, s)
-            advantage = advantages[minibatch.rows, trained.index(s)]
+            advantage = advantages[minibatch.rows, trained.index(s)].to(widest(self.student.device))
+            advantage = advantage.to(self.student.device, non_blocking=True)
             self.on_policy.update(replay)
             collector.add(replay, advantage, minibatch)
             value = self._loss(replay, advantage, minibatch, s, sequences[id(minibatch)])
@@ -164,11 +167,12 @@ class PolicyUpdate:
         config = self.config
         log_prob, mean, std = self.density(trajectories, rows, s)
         batch, x_t, x_next, log_prob_old, x0 = trajectories.transition(s, rows)
-        elements, lag = math.prod(batch.latent_shape), trajectories.lags[rows].to(log_prob.device)
+        elements, lag = math.prod(batch.latent_shape), trajectories.lags[rows].to(log_prob.device, non_blocking=True)
         log_ratio = log_prob - log_prob_old
-        mean_old = x_next - std * trajectories.noise(batch, s).to(std)
+        mean_old = x_next - std * trajectories.noise(batch, s)
         ratio = guarded_log_ratio(log_ratio, mean, mean_old, std) if config.guard else log_ratio
-        start = trajectories.start_log_probs[rows, s - trajectories.window.start] - log_prob_old
+        at = s - trajectories.window.start
+        start = take_rows(trajectories.start_log_probs[:, at], rows.tolist()) - log_prob_old
         proximal = proximal_log_ratio(config.correction, log_ratio, start, lag)
         weight = importance_weight(proximal, elements, config.weight_density, config.weight_max)
         kl_old = gaussian_kl(mean.detach(), mean_old, std)
@@ -176,7 +180,8 @@ class PolicyUpdate:
         shares = None
         if self._per_chunk:
             ranges = self.sampler.chunks.ranges(x_t.shape[2])
-            shares = torch.tensor([(stop - begin) / x_t.shape[2] for begin, stop in ranges]).to(log_ratio)
+            shares = torch.tensor([(stop - begin) / x_t.shape[2] for begin, stop in ranges])
+            shares = shares.to(log_ratio, non_blocking=True)
             # One chunk is the clip, whose old log-density is the rollout's to the last bit.
             by_chunk = chunk_log_ratios(self.policy, x_next, mean, mean_old, std, ranges)
             ratio = by_chunk if len(ranges) > 1 else ratio[:, None]
@@ -213,7 +218,7 @@ class PolicyUpdate:
         loss = -self._step_weight(s) * objective
         if replay.kl_reference is not None:
             loss = loss + self.kl.coefficient * replay.kl_reference
-        return (minibatch.weights.to(loss) * loss).sum()
+        return (minibatch.weights.to(loss, non_blocking=True) * loss).sum()
 
     def _surrogate(self, ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> Tensor:
         parameters = dataclasses.asdict(self.config.objective_parameters)
@@ -279,7 +284,7 @@ class PolicyUpdate:
     def _diagnostics(self, stats: ReplayStats, clips: Float[Tensor, "s 2"]) -> dict[str, float]:
         """Return the objective's diagnostics; `clips` are the clip ranges of the trained transitions."""
         parameters = dataclasses.asdict(self.config.objective_parameters)
-        low, high = clips.to(stats.ratio.device).T
+        low, high = clips.T
         if self.config.objective == "gspo":
             ratio, advantage = stats.ratio, stats.advantage[:, 0]
             return diagnostics("gspo", ratio, advantage, clip_low=low[0], clip_high=high[0], **parameters)

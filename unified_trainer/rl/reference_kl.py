@@ -91,7 +91,7 @@ class ReferenceKL:
             for s in trajectories.window:
                 batch, x_t, x_next, _, x0 = trajectories.transition(s, rows)
                 _, std = self._policy.step(s, x_t, torch.zeros_like(x_t))
-                mean = x_next - std * trajectories.noise(batch, s).to(std)
+                mean = x_next - std * trajectories.noise(batch, s)
                 steps.append(self.of_transition(s, x_t, x_next, mean, batch, x0))
             parts.append(torch.stack(steps).mean(0))
         return torch.cat(parts)

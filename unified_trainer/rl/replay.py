@@ -11,7 +11,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.minibatches import Minibatch
 from unified_trainer.rl.rollouts import ScoredSamples
-from unified_trainer.types import Batch, Latents, PerSample, Rollout
+from unified_trainer.types import Batch, Latents, PerSample, Rollout, take_rows
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,10 @@ class Trajectories:
 
     def transition(self, s: int, rows: Tensor) -> tuple[Batch, Latents, Latents, PerSample, Latents]:
         """Return the batch, x_t, x_next and log-density of transition s, and the final x0, of some samples."""
-        states, at = self.rollout.states, s - self.window.start
-        log_prob, x0 = self.rollout.log_probs[rows, at], self.rollout.x0[rows]
-        return self.batch.take(rows.tolist()), states[rows, at], states[rows, at + 1], log_prob, x0
+        states, at, index = self.rollout.states, s - self.window.start, rows.tolist()
+        x_t, x_next = take_rows(states[:, at], index), take_rows(states[:, at + 1], index)
+        log_prob, x0 = take_rows(self.rollout.log_probs[:, at], index), take_rows(self.rollout.x0, index)
+        return self.batch.take(index), x_t, x_next, log_prob, x0
 
     def noise(self, batch: Batch, s: int) -> Latents:
         """Redraw the noise of transition s for these samples; it is not stored."""
@@ -103,15 +104,16 @@ class ReplayCollector:
     def add(self, replay: Replay, advantage: PerSample | Float[Tensor, "m k"], minibatch: Minibatch) -> None:
         """Add one transition of a minibatch; each chunk with a ratio of its own is a row."""
         kl = torch.zeros_like(replay.kl_old) if replay.kl_reference is None else replay.kl_reference
-        real = minibatch.real.to(replay.kl_old)
+        real = minibatch.real.to(replay.kl_old, non_blocking=True)
         columns = (replay.log_ratio, replay.ratio, replay.kl_old, kl, replay.weight, replay.lag, advantage, real)
         by_chunk = replay.ratio.reshape(len(real), -1)
-        rows = [column.detach().to(real).reshape(len(real), -1).expand_as(by_chunk).flatten() for column in columns]
+        columns = tuple(column.detach().to(real, non_blocking=True).reshape(len(real), -1) for column in columns)
+        rows = [column.expand_as(by_chunk).flatten() for column in columns]
         self._rows.append(torch.stack(rows, 1))
 
     def gathered(self, mesh: Mesh, transitions: int) -> ReplayStats:
-        """Return the replays of all ranks, without padding."""
+        """Return the replays of all ranks in float64 on the CPU, without padding."""
         mine = torch.cat(self._rows).unflatten(0, (transitions, -1)).transpose(0, 1)
-        rows = mesh.gather(mine)
+        rows = mesh.gather(mine).cpu().double()
         *columns, real = rows.unbind(2)
         return ReplayStats(*(column[real[:, 0] > 0] for column in columns))

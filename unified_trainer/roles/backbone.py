@@ -5,17 +5,24 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch._ops import OpOverload
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from unified_trainer.errors import NotFiniteError, UserError
 from unified_trainer.meter import Meter, Pass
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import VideoModel
+from unified_trainer.parallel.device import OWN_ATTENTION
 from unified_trainer.parallel.fsdp import (
     exchange_gradients,
     local_part,
@@ -37,6 +44,7 @@ PRODUCTS = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
 )
 NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights alone
 
@@ -199,8 +207,19 @@ class Backbone:
         adapter = self._adapter(self._running)
         if not self._selective:
             return nullcontext(), adapter
-        keep, take = create_selective_checkpoint_contexts([*PRODUCTS])
+        keep, take = create_selective_checkpoint_contexts(_policy)
         return keep, _both(adapter, take)
+
+
+def _policy(
+    _context: SelectiveCheckpointContext, operation: OpOverload, *_args: Any, **_kwargs: Any
+) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_kept(operation: OpOverload) -> bool:
+    """Return whether selective checkpointing keeps the results of an operation."""
+    return operation in PRODUCTS or operation.name() in OWN_ATTENTION
 
 
 @contextmanager

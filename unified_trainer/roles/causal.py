@@ -7,7 +7,7 @@ from torch import Tensor
 from unified_trainer.models.base import Cache
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import GuidanceScale, guide
-from unified_trainer.roles.experts import Expert, Rows, expert_at, route
+from unified_trainer.roles.experts import Expert, Pick, expert_at, route
 from unified_trainer.roles.role import Frozen, Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.types import Condition, Latents, PerFrame, PerSample
@@ -30,10 +30,10 @@ class Causal(Role):
         need both experts, each expert runs on all of them, since each has a KV cache of its own.
         """
 
-        def call(expert: Expert, rows: Rows) -> tuple[Latents]:
-            past = None if clean is None else clean[rows]
+        def call(expert: Expert, pick: Pick) -> tuple[Latents]:
+            past = None if clean is None else pick(clean)
             with self.running(expert) as model:
-                return (model.velocity_masked(x_t[rows], sigma[rows], cond.map(lambda x: x[rows]), chunks, past),)
+                return (model.velocity_masked(pick(x_t), pick(sigma), cond.map(pick), chunks, past),)
 
         return route(self._row_masks(sigma), call)[0]
 

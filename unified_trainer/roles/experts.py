@@ -6,6 +6,7 @@ noise levels it trains.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -18,10 +19,10 @@ from unified_trainer.numerics.flow import GuidanceScale, per_sample
 from unified_trainer.ranges import Fraction, NonNegative
 from unified_trainer.roles.adapter import FrozenExpertConfig
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.types import PerFrame, PerSample
+from unified_trainer.types import PerFrame, PerSample, take_rows
 
 Expert = Literal["high", "low", ""]  # the high-noise or the low-noise expert; "" is the only network of a role
-Rows = slice | Int[Tensor, " m"]
+Pick = Callable[[Tensor], Tensor]  # the rows of a tensor [b, ...] that one expert computes
 RowMask = Bool[Tensor, " b"] | Bool[Tensor, "b t"]  # the samples, or their frames, that one expert runs on
 Balance = Literal["mixed", "natural", "equal"]
 
@@ -118,7 +119,7 @@ def row_masks(sigma: PerSample | PerFrame, boundary: float) -> dict[Expert, RowM
 
 
 def route(
-    masks: Mapping[Expert, RowMask], call: Callable[[Expert, Rows], tuple[Shaped[Tensor, "..."], ...]]
+    masks: Mapping[Expert, RowMask], call: Callable[[Expert, Pick], tuple[Shaped[Tensor, "..."], ...]]
 ) -> tuple[Shaped[Tensor, "..."], ...]:
     """Call each expert on its rows and join the results row by row.
 
@@ -126,12 +127,13 @@ def route(
     a pass of sharded weights needs all ranks, forward and backward.
     """
     if len(masks) == 1:
-        return call(next(iter(masks)), slice(None))
+        return call(next(iter(masks)), lambda x: x)
     joined: list[Tensor] = []
     for expert, mask in masks.items():
         rows = mask.reshape(len(mask), -1).any(1).nonzero().flatten()
         rows = rows if len(rows) else torch.zeros(1, dtype=torch.int64, device=mask.device)
-        parts = [_scatter(result, mask, rows) for result in call(expert, rows)]
+        pick = partial(take_rows, rows=rows.tolist())
+        parts = [_scatter(result, mask, rows) for result in call(expert, pick)]
         joined = [a + b for a, b in zip(joined, parts, strict=True)] if joined else parts
     return tuple(joined)
 
@@ -139,7 +141,7 @@ def route(
 def _scatter(result: Shaped[Tensor, "m ..."], mask: RowMask, rows: Int[Tensor, " m"]) -> Shaped[Tensor, "b ..."]:
     """Place the results at their rows, with zeros elsewhere and where the mask is False."""
     kept = torch.where(per_sample(mask[rows], result) > 0, result, 0.0)
-    return kept.new_zeros(len(mask), *kept.shape[1:]).index_add(0, rows.to(kept.device), kept)
+    return kept.new_zeros(len(mask), *kept.shape[1:]).index_add(0, rows.to(kept.device, non_blocking=True), kept)
 
 
 def scale_at(

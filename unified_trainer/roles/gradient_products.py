@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.numerics.flow import widest
 from unified_trainer.parallel.fsdp import to_local
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.role import Trainable
@@ -38,5 +39,6 @@ def _gradient(role: Trainable, passes: Sequence[Pass]) -> dict[str, Tensor]:
 
 
 def _product(one: dict[str, Tensor], other: dict[str, Tensor]) -> Float[Tensor, ""]:
-    parts = [(one[key] * other[key]).sum(dtype=torch.float64).cpu() for key in one if key in other]
-    return torch.stack([torch.zeros((), dtype=torch.float64), *parts]).sum()
+    shared = [key for key in one if key in other]
+    parts = [(one[key] * other[key]).sum(dtype=widest(one[key].device)) for key in shared]
+    return torch.stack(parts).cpu().double().sum() if parts else torch.zeros((), dtype=torch.float64)

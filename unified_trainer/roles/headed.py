@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from unified_trainer.parallel.fsdp import exchange_gradients, shard
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.experts import Expert, ExpertPair, Rows, by_expert, route
+from unified_trainer.roles.experts import Expert, ExpertPair, Pick, by_expert, route
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.types import Condition, Latents, PerSample
 
@@ -37,9 +37,9 @@ class Headed(Trainable):
     def velocity_and_head(self, x_t: Latents, sigma: PerSample, cond: Condition) -> tuple[Latents, Float[Tensor, " b"]]:
         """Return the velocity and, from the same pass, the output of the head for each sample."""
 
-        def call(expert: Expert, rows: Rows) -> tuple[Latents, Float[Tensor, " m"]]:
+        def call(expert: Expert, pick: Pick) -> tuple[Latents, Float[Tensor, " m"]]:
             with self.running(expert) as model, model.features() as seen:
-                velocity = model.velocity(x_t[rows], sigma[rows], cond.map(lambda x: x[rows]))
+                velocity = model.velocity(pick(x_t), pick(sigma), cond.map(pick))
             return velocity, self._heads[expert](seen[-1].float().mean(1))[:, 0]
 
         velocity, output = route(self._row_masks(sigma), call)

@@ -14,7 +14,7 @@ from unified_trainer.numerics.advantages import Ids, spread
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.base import RewardConfig, Scorer, ScorerConfig, of_images
 from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
-from unified_trainer.types import Latents, PerSample, Video
+from unified_trainer.types import Latents, PerSample, Video, take_rows
 
 __all__ = ["Reward", "RewardConfig", "RewardSum", "Scorer", "ScorerConfig", "Scores", "VideoReward", "of_images"]
 
@@ -43,13 +43,16 @@ class Scores:
     def take(self, rows: Sequence[int]) -> "Scores":
         """Select samples, in this order."""
         index = list(rows)
-        measured = {name: values[index] for name, values in self.statistics.items()}
-        return Scores(self.parts[index], measured, self.thumbnails[index])
+        measured = {name: take_rows(values, index) for name, values in self.statistics.items()}
+        return Scores(take_rows(self.parts, index), measured, take_rows(self.thumbnails, index))
 
     def gathered(self, mesh: Mesh) -> "Scores":
-        """Gather the scores of all ranks, in float64."""
-        measured = {name: mesh.gather(values.double()) for name, values in self.statistics.items()}
-        return Scores(mesh.gather(self.parts.double()), measured, mesh.gather(self.thumbnails.double()))
+        """Gather the scores of all ranks, in float64 on the CPU; everything leaves the device in one copy."""
+        columns = [self.parts, *(values[:, None] for values in self.statistics.values()), self.thumbnails]
+        rows = mesh.gather(torch.cat([column.float() for column in columns], 1)).cpu().double()
+        parts, *measured, thumbnails = rows.split([column.shape[1] for column in columns], 1)
+        named = zip(self.statistics, measured, strict=True)
+        return Scores(parts, {name: column.squeeze(1) for name, column in named}, thumbnails)
 
 
 class RewardSum:

@@ -23,8 +23,8 @@ from unified_trainer.roles.experts import (
     Expert,
     ExpertConfig,
     ExpertPair,
+    Pick,
     RowMask,
-    Rows,
     balanced_uniform,
     by_expert,
     expert_at,
@@ -134,9 +134,9 @@ class Role:
             with self.running() as model:
                 return model.velocity(x_t, sigma, cond)
 
-        def call(expert: Expert, rows: Rows) -> tuple[Latents]:
+        def call(expert: Expert, pick: Pick) -> tuple[Latents]:
             with self.running(expert) as model:
-                return (model.velocity(x_t[rows], sigma[rows], cond.map(lambda x: x[rows])),)
+                return (model.velocity(pick(x_t), pick(sigma), cond.map(pick)),)
 
         return route(self._row_masks(sigma), call)[0]
 

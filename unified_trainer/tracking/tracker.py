@@ -224,26 +224,38 @@ class Means:
     """Means of metrics by name: a number counts once, a vector once per element; names ending in _max are maxima."""
 
     def __init__(self) -> None:
-        self._totals: dict[str, tuple[float, float]] = {}  # sum and count, or maximum and 1
+        self._given: dict[str, list[Tensor]] = {}  # vectors, on the CPU or a device
 
     def add(self, metrics: Mapping[str, float | Tensor]) -> None:
-        """Add values; a vector may be empty."""
+        """Add values, without waiting for a device; a vector may be empty."""
         for name, value in metrics.items():
-            values = torch.as_tensor(value, dtype=torch.float64).detach().flatten()
+            own = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            self._given.setdefault(name, []).append(own.flatten())
+
+    def _totals(self) -> dict[str, tuple[float, float]]:
+        """Return sum and count, or maximum and 1, by name; everything leaves a device in one copy."""
+        given = [values for several in self._given.values() for values in several]
+        away = [values.float() for values in given if values.device.type != "cpu"]
+        here = iter(torch.cat(away).cpu().split([len(values) for values in away]) if away else ())
+        on_cpu = iter([values if values.device.type == "cpu" else next(here) for values in given])
+        totals = {}
+        for name, several in self._given.items():
+            values = torch.cat([next(on_cpu).double() for _ in several])
             if name.endswith("_max"):
-                self._totals[name] = (max(values.max().item(), self._totals.get(name, (-math.inf, 1.0))[0]), 1.0)
+                totals[name] = (values.max().item() if len(values) else -math.inf, 1.0)
             else:
-                total, count = self._totals.get(name, (0.0, 0.0))
-                self._totals[name] = (total + values.sum().item(), count + len(values))
+                totals[name] = (math.fsum(values.tolist()), float(len(values)))
+        return totals
 
     def over(self, mesh: Mesh) -> dict[str, float]:
         """Return the means over all ranks (a collective); names without any value are left out.
 
         All ranks must have added the same names in the same order.
         """
-        rows = mesh.gather(torch.tensor([list(self._totals.values())], dtype=torch.float64, device=mesh.device)).cpu()
+        totals = self._totals()
+        rows = mesh.gather(torch.tensor([list(totals.values())], dtype=torch.float64))
         result = {}
-        for i, name in enumerate(self._totals):
+        for i, name in enumerate(totals):
             if name.endswith("_max"):
                 result[name] = rows[:, i, 0].max().item()
             elif count := rows[:, i, 1].sum().item():

@@ -18,7 +18,7 @@ from unified_trainer.models.base import PassSize
 from unified_trainer.models.masked_attention import token_mask
 from unified_trainer.models.wan.attention import Finished, KeysValues, Pass, set_attention
 from unified_trainer.models.wan.codec import WanCondition
-from unified_trainer.models.wan.model import TIME_SCALE, WanModel
+from unified_trainer.models.wan.model import WanModel, network_time
 from unified_trainer.numerics.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
 from unified_trainer.parallel.device import has_flex_attention
 from unified_trainer.types import Latents, PerFrame, PerSample
@@ -119,8 +119,8 @@ class CausalWanModel(WanModel):
         self._pairs, self._text_cached = _pairs(len(frames) * tokens, tokens, frame_mask, **seen)
         mask = None
         if frame_mask is not None and not bool(frame_mask.all()):
-            mask = token_mask(frame_mask.to(x.device), tokens, flex=has_flex_attention(x.device))
-        time = (TIME_SCALE * sigma.double()).to(device=x.device, dtype=torch.float32)
+            mask = token_mask(frame_mask.to(x.device, non_blocking=True), tokens, flex=has_flex_attention(x.device))
+        time = network_time(sigma, x)
         if time.ndim == 2:
             time = time.repeat_interleave(tokens, 1)
         self._positions.expect(frames, mask=mask, **seen)
@@ -161,7 +161,7 @@ class _Positions(nn.Module):
         del self._expected
         _, patch_height, patch_width = self._rope.patch_size
         height, width = x.shape[3] // patch_height, x.shape[4] // patch_width
-        at = torch.tensor(frames, device=x.device)
+        at = torch.tensor(frames).to(x.device, non_blocking=True)
         rope = self._rope
         return Pass(*(self._by_token(table, at, height, width) for table in (rope.freqs_cos, rope.freqs_sin)), **seen)
 
@@ -198,10 +198,11 @@ def _cut(chunk: Finished, kept: frozenset[int]) -> Finished:
     """Cut a chunk to the frames that stay in the cache."""
     if kept.issuperset(chunk.frames):
         return chunk
-    rows = torch.tensor([frame in kept for frame in chunk.frames], device=chunk.own[0][0].device)
+    stay = [i for i, frame in enumerate(chunk.frames) if frame in kept]
+    rows = torch.tensor(stay).to(chunk.own[0][0].device, non_blocking=True)
 
     def rows_of(part: Tensor) -> Tensor:
-        return part.unflatten(1, (len(rows), -1))[:, rows].flatten(1, 2)
+        return part.unflatten(1, (len(chunk.frames), -1)).index_select(1, rows).flatten(1, 2)
 
     frames = tuple(frame for frame in chunk.frames if frame in kept)
     return Finished(frames, [(rows_of(key), rows_of(value)) for key, value in chunk.own])

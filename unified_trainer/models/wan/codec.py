@@ -122,10 +122,11 @@ class WanCodec:
         longest = max(map(len, embeddings))
         if longest > self._text_tokens:
             raise UserError(f"a text embedding has {longest} tokens, but this model takes {self._text_tokens}")
-        text = torch.zeros(len(embeddings), self._text_tokens, embeddings[0].shape[1], device=self._device)
+        first = embeddings[0]
+        text = torch.zeros(len(embeddings), self._text_tokens, first.shape[1], device=first.device)
         for padded, row in zip(text, embeddings, strict=True):
             padded[: len(row)] = row
-        return WanCondition(text)
+        return WanCondition(text.to(self._device, non_blocking=True))
 
     def text_difference(self, prompt: str, embedding: Tensor) -> float:
         own = self.embeddings([prompt])[0]

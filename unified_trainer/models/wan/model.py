@@ -13,10 +13,16 @@ from unified_trainer.models.base import CheckpointContexts, PassSize
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.ulysses import SharedTokens
+from unified_trainer.numerics.flow import widest
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.types import Latents, PerSample
+from unified_trainer.types import Latents, PerFrame, PerSample
 
 TIME_SCALE = 1000  # the network's time is 1000 sigma, and stays fractional
+
+
+def network_time(sigma: PerSample | PerFrame, like: Tensor) -> Tensor:
+    """Return the network's time at noise levels, float32 on the device of `like`, without waiting for it."""
+    return (TIME_SCALE * sigma.to(widest(sigma.device))).float().to(like.device, non_blocking=True)
 
 
 class WanModel(DiffusersModel):
@@ -40,7 +46,7 @@ class WanModel(DiffusersModel):
         self._shared = SharedTokens(self.network, mesh)
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: WanCondition) -> Latents:
-        time = (TIME_SCALE * sigma.double()).to(device=x_t.device, dtype=torch.float32)
+        time = network_time(sigma, x_t)
         x_t = self._shared.whole_gradient(x_t) if self._shared else x_t
         return self.network(x_t, time, cond.text, return_dict=False)[0].float()
 
