@@ -225,6 +225,7 @@ def _load_backbone(
     }
     owned = bool(training) and not adapters
     trainable = [plans[name].trainable for name in names if plans[name].trainable]
+    half_passes = half and all(plans[name].config.precision == "bf16" for name in names)
     return Backbone(
         open_model(names[0], path, component, causal=any(issubclass(plans[name].kind, Causal) for name in names)),
         mesh,
@@ -232,7 +233,8 @@ def _load_backbone(
         adapters=adapters,
         activation_checkpointing=any(config.activation_checkpointing for config in trainable),
         selective_checkpointing=any(config.selective_checkpointing for config in trainable),
-        half=half and not owned and all(plans[name].config.precision == "bf16" for name in names),
+        half=half_passes and not owned,
+        half_passes=half_passes,
         compile=any(plans[name].config.compile for name in names),
         offload=half and any(expert in plans[name].layout.offloaded for name, expert in seats),
         merged=plans[names[0]].merged.get(seats[0][1]),
