@@ -37,7 +37,7 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import Expert, ExpertPair
 from unified_trainer.roles.reward import Reward, RewardSum
-from unified_trainer.roles.role import Role, Trainable
+from unified_trainer.roles.role import Role, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.summary import summary
 from unified_trainer.trainer import Trainer
@@ -138,7 +138,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     kernels = ", ".join(attention_order(run.parallel.attention, mesh.device)) or "torch's order of kernels"
     rows = summary(run, plan, roles, source) | {"attention": kernels}
     rows |= {f"worker {i}": where for i, where in enumerate(places)}
-    notes = (*_notes(mesh), *encoded, *plan.notes)
+    notes = (*_notes(mesh, run), *encoded, *plan.notes)
     stop = workers.stop if workers is not None else None
     return Built(run, trainer, roles, codec, reward, validation, rows, plan.counts, notes, plan.keep, stop)
 
@@ -300,6 +300,9 @@ def _guards(
     return Guards(guards, roles["student"], mesh, probe)
 
 
-def _notes(mesh: Mesh) -> tuple[str, ...]:
+def _notes(mesh: Mesh, run: RunConfig) -> tuple[str, ...]:
     rest = "gradients and their sums over ranks, optimizers, guidance, losses and log-probabilities fp32; sigmas fp64"
-    return (f"ranks: {mesh}", f"precision: {rest}")
+    trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
+    half = ", ".join(name for name, config in trained.items() if config.moments == "bf16")
+    moments = f"; moments of {half} bf16" if half else ""
+    return (f"ranks: {mesh}", f"precision: {rest}{moments}")
