@@ -37,7 +37,7 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import Expert, ExpertPair
 from unified_trainer.roles.reward import Reward, RewardSum
-from unified_trainer.roles.role import Role, Trainable
+from unified_trainer.roles.role import Role, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.summary import summary
 from unified_trainer.trainer import Trainer
@@ -138,7 +138,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     kernels = ", ".join(attention_order(run.parallel.attention, mesh.device)) or "torch's order of kernels"
     rows = summary(run, plan, roles, source) | {"attention": kernels}
     rows |= {f"worker {i}": where for i, where in enumerate(places)}
-    notes = (*_notes(mesh), *encoded, *plan.notes)
+    notes = (*_notes(mesh, run), *encoded, *plan.notes)
     stop = workers.stop if workers is not None else None
     return Built(run, trainer, roles, codec, reward, validation, rows, plan.counts, notes, plan.keep, stop)
 
@@ -225,6 +225,7 @@ def _load_backbone(
     }
     owned = bool(training) and not adapters
     trainable = [plans[name].trainable for name in names if plans[name].trainable]
+    half_passes = half and all(plans[name].config.precision == "bf16" for name in names)
     return Backbone(
         open_model(names[0], path, component, causal=any(issubclass(plans[name].kind, Causal) for name in names)),
         mesh,
@@ -232,7 +233,8 @@ def _load_backbone(
         adapters=adapters,
         activation_checkpointing=any(config.activation_checkpointing for config in trainable),
         selective_checkpointing=any(config.selective_checkpointing for config in trainable),
-        half=half and not owned and all(plans[name].config.precision == "bf16" for name in names),
+        half=half_passes and not owned,
+        half_passes=half_passes,
         compile=any(plans[name].config.compile for name in names),
         offload=half and any(expert in plans[name].layout.offloaded for name, expert in seats),
         merged=plans[names[0]].merged.get(seats[0][1]),
@@ -298,6 +300,9 @@ def _guards(
     return Guards(guards, roles["student"], mesh, probe)
 
 
-def _notes(mesh: Mesh) -> tuple[str, ...]:
+def _notes(mesh: Mesh, run: RunConfig) -> tuple[str, ...]:
     rest = "gradients and their sums over ranks, optimizers, guidance, losses and log-probabilities fp32; sigmas fp64"
-    return (f"ranks: {mesh}", f"precision: {rest}")
+    trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
+    half = ", ".join(name for name, config in trained.items() if config.moments == "bf16")
+    moments = f"; moments of {half} bf16" if half else ""
+    return (f"ranks: {mesh}", f"precision: {rest}{moments}")

@@ -6,7 +6,7 @@ from helpers import CPU, assert_same
 from torch import nn
 
 from unified_trainer.parallel.device import optimizer_kernels
-from unified_trainer.roles import learner
+from unified_trainer.roles import optimizer
 from unified_trainer.roles.learner import Learner, LearnerConfig
 
 CONFIG = LearnerConfig(learning_rate=0.1, weight_decay=0.1, max_grad_norm=0.5, ema_decay=0.75)
@@ -19,7 +19,7 @@ def weights() -> dict[str, nn.Parameter]:
 
 def trained(kernels, monkeypatch, updates: int) -> dict[str, torch.Tensor]:
     """The state after some updates; after every one a new learner goes on from a copy of it."""
-    monkeypatch.setattr(learner, "optimizer_kernels", lambda device: kernels)
+    monkeypatch.setattr(optimizer, "optimizer_kernels", lambda device: kernels)
     state = Learner("student", weights(), CONFIG).state_dict()
     for update in range(updates):
         one = Learner("student", weights(), CONFIG)

@@ -1,34 +1,77 @@
 """Sharding a network over the ranks with FSDP2, and when its weights are gathered and its gradients reduced."""
 
 import itertools
+import math
 import warnings
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from unified_trainer.parallel.device import can_pin
 from unified_trainer.parallel.mesh import Mesh
 
+ROUNDED = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # layers whose weights autocast rounds in every pass
 
-def shard(network: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh) -> None:
+
+def shard(network: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, *, half: bool = False) -> None:
     """Apply FSDP2 to the network in place: each block is a unit, the rest is the root. A single rank changes nothing.
 
     The gradient of a weight becomes the mean of the gradients of all ranks, including those of a sequence group.
+
+    `half` is for networks that only run under bf16 autocast. The weights that autocast rounds are rounded before they
+    are gathered, which gives the same bits of the output for half of the bytes; their gradients are reduced in float32.
+    The other weights (norms, modulation tables) take part in float32 operations: every rank keeps them whole, and
+    `average_gradients` takes the mean of their gradients. With parallel.offload all weights are gathered in float32.
     """
     if mesh.weights is None:
         return
     # The networks of diffusers return a view. FSDP2 warns about in-place operations on it; there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     offload = CPUOffloadPolicy(pin_memory=can_pin(mesh.device)) if mesh.config.offload else OffloadPolicy()
+    policy, whole = MixedPrecisionPolicy(), set[nn.Parameter]()
+    if half and not mesh.config.offload:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        whole = _not_rounded(network)
     for module in (*blocks, network):
-        fully_shard(module, mesh=mesh.weights, reshard_after_forward=True, offload_policy=offload)
+        fully_shard(
+            module,
+            mesh=mesh.weights,
+            reshard_after_forward=True,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=whole,
+        )
         module.set_force_sum_reduction_for_comms(True)  # FSDP2 then divides itself: not every backend has a mean
     for first, second in itertools.pairwise(blocks):
         first.set_modules_to_forward_prefetch([second])
         second.set_modules_to_backward_prefetch([first])
+
+
+def _not_rounded(network: nn.Module) -> set[nn.Parameter]:
+    rounded = {p for module in network.modules() if isinstance(module, ROUNDED) for p in module.parameters(False)}
+    return set(network.parameters()) - rounded
+
+
+def average_gradients(weights: Sequence[nn.Parameter], mesh: Mesh) -> None:
+    """Set the gradients of weights that every rank keeps whole to their mean over all ranks, in one collective.
+
+    A weight without a gradient keeps none. RanksDivergedError if the ranks do not have gradients of the same weights.
+    Averages that were taken before stay, so that it may be called after every backward pass.
+    """
+    having = [number for number, p in enumerate(weights) if p.grad is not None]
+    if not weights or mesh.size == 1:
+        return
+    mesh.assert_same(f"gradients of {len(having)} weights that are not sharded, numbers sum to {sum(having)}")
+    if having:
+        gradients = [weights[number].grad for number in having]
+        mean = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(mean)
+        parts = mean.div_(mesh.size).split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(one) for part, one in zip(parts, gradients, strict=True)])
 
 
 def exchange_gradients(network: nn.Module, *, last: bool, mesh: Mesh) -> None:
@@ -67,9 +110,49 @@ def storage_device(mesh: Mesh) -> torch.device:
     return torch.device("cpu") if mesh.config.offload else mesh.device
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether this rank may hold only a part of the tensor."""
+    return isinstance(tensor, DTensor)
+
+
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor; return other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def offset_of(tensor: Tensor) -> int:
+    """Return how many elements of a sharded tensor come before this rank's shard; 0 of other tensors."""
+    if not isinstance(tensor, DTensor) or not tensor.to_local().numel():
+        return 0
+    (first, *_) = tensor.__create_chunk_list__()[0].offsets
+    return first * math.prod(tensor.shape[1:])
+
+
+@torch.no_grad()
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm over all elements of all tensors, sharded ones and others (a collective if one is sharded).
+
+    As in torch.nn.utils.get_total_norm it is the norm of the tensors' norms, but one collective serves all tensors.
+    """
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    norms = [*torch._foreach_norm(whole)] if whole else []
+    if sharded:
+        squares = torch.stack(torch._foreach_norm([tensor.to_local() for tensor in sharded])) ** 2
+        for dimension, placement in enumerate(sharded[0].placements):
+            if placement.is_shard():
+                dist.all_reduce(squares, group=sharded[0].device_mesh.get_group(dimension))
+        norms += [*(squares**0.5)]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+@torch.no_grad()
+def clip(tensors: Sequence[Tensor], largest: float, norm: Tensor) -> None:
+    """Scale tensors of this total norm in place to the norm `largest`, if theirs is larger."""
+    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    parts = [to_local(tensor) for tensor in tensors]
+    for device in {part.device for part in parts}:
+        torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:

@@ -24,7 +24,10 @@ from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.device import OWN_ATTENTION
 from unified_trainer.parallel.fsdp import (
+    ROUNDED,
+    average_gradients,
     exchange_gradients,
+    is_sharded,
     local_part,
     reshard,
     set_reshard_policy,
@@ -65,17 +68,23 @@ class Backbone:
         activation_checkpointing: bool = False,
         selective_checkpointing: bool = False,
         half: bool = False,
+        half_passes: bool = False,
         compile: bool = False,
         offload: bool = False,
         merged: AdapterFile | None = None,
         starts: Mapping[str, AdapterFile] | None = None,
     ) -> None:
-        """Load the weights; `merged` is added to them, and the roles in `starts` begin with these adapters."""
+        """Load the weights; `merged` is added to them, and the roles in `starts` begin with these adapters.
+
+        `half` holds weights that are not trained in bf16; `half_passes` says that all passes are in bf16, so that
+        weights can be gathered in it.
+        """
         if offload:  # for this network, as parallel.offload does for all
             mesh = replace(mesh, config=replace(mesh.config, offload=True))
         if selective_checkpointing and not activation_checkpointing:
             raise UserError("selective_checkpointing needs activation_checkpointing: set both, or neither")
         self.model, self.mesh, self.half, self.merged = model, mesh, half, merged
+        self.half_passes = half or half_passes
         self.adapters = dict(adapters or {})
         model.network.eval().requires_grad_(trained and not self.adapters)
         for name, config in self.adapters.items():
@@ -92,8 +101,10 @@ class Backbone:
         if compile:
             for block in model.blocks:
                 block.compile()
-        shard(model.network, model.blocks, mesh)
+        shard(model.network, model.blocks, mesh, half=self.half_passes)
         model.read(mesh, merged)
+        trained_weights = [p for p in model.network.parameters() if p.requires_grad]
+        self._whole = [p for p in trained_weights if not is_sharded(p)] if mesh.size > 1 else []
         for role, file in (starts or {}).items():
             self._start(role, file)
         self._matrices = _matrices(model)
@@ -128,6 +139,10 @@ class Backbone:
     def exchange_gradients(self, *, last: bool) -> None:
         """Set before a backward pass whether an update follows it: only then are the gradients reduced over ranks."""
         exchange_gradients(self.model.network, last=last, mesh=self.mesh)
+
+    def average_gradients(self) -> None:
+        """Take the mean over ranks of the gradients that FSDP2 does not reduce (a collective if there are any)."""
+        average_gradients(self._whole, self.mesh)
 
     def reshard(self) -> None:
         """Free gathered weights: they are about to change."""
@@ -251,5 +266,5 @@ def _matrices(model: VideoModel) -> list[_Matrices]:
 def _hold_in_bf16(network: nn.Module) -> None:
     """Hold in bf16 the frozen weights that autocast would round in every pass; results are equal bit for bit."""
     for module in network.modules():
-        if isinstance(module, (nn.Linear, nn.Conv3d)) and not any(p.requires_grad for p in module.parameters()):
+        if isinstance(module, ROUNDED) and not any(p.requires_grad for p in module.parameters()):
             module.to(torch.bfloat16)

@@ -1,12 +1,14 @@
-"""Exponential moving average (EMA) of a role's weights, sharded as the weights are."""
+"""Exponential moving average (EMA) of a role's weights, sharded as the weights are, on their device or on the CPU."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from unified_trainer.errors import UserError
+from unified_trainer.parallel.device import can_pin
 from unified_trainer.parallel.fsdp import to_local
 
 
@@ -21,20 +23,78 @@ class EMA:
             raise UserError(f"ema_decay must be in [0, 1), not {decay}")
         self.decay, self.start = decay, start
         self._weights = weights
-        self.shadow = {name: weight.detach().clone() for name, weight in weights.items()}
+        self._shadow = {name: self._stored(weight.detach()) for name, weight in weights.items()}
+
+    @property
+    def shadow(self) -> dict[str, Tensor]:
+        """The EMA weights by name."""
+        return self._shadow
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
         """Follow the weights after the role's update number `updates`, counted from 1."""
-        decay = self.decay if updates > self.start else 0.0
-        shadows = [to_local(shadow) for shadow in self.shadow.values()]
-        torch._foreach_lerp_(shadows, [to_local(weight.detach()) for weight in self._weights.values()], 1 - decay)
+        self._follow([to_local(weight.detach()) for weight in self._weights.values()], self._decay_at(updates))
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Run the role on the EMA weights inside the context, and on its own again after it."""
         with exchanged(self._weights, self.shadow):
             yield
+
+    def _stored(self, weight: Tensor) -> Tensor:
+        return weight.clone()
+
+    def _decay_at(self, updates: int) -> float:
+        return self.decay if updates > self.start else 0.0
+
+    def _follow(self, weights: Sequence[Tensor], decay: float) -> None:
+        torch._foreach_lerp_([to_local(shadow) for shadow in self._shadow.values()], weights, 1 - decay)
+
+
+class HostEMA(EMA):
+    """An EMA in CPU memory that a thread updates while training goes on; reading it waits for the thread.
+
+    On an accelerator the weights are copied into pinned memory in the order of its stream, so that what changes them
+    next comes after the copy, and this process does not wait.
+    """
+
+    def __init__(self, weights: dict[str, Tensor], decay: float, start: int = 0) -> None:
+        super().__init__(weights, decay, start)
+        self._device = next(iter(weights.values())).device
+        pinned = can_pin(self._device)
+        local = [to_local(shadow) for shadow in self._shadow.values()]
+        self._arriving = [torch.empty_like(part, pin_memory=pinned) for part in local]
+        self._thread = ThreadPoolExecutor(1, "ema")
+        self._pending: Future[None] | None = None
+
+    @property
+    def shadow(self) -> dict[str, Tensor]:
+        self._wait()
+        return self._shadow
+
+    def _stored(self, weight: Tensor) -> Tensor:
+        return weight.to("cpu", copy=True)
+
+    def _follow(self, weights: Sequence[Tensor], decay: float) -> None:
+        self._wait()  # what arrived before is averaged
+        for arriving, weight in zip(self._arriving, weights, strict=True):
+            arriving.copy_(weight, non_blocking=True)
+        copied = None if self._device.type == "cpu" else torch.Event(self._device)
+        if copied is not None:
+            copied.record()
+        self._pending = self._thread.submit(self._average, copied, decay)
+
+    @torch.no_grad()
+    def _average(self, copied: torch.Event | None, decay: float) -> None:
+        if copied is not None:
+            copied.synchronize()
+        super()._follow(self._arriving, decay)
+
+    def _wait(self) -> None:
+        """Wait for the average of the last update; raise what its thread raised."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
 
 
 @contextmanager
@@ -50,6 +110,7 @@ def exchanged(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> It
 @torch.no_grad()
 def _exchange(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
-        live = weight.detach().clone()
-        weight.copy_(others[name])
-        others[name].copy_(live)
+        own, other = to_local(weight), to_local(others[name])
+        live = own.detach().clone()
+        own.copy_(other)
+        other.copy_(live)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from unified_trainer.errors import NotFiniteError
-from unified_trainer.parallel.device import optimizer_kernels
-from unified_trainer.parallel.fsdp import full
+from unified_trainer.parallel.fsdp import clip, full, to_local, total_norm
 from unified_trainer.ranges import Decay, Fraction, NonNegative, PeriodOrZero, PositiveFraction, at_least
-from unified_trainer.roles.ema import EMA
+from unified_trainer.roles.ema import EMA, HostEMA
+from unified_trainer.roles.optimizer import AdamW, Moments
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class LearnerConfig:
     """Epsilon of AdamW."""
     weight_decay: Annotated[float, at_least(0, 100)] = 0.01
     """Weight decay of AdamW."""
+    moments: Moments = "fp32"
+    """Precision in which AdamW's two moments are held. bf16 takes half of their memory: they are updated in float32 and
+    rounded stochastically. Checkpoints hold them in this precision."""
     max_grad_norm: NonNegative = 1.0
     """Largest gradient norm over all weights of the role or the expert; 0 does not clip."""
     warmup_updates: PeriodOrZero = 0
@@ -40,6 +43,9 @@ class LearnerConfig:
     """Decay of the exponential moving average (EMA) of the weights, per update; 0 keeps none."""
     ema_start: PeriodOrZero = 0
     """Updates after which the averaging starts; until then the EMA weights are the weights."""
+    ema_device: Literal["same", "cpu"] = "same"
+    """Where the EMA weights are: on the device of the weights, or in CPU memory. There a thread averages while training
+    goes on; it takes twice their size in CPU memory, one copy for the weights on their way."""
 
 
 class Learner:
@@ -50,17 +56,21 @@ class Learner:
         self.weights = dict(weights)
         self.updates = 0
         self.rate_scale = 1.0  # factor of the learning rate besides its schedule
-        device = next(iter(self.weights.values())).device
-        self._many = device.type != "cpu" or None  # weights in one kernel; None: torch decides
-        self._optimizer = torch.optim.AdamW(
-            self.weights.values(),
-            lr=config.learning_rate,
+        self._optimizer = AdamW(
+            self.weights,
             betas=(float(config.betas[0]), float(config.betas[1])),
             eps=config.eps,
             weight_decay=config.weight_decay,
-            **optimizer_kernels(device),
+            moments=config.moments,
         )
-        self._ema = EMA(self.weights, config.ema_decay, config.ema_start) if config.ema_decay else None
+        self._ema = self._new_ema()
+
+    def _new_ema(self) -> EMA | None:
+        config = self.config
+        if not config.ema_decay:
+            return None
+        kind = HostEMA if config.ema_device == "cpu" else EMA
+        return kind(self.weights, config.ema_decay, config.ema_start)
 
     @property
     def has_gradient(self) -> bool:
@@ -69,8 +79,7 @@ class Learner:
 
     def gradient_norm(self) -> Tensor:
         """Return the gradient norm over all weights; NotFiniteError, naming a weight, if it is not finite."""
-        gradients = [p.grad for p in self.weights.values() if p.grad is not None]
-        norm = full(torch.nn.utils.get_total_norm(gradients, foreach=self._many))
+        norm = total_norm([p.grad for p in self.weights.values() if p.grad is not None])
         if not math.isfinite(float(norm)):
             bad = next(key for key, p in self.weights.items() if p.grad is not None and not _finite(p.grad))
             role = self.name.split("/")[0]
@@ -83,14 +92,11 @@ class Learner:
     def step(self, norm: Tensor) -> dict[str, float]:
         """Clip a gradient of this norm, update the weights once, and clear the gradient."""
         if self.config.max_grad_norm:
-            torch.nn.utils.clip_grads_with_norm_(
-                self.weights.values(), self.config.max_grad_norm, norm, foreach=self._many
-            )
+            clip([p.grad for p in self.weights.values() if p.grad is not None], self.config.max_grad_norm, norm)
         learning_rate = self.config.learning_rate * self.rate_scale * learning_rate_factor(self.config, self.updates)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._optimizer.step(learning_rate, self.updates)
+        for p in self.weights.values():
+            p.grad = None
         self.updates += 1
         if self._ema:
             self._ema.update(self.updates)
@@ -99,14 +105,15 @@ class Learner:
     def restart_ema(self) -> None:
         """Start the EMA anew from the weights as they are, after they were loaded."""
         if self._ema:
-            self._ema = EMA(self.weights, self.config.ema_decay, self.config.ema_start)
+            self._ema = self._new_ema()
 
     @torch.no_grad()
     def start_from_ema(self) -> None:
         """Set the weights to their EMA, if the role keeps one."""
         if self._ema:
+            shadow = self._ema.shadow
             for key, weight in self.weights.items():
-                weight.copy_(self._ema.shadow[key])
+                to_local(weight).copy_(to_local(shadow[key]))
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
@@ -117,14 +124,7 @@ class Learner:
     def state_dict(self) -> dict[str, Tensor]:
         """Return weights, optimizer moments, EMA weights and the update counter as one flat dict of tensors."""
         state = {f"weights/{key}": p.detach() for key, p in self.weights.items()}
-        for key, p in self.weights.items():
-            moments = self._optimizer.state[p]
-            if not moments:  # AdamW creates its state in its first step
-                fused = self._optimizer.defaults["fused"]  # its kernel reads the counter on the device
-                moments["step"] = torch.tensor(0.0, device=p.device if fused else None)
-                moments["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-                moments["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state |= {f"optimizer/{key}/{name}": value for name, value in moments.items()}
+        state |= {f"optimizer/{key}": value for key, value in self._optimizer.state().items()}
         if self._ema:
             state |= {f"ema/{key}": shadow for key, shadow in self._ema.shadow.items()}
         state["updates"] = torch.tensor(self.updates)

@@ -284,6 +284,9 @@ class Trainable(Role):
         if loss.requires_grad or len(self._learners) == len(self.experts):
             with working_on(f"the backward pass of role {self.name}"):
                 loss.backward()
+        for expert, backbone in self._backbones.items():
+            if last or expert:
+                backbone.average_gradients()
 
     def _exchange_gradients(self, expert: Expert, *, last: bool) -> None:
         self._backbones[expert].exchange_gradients(last=last)

@@ -39,6 +39,10 @@ def candidates(run: RunConfig, ranks: int) -> Iterator[Mapping[str, Any]]:
         yield {f"{name}.precision": "bf16" for name in exact}
     if averaged := [name for name, one in trained.items() if one.ema_decay]:
         yield {f"{name}.ema_decay": 0.0 for name in averaged}
+    if near := [name for name in averaged if trained[name].ema_device == "same"]:
+        yield {f"{name}.ema_device": "cpu" for name in near}
+    if exact := [name for name, one in trained.items() if one.moments == "fp32"]:
+        yield {f"{name}.moments": "bf16" for name in exact}
     key = run.algorithm.plan().keys[3]
     parts = [one for one in (key, "algorithm.rollout_batch") if _value(run, one) > 1]
     if parts:

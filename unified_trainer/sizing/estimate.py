@@ -76,8 +76,6 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     share, frame_tokens = counts.repeats / counts.steps, height * width // patch
     passes = [(one, _flops(one, models, run, counts, frame_tokens)) for one in counts.passes]
     held = held_networks(counts, sizes)
-    trained = sum(one.trained for one in held.values())
-    ema = sum(one.ema for one in held.values()) * sizes.shards
     return Estimate(
         run=run,
         ranks=ranks,
@@ -90,7 +88,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         model_flops=data_ranks * share * sum(f.trained if one.gradient else f.forward for one, f in passes),
         executed_flops=data_ranks * share * sum(f.executed if one.gradient else f.forward for one, f in passes),
         sent=_sent(counts, sizes),
-        checkpoint=3.0 * FP32 * trained + (ema if not run.parallel.offload else FP32 * trained),
+        checkpoint=sum(one.stored for one in held.values()),
         notes=notes,
     )
 
@@ -148,7 +146,7 @@ def _sent(counts: Counts, sizes: Sizes) -> float:
         seat = seat_of(counts, one)
         network = held.get(seat) or next(iter(held.values()))
         gathers = 2 if one.gradient and sizes.run.parallel.reshard_after_forward else 1
-        total += share * gathers * ring * network.weights * sizes.shards
+        total += share * gathers * ring * network.sent
     updates = {loss[-1].role for loss in counts.losses if loss and any(one.gradient for one in loss)}
     reduced = sum(FP32 * one.trained for seat, one in held.items() if any(role.startswith(seat[0]) for role in updates))
     return total + 2 * ring * reduced

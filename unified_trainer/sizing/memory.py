@@ -11,6 +11,7 @@ from unified_trainer.config import RunConfig
 from unified_trainer.meter import Pass
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import Expert
+from unified_trainer.roles.optimizer import BUCKET
 from unified_trainer.roles.role import Role, Trainable, TrainableConfig
 from unified_trainer.sizing.architecture import Architecture
 from unified_trainer.sizing.passes import Network, PassBytes, decode_bytes, frozen_config, pass_bytes, without_gradient
@@ -18,6 +19,7 @@ from unified_trainer.sizing.rehearsal import Counts
 
 FP32, BF16 = 4, 2
 PREFETCHED = 2  # blocks whose weights are gathered at a time
+ROUNDING = 5  # float32 or int32 numbers for each element whose bf16 moments are updated: two moments, random bits
 LATENTS = 8  # tensors of the size of the latents that a loss holds besides its passes: noise, states, predictions
 
 
@@ -31,6 +33,8 @@ class Held:
     ema: float
     gathered: float  # weights of other ranks while a pass runs
     unsharded: float  # gradients of other ranks' weights: of two blocks, or of all until the last backward pass
+    sent: float  # all weights as ranks send them, for one gathering
+    stored: float  # in a checkpoint, of all ranks
     trained: int  # weights
 
 
@@ -120,7 +124,7 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
         }
         memory.phases[f"optimizer of {name}"] = {
             "gradients": sum(one.gradients for one in own),
-            "temporary": 2.0 * FP32 * _largest(sizes.models[name]) / sizes.shards,
+            "temporary": _temporary(sizes, name, sum(one.trained for one in own)),
             "rollouts": rollouts,
             "prompts and clips": (prompts if counts.kept else parts) + data,
         }
@@ -167,21 +171,28 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
     held = BF16 * (whole - small) + FP32 * small if backbone.half else FP32 * whole
     trained = 0 if not _trained(counts, name, expert) else size.adapter(rank) if rank else whole
     adapter = FP32 * trained if rank else 0
-    block = (held / whole) * (8 * size.width**2 + 2 * size.width * size.ffn + size.ffn + 21 * size.width)
     several, shards = sizes.ranks > 1, sizes.shards
-    outside = held - size.layers * block
-    gathered = (outside + PREFETCHED * block if run.parallel.reshard_after_forward else held) if several else 0.0
+    half = backbone.half_passes and several and not run.parallel.offload  # gathered in bf16, norms whole on every rank
+    unit, kept = (BF16, FP32 * small) if half else (held / whole, 0)
+    moving = unit * (whole - small) if half else held
+    block = unit * (8 * size.width**2 + 2 * size.width * size.ffn + size.ffn + 21 * size.width)
+    outside = moving - size.layers * block
+    gathered = (outside + PREFETCHED * block if run.parallel.reshard_after_forward else moving) if several else 0.0
     waits = sizes.accumulation > 1 and run.parallel.reduce_gradients == "last"
     unsharded = FP32 * trained if waits else FP32 * trained * PREFETCHED / size.layers
     on_device = 0 if run.parallel.offload else 1
-    ema = FP32 * trained if isinstance(config, TrainableConfig) and config.ema_decay and trained else 0
+    training = config if isinstance(config, TrainableConfig) and trained else None
+    moment = BF16 if training and training.moments == "bf16" else FP32
+    ema = FP32 * trained if training and training.ema_decay else 0
     return Held(
-        weights=on_device * ((held if base else 0) + adapter) / shards,
+        weights=on_device * (((held - kept) / shards + kept if base else 0) + adapter / shards),
         gradients=on_device * FP32 * trained / shards,
-        moments=on_device * 2 * FP32 * trained / shards,
-        ema=on_device * ema / shards,
+        moments=on_device * 2 * moment * trained / shards,
+        ema=on_device * ema / shards if training and training.ema_device == "same" else 0.0,
         gathered=gathered,
         unsharded=unsharded if several else 0.0,
+        sent=(moving if base else 0) + adapter * (BF16 / FP32 if half else 1),
+        stored=(FP32 + 2 * moment) * trained + ema,
         trained=trained,
     )
 
@@ -308,6 +319,15 @@ def _decoding(sizes: Sizes, samples: int, frames: int, *, gradient: bool) -> flo
     shape = (sizes.latent[0], frames, *sizes.latent[2:])
     weights = (BF16 if half else FP32) * model.vae_weights if encoders.offload else 0
     return weights + decode_bytes(frozen_config(dict(model.vae)), shape, samples, half=half, gradient=gradient)
+
+
+def _temporary(sizes: Sizes, name: str, trained: int) -> float:
+    """Of an optimizer step: two tensors of the size of a weight; with moments in bf16, a bucket of them in float32."""
+    largest, config = _largest(sizes.models[name]), sizes.run.roles[name]
+    if not isinstance(config, TrainableConfig) or config.moments == "fp32":
+        return 2.0 * FP32 * largest / sizes.shards
+    bucket = min(max(BUCKET, largest / sizes.shards), trained / sizes.shards)
+    return ROUNDING * FP32 * bucket + 2.0 * FP32 * largest / sizes.shards
 
 
 def _largest(model: Architecture) -> int:

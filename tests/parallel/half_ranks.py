@@ -1,0 +1,153 @@
+"""The program of the ranks of tests/parallel/test_half_ranks.py: `python half_ranks.py FOLDER` writes into FOLDER.
+
+The test compares with the same functions on one rank.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from helpers import ALONE, CAPTIONS, LATENT_SHAPE, small_model, tiny_codec
+from launch import fork_ranks
+
+from unified_trainer.checkpoint import dcp as checkpoint
+from unified_trainer.parallel.fsdp import full, is_sharded
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.roles.adapter import AdapterConfig
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.gradient_products import gradient_products
+from unified_trainer.roles.role import Trainable, TrainableConfig
+
+MESHES = {
+    "sharded": ParallelConfig(),
+    "replicated": ParallelConfig(replicate=2),
+    "sequence": ParallelConfig(sequence=2),
+}
+CONFIG = TrainableConfig(
+    precision="bf16",
+    learning_rate=1e-3,
+    max_grad_norm=0.01,
+    ema_decay=0.5,
+    moments="bf16",
+    ema_device="cpu",
+)
+ADAPTER = AdapterConfig(rank=2)
+SAMPLES, UPDATES = 4, 2
+
+
+class Gathered(TorchDispatchMode):
+    """Counts the bytes that this rank gathers from all, by dtype, in passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, operation, _types, args=(), kwargs=None):
+        if operation.namespace == "c10d" and operation._opname == "_allgather_base_":
+            self.bytes += args[0].nbytes
+        return operation(*args, **(kwargs or {}))
+
+
+def student(mesh: Mesh, *, adapter: bool = False, half: bool = True) -> Trainable:
+    config = TrainableConfig(**vars(CONFIG) | {"adapter": ADAPTER if adapter else AdapterConfig()})
+    adapters = {"student": ADAPTER} if adapter else None
+    backbone = Backbone(small_model(), mesh, trained=True, adapters=adapters, half=adapter, half_passes=half)
+    role = Trainable("student", backbone, config)
+    if adapter:  # B starts at zero, where A has no gradient
+        for key, weight in role.weights.items():
+            if "lora_B" in key:
+                weight.data.fill_(0.1)
+    return role
+
+
+def asked(role: Trainable, sample: int) -> torch.Tensor:
+    x_t = torch.randn(SAMPLES, *LATENT_SHAPE, generator=torch.Generator().manual_seed(0))[sample : sample + 1]
+    return role.velocity(x_t, torch.tensor([0.1 + 0.2 * sample]), tiny_codec().encode_text([CAPTIONS[sample]]))
+
+
+def loss_of(role: Trainable, sample: int) -> torch.Tensor:
+    return (asked(role, sample) - 0.3 * sample).square().mean()
+
+
+def learn(role: Trainable, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """What the updates over all samples give, one sample a backward pass: velocities, gradients, norms, state."""
+    found, share = {}, SAMPLES // mesh.data_size
+    mine = range(mesh.data_rank * share, (mesh.data_rank + 1) * share)
+    for update in range(UPDATES):
+        with torch.no_grad():
+            found[f"velocity/{update}"] = mesh.gather(torch.cat([asked(role, sample) for sample in mine]))
+        for sample in mine:
+            role.backward(loss_of(role, sample) / share, last=sample == mine[-1])
+        found |= {f"gradients/{update}/{key}": full(p.grad).clone() for key, p in role.weights.items()}
+        found[f"norm/{update}"] = torch.tensor(role.step()["student/grad_norm"])
+    return found | state(role)
+
+
+def state(role: Trainable) -> dict[str, torch.Tensor]:
+    return {f"state/{key}": full(value).clone() for key, value in role.state_dict().items()}
+
+
+def products(mesh: Mesh) -> torch.Tensor:
+    role = student(mesh)
+    sample = 0 if mesh.config.sequence == 2 else mesh.rank
+    return gradient_products(role, [[lambda: loss_of(role, sample)], [lambda: loss_of(role, sample + 2)]], mesh)
+
+
+def gathered(mesh: Mesh, *, half: bool) -> torch.Tensor:
+    """Bytes gathered in a pass with its backward pass; elements and number of the weights that are not sharded."""
+    role, count = student(mesh, half=half), Gathered()
+    with count:
+        role.backward(loss_of(role, 0), last=True)
+    whole = [p for p in role.weights.values() if not is_sharded(p)]
+    return torch.tensor([count.bytes, sum(p.numel() for p in whole), len(whole)])
+
+
+def load(role: Trainable, folder: Path, mesh: Mesh) -> dict[str, torch.Tensor]:
+    held = role.state_dict()
+    checkpoint.load(folder, {f"student/{key}": value for key, value in held.items()}, mesh)
+    role.load_state_dict(held)
+    return state(role)
+
+
+def save(role: Trainable, root: Path, mesh: Mesh) -> None:
+    checkpoint.save(root, UPDATES, {f"student/{key}": value for key, value in role.state_dict().items()}, mesh)
+
+
+def work(folder: Path) -> None:
+    torch.set_num_threads(1)
+    first = Mesh.join("cpu")
+    tensors = {}
+    for name, config in MESHES.items():
+        mesh = Mesh.join("cpu", config)
+        for kind in ("whole", "adapter"):
+            if kind == "whole" or name == "sharded":
+                role = student(mesh, adapter=kind == "adapter")
+                tensors |= {f"{name}/{kind}/{key}": value for key, value in learn(role, mesh).items()}
+                if name == "sharded":
+                    save(role, folder / "two" / kind, mesh)
+        if name != "sequence":
+            tensors[f"{name}/products"] = products(mesh)
+    tensors["gathered/half"], tensors["gathered/float"] = gathered(first, half=True), gathered(first, half=False)
+    back = load(student(first), folder / "one" / f"step_{UPDATES}", first)
+    tensors |= {f"back/{key}": value for key, value in back.items()}
+    if first.is_main:
+        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "tensors.safetensors")
+    first.barrier()
+
+
+def alone(folder: Path, kind: str = "whole") -> dict[str, torch.Tensor]:
+    """The same on one rank, which saves too."""
+    role = student(ALONE, adapter=kind == "adapter")
+    found = learn(role, ALONE)
+    save(role, folder / "one", ALONE)
+    return found
+
+
+if __name__ == "__main__":
+    fork_ranks(2, work, Path(sys.argv[1]))

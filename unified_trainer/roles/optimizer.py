@@ -1,0 +1,105 @@
+"""AdamW (arXiv:1711.05101) on this rank's parts of the weights, with moments in float32 or in bf16."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from unified_trainer.parallel.device import optimizer_kernels
+from unified_trainer.parallel.fsdp import offset_of, to_local
+from unified_trainer.roles.stochastic_rounding import random_bits, round_to_bf16_
+
+Moments = Literal["fp32", "bf16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's first and second moment, by torch's names
+BUCKET = 2**24  # elements whose moments are in float32 at a time, where they are held in bf16
+
+
+class AdamW:
+    """AdamW over named weights, which may be sharded; equal to torch.optim.AdamW bit for bit with float32 moments.
+
+    The update of an element needs no other, so it runs on this rank's plain tensors: an operation on a DTensor costs
+    more than the arithmetic of a small weight.
+
+    Moments in bf16 are updated in float32 and rounded stochastically, because a second moment that changes by 1 - beta2
+    = 1e-3 of itself would not change in bf16, whose steps are 4e-3 to 8e-3. The random bits are a function of (update,
+    weight, element): a run gives the same bits on any number of ranks and after a restart.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        moments: Moments = "fp32",
+    ) -> None:
+        self._weights = dict(weights)
+        self._options = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
+        self._dtype = DTYPES[moments]
+        self._kernels = optimizer_kernels(next(iter(self._weights.values())).device)
+        self._state: dict[str, dict[str, Tensor]] = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return counter and moments of every weight, as NAME/step, NAME/exp_avg and NAME/exp_avg_sq."""
+        return {f"{key}/{name}": value for key in self._weights for name, value in self._state_of(key).items()}
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, update: int) -> None:
+        """Update once the weights that have a gradient; `update` is the number of updates made before."""
+        given = [key for key, p in self._weights.items() if p.grad is not None]
+        if self._dtype == torch.float32:
+            self._update(given, [self._moments(given, name) for name in MOMENTS], learning_rate)
+            return
+        for keys in self._buckets(given):
+            held = [self._moments(keys, name) for name in MOMENTS]
+            exact = [[moment.float() for moment in moments] for moments in held]
+            self._update(keys, exact, learning_rate)
+            firsts = [crc32(key.encode()) + offset_of(self._weights[key]) for key in keys]
+            sizes = [moment.numel() for moment in held[0]]
+            bits = random_bits(update, list(zip(firsts, sizes, strict=True)), held[0][0].device)
+            for moments, values, shift in zip(held, exact, (0, 16), strict=True):
+                round_to_bf16_(moments, values, bits >> shift)
+
+    def _update(self, keys: Sequence[str], moments: Sequence[list[Tensor]], learning_rate: float) -> None:
+        adamw(
+            [to_local(self._weights[key].detach()) for key in keys],
+            [to_local(self._weights[key].grad) for key in keys],
+            *moments,
+            max_exp_avg_sqs=[],
+            state_steps=[self._state_of(key)["step"] for key in keys],
+            amsgrad=False,
+            maximize=False,
+            lr=learning_rate,
+            **self._options,
+            **self._kernels,
+        )
+
+    def _moments(self, keys: Sequence[str], name: str) -> list[Tensor]:
+        return [to_local(self._state_of(key)[name]) for key in keys]
+
+    def _buckets(self, keys: Sequence[str]) -> Iterator[list[str]]:
+        bucket, size = list[str](), 0
+        for key in keys:
+            numel = to_local(self._weights[key]).numel()
+            if bucket and size + numel > BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(key)
+            size += numel
+        if bucket:
+            yield bucket
+
+    def _state_of(self, key: str) -> dict[str, Tensor]:
+        """Return counter and moments of a weight, which take memory from the first update on, or the first save."""
+        if key not in self._state:
+            p = self._weights[key].detach()
+            fused = self._kernels.get("fused", False)  # its kernel reads the counter on the device
+            step = torch.tensor(0.0, device=p.device if fused else None)
+            moments = {name: torch.zeros_like(p, dtype=self._dtype) for name in MOMENTS}
+            self._state[key] = {"step": step, **moments}
+        return self._state[key]
