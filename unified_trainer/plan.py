@@ -211,13 +211,15 @@ def _check_guards(run: RunConfig, method: type[Method]) -> None:
             raise ConfigError(f"{key}.action roll_back needs checkpoints to go back to: set checkpoint_every")
         if not run.roles["student"].ema_decay:
             raise ConfigError(f"{key}.action roll_back goes on from EMA weights: set student.ema_decay")
-        if run.rollouts.workers:
+        if run.rollouts.workers or run.rollouts.evaluation_workers:
             raise ConfigError(
-                f"{key}.action roll_back cannot take back samples that workers make ahead: set rollouts.workers 0"
+                f"{key}.action roll_back cannot take back what workers make beside training: set rollouts.workers 0 "
+                "and rollouts.evaluation_workers 0"
             )
 
 
 def _check_workers(run: RunConfig, method: type[Method]) -> None:
-    run.rollouts.check(bool(method.sampled_by), run.method)
-    if run.rollouts.workers:
-        check_installed("rollouts.workers")
+    run.rollouts.check(bool(method.sampled_by), run.method, run.validate_every)
+    for name, count in (("workers", run.rollouts.workers), ("evaluation_workers", run.rollouts.evaluation_workers)):
+        if count:
+            check_installed(f"rollouts.{name}")

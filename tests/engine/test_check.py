@@ -73,7 +73,7 @@ def trainer_with(ray, words: list[str], fault, ahead: int):
     run = parse(words)
     trainer = build(run, ALONE).trainer
     worker = Worker(fault, run, str(Path.cwd()), torch.get_num_threads(), True, True)
-    group, how = WorkerGroup(Here(ray, worker), []), {"size": 2, "ahead": ahead, "check_every": 1}
+    group, how = WorkerGroup(Here(ray, worker), {}), {"size": 2, "ahead": ahead, "check_every": 1}
     student = trainer.roles["student"]
     trainer.method.rollouts = RemoteRollouts(group, student, trainer.loader, ALONE, **how)
     return trainer

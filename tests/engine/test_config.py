@@ -11,6 +11,7 @@ from unified_trainer.errors import UserError
 pytestmark = pytest.mark.slow  # seconds together
 
 GRPO = SMALL["dance_grpo"]
+BESIDE = ["--rollouts.evaluation-workers", "1", "--validate-every", "2", "--student.ema-decay", "0.5"]
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,10 @@ GRPO = SMALL["dance_grpo"]
     [
         (["--rollouts.ahead", "1"], "rollouts.ahead needs rollouts.workers above 0"),
         (["--rollouts.reward-workers", "1"], "rollouts.reward_workers needs rollouts.workers above 0"),
+        (["--rollouts.evaluation-workers", "1"], "rollouts.evaluation_workers has nothing to validate"),
+        (["--rollouts.evaluation-lag", "1"], "rollouts.evaluation_lag needs rollouts.evaluation_workers above 0"),
+        ([*BESIDE, "--rollouts.evaluation-lag", "3"], "must be at most validate_every (2)"),
+        ([*BESIDE, "--hacking-monitor.action", "roll_back"], "cannot take back what workers make beside training"),
         (["--launcher", "ray", "--ray.ranks", "0"], "ray.ranks must be from 1 to 1000000, not 0"),
     ],
 )

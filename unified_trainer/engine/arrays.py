@@ -22,19 +22,34 @@ def of_rollout(rollout: Rollout) -> Arrays:
 
 def to_rollout(arrays: Arrays, device: torch.device) -> Rollout:
     """Return the rollout of these fields."""
-    return Rollout(**{name: _tensor(array, device) for name, array in arrays.items()})
+    return Rollout(**to_columns(arrays, device))
 
 
 def of_scores(scores: Scores) -> dict[str, Any]:
     """Return the fields of scores."""
-    statistics = {name: _array(values) for name, values in scores.statistics.items()}
+    statistics = of_columns(scores.statistics)
     return {"parts": _array(scores.parts), "statistics": statistics, "thumbnails": _array(scores.thumbnails)}
 
 
 def to_scores(arrays: Mapping[str, Any], device: torch.device) -> Scores:
     """Return the scores of these fields."""
-    statistics = {name: _tensor(values, device) for name, values in arrays["statistics"].items()}
+    statistics = to_columns(arrays["statistics"], device)
     return Scores(_tensor(arrays["parts"], device), statistics, _tensor(arrays["thumbnails"], device))
+
+
+def size(*trees: Mapping[str, Any]) -> int:
+    """Return the bytes of all arrays in mappings of arrays."""
+    return sum(size(one) if isinstance(one, Mapping) else one.nbytes for tree in trees for one in tree.values())
+
+
+def of_columns(columns: Mapping[str, Tensor]) -> Arrays:
+    """Return columns of measurements as arrays."""
+    return {name: _array(rows) for name, rows in columns.items()}
+
+
+def to_columns(columns: Arrays, device: torch.device) -> dict[str, Tensor]:
+    """Return the columns of these arrays."""
+    return {name: _tensor(rows, device) for name, rows in columns.items()}
 
 
 class Weights:
@@ -71,7 +86,7 @@ def check_equal(trained: Signature, held: Signature) -> None:
         return
     pairs = ((mine, other) for mine, other in zip(trained, held, strict=False) if mine != other)
     mine, other = next(pairs, (len(trained), len(held)))
-    raise RuntimeError(f"a rollout worker holds other weights than are trained: {other} there, {mine} here")
+    raise RuntimeError(f"a worker holds other weights than are trained: {other} there, {mine} here")
 
 
 def checksum(arrays: Mapping[str, np.ndarray]) -> int:

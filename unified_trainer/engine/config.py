@@ -40,8 +40,19 @@ class WorkerConfig:
     """CPU cores of one reward worker, as Ray counts them."""
     reward_gpus: Annotated[float, at_least(0, MOST)] = 1.0
     """Devices of one reward worker, or the part of one that it shares; 0 decodes and scores on the CPU."""
+    evaluation_workers: CountOrZero = 0
+    """Evaluation workers: processes on Ray that validate while training goes on; 0 validates in the training processes,
+    which wait."""
+    evaluation_lag: CountOrZero = 0
+    """Training steps after which the result of a validation beside training takes effect: it is written, and guards and
+    keep_best decide by it. Training waits for it then. 0 is as late as the next validation."""
+    evaluation_cpus: Annotated[float, above(0, MOST)] = 1.0
+    """CPU cores of one evaluation worker, as Ray counts them."""
+    evaluation_gpus: Annotated[float, at_least(0, MOST)] = 1.0
+    """Devices of one evaluation worker, or the part of one that it shares; 0 validates on the CPU."""
     timeout_minutes: Minutes = 30.0
-    """Minutes that a worker may take for algorithm.rollout_batch samples; after that it is restarted."""
+    """Minutes that a worker may take for algorithm.rollout_batch or validation.batch samples; after that it is
+    restarted."""
     check_every: PeriodOrZero = 20
     """Training steps after which samples of the same rollout worker are compared again with their replay in training.
     0 compares the first samples of each worker only."""
@@ -49,9 +60,10 @@ class WorkerConfig:
     @property
     def cores(self) -> float:
         """CPU cores of all workers."""
-        return self.cpus * self.workers + self.reward_cpus * self.reward_workers
+        others = self.reward_cpus * self.reward_workers + self.evaluation_cpus * self.evaluation_workers
+        return self.cpus * self.workers + others
 
-    def check(self, sampled: bool, method: str) -> None:
+    def check(self, sampled: bool, method: str, validate_every: int) -> None:
         """Raise UserError, naming the key, unless the settings fit the method; `sampled`: it asks for samples."""
         if self.workers and not sampled:
             raise UserError(
@@ -61,6 +73,15 @@ class WorkerConfig:
         for name in ("ahead", "reward_workers"):
             if getattr(self, name) and not self.workers:
                 raise UserError(f"rollouts.{name} needs rollouts.workers above 0")
+        if self.evaluation_workers and not validate_every:
+            raise UserError("rollouts.evaluation_workers has nothing to validate: set validate_every")
+        if self.evaluation_lag and not self.evaluation_workers:
+            raise UserError("rollouts.evaluation_lag needs rollouts.evaluation_workers above 0")
+        if self.evaluation_lag > validate_every:
+            raise UserError(
+                f"rollouts.evaluation_lag ({self.evaluation_lag}) must be at most validate_every ({validate_every}): "
+                "one validation is under way at a time"
+            )
 
 
 def check_installed(key: str) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from unified_trainer.data.loader import Loader
 from unified_trainer.engine import arrays
 from unified_trainer.engine.scheduler import WorkItem
-from unified_trainer.engine.workers import WorkerGroup
+from unified_trainer.engine.workers import WorkerGroup, cause
 from unified_trainer.meter import phase
-from unified_trainer.parallel.fsdp import full
+from unified_trainer.parallel.fsdp import cpu_copy, gathered
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.rollouts import Check, ScoredSamples
@@ -59,13 +59,14 @@ class RemoteRollouts:
         self._published = -1
         # The weights of this rank before each of the last `ahead` steps, newest first: a resumed run makes the samples
         # that were under way again.
-        self._past = [_copy(role.weights) for _ in range(ahead)]
+        self._past = [cpu_copy(role.weights) for _ in range(ahead)]
         self._metrics: dict[str, float] = {}
+        self._received = 0  # samples of this step
 
     def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
         past = self._past  # without the present weights
         if step != self._step:
-            self._step, self._metrics = step, {}
+            self._step, self._metrics, self._received = step, {}, 0
             self._versions = {later: version for later, version in self._versions.items() if later >= step}
             self._ordered = {later: ordered for later, ordered in self._ordered.items() if later >= step}
         for later in range(step, step + self._ahead + 1):
@@ -88,7 +89,10 @@ class RemoteRollouts:
         return ScoredSamples(batch, Rollout.cat(rollouts), Scores.cat(scores), torch.cat(versions))
 
     def metrics(self) -> dict[str, float]:
-        return self._metrics | {"worker_deaths": float(ray.get(self._group.scheduler.deaths.remote()))}
+        made = {}
+        if seconds := sum(took for name, took in self._metrics.items() if name.startswith("worker_seconds/")):
+            made["worker_samples_per_second"] = self._received / seconds
+        return self._metrics | made | {"worker_deaths": float(ray.get(self._group.scheduler.deaths.remote()))}
 
     def lower_ahead(self) -> None:
         self._ahead = max(0, self._ahead - 1)
@@ -133,13 +137,9 @@ class RemoteRollouts:
         with phase("weights"):
             weights = self._role.weights if version == step else self._past[step - version - 1]
             self._metrics["weights_gib"] = sum(weight.nbytes for weight in weights.values()) / 2**30
-            whole = {}
-            for name, weight in weights.items():  # one after the other: only the main rank keeps them
-                gathered = full(weight.detach())
-                if self._mesh.is_main:
-                    whole[name] = gathered.cpu()
+            whole = gathered(weights, self._mesh)
             if version == step and self._past:
-                self._past = [_copy(weights), *self._past[:-1]]
+                self._past = [cpu_copy(weights), *self._past[:-1]]
             if self._mesh.is_main:
                 sent = arrays.Weights(version, whole)
                 oldest = min(self._versions.values())
@@ -162,22 +162,11 @@ class RemoteRollouts:
                 except ObjectLostError:  # with the machine that held them
                     reply = self._group.scheduler.make_again.remote(item)
         except RayTaskError as error:
-            raise _cause(error) from error
+            raise cause(error) from error
         except RayActorError as error:
-            raise RuntimeError("the scheduler of the rollout workers died; continue the run with --resume") from error
-        for name, spent in seconds.items():
+            raise RuntimeError("the scheduler of the workers died; continue the run with --resume") from error
+        self._received += len(item.prompts)
+        for name, spent in (seconds | {"samples_gib": arrays.size(rollout, scores) / 2**30}).items():
             self._metrics[name] = self._metrics.get(name, 0.0) + spent
         device = self._mesh.device
         return arrays.to_rollout(rollout, device), arrays.to_scores(scores, device), maker
-
-
-def _copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of this rank's part of the weights in CPU memory."""
-    return {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
-
-
-def _cause(error: Exception) -> Exception:
-    """Return what was raised in a worker."""
-    while isinstance(error, RayTaskError):
-        error = error.cause
-    return error
