@@ -187,13 +187,22 @@ def test_an_item_waits_for_its_weights_and_is_made_once(ray, group):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["die", "hang"])
-def test_the_validation_of_a_worker_that_ends_is_made_again(ray, group, tmp_path, fault):
+def test_the_validation_of_a_worker_that_dies_is_made_again(ray, group, tmp_path):
     """By the other worker, or by the same one after its restart; rollout workers are not asked."""
-    (tmp_path / "measure-4").write_text(fault)
-    scheduler, weights = group(1, timeout=3.0, evaluation=2), [ray.put(2.0)]
+    (tmp_path / "measure-4").write_text("die")
+    scheduler, weights = group(1, evaluation=2), [ray.put(2.0)]
     batches = [ValidationBatch(4, start, start + 2, 0) for start in (0, 2, 4)]
     replies = ray.get([scheduler.validate.remote(one, weights) for one in batches])
     assert [ray.get(measured).tolist() for measured, _ in replies] == [[0, 2], [4, 6], [8, 10]]
     assert [took for _, took in replies] == [{"calls": 1.0}] * 3
     assert ray.get(scheduler.deaths.remote()) == 1
+
+
+@pytest.mark.slow
+def test_a_worker_that_asks_gets_weights_only_if_they_are_newer(ray, group):
+    scheduler = group(1)
+    assert ray.get(scheduler.newer.remote(-1)) == []
+    for version in (3, 4):
+        publish(ray, scheduler, version, float(version), step=4, oldest=3)
+    asked = {version: ray.get(scheduler.newer.remote(version)) for version in (2, 3, 4, 5)}
+    assert {version: ray.get(found) for version, found in asked.items()} == {2: [4.0], 3: [4.0], 4: [], 5: []}

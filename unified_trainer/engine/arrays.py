@@ -21,8 +21,8 @@ def of_rollout(rollout: Rollout) -> Arrays:
 
 
 def to_rollout(arrays: Arrays, device: torch.device) -> Rollout:
-    """Return the rollout of these fields."""
-    return Rollout(**to_columns(arrays, device))
+    """Return the rollout of these fields; other arrays are left out."""
+    return Rollout(**to_columns({f.name: arrays[f.name] for f in fields(Rollout)}, device))
 
 
 def of_scores(scores: Scores) -> dict[str, Any]:

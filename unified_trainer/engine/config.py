@@ -28,6 +28,10 @@ class WorkerConfig:
     ahead: CountOrZero = 0
     """Training steps that samples are made ahead of training, with weights that are as many steps old. 0 makes them
     with the present weights; 1 lets sampling and training overlap."""
+    swap: bool = False
+    """Take the newest weights between two network calls of a sample, or between two chunks of a causal student
+    (experimental). Transitions keep the version of the weights that made them. Samples then depend on the speed of
+    workers: such a run cannot be repeated bit for bit."""
     workers: CountOrZero = 0
     """Rollout workers: processes on Ray that make the samples of training; 0 makes them in the training processes."""
     reward_workers: CountOrZero = 0
@@ -73,6 +77,8 @@ class WorkerConfig:
         for name in ("ahead", "reward_workers"):
             if getattr(self, name) and not self.workers:
                 raise UserError(f"rollouts.{name} needs rollouts.workers above 0")
+        if self.swap and not self.ahead:
+            raise UserError("rollouts.swap needs rollouts.ahead above 0: else no weights are newer than a sample's")
         if self.evaluation_workers and not validate_every:
             raise UserError("rollouts.evaluation_workers has nothing to validate: set validate_every")
         if self.evaluation_lag and not self.evaluation_workers:

@@ -42,7 +42,7 @@ class RemoteValidation:
                 self._ordered = [(item, self._ask(item)) for item in items]
 
     def finish(self, folder: Path, step: int) -> ValidationResult:
-        """Wait for the workers; the metrics are those of a validation in the training processes, and their times."""
+        """Wait for the workers; the metrics are those of a validation in the training processes, with times and deaths."""
         if not self._mesh.is_main:
             return ValidationResult(json.loads(self._mesh.broadcast("")), (), None, None)
         took: dict[str, float] = {}
@@ -50,6 +50,7 @@ class RemoteValidation:
         self._ordered, self._weights = [], None
         result = self._report.result(joined(parts), [clip for part in parts for clip in part.clips], folder, step)
         result.metrics.update({f"validation/worker_seconds/{name}": seconds for name, seconds in took.items()})
+        result.metrics["validation/worker_deaths"] = float(ray.get(self._group.scheduler.deaths.remote()))
         self._mesh.broadcast(json.dumps(result.metrics))
         return result
 

@@ -17,7 +17,7 @@ from unified_trainer.meter import phase
 from unified_trainer.parallel.fsdp import cpu_copy, gathered
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.rollouts import Check, ScoredSamples
+from unified_trainer.rl.rollouts import Check, ScoredSamples, no_swaps
 from unified_trainer.roles.ema import exchanged
 from unified_trainer.roles.reward import Scores
 from unified_trainer.roles.role import Trainable
@@ -80,13 +80,15 @@ class RemoteRollouts:
         if asked != self._planned(step, step):  # further samples of this step
             ordered = self._order(step, step, asked)
         with phase("rollout"):
-            rollouts, scores, makers = zip(*(self._receive(item, reply) for item, reply in ordered), strict=True)
+            received = (self._receive(item, reply) for item, reply in ordered)
+            rollouts, scores, newer, makers = zip(*received, strict=True)
         versions = [torch.full((len(item.prompts),), item.version) for item, _ in ordered]
         if check is not None and (one := self._due(makers, step)) is not None:
             part, version = batch.split(self._size)[one], ordered[one][0].version  # the version of all ranks
             with nullcontext() if version == step else exchanged(self._role.weights, past[step - version - 1]):
-                check(ScoredSamples(part, rollouts[one], scores[one], versions[one]), makers[one])
-        return ScoredSamples(batch, Rollout.cat(rollouts), Scores.cat(scores), torch.cat(versions))
+                check(ScoredSamples(part, rollouts[one], scores[one], versions[one], newer[one].amax(2)), makers[one])
+        oldest = torch.cat([one.amin(2) for one in newer])  # of the chunks that a transition has
+        return ScoredSamples(batch, Rollout.cat(rollouts), Scores.cat(scores), torch.cat(versions), oldest)
 
     def metrics(self) -> dict[str, float]:
         made = {}
@@ -152,7 +154,8 @@ class RemoteRollouts:
         items = [WorkItem(step, version, prompts[part], prompt_ids[part], sample_ids[part]) for part in parts]
         return [(item, self._group.scheduler.make.remote(item)) for item in items]
 
-    def _receive(self, item: WorkItem, reply: Any) -> tuple[Rollout, Scores, str]:
+    def _receive(self, item: WorkItem, reply: Any) -> tuple[Rollout, Scores, Tensor, str]:
+        """Return samples, scores, versions of transitions minus the ordered one [b, s, k], and who sampled."""
         try:
             while True:
                 references, seconds, maker = ray.get(reply)
@@ -169,4 +172,9 @@ class RemoteRollouts:
         for name, spent in (seconds | {"samples_gib": arrays.size(rollout, scores) / 2**30}).items():
             self._metrics[name] = self._metrics.get(name, 0.0) + spent
         device = self._mesh.device
-        return arrays.to_rollout(rollout, device), arrays.to_scores(scores, device), maker
+        made = arrays.to_rollout(rollout, device)
+        newer = no_swaps(made)[:, :, None]
+        if "versions" in rollout:  # of transitions and chunks, equal for all samples
+            newer = newer + (torch.from_numpy(rollout["versions"].copy()) - item.version)
+            self._metrics["swapped"] = self._metrics.get("swapped", 0.0) + float(newer.any())
+        return made, arrays.to_scores(scores, device), newer, maker
