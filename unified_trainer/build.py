@@ -120,6 +120,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
             from unified_trainer.engine.rollouts import RemoteRollouts
 
             how = {"ahead": run.rollouts.ahead, "check_every": run.rollouts.check_every}
+            how["half"] = run.rollouts.send == "bf16"
             parts["rollouts"] = RemoteRollouts(workers, role, loader, mesh, size=size, **how)
     trainer = Trainer(
         plan.method(run.algorithm, run.sampler, **roles, **parts),

@@ -223,6 +223,10 @@ def _check_guards(run: RunConfig, method: type[Method]) -> None:
 def _check_workers(run: RunConfig, method: type[Method]) -> None:
     run.rollouts.check(bool(method.sampled_by), run.method, run.validate_every)
     algorithm = run.algorithm
+    if run.rollouts.send == "bf16" and run.roles["student"].precision != "bf16":
+        raise ConfigError(
+            "rollouts.send bf16 needs student.precision bf16: else workers compute otherwise than training"
+        )
     if run.rollouts.swap and not isinstance(algorithm, PolicyConfig):
         raise ConfigError(
             f"rollouts.swap must be off for {run.method}, whose samples have no transitions with a density"

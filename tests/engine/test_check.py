@@ -71,13 +71,13 @@ class Here:
         return self.ray.put(([self.ray.put(rollout), self.ray.put(scores)], {}, maker))
 
 
-def trainer_with(ray, words: list[str], fault, ahead: int, newer=NONE):
+def trainer_with(ray, words: list[str], fault, ahead: int, newer=NONE, half: bool = False):
     """A run of a worker whose network is built by `fault`; `newer` gives it weights in the middle of its samples."""
     run = parse(words)
     trainer = build(run, ALONE).trainer
     run = dataclasses.replace(run, rollouts=dataclasses.replace(run.rollouts, swap=newer is not NONE))
     worker = Worker(fault, run, str(Path.cwd()), torch.get_num_threads(), True, True, newer)
-    group, how = WorkerGroup(Here(ray, worker), {}), {"size": 2, "ahead": ahead, "check_every": 1}
+    group, how = WorkerGroup(Here(ray, worker), {}), {"size": 2, "ahead": ahead, "check_every": 1, "half": half}
     student = trainer.roles["student"]
     trainer.method.rollouts = RemoteRollouts(group, student, trainer.loader, ALONE, **how)
     return trainer
@@ -104,6 +104,19 @@ def test_a_right_worker_passes(ray, words, ahead):
     (message,) = said
     assert message.startswith("on-policy check: largest log-ratio of the rollout worker on node ")
     assert float(message.split()[-5].rstrip("%")) < 0.1
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_a_worker_that_got_its_weights_in_bf16_passes(ray):
+    """In a run whose passes are in bf16; half of the bytes are sent."""
+    words = [*FAST, "--student.precision", "bf16"]
+    sizes = []
+    for half in (False, True):
+        trainer = trainer_with(ray, words, right, 0, half=half)
+        for step in range(2):
+            trainer.step(step)
+        sizes.append(trainer.method.rollouts.metrics()["weights_gib"])
+    assert sizes[0] == 2 * sizes[1]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")

@@ -20,6 +20,7 @@ BESIDE = ["--rollouts.evaluation-workers", "1", "--validate-every", "2", "--stud
     [
         (["--rollouts.ahead", "1"], "rollouts.ahead needs rollouts.workers above 0"),
         (["--rollouts.reward-workers", "1"], "rollouts.reward_workers needs rollouts.workers above 0"),
+        (["--rollouts.workers", "1", "--rollouts.send", "bf16"], "rollouts.send bf16 needs student.precision bf16"),
         (["--rollouts.workers", "1", "--rollouts.swap"], "rollouts.swap needs rollouts.ahead above 0"),
         (["--rollouts.evaluation-workers", "1"], "rollouts.evaluation_workers has nothing to validate"),
         (["--rollouts.evaluation-lag", "1"], "rollouts.evaluation_lag needs rollouts.evaluation_workers above 0"),

@@ -55,11 +55,19 @@ def to_columns(columns: Arrays, device: torch.device) -> dict[str, Tensor]:
 class Weights:
     """The weights of one version as they travel: bytes of every tensor, with its dtype and shape, and a checksum."""
 
-    def __init__(self, version: int, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, version: int, weights: Mapping[str, Tensor], *, half: bool = False) -> None:
+        """With `half`, float32 weights travel as bfloat16."""
         self.version = version
         self.signature = signature(weights)
-        self._bytes = {name: _bytes(weight) for name, weight in weights.items()}
+        sent = {name: weight.bfloat16() if half and _is_single(weight) else weight for name, weight in weights.items()}
+        self._dtypes = {name: weight.dtype for name, weight in sent.items()}
+        self._bytes = {name: _bytes(weight) for name, weight in sent.items()}
         self._checksum = checksum(self._bytes)
+
+    @property
+    def size(self) -> int:
+        """Bytes that travel."""
+        return size(self._bytes)
 
     @torch.no_grad()
     def copy_to(self, weights: Mapping[str, Tensor]) -> None:
@@ -68,7 +76,7 @@ class Weights:
         if checksum(self._bytes) != self._checksum:
             raise RuntimeError(f"weights of version {self.version} were damaged on their way: their checksum is wrong")
         for name, weight in weights.items():
-            array = torch.from_numpy(self._bytes[name].copy()).view(weight.dtype).view(weight.shape)
+            array = torch.from_numpy(self._bytes[name].copy()).view(self._dtypes[name]).view(weight.shape)
             weight.copy_(array)
 
 
@@ -95,6 +103,10 @@ def checksum(arrays: Mapping[str, np.ndarray]) -> int:
     for array in arrays.values():
         total = zlib.crc32(array.data, total)
     return total
+
+
+def _is_single(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

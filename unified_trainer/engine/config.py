@@ -2,7 +2,7 @@
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from unified_trainer.errors import UserError
 from unified_trainer.ranges import MOST, Count, CountOrZero, Minutes, PeriodOrZero, above, at_least
@@ -32,6 +32,9 @@ class WorkerConfig:
     """Take the newest weights between two network calls of a sample, or between two chunks of a causal student
     (experimental). Transitions keep the version of the weights that made them. Samples then depend on the speed of
     workers: such a run cannot be repeated bit for bit."""
+    send: Literal["exact", "bf16"] = "exact"
+    """Precision in which trained weights are sent to rollout workers: as they are, or in bf16, half of the bytes, for
+    student.precision bf16. Samples then differ from those without workers as by rounding in bf16 (experimental)."""
     workers: CountOrZero = 0
     """Rollout workers: processes on Ray that make the samples of training; 0 makes them in the training processes."""
     reward_workers: CountOrZero = 0
@@ -74,6 +77,8 @@ class WorkerConfig:
                 f"rollouts.workers must be 0 for {method}, which trains through its own samples: only methods that "
                 "learn from the rewards of finished samples can take them from workers"
             )
+        if self.send == "bf16" and not self.workers:
+            raise UserError("rollouts.send bf16 needs rollouts.workers above 0")
         for name in ("ahead", "reward_workers"):
             if getattr(self, name) and not self.workers:
                 raise UserError(f"rollouts.{name} needs rollouts.workers above 0")

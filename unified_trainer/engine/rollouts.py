@@ -48,8 +48,13 @@ class RemoteRollouts:
         size: int,
         ahead: int,
         check_every: int,
+        half: bool = False,
     ) -> None:
-        """Make at most `size` samples as one work item, and check those of a worker every `check_every` steps."""
+        """Make at most `size` samples as one work item, and check those of a worker every `check_every` steps.
+
+        With `half`, weights are sent in bf16.
+        """
+        self._half = half
         self._group, self._role, self._loader, self._mesh = group, role, loader, mesh
         self._size, self._ahead, self._check_every = size, ahead, check_every
         self._checked: dict[str, int] = {}  # the training step in which samples of a worker were checked last
@@ -138,12 +143,13 @@ class RemoteRollouts:
             return
         with phase("weights"):
             weights = self._role.weights if version == step else self._past[step - version - 1]
-            self._metrics["weights_gib"] = sum(weight.nbytes for weight in weights.values()) / 2**30
+            size = sum(weight.nbytes for weight in weights.values())  # a bf16 copy has half of it
+            self._metrics["weights_gib"] = size / 2 ** (31 if self._half else 30)
             whole = gathered(weights, self._mesh)
             if version == step and self._past:
                 self._past = [cpu_copy(weights), *self._past[:-1]]
             if self._mesh.is_main:
-                sent = arrays.Weights(version, whole)
+                sent = arrays.Weights(version, whole, half=self._half)
                 oldest = min(self._versions.values())
                 ray.get(self._group.scheduler.publish.remote(version, [ray.put(sent)], step, oldest))
         self._published = version
