@@ -27,6 +27,7 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.rollouts import Check, Rollouts, ScoredSamples
 from unified_trainer.roles.role import Trainable
 from unified_trainer.types import Batch
+from unified_trainer.validation import validate
 
 CORRECTIONS = {
     "none": "",
@@ -123,10 +124,10 @@ def measured(folder: Path, steps: int, ahead: int, flags: list[str]) -> list[dic
     trainer, student = built.trainer, built.trainer.roles["student"]
     trainer.method.rollouts = LaggedRollouts(trainer.method.rollouts, student, ahead)
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [{"step": 0} | built.validation.run(student, folder / "before", 0).metrics]
+    lines = [{"step": 0} | validate(built.validation, student, folder / "before", 0).metrics]
     for step in range(steps):
         lines.append({"step": step + 1} | trainer.step(step))
-    lines.append({"step": steps} | built.validation.run(student, folder / "after", steps).metrics)
+    lines.append({"step": steps} | validate(built.validation, student, folder / "after", steps).metrics)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines
 

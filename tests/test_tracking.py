@@ -75,7 +75,7 @@ def test_a_validation_that_comes_again_is_in_the_metrics_once(tmp_path):
         for step in (1, 2):
             one.log(step, {"train/a": 1.0})
             one.log(step, {"validation/a": 2.0})
-    with Tracker(tmp_path, TrackingConfig(), {}, 5, 2, True, validated=False):
+    with Tracker(tmp_path, TrackingConfig(), {}, 5, 2, True, unvalidated=2):
         pass
     assert [(row["step"], len(row), "validation/a" in row) for row in metrics_of(tmp_path)] == [
         (1, 2, False),

@@ -8,7 +8,7 @@ from unified_trainer.config import ValidationConfig
 from unified_trainer.data.prompts import validation_captions
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.validation import Validation
+from unified_trainer.validation import Validation, validate
 
 SAMPLER = SamplerConfig(num_steps=2, guidance_scale=1.0)
 
@@ -17,7 +17,7 @@ def measured(student, folder, *, ema: bool = True) -> dict[str, float]:
     config = ValidationConfig(num_samples=2, batch=2, num_videos=0, ema=ema)
     prompts = validation_captions(2)
     validation = Validation(config, tiny_codec(), reward_of(), None, SAMPLER, prompts, LATENT_SHAPE, ALONE, 8.0)
-    return validation.run(student, folder, 0).metrics
+    return validate(validation, student, folder, 0).metrics
 
 
 def test_validation_samples_with_the_ema_weights_unless_told_not_to(tmp_path):

@@ -26,6 +26,7 @@ from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.terminal import say
 from unified_trainer.types import PerSample, Video
+from unified_trainer.validation import validate
 
 
 def configure(recipe: str, method: str, settings: Mapping[str, Any] | None = None) -> RunConfig:
@@ -146,7 +147,7 @@ class Run:
         if self._built.validation is None:
             raise UserError("validate_every 0: this run was built without validations; set it to 1 or more")
         folder = self.folder / "validation" / f"step_{self.steps_done}"
-        result = self._built.validation.run(self._student(), folder, self.steps_done)
+        result = validate(self._built.validation, self._student(), folder, self.steps_done)
         if result.warning is not None:
             self._say(f"warning: {result.warning}")
         return result.metrics

@@ -23,6 +23,7 @@ from unified_trainer.guards.base import Guard
 from unified_trainer.guards.distillation import DistillationGuard
 from unified_trainer.guards.responses import Guards
 from unified_trainer.guards.teacher_probe import TeacherProbe
+from unified_trainer.methods.base import Method
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.agreement import assert_equal
 from unified_trainer.parallel.device import attention_order, require_memory, use_attention
@@ -41,7 +42,8 @@ from unified_trainer.roles.role import Role, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.summary import summary
 from unified_trainer.trainer import Trainer
-from unified_trainer.validation import Validation
+from unified_trainer.validation import Report, Validation, ValidationSource
+from unified_trainer.validation_samples import SampleMaker
 
 EMBEDDINGS = "prompt_embeddings"  # folder in the run directory
 
@@ -55,7 +57,7 @@ class Built:
     roles: Mapping[str, Role]
     codec: Codec
     reward: RewardSum  # a Reward, unless workers score and nothing is validated
-    validation: Validation | None  # None for a run without validations
+    validation: ValidationSource | None  # None for a run without validations
     summary: dict[str, str]  # models, reward, prompts and video size
     counts: dict[str, int | str]  # of one training step's batch
     notes: tuple[str, ...]  # ranks and precision
@@ -83,12 +85,15 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     use_negative_prompt(
         Path(run.prompts if run.trains_on == "prompts" else run.data.path), run.sampler.negative_prompt, codec
     )
-    if run.rollouts.workers:
+    prompts = plan.validation_prompts or [source.prompt(i) for i in range(min(run.validation.num_samples, len(source)))]
+    beside = run.rollouts.evaluation_workers > 0
+    if run.rollouts.workers or beside:
         cluster.connect(run.ray, run.rollouts.cores, mesh)
         from unified_trainer.engine.workers import WorkerGroup  # Ray is an extra
 
-        workers = WorkerGroup.start(replace(run, encoders=encoders), build_sampling, mesh)
-    scores_here = bool(run.validate_every) or workers is None
+        kinds = (build_sampling, build_evaluation)
+        workers = WorkerGroup.start(replace(run, encoders=encoders), *kinds, tuple(prompts), mesh)
+    scores_here = (plan.method.uses_reward and not run.rollouts.workers) or (run.validate_every > 0 and not beside)
     scorers, features = load_scorers(run.reward, mesh.device) if scores_here else ({}, None)
     reward = Reward(scorers, codec, run.reward) if scores_here else RewardSum(run.reward)
     roles = load_roles(plan.roles, mesh)
@@ -103,19 +108,20 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     data = (source, codec, plan.batch, plan.latent_shape, run.sampler.negative_prompt, run.seed, mesh)
     loader = Loader(*data, ahead=run.rollouts.ahead)
     parts = {"reward": reward, "loader": loader} if plan.method.uses_reward else {}
-    places: list[str] = []
+    places: dict[str, str] = {}
+    if workers is not None:
+        places = workers.check(roles[plan.method.sampled_by or "student"].weights, 60 * run.ray.timeout_minutes)
     if plan.method.sampled_by:
         role, size = roles[plan.method.sampled_by], run.algorithm.rollout_batch
-        if workers is None:
+        if not run.rollouts.workers:
             sample = partial(plan.method.sample, run.algorithm, run.sampler, role)
             parts["rollouts"] = LocalRollouts(sample, reward, size)
         else:
             from unified_trainer.engine.rollouts import RemoteRollouts
 
-            places = workers.check(role.weights, 60 * run.ray.timeout_minutes)
             how = {"ahead": run.rollouts.ahead, "check_every": run.rollouts.check_every}
+            how["half"] = run.rollouts.send == "bf16"
             parts["rollouts"] = RemoteRollouts(workers, role, loader, mesh, size=size, **how)
-    prompts = plan.validation_prompts or [source.prompt(i) for i in range(min(run.validation.num_samples, len(source)))]
     trainer = Trainer(
         plan.method(run.algorithm, run.sampler, **roles, **parts),
         {name: role for name, role in roles.items() if isinstance(role, Trainable)},
@@ -127,8 +133,14 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         guards=_guards(run, plan, roles, codec, prompts, mesh),
         rollouts=parts.get("rollouts"),
     )
-    validation = None
-    if run.validate_every:
+    validation: ValidationSource | None = None
+    if beside:
+        from unified_trainer.engine.evaluation import RemoteValidation
+
+        of_all = [prompts[i % len(prompts)] for i in range(run.validation.num_samples)]
+        report = Report(run.validation, reward, of_all, mesh, run.video.fps)
+        validation = RemoteValidation(workers, run.validation, report, mesh)
+    elif run.validate_every:
         measured = (codec, reward, features, run.sampler, prompts, plan.latent_shape)
         validation = Validation(run.validation, *measured, mesh, run.video.fps)
     # Last, so that a folder of weights that is not whole is refused before any file is written.
@@ -137,7 +149,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     encoded = _encode_ahead(run, codec, source, lambda: [*validated, *loader.prompts(run.steps)], mesh)
     kernels = ", ".join(attention_order(run.parallel.attention, mesh.device)) or "torch's order of kernels"
     rows = summary(run, plan, roles, source) | {"attention": kernels}
-    rows |= {f"worker {i}": where for i, where in enumerate(places)}
+    rows |= places
     notes = (*_notes(mesh, run), *encoded, *plan.notes)
     stop = workers.stop if workers is not None else None
     return Built(run, trainer, roles, codec, reward, validation, rows, plan.counts, notes, plan.keep, stop)
@@ -145,29 +157,56 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
 
 def build_sampling(run: RunConfig, device: torch.device, samples: bool, scores: bool) -> Sampling:
     """Load what a worker needs to make samples, or to score them: one role without an optimizer, encoders, scorers."""
-    add_families(run.families)
-    method, mesh = method_named(run.method), Mesh(device)
-    use_attention(run.parallel.attention, device)
-    run = fetched(replace(run, parallel=ParallelConfig()), mesh)  # that of the training processes
-    plan = plan_roles(run, method, starting=False)[method.sampled_by]  # its weights are sent by training
-    family, folder = family_of(method.sampled_by, plan.path)
-    codec = family.codec(folder, device, run.encoders)
-    video = run.video
+    run, method = _in_worker(run, device)
+    name = method.sampled_by
+    plan = plan_roles(run, method, starting=False)[name]  # its weights are sent by training
+    codec, video = _codec_of(name, plan, run, device), run.video
     parts: dict[str, Any] = {"sample": None, "weights": {}, "reward": None}
     if samples:
-        kind = causal_form(WeightCopy) if run.sampler.chunks.causal else WeightCopy
-        way_out = (
-            "set the role's precision to bf16, train an adapter, or sample in the training processes, which share "
-        )
-        way_out += "the model: --rollouts.workers 0"
-        require_memory(_bytes(method.sampled_by, plan), device, "the model of a rollout worker", way_out)
-        role = load_roles({method.sampled_by: replace(plan, kind=kind)}, mesh)[method.sampled_by]
+        role = _weights_of_training(name, plan, run, device, "a rollout worker", "sample", "--rollouts.workers 0")
         parts |= {"sample": partial(method.sample, run.algorithm, run.sampler, role), "weights": role.weights}
     if scores:
         parts["reward"] = Reward(load_scorers(run.reward, device)[0], codec, run.reward)
     return Sampling(
         **parts, codec=codec, latent_shape=codec.latent_shape(video.frames, video.height, video.width), device=device
     )
+
+
+def build_evaluation(run: RunConfig, device: torch.device, prompts: Sequence[str]) -> tuple[WeightCopy, SampleMaker]:
+    """Load what an evaluation worker needs: the student without an optimizer, encoders, and all scorers."""
+    run, method = _in_worker(run, device)
+    plan = plan_roles(run, method, starting=False)["student"]
+    codec, video = _codec_of("student", plan, run, device), run.video
+    way_out = "--rollouts.evaluation-workers 0"
+    role = _weights_of_training("student", plan, run, device, "an evaluation worker", "validate", way_out)
+    scorers, features = load_scorers(run.reward, device)
+    shape = codec.latent_shape(video.frames, video.height, video.width)
+    measured = (codec, Reward(scorers, codec, run.reward), features, run.sampler, prompts, shape, device)
+    return role, SampleMaker(run.validation, *measured)
+
+
+def _in_worker(run: RunConfig, device: torch.device) -> tuple[RunConfig, type[Method]]:
+    """Return run and method as a process of one device sees them that Ray started; set its attention kernel."""
+    add_families(run.families)
+    method = method_named(run.method)
+    use_attention(run.parallel.attention, device)
+    return fetched(replace(run, parallel=ParallelConfig()), Mesh(device)), method  # that of the training processes
+
+
+def _codec_of(name: str, plan: RolePlan, run: RunConfig, device: torch.device) -> Codec:
+    family, folder = family_of(name, plan.path)
+    return family.codec(folder, device, run.encoders)
+
+
+def _weights_of_training(
+    name: str, plan: RolePlan, run: RunConfig, device: torch.device, worker: str, does: str, instead: str
+) -> WeightCopy:
+    """Load a role whose trained weights training sends; UserError, with the way out, if the device is too small."""
+    kind = causal_form(WeightCopy) if run.sampler.chunks.causal else WeightCopy
+    way_out = f"set the role's precision to bf16, train an adapter, or {does} in the training processes, which share "
+    require_memory(_bytes(name, plan), device, f"the model of {worker}", f"{way_out}the model: {instead}")
+    role: Any = load_roles({name: replace(plan, kind=kind)}, Mesh(device))[name]
+    return role
 
 
 def _bytes(name: str, plan: RolePlan) -> int:

@@ -59,6 +59,10 @@ RESUMABLE_KEYS = (
     "rollouts.gpus",
     "rollouts.reward_cpus",
     "rollouts.reward_gpus",
+    "rollouts.evaluation_workers",
+    "rollouts.evaluation_lag",
+    "rollouts.evaluation_cpus",
+    "rollouts.evaluation_gpus",
     "rollouts.timeout_minutes",
     "rollouts.check_every",
     "encoders.offload",
@@ -194,6 +198,12 @@ class RunConfig:
         """Settings of the method's roles by name, of those that have settings of their own."""
         own = {f.name for f in dataclasses.fields(self)} - {f.name for f in dataclasses.fields(RunConfig)}
         return {name: config for name, config in vars(self).items() if name in own}
+
+    @property
+    def validation_lag(self) -> int:
+        """Training steps after which the result of a validation takes effect."""
+        lag = self.rollouts.evaluation_lag or self.validate_every
+        return lag if self.rollouts.evaluation_workers else 0
 
     @property
     def guarded(self) -> bool:

@@ -26,6 +26,8 @@ from unified_trainer.registry import family_of, method_named
 from unified_trainer.renamed import METRICS
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
 from unified_trainer.rewards.scorers import check_prompts, check_reward
+from unified_trainer.rl.chunk_credit import CreditedGroupConfig
+from unified_trainer.rl.policy import PolicyConfig
 from unified_trainer.role_plan import RolePlan, check_roles, plan_roles, role_path, without_adapter
 from unified_trainer.tracking.external import check_tracking
 from unified_trainer.validation import check_validation
@@ -211,13 +213,26 @@ def _check_guards(run: RunConfig, method: type[Method]) -> None:
             raise ConfigError(f"{key}.action roll_back needs checkpoints to go back to: set checkpoint_every")
         if not run.roles["student"].ema_decay:
             raise ConfigError(f"{key}.action roll_back goes on from EMA weights: set student.ema_decay")
-        if run.rollouts.workers:
+        if run.rollouts.workers or run.rollouts.evaluation_workers:
             raise ConfigError(
-                f"{key}.action roll_back cannot take back samples that workers make ahead: set rollouts.workers 0"
+                f"{key}.action roll_back cannot take back what workers make beside training: set rollouts.workers 0 "
+                "and rollouts.evaluation_workers 0"
             )
 
 
 def _check_workers(run: RunConfig, method: type[Method]) -> None:
-    run.rollouts.check(bool(method.sampled_by), run.method)
-    if run.rollouts.workers:
-        check_installed("rollouts.workers")
+    run.rollouts.check(bool(method.sampled_by), run.method, run.validate_every)
+    algorithm = run.algorithm
+    if run.rollouts.send == "bf16" and run.roles["student"].precision != "bf16":
+        raise ConfigError(
+            "rollouts.send bf16 needs student.precision bf16: else workers compute otherwise than training"
+        )
+    if run.rollouts.swap and not isinstance(algorithm, PolicyConfig):
+        raise ConfigError(
+            f"rollouts.swap must be off for {run.method}, whose samples have no transitions with a density"
+        )
+    if run.rollouts.swap and isinstance(algorithm, CreditedGroupConfig) and algorithm.credit.shared_chunks:
+        raise ConfigError("rollouts.swap needs algorithm.credit.shared_chunks 0: the samples of a branch would differ")
+    for name, count in (("workers", run.rollouts.workers), ("evaluation_workers", run.rollouts.evaluation_workers)):
+        if count:
+            check_installed(f"rollouts.{name}")

@@ -27,6 +27,7 @@ from unified_trainer.ranges import NetworkCalls, PositiveFraction, Shift
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.types import Batch, Condition, Latents, Rollout
+from unified_trainer.weight_swaps import border, made
 
 Solver = Literal["ode", "sde"]
 Draw = Callable[[int], Latents]  # noise of transition s; number num_steps is the context noise of a causal student
@@ -160,17 +161,21 @@ def rollout(
 
     `draw(s)` is the noise of transition s. The last transition goes to the clean prediction without noise: it has no
     density and cannot be in the window. A causal student samples every chunk so; state s then joins all chunks at their
-    step s. `keep_x0` also keeps the x0 that the call of each transition predicts.
+    step s. `keep_x0` also keeps the x0 that the call of each transition predicts. Weights may be exchanged before every
+    call, or before every chunk (`weight_swaps`).
     """
     walk = functools.partial(_policy_walk, sampler=sampler, policy=policy, window=window, keep_x0=keep_x0)
     if not sampler.chunks.causal:
         return walk(functools.partial(policy_velocity, role, batch=batch, sampler=sampler), noise, draw=draw)
     draw = functools.cache(draw)
     sigmas = sampler.sigmas()[:-1]
-    cache = role.open_cache(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
-    parts = []
+    cache, parts = None, []
     for start, stop in sampler.chunks.ranges(noise.shape[2]):
         own = slice(start, stop)
+        if border() or cache is None:  # the keys of finished chunks are those of the present weights
+            cache = role.open_cache(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
+            for part in parts:
+                cache.append(part.x0)
         part = walk(cache.velocity, noise[:, :, own], draw=lambda s, own=own: draw(s)[:, :, own])
         parts.append(part)
         if stop < noise.shape[2]:
@@ -231,6 +236,8 @@ def _policy_walk(
     x0_before = None  # the prediction before, for second-order steps after the window
     for s in range(sampler.num_steps - 1):
         detail(f"step {s + 1}/{sampler.num_steps}")
+        if not sampler.chunks.causal:
+            border()
         v = velocity(x_t, sigmas[s])
         if s not in window:
             x_next = policy.euler_step(s, x_t, v, x0_before)
@@ -244,9 +251,12 @@ def _policy_walk(
         x_t = mean + std * draw(s).to(mean)
         states.append(x_t)
         log_probs.append(policy.log_prob(x_t, mean, std))
+        made(s)
         if keep_x0:
             early.append(x0_from_velocity(states[-2], v, sigmas[s]))
     detail(f"step {sampler.num_steps}/{sampler.num_steps}")
+    if not sampler.chunks.causal:
+        border()
     x0 = x0_from_velocity(x_t, velocity(x_t, sigmas[-2]), sigmas[-2])
     transitions = torch.stack(states, 1)
     return Rollout(transitions, torch.stack(log_probs, 1), x0, torch.stack(early, 1) if early else transitions[:, :0])

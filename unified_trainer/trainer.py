@@ -26,7 +26,8 @@ from unified_trainer.step_cost import step_cost
 from unified_trainer.stop_signal import stop_signal
 from unified_trainer.tracking.tracker import Means, Tracker
 from unified_trainer.types import Stateful
-from unified_trainer.validation import Validation
+from unified_trainer.validation import ValidationSource
+from unified_trainer.validation_schedule import Started, Validations
 
 ENDED = object()  # in place of a loss, when a generator has no more
 
@@ -58,6 +59,7 @@ class Trainer:
         self.messages: dict[str, None] = {}  # messages of the last step, in order
         self.validation_pending = False  # whether the loaded checkpoint was saved and its validation cut off
         self.warnings: list[str] = []  # of the checkpoint that the run continues from
+        self.validation_started: Started | None = None  # of an earlier step, whose result has not taken effect yet
         copied = {name: role for name, (role, _) in self.copies.items()}
         self._stateful: dict[str, Stateful] = {**roles, **copied, "loader": loader, "method": method}
         if isinstance(rollouts, Stateful):  # workers that make them ahead of training
@@ -122,7 +124,7 @@ class Trainer:
                     kind = type(stateful).__name__
                     raise TypeError(f"{kind}.state_dict: {key} is a {type(value).__name__}, checkpoints hold tensors")
                 found[f"{name}/{key}"] = value
-        return found
+        return found if self.validation_started is None else found | self.validation_started.tensors
 
     def resume(self, run: Path) -> tuple[int, list[str]]:
         """Load the newest whole checkpoint; return the steps already done and which checkpoints were skipped, and why.
@@ -143,6 +145,7 @@ class Trainer:
 
     def _load(self, folder: Path, metadata: Mapping[str, Any]) -> None:
         """Set everything that a checkpoint holds to what it was there."""
+        self.validation_started = Started.empty(metadata, self.roles["student"])
         state = self.tensors()
         dcp.load(folder, state, self.mesh)
         for name, stateful in self._stateful.items():
@@ -167,45 +170,38 @@ class Trainer:
         self,
         output: Path,
         tracker: Tracker,
-        validation: Validation | None,
+        validation: ValidationSource | None,
         saver: Saver,
         *,
         start: int,
         steps: int,
         checkpoint_every: int,
         validate_every: int,
+        validation_lag: int,
     ) -> str | None:
         """Run training steps `start` to `steps`; return the guard that stopped the run, by its section, or None.
 
         A first Ctrl-C or SIGTERM finishes the step, saves and returns. A step is saved before it is validated, so that
-        a validation that fails loses no step; what it measured is then added to the checkpoint.
+        a validation that fails loses no step; what it measured is then added to the checkpoint. Its result takes effect
+        `validation_lag` steps later, before the next validation and at the end at the latest.
         """
+        parts = (validation, self.roles["student"], self.guards, self.mesh, output, tracker, saver)
+        validations = None if validation is None else Validations(*parts, lag=validation_lag)
 
-        def validate(step: int) -> tuple[dict[str, float], Response | None]:
-            with working_on(f"the validation of step {step}"):
-                meter = Meter(self.mesh.device, lambda label: tracker.show_phase(f"validation: {label}"))
-                with meter.measure():
-                    result = validation.run(self.roles["student"], output / "validation" / f"step_{step}", step)
-                    looks = self.guards.compare_samples()
-            short = {name.removeprefix("validation/"): value for name, value in result.metrics.items()} | looks
-            alarm = self.guards.after_validation(step, short)
-            measured = short | self.guards.verdicts | {"seconds": sum(meter.seconds().values())}
-            tracker.log(step, {f"validation/{name}": value for name, value in measured.items()})
-            tracker.log_samples(step, result.samples, result.contact_sheet)
-            if result.warning is not None:
-                tracker.say(f"warning: {result.warning}; the run goes on")
-            shown = [] if "reward" in short else ["no reward is measured"]
-            shown += [f"{name} {value:.3f}" for name, value in short.items() if "/" not in name]
-            tracker.say(f"step {step}: validation: {'  '.join(shown)}")
-            response = self.guards.respond(alarm, output, saver, tracker.say)
-            saver.keep.check_metric(short)
-            return short, response
+        def is_due(step: int, *, last: bool) -> bool:
+            """Return whether the validation that was started takes effect after this step; the last step waits."""
+            started = self.validation_started
+            return started is not None and (last or started.due(step, validation_lag))
 
-        def validate_saved(step: int, *, saved: bool, stopping: Response | None = None) -> Response | None:
-            """Validate a step, add it to its checkpoint, and return what the guards do, unless they stop already."""
-            measured, response = validate(step)
+        def take_effect(step: int, *, saved: bool, stopping: Response | None = None) -> Response | None:
+            """Add a validation to its checkpoint, and return what the guards do after `step`, unless they stop."""
+            started, self.validation_started = self.validation_started, None
+            saver.needed_before = self._needed_before
+            measured, response = validations.finish(started)
             response = stopping or response
-            if saved:
+            if started.step < step:
+                saver.rate(started.step, measured)  # its guards are not yet those of the present step
+            elif saved:
                 saver.record(step, self.metadata(measured, response=response))
             elif response is not None and response.stops:
                 saver.save(step, self.tensors(), self.metadata(measured, response=response))
@@ -215,6 +211,7 @@ class Trainer:
             """Continue from an earlier checkpoint and return its step."""
             before, (folder, metadata) = self.guards.rollbacks, response.checkpoint
             self._load(folder, metadata)
+            self.validation_started = None  # it took effect before
             to = metadata["step"]
             self.guards.rolled_back(response.alarm, step, to, before)
             saver.remove_after(to)
@@ -230,16 +227,22 @@ class Trainer:
                 tracker.say(f"stopped{by} after step {step}; continue with:")
                 again = f" --{guard.replace('_', '-')}.action warn" if guard else ""
                 tracker.say(f"  python -m unified_trainer --resume {shlex.quote(str(output))}{again}")
+            if (left := self.validation_started) is not None:
+                tracker.say(f"the validation of step {left.step} has no result yet: --resume starts it again")
             return guard
 
         with stop_signal() as asked:
-            if validation is not None and start == 0:
-                validate(0)
-            saver.needed_before = self.guards.window_starts
+            if validation is None:
+                self.validation_started = None
+            elif self.validation_started is not None:
+                validations.restart(self.validation_started)
+            elif self.validation_pending or start == 0:
+                self.validation_started = validations.start(start)
+            saver.needed_before = self._needed_before
             saver.forget(start)  # what a process that was killed had no time for
-            done, pending = start, validation is not None and self.validation_pending
-            if pending:
-                response = validate_saved(start, saved=True)
+            done = start
+            if is_due(start, last=start == steps):
+                response = take_effect(start, saved=start > 0)
                 if response is not None and response.checkpoint is not None:
                     done = go_back(response, done)
                 elif response is not None or start == steps:
@@ -256,23 +259,34 @@ class Trainer:
                     tracker.say(f"step {done}: {message}")
                 stop = self.mesh.any(bool(asked)) and done < steps
                 saver.check()
-                saver.needed_before = self.guards.window_starts
+                saver.needed_before = self._needed_before
                 response = self.guards.respond(alarm, output, saver, tracker.say)
                 if response is None or response.stops:
                     validating = validation is not None and (done % validate_every == 0 or done == steps)
+                    if is_due(done, last=validating):
+                        response = take_effect(done, saved=False, stopping=response)
                     saving = stop or done == steps or bool(checkpoint_every and done % checkpoint_every == 0)
                     saving = saving or response is not None
                     if saving:
                         tracker.show_phase("checkpoint")
                         about = self.metadata({}, validation_pending=validating, response=response)
                         saver.save(done, self.tensors(), about)
-                    if validating:
-                        response = validate_saved(done, saved=saving, stopping=response)
+                    ends = stop or response is not None
+                    if validating and (done == steps or not (ends and validation_lag)):  # else --resume starts it
+                        self.validation_started = validations.start(done)
+                        if is_due(done, last=done == steps):
+                            response = take_effect(done, saved=saving, stopping=response)
                 if response is not None and response.checkpoint is not None:
                     done, response = go_back(response, done), None
                 if stop or response is not None or done == steps:
                     return end(done, response, stopped=stop)
         return None
+
+    @property
+    def _needed_before(self) -> tuple[int, ...]:
+        """Steps before which a checkpoint must stay: guards may go back to it, or a validation is still added to it."""
+        started = self.validation_started
+        return (*self.guards.window_starts, *([started.step + 1] if started is not None else []))
 
     def metadata(
         self, metrics: Mapping[str, float], *, validation_pending: bool = False, response: Response | None = None
@@ -288,6 +302,7 @@ class Trainer:
             "metrics": dict(metrics),
             manifest.VALIDATION_PENDING: validation_pending,
             manifest.NOISE: philox.NAME,
+            manifest.VALIDATION_STARTED: self.validation_started.metadata if self.validation_started else None,
             manifest.STOPPED_BY: response.alarm.guard if response is not None and response.stops else None,
             **self.guards.state,
         }

@@ -1,11 +1,11 @@
 """Validation: reward, accuracy and sample videos of the student, with the same prompts and noise every time."""
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,20 +13,28 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.config import ValidationConfig
-from unified_trainer.data.loader import make_batch
-from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
-from unified_trainer.data.video_files import Row, contact_sheet, to_uint8, write_mp4
+from unified_trainer.data.video_files import Row, contact_sheet, write_mp4
 from unified_trainer.errors import UserError
-from unified_trainer.meter import phase
 from unified_trainer.models.base import Codec
-from unified_trainer.numerics.frechet import frame_features, frechet_distance
+from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.parallel.random import Streams
-from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
-from unified_trainer.roles.reward import Reward
+from unified_trainer.rewards.pixels import diversity
+from unified_trainer.roles.reward import Reward, RewardSum
 from unified_trainer.roles.role import Trainable
-from unified_trainer.sampling import SamplerConfig, generate
+from unified_trainer.sampling import SamplerConfig
 from unified_trainer.suggestions import multiples_near
+from unified_trainer.validation_samples import (
+    ACCURACY,
+    FEATURES,
+    PIXELS,
+    REAL,
+    SCORES,
+    THUMBNAILS,
+    VECTORS,
+    Measured,
+    SampleMaker,
+    batches,
+)
 
 
 def check_validation(config: ValidationConfig, mesh: Mesh) -> None:
@@ -72,8 +80,36 @@ class ValidationResult:
     warning: str | None  # what could not be written, on the rank that writes
 
 
+class ValidationSource(Protocol):
+    """A maker of validations: this process between two training steps, or other processes beside training."""
+
+    ema: bool  # whether the samples are those of the student's EMA weights
+
+    def start(self, student: Trainable, step: int) -> None:
+        """Start the validation of the student, as its weights are now after `step` training steps (a collective)."""
+        ...
+
+    def finish(self, folder: Path, step: int) -> "ValidationResult":
+        """Wait for the validation that was started, write it into `folder` on the main rank, and return it."""
+        ...
+
+
+@contextmanager
+def sampled_weights(student: Trainable, ema: bool) -> Iterator[None]:
+    """Run the student with the weights that validations sample with: the EMA weights if asked for and kept."""
+    with student.ema_weights() if ema else nullcontext():
+        yield
+
+
+def validate(source: ValidationSource, student: Trainable, folder: Path, step: int) -> "ValidationResult":
+    """Measure the student after `step` training steps; the main rank writes samples and videos into `folder`."""
+    with sampled_weights(student, source.ema):
+        source.start(student, step)
+    return source.finish(folder, step)
+
+
 class Validation:
-    """Generates fixed samples with the student and measures them; every data rank generates an equal number."""
+    """Makes and measures the samples in the training processes; every data rank makes an equal number."""
 
     def __init__(
         self,
@@ -87,120 +123,87 @@ class Validation:
         mesh: Mesh,
         fps: float,
     ) -> None:
-        """`features` maps frames to the vectors of the Frechet distance; None measures none.
+        """`features` maps frames to the vectors of the Frechet distance; None measures none."""
+        self.ema, self._mesh = config.ema, mesh
+        self._batches = batches(config, mesh.data_size)[mesh.data_rank]
+        self._maker = SampleMaker(config, codec, reward, features, sampler, prompts, latent_shape, mesh.device)
+        self._report = Report(config, reward, self._maker.prompts, mesh, fps)
+        self._parts: list[Measured] = []
 
-        Sample i is of prompt i, counted round and round.
-        """
-        self._prompts = tuple(prompts[i % len(prompts)] for i in range(config.num_samples))
-        self._config, self._codec, self._reward = config, codec, reward
-        self._features, self._sampler = features, sampler
-        self._scorers = (*reward.weights, *reward.held_out)
-        self._latent_shape, self._mesh, self._fps = latent_shape, mesh, fps
-        self._real: Tensor | None = None  # features of real clips, computed on first use
+    def start(self, student: Trainable, step: int) -> None:
+        """Make and measure all samples."""
+        self._parts = [self._maker.make(student, samples, self._report.videos) for samples in self._batches]
 
-    def run(self, student: Trainable, folder: Path, step: int) -> ValidationResult:
-        """Measure the student after `step` training steps; the main rank writes samples and videos into `folder`."""
-        with student.ema_weights() if self._config.ema else nullcontext():
-            return self._measure(student, folder, step)
+    def finish(self, folder: Path, step: int) -> "ValidationResult":
+        parts, self._parts = self._parts, []
+        columns = {name: self._mesh.gather(rows) for name, rows in joined(parts).items()}
+        return self._report.result(columns, [clip for part in parts for clip in part.clips], folder, step)
 
-    @torch.no_grad()
-    def _measure(self, student: Trainable, folder: Path, step: int) -> ValidationResult:
-        count = self._config.num_samples // self._mesh.data_size
-        samples = range(self._mesh.data_rank * count, (self._mesh.data_rank + 1) * count)
-        parts, videos = [], []
-        for start in range(samples.start, samples.stop, self._config.batch):
-            video, part = self._generate(student, list(range(start, min(start + self._config.batch, samples.stop))))
-            parts.append(part)
-            videos.append(video)
-        video = torch.cat(videos)
-        prompts = [self._prompts[i] for i in samples]
-        columns, hits = self._rewards(torch.cat(parts)), {}
-        metrics = mean_and_std(columns) | self._pixels(video)
-        if is_tiny_world(video, self._prompts):
-            hits = self._attributes(video, prompts)
-            metrics |= _accuracies(hits)
-            if self._features is not None:
-                metrics["frechet"] = self._frechet(video, samples)
-        clips = to_uint8(video[: self._config.num_videos])
-        found = self._samples(columns, hits, folder, len(clips))
-        sheet = folder / "contact_sheet.png" if clips else None
-        warning = self._write(folder, clips, found, step, sheet) if self._mesh.is_main else None
+
+def joined(parts: Sequence[Measured]) -> dict[str, Tensor]:
+    """Return the columns of all parts, in order."""
+    return {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
+
+
+class Report:
+    """The metrics of a validation from what was measured of its samples, and the files that people look at."""
+
+    def __init__(
+        self, config: ValidationConfig, reward: RewardSum, prompts: Sequence[str], mesh: Mesh, fps: float
+    ) -> None:
+        """`prompts` are those of all samples, in order."""
+        self._prompts, self._seed, self._reward = tuple(prompts), config.seed, reward
+        self._scorers, self._is_main, self._fps = (*reward.weights, *reward.held_out), mesh.is_main, fps
+        self.videos = min(config.num_videos, config.num_samples // mesh.data_size)  # samples that have a video
+
+    def result(
+        self, columns: Mapping[str, Tensor], clips: list[np.ndarray], folder: Path, step: int
+    ) -> "ValidationResult":
+        """Return the metrics of all samples; the main rank writes them and the clips into `folder`."""
+        exact = {name: rows.cpu() if name in VECTORS else rows.cpu().double() for name, rows in columns.items()}
+        scores = self._scores(exact)
+        hits = {name.removeprefix(ACCURACY): rows for name, rows in exact.items() if name.startswith(ACCURACY)}
+        metrics = mean_and_std(scores)
+        metrics |= mean_and_std({name: rows for name, rows in exact.items() if name.startswith(PIXELS)})
+        if (spread := diversity(exact[THUMBNAILS], self._prompts)) is not None:
+            metrics["pixels/diversity"] = spread
+        metrics |= _accuracies(hits) if hits else {}
+        if FEATURES in exact:
+            metrics["frechet"] = frechet_distance(exact[FEATURES].flatten(0, 1), exact[REAL].flatten(0, 1))
+        found = self._samples(scores, hits, folder)
+        sheet = folder / "contact_sheet.png" if self.videos else None
+        warning = self._write(folder, clips, found, step, sheet) if self._is_main else None
         if warning is not None:
             found, sheet = tuple(replace(one, video=None) for one in found), None
         return ValidationResult({f"validation/{name}": value for name, value in metrics.items()}, found, sheet, warning)
 
-    def _generate(self, student: Trainable, samples: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the videos of these samples, and a column of scores for each scorer."""
-        prompts = [self._prompts[i] for i in samples]
-        batch = make_batch(
-            self._codec,
-            prompts,
-            self._codec.encode_text([self._sampler.negative_prompt]),
-            self._latent_shape,
-            prompt_ids=samples,
-            sample_ids=samples,
-        )
-        streams = Streams(self._config.seed, 0, self._mesh.device)
-
-        def draw(name: str) -> Tensor:
-            return streams.noise(name, samples, self._latent_shape)
-
-        x0 = generate(student, draw("validation"), batch, self._sampler, lambda s: draw(f"transition {s}"))
-        with phase("decode"):
-            video = self._codec.decode(x0)
-        if not self._scorers:
-            return video, torch.empty(len(video), 0, device=video.device)
-        return video, self._reward.parts(video, tuple(prompts), self._scorers)
-
-    def _rewards(self, parts: Tensor) -> dict[str, Tensor]:
-        """Return the reward of every sample of all ranks, and the score of every scorer, including held-out ones."""
+    def _scores(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the reward of every sample, and the score of every scorer, including held-out ones."""
         if not self._scorers:
             return {}
-        parts = self._mesh.gather(parts).cpu().double()
-        columns = {"reward": self._reward.total(parts[:, : len(self._reward.weights)])} if self._reward.weights else {}
-        return columns | {f"reward/{name}": part for name, part in zip(self._scorers, parts.unbind(1), strict=True)}
-
-    def _pixels(self, video: Tensor) -> dict[str, float]:
-        """Return mean and std of pixel statistics, and the diversity of samples of one prompt if there are several."""
-        columns = {f"pixels/{name}": self._mesh.gather(row).cpu().double() for name, row in statistics(video).items()}
-        spread = diversity(self._mesh.gather(thumbnail(video)).cpu(), self._prompts)
-        return mean_and_std(columns) | ({} if spread is None else {"pixels/diversity": spread})
-
-    def _attributes(self, video: Tensor, prompts: list[str]) -> dict[str, Tensor]:
-        """Return which samples of all ranks have the color, shape and direction of their caption, and all of them."""
-        parts = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
-        return {name: self._mesh.gather(right.double()) for name, right in parts.items()}
+        parts = columns[SCORES]
+        found = {"reward": self._reward.total(parts[:, : len(self._reward.weights)])} if self._reward.weights else {}
+        return found | {f"reward/{name}": part for name, part in zip(self._scorers, parts.unbind(1), strict=True)}
 
     def _samples(
-        self, columns: dict[str, Tensor], hits: dict[str, Tensor], folder: Path, videos: int
-    ) -> tuple[ValidationSample, ...]:
-        """Return the samples of all ranks; the first `videos` have a file."""
+        self, columns: dict[str, Tensor], hits: dict[str, Tensor], folder: Path
+    ) -> tuple["ValidationSample", ...]:
+        """Return the samples of all ranks; the first ones have a file."""
         scores = {name: columns[f"reward/{name}"].tolist() for name in self._scorers}
         rewards = columns["reward"].tolist() if "reward" in columns else [None] * len(self._prompts)
         accuracies = {name: right.bool().tolist() for name, right in hits.items()}
         return tuple(
             ValidationSample(
                 i,
-                self._config.seed,
+                self._seed,
                 prompt,
                 reward,
                 {name: values[i] for name, values in scores.items()},
                 {name: values[i] for name, values in accuracies.items()},
-                folder / f"{i}.mp4" if i < videos else None,
+                folder / f"{i}.mp4" if i < self.videos else None,
             )
             for i, (prompt, reward) in enumerate(zip(self._prompts, rewards, strict=True))
         )
-
-    def _frechet(self, video: Tensor, samples: range) -> float:
-        """Return the Frechet distance of frame features to as many real clips of the same captions, both decoded."""
-        if self._real is None:
-            clips = render([real_clip(self._prompts[sample], self._config.seed, sample) for sample in samples])
-            parts = clips.to(self._mesh.device).split(self._config.batch)
-            self._real = torch.cat([self._frame_features(self._codec.decode(self._codec.encode(p))) for p in parts])
-        return frechet_distance(self._mesh.gather(self._frame_features(video)), self._mesh.gather(self._real))
-
-    def _frame_features(self, video: Tensor) -> Tensor:
-        return frame_features(video, self._features, self._config.frechet_stride, self._config.batch).flatten(0, 1)
 
     def _write(
         self,

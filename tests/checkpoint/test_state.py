@@ -203,14 +203,14 @@ def test_a_validation_that_fails_costs_no_step_and_is_repeated(tmp_path, monkeyp
     words = ["--steps", "2", "--checkpoint-every", "1", "--validate-every", "1", "--validation.num-videos", "0"]
     straight, failed = tmp_path / "straight", tmp_path / "failed"
     run("finetune", straight, *words)
-    original = Validation.run
+    original = Validation.finish
 
-    def fail(self, student, folder, number):
+    def fail(self, folder, number):
         if number == step:
             raise RuntimeError("the scorer broke")
-        return original(self, student, folder, number)
+        return original(self, folder, number)
 
-    monkeypatch.setattr(Validation, "run", fail)
+    monkeypatch.setattr(Validation, "finish", fail)
     with pytest.raises(RuntimeError, match="the scorer broke"):
         main([*SMALL["finetune"], *words, "--output", str(failed)])
     assert manifest.read(failed / "checkpoints" / f"step_{step}")[0]["validation_pending"]

@@ -25,6 +25,17 @@ def test_weights_arrive_bit_for_bit():
         assert torch.equal(there[name], weight)
 
 
+def test_weights_may_travel_in_half_of_the_bytes():
+    """float32 weights are rounded to bfloat16, others are as they were; the receiver's dtypes are the trained ones."""
+    single = {"a": torch.linspace(0, 1, 100), "b": torch.ones(4, dtype=torch.float64) / 3, "c": torch.tensor(7)}
+    whole, half = arrays.Weights(3, single), arrays.Weights(3, single, half=True)
+    there = {name: torch.zeros_like(weight) for name, weight in single.items()}
+    half.copy_to(there)
+    assert torch.equal(there["a"], single["a"].bfloat16().float()) and not torch.equal(there["a"], single["a"])
+    assert torch.equal(there["b"], single["b"]) and torch.equal(there["c"], single["c"])
+    assert whole.size - half.size == 200
+
+
 def test_a_changed_byte_is_refused_and_changes_no_weight():
     sent = arrays.Weights(3, weights())
     sent._bytes["a"] = sent._bytes["a"].copy()

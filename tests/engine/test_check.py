@@ -9,13 +9,16 @@ from helpers import ALONE, SMALL, flags
 
 from unified_trainer.build import build, build_sampling
 from unified_trainer.cli.command_line import parse
+from unified_trainer.engine import arrays
 from unified_trainer.engine.rollouts import RemoteRollouts
-from unified_trainer.engine.workers import Worker, WorkerGroup, placed, worker_needs
+from unified_trainer.engine.workers import NewerWeights, Worker, WorkerGroup, placed, worker_needs
 from unified_trainer.rl.on_policy_check import ReplayError
+from unified_trainer.rl.replay import Trajectories
 from unified_trainer.rl.rollouts import Sampling
 
 pytestmark = pytest.mark.slow
 
+NONE = NewerWeights("")  # of a run without swaps
 NO_GPU = {"rollouts.workers": 1, "rollouts.gpus": 0, "rollouts.reward-workers": 1}
 FAST = [*SMALL["dance_grpo"], *flags({"device": "cpu", "student.learning-rate": 3e-3})]
 PPO = [*SMALL["dance_ppo"], *FAST[-4:]]
@@ -68,12 +71,13 @@ class Here:
         return self.ray.put(([self.ray.put(rollout), self.ray.put(scores)], {}, maker))
 
 
-def trainer_with(ray, words: list[str], fault, ahead: int):
-    """A run of a worker whose network is built by `fault`."""
+def trainer_with(ray, words: list[str], fault, ahead: int, newer=NONE, half: bool = False):
+    """A run of a worker whose network is built by `fault`; `newer` gives it weights in the middle of its samples."""
     run = parse(words)
     trainer = build(run, ALONE).trainer
-    worker = Worker(fault, run, str(Path.cwd()), torch.get_num_threads(), True, True)
-    group, how = WorkerGroup(Here(ray, worker), []), {"size": 2, "ahead": ahead, "check_every": 1}
+    run = dataclasses.replace(run, rollouts=dataclasses.replace(run.rollouts, swap=newer is not NONE))
+    worker = Worker(fault, run, str(Path.cwd()), torch.get_num_threads(), True, True, newer)
+    group, how = WorkerGroup(Here(ray, worker), {}), {"size": 2, "ahead": ahead, "check_every": 1, "half": half}
     student = trainer.roles["student"]
     trainer.method.rollouts = RemoteRollouts(group, student, trainer.loader, ALONE, **how)
     return trainer
@@ -85,7 +89,7 @@ def test_a_worker_without_a_device_of_its_own_computes_on_the_cpu(ray):
     sampler, scorer = worker_needs(run, "cuda")
     assert sampler == {"CPU": 1.0} and scorer == {"CPU": 1.0, "GPU": 1.0}
     assert placed(run, scorer).device == "cuda"
-    worker = Worker(right, placed(run, sampler), str(Path.cwd()), torch.get_num_threads(), True, False)
+    worker = Worker(right, placed(run, sampler), str(Path.cwd()), torch.get_num_threads(), True, False, NONE)
     assert worker._sampling.device.type == "cpu"
 
 
@@ -100,6 +104,19 @@ def test_a_right_worker_passes(ray, words, ahead):
     (message,) = said
     assert message.startswith("on-policy check: largest log-ratio of the rollout worker on node ")
     assert float(message.split()[-5].rstrip("%")) < 0.1
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_a_worker_that_got_its_weights_in_bf16_passes(ray):
+    """In a run whose passes are in bf16; half of the bytes are sent."""
+    words = [*FAST, "--student.precision", "bf16"]
+    sizes = []
+    for half in (False, True):
+        trainer = trainer_with(ray, words, right, 0, half=half)
+        for step in range(2):
+            trainer.step(step)
+        sizes.append(trainer.method.rollouts.metrics()["weights_gib"])
+    assert sizes[0] == 2 * sizes[1]
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
@@ -121,3 +138,34 @@ def test_a_worker_with_stale_weights_is_named(ray, ahead):
     with pytest.raises(ReplayError, match="of version 1: the log-ratio is"):
         trainer.step(1 + ahead)
     assert all(torch.equal(weight, before[key]) for key, weight in trainer.roles["student"].weights.items())
+
+
+class Planted:
+    """Much larger weights, of the next version, that are there from the third of the four network calls on."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.larger, self.calls = {key: 1.5 * weight.detach() for key, weight in weights.items()}, 0
+
+    def __call__(self, version: int) -> arrays.Weights | None:
+        self.calls += 1
+        return arrays.Weights(version + 1, self.larger) if self.calls % 4 == 3 else None
+
+
+def test_transitions_after_a_swap_lag_less_and_are_not_compared(ray, monkeypatch):
+    """They are replayed with the weights that the work item began with, which did not make them."""
+    words = [*FAST, "--algorithm.timestep-fraction", "1"]
+    planted = Planted(build(parse(words), ALONE).trainer.roles["student"].weights)
+    trainer, seen = trainer_with(ray, words, right, 1, planted), []
+    original = Trajectories.of
+
+    def noted(samples, step, *rest):
+        seen.append((samples, original(samples, step, *rest).lags))
+        return original(samples, step, *rest)
+
+    monkeypatch.setattr(Trajectories, "of", noted)
+    for step in range(2):
+        trainer.step(step)
+    samples, lags = seen[-1]  # those that are trained; before come those that are compared
+    assert samples.versions.tolist() == [0] * 4 and samples.newer.tolist() == [[0, 0, 1]] * 4
+    assert lags.tolist() == [[1, 1, 0]] * 4
+    assert trainer.method.rollouts.metrics()["swapped"] == 2.0  # work items

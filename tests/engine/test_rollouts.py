@@ -1,6 +1,7 @@
 """Which weights make the samples of which step, with a scheduler that answers at once."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ class Run:
     def __init__(self, ray, ahead: int, plan: BatchPlan = PLAN, check_every: int = 0) -> None:
         self.student, self.scheduler = trainable(), InstantScheduler(ray)
         self.loader = Loader(Prompts(CAPTIONS), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=ahead)
-        group = WorkerGroup(self.scheduler, [])
+        group = WorkerGroup(self.scheduler, {})
         how = {"size": 3, "ahead": ahead, "check_every": check_every}
         self.rollouts = RemoteRollouts(group, self.student, self.loader, ALONE, **how)
         self.first = next(iter(self.student.weights.values())).data.view(-1)
@@ -89,7 +90,9 @@ def test_samples_are_always_as_many_steps_old(ray, ahead):
     steps = [item.step for item in run.scheduler.items]
     assert steps == sorted([*range(6 + ahead)] * 2)  # two work items of three and one sample, each asked for once
     assert [len(item.prompts) for item in run.scheduler.items[:2]] == [3, 1]
-    assert run.rollouts.metrics()["worker_seconds/rollout"] == 1.0
+    metrics = run.rollouts.metrics()  # of four samples in two work items, with scores of 4 + 8 bytes and no states
+    assert metrics["worker_seconds/rollout"] == 1.0 and metrics["worker_samples_per_second"] == 4.0
+    assert metrics["samples_gib"] * 2**30 == 4 * (4 * math.prod(LATENT_SHAPE) + 4 + 8)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from unified_trainer.__main__ import main
 
 pytestmark = pytest.mark.ranks
 
-OF_WORKERS = ("train/worker_deaths", "train/weights_gib")
+OF_WORKERS = ("train/worker_deaths", "train/weights_gib", "train/samples_gib")
 GRPO = [*SMALL["dance_grpo"], "--device", "cpu", "--steps", "3", "--algorithm.rollout-batch", "2"]
 NFT = ["--method", "diffusion_nft", *GRPO[2:], "--algorithm.old-decay-rise", "0.1", "--sampler.guidance-scale", "1"]
 # Adapters, and a causal student that is sampled chunk by chunk.
@@ -93,6 +93,25 @@ def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dy
     assert_equal_runs(first, second)
     present = run([*GRPO, *dying.flags], tmp_path / "present")
     assert metrics_of(present)[2] != metrics_of(first)[2]  # older weights make other samples
+
+
+def test_evaluation_workers_change_no_number(ray, tmp_path, dying, capsys):
+    """One, which dies at work, against validations in the training process; training loads no scorer."""
+    validated = {"validate-every": 2, "validation.num-samples": 4, "validation.batch": 2, "validation.num-videos": 1}
+    small = flags(validated | {"student.ema-decay": 0.5, "student.learning-rate": 1e-3, "device": "cpu", "steps": 2})
+    words = [*SMALL["finetune"], *small, *dying.flags]
+    alone = run(words, tmp_path / "alone")
+    dying(1)
+    there = run(words, tmp_path / "workers", **{"rollouts.evaluation-workers": 1})
+    assert dying.over() and "evaluation worker 0" in capsys.readouterr().out
+    rows = [{row["step"]: row for row in metrics_of(one) if "validation/reward/mean" in row} for one in (alone, there)]
+    assert [row.pop("validation/worker_deaths") for row in rows[1].values()] == [1.0, 1.0]
+    assert rows[0] == rows[1] and list(rows[1]) == [0, 2]
+    assert rows[0][0]["validation/reward/mean"] != rows[0][2]["validation/reward/mean"]
+    assert_same(checkpoint_of(alone, 2), checkpoint_of(there, 2))
+    for name in ("samples.jsonl", "contact_sheet.png"):
+        files = [one / "validation" / "step_2" / name for one in (alone, there)]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 # The program with `--launcher ray`.

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import ToyWorker, rollout_of, scores_of
 
-from unified_trainer.engine.scheduler import DEATHS, Pool, Scheduler, WorkersLostError, WorkItem
+from unified_trainer.engine.scheduler import DEATHS, Pool, Scheduler, ValidationBatch, WorkersLostError, WorkItem
 
 
 def item(step: int, first: int = 0, version: int = 0) -> WorkItem:
@@ -89,12 +89,13 @@ def group(ray, tmp_path):
     """Start toy workers and a scheduler: group(rollout workers, reward workers, timeout)."""
     started = []
 
-    def start(rollout: int, reward: int = 0, timeout: float = 60.0):
+    def start(rollout: int, reward: int = 0, timeout: float = 60.0, evaluation: int = 0):
         kind = ray.remote(ToyWorker).options(num_cpus=0, max_restarts=-1)
-        workers = [kind.remote(str(tmp_path)) for _ in range(rollout + reward)]
+        workers = [kind.remote(str(tmp_path)) for _ in range(rollout + reward + evaluation)]
         ray.get([worker.ready.remote() for worker in workers])
         options = {"num_cpus": 0, "max_concurrency": 1000, "name": str(uuid.uuid4())}
-        scheduler = ray.remote(Scheduler).options(**options).remote(workers[:rollout], workers[rollout:], timeout)
+        pools = (workers[:rollout], workers[rollout : rollout + reward], workers[rollout + reward :])
+        scheduler = ray.remote(Scheduler).options(**options).remote(*pools, timeout)
         started.extend([*workers, scheduler])
         return scheduler
 
@@ -183,3 +184,25 @@ def test_an_item_waits_for_its_weights_and_is_made_once(ray, group):
     assert again != first[0] and np.array_equal(ray.get(again[0])["x0"], ray.get(first[0][0])["x0"])
     publish(ray, scheduler, 9, 8.0, step=9, oldest=9)  # forgets version 3
     assert ray.wait([scheduler.make.remote(item(9, version=3))], timeout=0.5)[0] == []
+
+
+@pytest.mark.slow
+def test_the_validation_of_a_worker_that_dies_is_made_again(ray, group, tmp_path):
+    """By the other worker, or by the same one after its restart; rollout workers are not asked."""
+    (tmp_path / "measure-4").write_text("die")
+    scheduler, weights = group(1, evaluation=2), [ray.put(2.0)]
+    batches = [ValidationBatch(4, start, start + 2, 0) for start in (0, 2, 4)]
+    replies = ray.get([scheduler.validate.remote(one, weights) for one in batches])
+    assert [ray.get(measured).tolist() for measured, _ in replies] == [[0, 2], [4, 6], [8, 10]]
+    assert [took for _, took in replies] == [{"calls": 1.0}] * 3
+    assert ray.get(scheduler.deaths.remote()) == 1
+
+
+@pytest.mark.slow
+def test_a_worker_that_asks_gets_weights_only_if_they_are_newer(ray, group):
+    scheduler = group(1)
+    assert ray.get(scheduler.newer.remote(-1)) == []
+    for version in (3, 4):
+        publish(ray, scheduler, version, float(version), step=4, oldest=3)
+    asked = {version: ray.get(scheduler.newer.remote(version)) for version in (2, 3, 4, 5)}
+    assert {version: ray.get(found) for version, found in asked.items()} == {2: [4.0], 3: [4.0], 4: [], 5: []}

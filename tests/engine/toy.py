@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from unified_trainer.engine.scheduler import WorkItem
+from unified_trainer.engine.scheduler import ValidationBatch, WorkItem
 
 
 def rollout_of(item: WorkItem, weights: float) -> dict[str, np.ndarray]:
@@ -42,6 +42,10 @@ class ToyWorker:
     def score(self, item: WorkItem, rollout: dict[str, np.ndarray]):
         self._follow("score", item.step)
         return {"calls": 1.0}, scores_of(item, rollout)
+
+    def measure(self, item: ValidationBatch, weights: float):
+        self._follow("measure", item.step)
+        return {"calls": 1.0}, weights * np.arange(item.start, item.stop)
 
     def pid(self) -> int:
         return os.getpid()

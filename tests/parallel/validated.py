@@ -24,7 +24,7 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.validation import Validation
+from unified_trainer.validation import Validation, validate
 
 CONFIG = ValidationConfig(num_samples=4, batch=2, num_videos=0, frechet_stride=8)
 REWARD = RewardConfig(
@@ -40,7 +40,7 @@ def measured(mesh: Mesh, folder: Path) -> dict[str, float]:
     shape = codec.latent_shape(FRAMES, SIZE, SIZE)
     prompts = validation_captions(CONFIG.num_samples)
     validation = Validation(CONFIG, codec, reward, features, sampler, prompts, shape, mesh, 8.0)
-    return validation.run(student, folder, 0).metrics
+    return validate(validation, student, folder, 0).metrics
 
 
 def work(folder: Path) -> None:

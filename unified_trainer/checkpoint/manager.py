@@ -88,6 +88,10 @@ class Saver:
         """
         self._do(self._record, step, metadata)
 
+    def rate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a validation to the checkpoint of an earlier step, if there is one, as `record` does."""
+        self._do(self._rate, step, metrics)
+
     def check(self) -> None:
         """Raise on all ranks the exception of an asynchronous write that has failed (a collective)."""
         if self._asynchronous and self._train_mesh.any(any(self._failed(one) for one in self._pending)):
@@ -150,6 +154,10 @@ class Saver:
             self._say(f"warning: the checkpoint of step {step} lacks its validation, which --resume repeats: {error}")
             return
         self.forget(step)
+
+    def _rate(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._mesh.any(self._mesh.is_main and (self._root / f"step_{step}").is_dir()):
+            self._record(step, {"metrics": dict(metrics)})
 
     def forget(self, step: int) -> None:
         """Remove the checkpoints up to this step that need not be kept, and those whose manifest shows a torn write.

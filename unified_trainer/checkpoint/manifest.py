@@ -26,6 +26,7 @@ STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 STOPPED_BY = "stopped_by"  # key: the guard that ended the run after this step, or None
 NOISE = "noise_generator"  # key: what draws the noise of training steps; missing before there was a choice
 VALIDATION_PENDING = "validation_pending"  # key: the checkpoint was saved before the validation of its step
+VALIDATION_STARTED = "validation_started"  # key: an earlier step whose validation has not taken effect yet, or None
 Manifest = dict[str, Any]  # version, step, ranks, files, crc32, and the metadata that the run gave
 
 
@@ -97,7 +98,8 @@ def finished(run: Path, steps: int, mesh: Mesh, *, validating: bool) -> bool:
         return False
     if mesh.any(bool(unfinished(run / "checkpoints"))):
         return False
-    return not (validating and read(newest[0])[0].get(VALIDATION_PENDING, False))
+    metadata = read(newest[0])[0]
+    return not (validating and (metadata.get(VALIDATION_PENDING, False) or metadata.get(VALIDATION_STARTED)))
 
 
 def folders(root: Path) -> list[Path]:

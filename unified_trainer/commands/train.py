@@ -94,6 +94,7 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None) 
                 steps=run.steps,
                 checkpoint_every=run.checkpoint_every,
                 validate_every=run.validate_every,
+                validation_lag=run.validation_lag,
             )
     if run.report and mesh.is_main:
         _write_report(output)  # after the lock is released, so that the page does not say "running"
@@ -113,7 +114,10 @@ def _write_report(run: Path) -> None:
 
 def open_tracker(begun: "Begun", mesh: Mesh) -> Tracker:
     """Open metrics.jsonl and the trackers of a run; UserError if that cannot be."""
-    run, pending = begun.built.run, begun.built.trainer.validation_pending
+    run, trainer, unvalidated = begun.built.run, begun.built.trainer, None
+    if begun.built.validation is not None:
+        unvalidated = begun.start if trainer.validation_pending else None
+        unvalidated = trainer.validation_started.step if trainer.validation_started is not None else unvalidated
     with writing(begun.output):
         return Tracker(
             begun.output,
@@ -122,7 +126,7 @@ def open_tracker(begun: "Begun", mesh: Mesh) -> Tracker:
             run.steps,
             begun.start,
             mesh.is_main,
-            validated=not (pending and begun.built.validation is not None),
+            unvalidated=unvalidated,
             live=run.live,
         )
 

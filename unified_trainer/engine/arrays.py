@@ -21,30 +21,53 @@ def of_rollout(rollout: Rollout) -> Arrays:
 
 
 def to_rollout(arrays: Arrays, device: torch.device) -> Rollout:
-    """Return the rollout of these fields."""
-    return Rollout(**{name: _tensor(array, device) for name, array in arrays.items()})
+    """Return the rollout of these fields; other arrays are left out."""
+    return Rollout(**to_columns({f.name: arrays[f.name] for f in fields(Rollout)}, device))
 
 
 def of_scores(scores: Scores) -> dict[str, Any]:
     """Return the fields of scores."""
-    statistics = {name: _array(values) for name, values in scores.statistics.items()}
+    statistics = of_columns(scores.statistics)
     return {"parts": _array(scores.parts), "statistics": statistics, "thumbnails": _array(scores.thumbnails)}
 
 
 def to_scores(arrays: Mapping[str, Any], device: torch.device) -> Scores:
     """Return the scores of these fields."""
-    statistics = {name: _tensor(values, device) for name, values in arrays["statistics"].items()}
+    statistics = to_columns(arrays["statistics"], device)
     return Scores(_tensor(arrays["parts"], device), statistics, _tensor(arrays["thumbnails"], device))
+
+
+def size(*trees: Mapping[str, Any]) -> int:
+    """Return the bytes of all arrays in mappings of arrays."""
+    return sum(size(one) if isinstance(one, Mapping) else one.nbytes for tree in trees for one in tree.values())
+
+
+def of_columns(columns: Mapping[str, Tensor]) -> Arrays:
+    """Return columns of measurements as arrays."""
+    return {name: _array(rows) for name, rows in columns.items()}
+
+
+def to_columns(columns: Arrays, device: torch.device) -> dict[str, Tensor]:
+    """Return the columns of these arrays."""
+    return {name: _tensor(rows, device) for name, rows in columns.items()}
 
 
 class Weights:
     """The weights of one version as they travel: bytes of every tensor, with its dtype and shape, and a checksum."""
 
-    def __init__(self, version: int, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, version: int, weights: Mapping[str, Tensor], *, half: bool = False) -> None:
+        """With `half`, float32 weights travel as bfloat16."""
         self.version = version
         self.signature = signature(weights)
-        self._bytes = {name: _bytes(weight) for name, weight in weights.items()}
+        sent = {name: weight.bfloat16() if half and _is_single(weight) else weight for name, weight in weights.items()}
+        self._dtypes = {name: weight.dtype for name, weight in sent.items()}
+        self._bytes = {name: _bytes(weight) for name, weight in sent.items()}
         self._checksum = checksum(self._bytes)
+
+    @property
+    def size(self) -> int:
+        """Bytes that travel."""
+        return size(self._bytes)
 
     @torch.no_grad()
     def copy_to(self, weights: Mapping[str, Tensor]) -> None:
@@ -53,7 +76,7 @@ class Weights:
         if checksum(self._bytes) != self._checksum:
             raise RuntimeError(f"weights of version {self.version} were damaged on their way: their checksum is wrong")
         for name, weight in weights.items():
-            array = torch.from_numpy(self._bytes[name].copy()).view(weight.dtype).view(weight.shape)
+            array = torch.from_numpy(self._bytes[name].copy()).view(self._dtypes[name]).view(weight.shape)
             weight.copy_(array)
 
 
@@ -71,7 +94,7 @@ def check_equal(trained: Signature, held: Signature) -> None:
         return
     pairs = ((mine, other) for mine, other in zip(trained, held, strict=False) if mine != other)
     mine, other = next(pairs, (len(trained), len(held)))
-    raise RuntimeError(f"a rollout worker holds other weights than are trained: {other} there, {mine} here")
+    raise RuntimeError(f"a worker holds other weights than are trained: {other} there, {mine} here")
 
 
 def checksum(arrays: Mapping[str, np.ndarray]) -> int:
@@ -80,6 +103,10 @@ def checksum(arrays: Mapping[str, np.ndarray]) -> int:
     for array in arrays.values():
         total = zlib.crc32(array.data, total)
     return total
+
+
+def _is_single(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from unified_trainer.errors import UserError
 from unified_trainer.ranges import MOST, Count, CountOrZero, Minutes, PeriodOrZero, above, at_least
@@ -28,6 +28,13 @@ class WorkerConfig:
     ahead: CountOrZero = 0
     """Training steps that samples are made ahead of training, with weights that are as many steps old. 0 makes them
     with the present weights; 1 lets sampling and training overlap."""
+    swap: bool = False
+    """Take the newest weights between two network calls of a sample, or between two chunks of a causal student
+    (experimental). Transitions keep the version of the weights that made them. Samples then depend on the speed of
+    workers: such a run cannot be repeated bit for bit."""
+    send: Literal["exact", "bf16"] = "exact"
+    """Precision in which trained weights are sent to rollout workers: as they are, or in bf16, half of the bytes, for
+    student.precision bf16. Samples then differ from those without workers as by rounding in bf16 (experimental)."""
     workers: CountOrZero = 0
     """Rollout workers: processes on Ray that make the samples of training; 0 makes them in the training processes."""
     reward_workers: CountOrZero = 0
@@ -40,8 +47,19 @@ class WorkerConfig:
     """CPU cores of one reward worker, as Ray counts them."""
     reward_gpus: Annotated[float, at_least(0, MOST)] = 1.0
     """Devices of one reward worker, or the part of one that it shares; 0 decodes and scores on the CPU."""
+    evaluation_workers: CountOrZero = 0
+    """Evaluation workers: processes on Ray that validate while training goes on; 0 validates in the training processes,
+    which wait."""
+    evaluation_lag: CountOrZero = 0
+    """Training steps after which the result of a validation beside training takes effect: it is written, and guards and
+    keep_best decide by it. Training waits for it then. 0 is as late as the next validation."""
+    evaluation_cpus: Annotated[float, above(0, MOST)] = 1.0
+    """CPU cores of one evaluation worker, as Ray counts them."""
+    evaluation_gpus: Annotated[float, at_least(0, MOST)] = 1.0
+    """Devices of one evaluation worker, or the part of one that it shares; 0 validates on the CPU."""
     timeout_minutes: Minutes = 30.0
-    """Minutes that a worker may take for algorithm.rollout_batch samples; after that it is restarted."""
+    """Minutes that a worker may take for algorithm.rollout_batch or validation.batch samples; after that it is
+    restarted."""
     check_every: PeriodOrZero = 20
     """Training steps after which samples of the same rollout worker are compared again with their replay in training.
     0 compares the first samples of each worker only."""
@@ -49,18 +67,32 @@ class WorkerConfig:
     @property
     def cores(self) -> float:
         """CPU cores of all workers."""
-        return self.cpus * self.workers + self.reward_cpus * self.reward_workers
+        others = self.reward_cpus * self.reward_workers + self.evaluation_cpus * self.evaluation_workers
+        return self.cpus * self.workers + others
 
-    def check(self, sampled: bool, method: str) -> None:
+    def check(self, sampled: bool, method: str, validate_every: int) -> None:
         """Raise UserError, naming the key, unless the settings fit the method; `sampled`: it asks for samples."""
         if self.workers and not sampled:
             raise UserError(
                 f"rollouts.workers must be 0 for {method}, which trains through its own samples: only methods that "
                 "learn from the rewards of finished samples can take them from workers"
             )
+        if self.send == "bf16" and not self.workers:
+            raise UserError("rollouts.send bf16 needs rollouts.workers above 0")
         for name in ("ahead", "reward_workers"):
             if getattr(self, name) and not self.workers:
                 raise UserError(f"rollouts.{name} needs rollouts.workers above 0")
+        if self.swap and not self.ahead:
+            raise UserError("rollouts.swap needs rollouts.ahead above 0: else no weights are newer than a sample's")
+        if self.evaluation_workers and not validate_every:
+            raise UserError("rollouts.evaluation_workers has nothing to validate: set validate_every")
+        if self.evaluation_lag and not self.evaluation_workers:
+            raise UserError("rollouts.evaluation_lag needs rollouts.evaluation_workers above 0")
+        if self.evaluation_lag > validate_every:
+            raise UserError(
+                f"rollouts.evaluation_lag ({self.evaluation_lag}) must be at most validate_every ({validate_every}): "
+                "one validation is under way at a time"
+            )
 
 
 def check_installed(key: str) -> None:

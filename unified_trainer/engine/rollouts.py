@@ -12,12 +12,12 @@ from torch import Tensor
 from unified_trainer.data.loader import Loader
 from unified_trainer.engine import arrays
 from unified_trainer.engine.scheduler import WorkItem
-from unified_trainer.engine.workers import WorkerGroup
+from unified_trainer.engine.workers import WorkerGroup, cause
 from unified_trainer.meter import phase
-from unified_trainer.parallel.fsdp import full
+from unified_trainer.parallel.fsdp import cpu_copy, gathered
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.rollouts import Check, ScoredSamples
+from unified_trainer.rl.rollouts import Check, ScoredSamples, no_swaps
 from unified_trainer.roles.ema import exchanged
 from unified_trainer.roles.reward import Scores
 from unified_trainer.roles.role import Trainable
@@ -48,8 +48,13 @@ class RemoteRollouts:
         size: int,
         ahead: int,
         check_every: int,
+        half: bool = False,
     ) -> None:
-        """Make at most `size` samples as one work item, and check those of a worker every `check_every` steps."""
+        """Make at most `size` samples as one work item, and check those of a worker every `check_every` steps.
+
+        With `half`, weights are sent in bf16.
+        """
+        self._half = half
         self._group, self._role, self._loader, self._mesh = group, role, loader, mesh
         self._size, self._ahead, self._check_every = size, ahead, check_every
         self._checked: dict[str, int] = {}  # the training step in which samples of a worker were checked last
@@ -59,13 +64,14 @@ class RemoteRollouts:
         self._published = -1
         # The weights of this rank before each of the last `ahead` steps, newest first: a resumed run makes the samples
         # that were under way again.
-        self._past = [_copy(role.weights) for _ in range(ahead)]
+        self._past = [cpu_copy(role.weights) for _ in range(ahead)]
         self._metrics: dict[str, float] = {}
+        self._received = 0  # samples of this step
 
     def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
         past = self._past  # without the present weights
         if step != self._step:
-            self._step, self._metrics = step, {}
+            self._step, self._metrics, self._received = step, {}, 0
             self._versions = {later: version for later, version in self._versions.items() if later >= step}
             self._ordered = {later: ordered for later, ordered in self._ordered.items() if later >= step}
         for later in range(step, step + self._ahead + 1):
@@ -79,16 +85,21 @@ class RemoteRollouts:
         if asked != self._planned(step, step):  # further samples of this step
             ordered = self._order(step, step, asked)
         with phase("rollout"):
-            rollouts, scores, makers = zip(*(self._receive(item, reply) for item, reply in ordered), strict=True)
+            received = (self._receive(item, reply) for item, reply in ordered)
+            rollouts, scores, newer, makers = zip(*received, strict=True)
         versions = [torch.full((len(item.prompts),), item.version) for item, _ in ordered]
         if check is not None and (one := self._due(makers, step)) is not None:
             part, version = batch.split(self._size)[one], ordered[one][0].version  # the version of all ranks
             with nullcontext() if version == step else exchanged(self._role.weights, past[step - version - 1]):
-                check(ScoredSamples(part, rollouts[one], scores[one], versions[one]), makers[one])
-        return ScoredSamples(batch, Rollout.cat(rollouts), Scores.cat(scores), torch.cat(versions))
+                check(ScoredSamples(part, rollouts[one], scores[one], versions[one], newer[one].amax(2)), makers[one])
+        oldest = torch.cat([one.amin(2) for one in newer])  # of the chunks that a transition has
+        return ScoredSamples(batch, Rollout.cat(rollouts), Scores.cat(scores), torch.cat(versions), oldest)
 
     def metrics(self) -> dict[str, float]:
-        return self._metrics | {"worker_deaths": float(ray.get(self._group.scheduler.deaths.remote()))}
+        made = {}
+        if seconds := sum(took for name, took in self._metrics.items() if name.startswith("worker_seconds/")):
+            made["worker_samples_per_second"] = self._received / seconds
+        return self._metrics | made | {"worker_deaths": float(ray.get(self._group.scheduler.deaths.remote()))}
 
     def lower_ahead(self) -> None:
         self._ahead = max(0, self._ahead - 1)
@@ -132,16 +143,13 @@ class RemoteRollouts:
             return
         with phase("weights"):
             weights = self._role.weights if version == step else self._past[step - version - 1]
-            self._metrics["weights_gib"] = sum(weight.nbytes for weight in weights.values()) / 2**30
-            whole = {}
-            for name, weight in weights.items():  # one after the other: only the main rank keeps them
-                gathered = full(weight.detach())
-                if self._mesh.is_main:
-                    whole[name] = gathered.cpu()
+            size = sum(weight.nbytes for weight in weights.values())  # a bf16 copy has half of it
+            self._metrics["weights_gib"] = size / 2 ** (31 if self._half else 30)
+            whole = gathered(weights, self._mesh)
             if version == step and self._past:
-                self._past = [_copy(weights), *self._past[:-1]]
+                self._past = [cpu_copy(weights), *self._past[:-1]]
             if self._mesh.is_main:
-                sent = arrays.Weights(version, whole)
+                sent = arrays.Weights(version, whole, half=self._half)
                 oldest = min(self._versions.values())
                 ray.get(self._group.scheduler.publish.remote(version, [ray.put(sent)], step, oldest))
         self._published = version
@@ -152,7 +160,8 @@ class RemoteRollouts:
         items = [WorkItem(step, version, prompts[part], prompt_ids[part], sample_ids[part]) for part in parts]
         return [(item, self._group.scheduler.make.remote(item)) for item in items]
 
-    def _receive(self, item: WorkItem, reply: Any) -> tuple[Rollout, Scores, str]:
+    def _receive(self, item: WorkItem, reply: Any) -> tuple[Rollout, Scores, Tensor, str]:
+        """Return samples, scores, versions of transitions minus the ordered one [b, s, k], and who sampled."""
         try:
             while True:
                 references, seconds, maker = ray.get(reply)
@@ -162,22 +171,16 @@ class RemoteRollouts:
                 except ObjectLostError:  # with the machine that held them
                     reply = self._group.scheduler.make_again.remote(item)
         except RayTaskError as error:
-            raise _cause(error) from error
+            raise cause(error) from error
         except RayActorError as error:
-            raise RuntimeError("the scheduler of the rollout workers died; continue the run with --resume") from error
-        for name, spent in seconds.items():
+            raise RuntimeError("the scheduler of the workers died; continue the run with --resume") from error
+        self._received += len(item.prompts)
+        for name, spent in (seconds | {"samples_gib": arrays.size(rollout, scores) / 2**30}).items():
             self._metrics[name] = self._metrics.get(name, 0.0) + spent
         device = self._mesh.device
-        return arrays.to_rollout(rollout, device), arrays.to_scores(scores, device), maker
-
-
-def _copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of this rank's part of the weights in CPU memory."""
-    return {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
-
-
-def _cause(error: Exception) -> Exception:
-    """Return what was raised in a worker."""
-    while isinstance(error, RayTaskError):
-        error = error.cause
-    return error
+        made = arrays.to_rollout(rollout, device)
+        newer = no_swaps(made)[:, :, None]
+        if "versions" in rollout:  # of transitions and chunks, equal for all samples
+            newer = newer + (torch.from_numpy(rollout["versions"].copy()) - item.version)
+            self._metrics["swapped"] = self._metrics.get("swapped", 0.0) + float(newer.any())
+        return made, arrays.to_scores(scores, device), newer, maker

@@ -38,6 +38,22 @@ class WorkItem:
         return f"step {self.step + 1}, samples {self.sample_ids[0]} to {self.sample_ids[-1]}"
 
 
+@dataclass(frozen=True)
+class ValidationBatch:
+    """Samples of a validation that an evaluation worker makes and measures together."""
+
+    step: int
+    start: int
+    stop: int
+    videos: int  # samples of a number below it are kept as video
+
+    def __str__(self) -> str:
+        return f"the validation of step {self.step}, samples {self.start} to {self.stop - 1}"
+
+
+Work = WorkItem | ValidationBatch
+
+
 class Pool:
     """Workers of one kind, of which any can do any work; work of earlier steps goes first."""
 
@@ -50,7 +66,9 @@ class Pool:
         self._restarts: set[asyncio.Task[None]] = set()
         self.deaths = 0
 
-    async def run(self, item: WorkItem, call: Callable[[Any], list[ObjectRef]]) -> tuple[Any, list[ObjectRef]]:
+    async def run(
+        self, item: WorkItem | ValidationBatch, call: Callable[[Any], list[ObjectRef]]
+    ) -> tuple[Any, list[ObjectRef]]:
         """Return what a worker says of `call`, and references to its results; raise what the worker raises.
 
         `call` asks a worker and returns references: first to what it says, then to the results. WorkersLostError if no
@@ -74,7 +92,8 @@ class Pool:
                 return said, results
         raise WorkersLostError(
             f"{DEATHS} {self._kind} workers died, or took more than {self._timeout:g} s, at {item}: the device may "
-            "lack memory (lower algorithm.rollout_batch), or be slow (raise rollouts.timeout_minutes)"
+            "lack memory (lower algorithm.rollout_batch, or validation.batch), or be slow (raise "
+            "rollouts.timeout_minutes)"
         )
 
     async def _free(self, step: int) -> Any:
@@ -130,9 +149,11 @@ async def _answer(reference: ObjectRef) -> Any:
 class Scheduler:
     """Knows the weights of the versions in use and makes every work item once, whoever asks for it."""
 
-    def __init__(self, rollout_workers: list[Any], reward_workers: list[Any], timeout: float) -> None:
-        self._makers = Pool("rollout", rollout_workers, timeout)
-        self._scorers = Pool("reward", reward_workers, timeout) if reward_workers else self._makers
+    def __init__(self, rollout: list[Any], reward: list[Any], evaluation: list[Any], timeout: float) -> None:
+        """Take the workers of each kind; without reward workers the rollout workers score."""
+        self._makers = Pool("rollout", rollout, timeout)
+        self._scorers = Pool("reward", reward, timeout) if reward else self._makers
+        self._evaluators = Pool("evaluation", evaluation, timeout)
         self._weights: dict[int, ObjectRef] = {}
         self._made: dict[WorkItem, asyncio.Task[Made]] = {}
         self._published = asyncio.Condition()
@@ -159,9 +180,19 @@ class Scheduler:
         self._made.pop(item, None)
         return await self.make(item)
 
+    async def newer(self, version: int) -> list[ObjectRef]:
+        """Return a reference to the newest weights in a list that is empty unless they are newer than `version`."""
+        newest = max(self._weights, default=version)
+        return [self._weights[newest]] if newest > version else []
+
     async def deaths(self) -> int:
         """Return how many workers have died so far."""
-        return self._makers.deaths + (self._scorers.deaths if self._scorers is not self._makers else 0)
+        return sum(pool.deaths for pool in {self._makers, self._scorers, self._evaluators})
+
+    async def validate(self, item: ValidationBatch, weights: list[ObjectRef]) -> tuple[ObjectRef, Measured]:
+        """Return a reference to what was measured of a batch with these weights, and the worker's seconds by phase."""
+        took, (measured,) = await self._evaluators.run(item, partial(_measure, item=item, weights=weights[0]))
+        return measured, took
 
     async def _make(self, item: WorkItem) -> Made:
         async with self._published:
@@ -178,6 +209,10 @@ class Scheduler:
 
 def _make(worker: Any, item: WorkItem, weights: ObjectRef) -> list[ObjectRef]:
     return worker.make.options(num_returns=2).remote(item, weights)
+
+
+def _measure(worker: Any, item: ValidationBatch, weights: ObjectRef) -> list[ObjectRef]:
+    return worker.measure.options(num_returns=2).remote(item, weights)
 
 
 def _score(worker: Any, item: WorkItem, rollout: ObjectRef) -> list[ObjectRef]:

@@ -3,13 +3,16 @@
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
+from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
@@ -17,15 +20,33 @@ from unified_trainer.config import RunConfig
 from unified_trainer.data.loader import make_batch
 from unified_trainer.engine import arrays, cluster
 from unified_trainer.engine.arrays import Arrays, Signature, Weights
-from unified_trainer.engine.scheduler import Measured, Scheduler, WorkItem
+from unified_trainer.engine.scheduler import Measured, Scheduler, ValidationBatch, WorkItem
 from unified_trainer.errors import UserError
+from unified_trainer.meter import Meter, phase
 from unified_trainer.parallel.device import pick_device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.rollouts import Sampling
+from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.validation_samples import SampleMaker
+from unified_trainer.weight_swaps import WeightSwaps
 
 Build = Callable[[RunConfig, torch.device, bool, bool], Sampling]  # run, device, whether it samples, whether it scores
+# Run, device and prompts of validation -> the student, and what makes and measures its samples.
+BuildEvaluation = Callable[[RunConfig, torch.device, Sequence[str]], tuple[WeightCopy, SampleMaker]]
 CALLS = 10_000  # requests that the scheduler leads at a time
+
+
+@dataclass(frozen=True)
+class NewerWeights:
+    """Asks the scheduler of this name for weights that are newer than those of a version."""
+
+    scheduler: str
+
+    def __call__(self, version: int) -> Weights | None:
+        """Return the newest weights, or None if they are not newer."""
+        found = ray.get(ray.get_actor(self.scheduler, cluster.NAMESPACE).newer.remote(version))
+        return ray.get(found[0]) if found else None
 
 
 class Worker:
@@ -34,11 +55,22 @@ class Worker:
     It keeps nothing that a restart could lose: every result follows from the arguments.
     """
 
-    def __init__(self, build: Build, run: RunConfig, folder: str, threads: int, samples: bool, scores: bool) -> None:
-        """`folder` is the working directory of the run, and `threads` the CPU threads of a training process."""
-        os.chdir(folder)
-        torch.set_num_threads(threads)
-        self._run, self._version = run, -1
+    def __init__(
+        self,
+        build: Build,
+        run: RunConfig,
+        folder: str,
+        threads: int,
+        samples: bool,
+        scores: bool,
+        newer: Callable[[int], Weights | None],
+    ) -> None:
+        """`folder` is the working directory of the run, and `threads` the CPU threads of a training process.
+
+        `newer` gives weights that are newer than those of a version, if there are some, for `rollouts.swap`.
+        """
+        _settle(folder, threads)
+        self._run, self._version, self._newer = run, -1, newer
         self._sampling = build(run, pick_device(run.device, 0), samples, scores)  # Ray shows it no other device
         self._name = f"{place()}, process {os.getpid()}"
 
@@ -47,12 +79,13 @@ class Worker:
         return arrays.signature(self._sampling.weights), place()
 
     def make(self, item: WorkItem, weights: Weights) -> tuple[tuple[str, Measured], Arrays]:
-        """Return who made the rollout of a work item with these weights, what it took, and the rollout."""
+        """Return who made the rollout of a work item with these weights, what it took, and the rollout.
+
+        With swaps, the rollout has an array `versions` of the weights that made each transition of each chunk, [s, k].
+        """
         begun = time.perf_counter()
         if item.version != self._version:
-            self._version = -1
-            weights.copy_to(self._sampling.weights)
-            self._version = item.version
+            self._copy(weights)
         copied = time.perf_counter()
         batch = make_batch(
             self._sampling.codec,
@@ -63,9 +96,24 @@ class Worker:
             sample_ids=list(item.sample_ids),
         )
         assert self._sampling.sample is not None, "a reward worker was asked for samples"
-        rollout = self._sampling.sample(batch, item.step, Streams(self._run.seed, item.step, self._sampling.device))
+        swaps = WeightSwaps(self._version, self._take_newer)
+        streams = Streams(self._run.seed, item.step, self._sampling.device)
+        with swaps.use() if self._run.rollouts.swap else nullcontext():
+            rollout = arrays.of_rollout(self._sampling.sample(batch, item.step, streams))
+        rollout |= {"versions": swaps.versions} if self._run.rollouts.swap else {}
         took = {"worker_seconds/copy_weights": copied - begun, "worker_seconds/rollout": time.perf_counter() - copied}
-        return (self._name, took), arrays.of_rollout(rollout)
+        return (self._name, took), rollout
+
+    def _copy(self, weights: Weights) -> None:
+        self._version = -1  # while they are copied
+        weights.copy_to(self._sampling.weights)
+        self._version = weights.version
+
+    def _take_newer(self, version: int) -> int:
+        """Take newer weights than those of a version, if there are some, and return the version that is there now."""
+        if (weights := self._newer(version)) is not None:
+            self._copy(weights)
+        return self._version
 
     def score(self, item: WorkItem, rollout: Arrays) -> tuple[Measured, dict[str, Any]]:
         """Return the scores of the samples of a work item."""
@@ -79,6 +127,47 @@ class Worker:
         return took, arrays.of_scores(scores)
 
 
+class EvaluationWorker:
+    """Makes and measures samples of validations with the weights that come with the work; it keeps nothing else."""
+
+    def __init__(
+        self, build: BuildEvaluation, run: RunConfig, folder: str, threads: int, prompts: Sequence[str]
+    ) -> None:
+        """Take the arguments of `Worker`, and the prompts of validation."""
+        _settle(folder, threads)
+        self._device, self._version = pick_device(run.device, 0), -1
+        self._student, self._maker = build(run, self._device, prompts)
+
+    def ready(self) -> tuple[Signature, str]:
+        """Return the signature of the weights, and where the worker runs, once it has started."""
+        return arrays.signature(self._student.weights), place()
+
+    def measure(self, item: ValidationBatch, weights: Weights) -> tuple[Measured, tuple[Arrays, list[np.ndarray]]]:
+        """Return the seconds of each phase, and the columns and videos of a batch with these weights."""
+        meter = Meter(self._device)
+        with meter.measure():
+            if item.step != self._version:
+                self._version = -1
+                with phase("copy_weights"):
+                    weights.copy_to(self._student.weights)
+                self._version = item.step
+            found = self._maker.make(self._student, range(item.start, item.stop), item.videos)
+        return meter.seconds(), (arrays.of_columns(found.columns), found.clips)
+
+
+def _settle(folder: str, threads: int) -> None:
+    """Work in the working directory of the run, with as many CPU threads as a training process."""
+    os.chdir(folder)
+    torch.set_num_threads(threads)
+
+
+def cause(error: Exception) -> Exception:
+    """Return what was raised in a worker."""
+    while isinstance(error, RayTaskError):
+        error = error.cause
+    return error
+
+
 def place() -> str:
     """Return the machine and the devices of this process, in words."""
     context = ray.get_runtime_context()
@@ -89,45 +178,54 @@ def place() -> str:
 class WorkerGroup:
     """The workers of a run and their scheduler, as every training process sees them."""
 
-    def __init__(self, scheduler: Any, workers: list[Any]) -> None:
-        """`workers` are known to the main rank alone, which started them."""
+    def __init__(self, scheduler: Any, workers: Mapping[str, Any]) -> None:
+        """`workers`, by kind and number, are known to the main rank alone, which started them."""
         self.scheduler, self._workers = scheduler, workers
 
     @classmethod
-    def start(cls, run: RunConfig, build: Build, mesh: Mesh) -> "WorkerGroup":
+    def start(
+        cls, run: RunConfig, build: Build, build_evaluation: BuildEvaluation, prompts: Sequence[str], mesh: Mesh
+    ) -> "WorkerGroup":
         """Start the workers on the main rank; all ranks must call it, connected to the cluster.
 
-        The workers load while training loads.
+        The workers load while training loads. `prompts` are those of validation.
         """
-        needs, count = worker_needs(run, mesh.device.type), run.rollouts.workers
+        needs, config = worker_needs(run, mesh.device.type), run.rollouts
         cluster.wait_for_room(run.ray, needs)
-        name, scheduler, workers = mesh.broadcast(f"scheduler-{uuid.uuid4()}"), None, []
+        name, scheduler, workers = mesh.broadcast(f"scheduler-{uuid.uuid4()}"), None, {}
         if mesh.is_main:
-            makers = [_worker(run, build, need, True, not run.rollouts.reward_workers) for need in needs[:count]]
-            scorers = [_worker(run, build, need, False, True) for need in needs[count:]]
-            workers = [*makers, *scorers]
+            scorers_begin, last = config.workers, config.workers + config.reward_workers
+            scores = not config.reward_workers
+            makers = [
+                _worker(Worker, run, need, build, True, scores, NewerWeights(name)) for need in needs[:scorers_begin]
+            ]
+            scorers = [
+                _worker(Worker, run, need, build, False, True, NewerWeights(name)) for need in needs[scorers_begin:last]
+            ]
+            evaluators = [_worker(EvaluationWorker, run, need, build_evaluation, prompts) for need in needs[last:]]
+            pools = {"rollout": makers, "reward": scorers, "evaluation": evaluators}
+            workers = {f"{kind} worker {i}": one for kind, pool in pools.items() for i, one in enumerate(pool)}
             # On this node, because an actor without needs may be put on any, and the run cannot go on without it.
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             options = {"num_cpus": 0, "max_concurrency": CALLS, "name": name, "runtime_env": _environment()}
             options["scheduling_strategy"] = here
-            scheduler = (
-                ray.remote(Scheduler).options(**options).remote(makers, scorers, 60 * run.rollouts.timeout_minutes)
-            )
+            timeout = 60 * config.timeout_minutes
+            scheduler = ray.remote(Scheduler).options(**options).remote(*pools.values(), timeout)
             ray.get(scheduler.ready.remote())
         mesh.barrier()
         return cls(scheduler or ray.get_actor(name, cluster.NAMESPACE), workers)
 
-    def check(self, weights: Mapping[str, Tensor], timeout: float) -> list[str]:
-        """Wait until all workers have started and compare the weights that they hold; return where they run.
+    def check(self, weights: Mapping[str, Tensor], timeout: float) -> dict[str, str]:
+        """Wait until all workers have started and compare the weights that they hold; return where each one runs.
 
         Only the main rank knows. UserError if they have not started after `timeout` seconds.
         """
-        trained, places = arrays.signature(weights), []
+        trained, places = arrays.signature(weights), {}
         # A worker that is killed while it starts is started again.
-        started = [worker.ready.options(max_task_retries=-1).remote() for worker in self._workers]
+        started = [worker.ready.options(max_task_retries=-1).remote() for worker in self._workers.values()]
         try:
-            for held, where in ray.get(started, timeout=timeout):
-                places.append(where)
+            for name, (held, where) in zip(self._workers, ray.get(started, timeout=timeout), strict=True):
+                places[name] = where
                 if held:  # a reward worker holds none
                     arrays.check_equal(trained, held)
         except ray.exceptions.GetTimeoutError:
@@ -139,23 +237,24 @@ class WorkerGroup:
 
     def stop(self) -> None:
         """End the workers and the scheduler."""
-        for actor in [*self._workers, *([self.scheduler] if self._workers else [])]:
+        for actor in [*self._workers.values(), *([self.scheduler] if self._workers else [])]:
             ray.kill(actor)
 
 
 def worker_needs(run: RunConfig, kind: str) -> list[cluster.Needs]:
-    """Return the resources of every worker of a run on devices of this kind: rollout workers, then reward workers."""
+    """Return the resources of every worker on devices of this kind: rollout, then reward, then evaluation workers."""
     config = run.rollouts
     sampler: cluster.Needs = {"CPU": config.cpus, **cluster.devices(kind, config.gpus)}
     scorer: cluster.Needs = {"CPU": config.reward_cpus, **cluster.devices(kind, config.reward_gpus)}
-    return [*[sampler] * config.workers, *[scorer] * config.reward_workers]
+    evaluator: cluster.Needs = {"CPU": config.evaluation_cpus, **cluster.devices(kind, config.evaluation_gpus)}
+    counts = ((sampler, config.workers), (scorer, config.reward_workers), (evaluator, config.evaluation_workers))
+    return [needs for needs, count in counts for _ in range(count)]
 
 
-def _worker(run: RunConfig, build: Build, needs: cluster.Needs, samples: bool, scores: bool) -> Any:
-    kind = ray.remote(Worker).options(
-        **cluster.options(needs), max_restarts=-1, max_task_retries=0, runtime_env=_environment()
-    )
-    return kind.remote(build, placed(run, needs), str(Path.cwd()), torch.get_num_threads(), samples, scores)
+def _worker(kind: type, run: RunConfig, needs: cluster.Needs, build: Any, *rest: Any) -> Any:
+    options = {"max_restarts": -1, "max_task_retries": 0, "runtime_env": _environment()}
+    actor = ray.remote(kind).options(**cluster.options(needs), **options)
+    return actor.remote(build, placed(run, needs), str(Path.cwd()), torch.get_num_threads(), *rest)
 
 
 def placed(run: RunConfig, needs: cluster.Needs) -> RunConfig:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -165,3 +165,18 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
 def full(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded tensor on every rank (a collective); return other tensors unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(weights: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Return the whole weights in CPU memory on the main rank, and nothing on the others (a collective)."""
+    whole = {}
+    for name, weight in weights.items():  # one after the other: only the main rank keeps them
+        one = full(weight.detach())
+        if mesh.is_main:
+            whole[name] = one.cpu()
+    return whole
+
+
+def cpu_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of this rank's part of the weights in CPU memory."""
+    return {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}

@@ -28,12 +28,13 @@ GROUPS: dict[str, str] = {
     "Optimizer": "ROLE/grad_norm ROLE/learning_rate",
     "Validation": """validation/reward validation/reward_std validation/reward/NAME validation/reward/NAME_std
         validation/accuracy validation/accuracy_std validation/accuracy/color validation/accuracy/shape
-        validation/accuracy/direction validation/frechet validation/seconds validation/reward_hacking""",
+        validation/accuracy/direction validation/frechet validation/seconds validation/worker_seconds/NAME
+        validation/reward_hacking""",
     "Pixels": """pixels/NAME validation/pixels/NAME validation/pixels/NAME_std pixels/diversity
         validation/pixels/diversity""",
     "Run": """rollbacks seconds seconds/NAME seconds/weights worker_seconds/copy_weights worker_seconds/rollout
-        worker_seconds/score weights_gib worker_deaths samples_per_second tokens_per_second model_flops_per_second mfu
-        peak_memory_gib_max""",
+        worker_seconds/score worker_samples_per_second weights_gib samples_gib swapped worker_deaths
+        validation/worker_deaths samples_per_second tokens_per_second model_flops_per_second mfu peak_memory_gib_max""",
 }
 # Metrics that one chart shows together while there is one run: the chart's title by the documented name.
 TOGETHER = {

@@ -22,13 +22,13 @@ class Trajectories:
     rollout: Rollout
     window: range  # the stochastic transitions, which the rollout holds
     rng: Streams
-    lags: Int[Tensor, " b"]  # training steps between the weights that made each sample and the present ones; on the CPU
+    lags: Int[Tensor, "b s"]  # training steps between the weights that made a transition and the present ones; CPU
     start_log_probs: Float[Tensor, "b s"]  # log-densities at the start of the training step, where they are computed
 
     @classmethod
     def of(cls, samples: ScoredSamples, step: int, window: range, rng: Streams) -> "Trajectories":
         """Return the rollout of training step `step`."""
-        lags = step - samples.versions
+        lags = step - (samples.versions[:, None] + samples.newer)
         return cls(samples.batch, samples.rollout, window, rng, lags, samples.rollout.log_probs)
 
     def transition(self, s: int, rows: Tensor) -> tuple[Batch, Latents, Latents, PerSample, Latents]:

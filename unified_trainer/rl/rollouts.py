@@ -22,12 +22,16 @@ Sample = Callable[[Batch, int, Streams], Rollout]  # batch, training step and it
 
 @dataclass(frozen=True)
 class ScoredSamples:
-    """This rank's samples of one training step: prompts, rollouts, scores and versions of the weights, row by row."""
+    """This rank's samples of one training step: prompts, rollouts, scores and versions of the weights, row by row.
+
+    A version is the number of training steps that weights have behind them.
+    """
 
     batch: Batch
     rollout: Rollout
     scores: Scores
-    versions: Int[Tensor, " b"]  # training steps that the weights which made each sample had behind them; on the CPU
+    versions: Int[Tensor, " b"]  # of the weights that each sample began with; on the CPU
+    newer: Int[Tensor, "b s"]  # of the weights that made each transition, minus `versions`: 0 without swaps; on the CPU
 
     def replaced(self, rows: Sequence[int], others: "ScoredSamples") -> "ScoredSamples":
         """Return these samples with the first of the others in the given rows."""
@@ -36,8 +40,13 @@ class ScoredSamples:
             order[row] = len(order) + i
         rollout = Rollout.cat([self.rollout, others.rollout]).take(order)
         scores = Scores.cat([self.scores, others.scores]).take(order)
-        versions = torch.cat([self.versions, others.versions])[order]
-        return ScoredSamples(self.batch.cat(others.batch).take(order), rollout, scores, versions)
+        versions, newer = torch.cat([self.versions, others.versions]), torch.cat([self.newer, others.newer])
+        return ScoredSamples(self.batch.cat(others.batch).take(order), rollout, scores, versions[order], newer[order])
+
+
+def no_swaps(rollout: Rollout) -> Int[Tensor, "b s"]:
+    """Return `newer` of a rollout that one version of the weights made."""
+    return torch.zeros(rollout.log_probs.shape, dtype=torch.int64)
 
 
 Check = Callable[[ScoredSamples, str], None]  # samples of one process, and which one it is
@@ -92,8 +101,8 @@ class LocalRollouts:
             with phase("rollout", number, len(parts)):
                 rollouts.append(self._sample(part, step, rng.restarted()))
             scores.append(self._reward.score(rollouts[-1].x0, part.prompts))
-        versions = torch.full((len(batch),), step)
-        return ScoredSamples(batch, Rollout.cat(rollouts), Scores.cat(scores), versions)
+        rollout, versions = Rollout.cat(rollouts), torch.full((len(batch),), step)
+        return ScoredSamples(batch, rollout, Scores.cat(scores), versions, no_swaps(rollout))
 
     def metrics(self) -> dict[str, float]:
         return {"reward/retried": float(self._reward.retried)} if self._reward.config.retries else {}

@@ -128,17 +128,15 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
             "rollouts": rollouts,
             "prompts and clips": (prompts if counts.kept else parts) + data,
         }
-    if run.validate_every and counts.validation:
+    if run.validate_every and counts.validation and not run.rollouts.evaluation_workers:
         share = max(1, run.validation.num_samples // max(1, sizes.ranks // run.parallel.sequence))
         batch = min(run.validation.batch, share)
         frame = FP32 * 3.0 * run.video.height * run.video.width * run.video.frames
         passes = [_without(counts, sizes, one) for one in _distinct(counts.validation)]
         decode = _decoding(sizes, batch, sizes.latent[1], gradient=False)
         memory.phases["validation"] = {
-            "activations, VAE or joining the videos": max(
-                max(one.peak for one in passes) + gathered + _cache(sizes, counts), decode, share * frame
-            ),
-            "videos": share * frame,
+            "activations or VAE": max(max(one.peak for one in passes) + gathered + _cache(sizes, counts), decode),
+            "videos": batch * frame,
         }
     return memory
 

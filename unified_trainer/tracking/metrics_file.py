@@ -10,14 +10,14 @@ from typing import Any
 class MetricsFile:
     """metrics.jsonl: lines are appended, and those that cannot be written wait in memory for the next ones."""
 
-    def __init__(self, file: Path, start: int, say: Callable[[str], None], *, validated: bool = True) -> None:
+    def __init__(self, file: Path, start: int, say: Callable[[str], None], unvalidated: int | None) -> None:
         """Open the file after `start` training steps; lines after it, which come again, are removed.
 
-        So is the validation of step `start` without `validated`. Damaged lines, as a crash of the machine leaves, are
+        So are the validations of step `unvalidated` and later. Damaged lines, as a crash of the machine leaves, are
         left out; the file is then kept as it was beside the new one. `rows` are the others. `say` prints a line.
         """
         self._file, self._say = file, say
-        self.rows = self._continue(start, validated)
+        self.rows = self._continue(start, unvalidated)
         self._opened = file.open("ab", buffering=0)
         self._unwritten = b""
         self._failing = False
@@ -31,7 +31,7 @@ class MetricsFile:
         """Remove the lines after `start` training steps, which come again; `rows` are then those that are left."""
         self.close()
         self._unwritten = b""
-        self.rows = self._continue(start, True)
+        self.rows = self._continue(start, None)
         self._opened = self._file.open("ab", buffering=0)
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class MetricsFile:
         else:
             self._failing = False
 
-    def _continue(self, start: int, validated: bool) -> list[dict[str, Any]]:
+    def _continue(self, start: int, unvalidated: int | None) -> list[dict[str, Any]]:
         before = self._file.read_bytes() if self._file.is_file() else b""
         lines = before.split(b"\n")[:-1] if start else []  # the last one may be cut
         kept, damaged = [], 0
@@ -60,7 +60,9 @@ class MetricsFile:
             row = _row(text)
             if row is None:
                 damaged += bool(text)
-            elif row["step"] < start or (row["step"] == start and (validated or not _is_validation(row))):
+            elif row["step"] <= start and not (
+                unvalidated is not None and row["step"] >= unvalidated and _is_validation(row)
+            ):
                 kept.append((text, row))
         after = b"".join(text + b"\n" for text, _ in kept)
         if after != before:

@@ -67,15 +67,16 @@ class Tracker:
         start: int,
         active: bool,
         *,
-        validated: bool = True,
+        unvalidated: int | None = None,
         live: bool = False,
     ) -> None:
         """`start` is the number of steps already done; lines of metrics.jsonl after it are dropped.
 
-        So is the validation of step `start` without `validated`: it comes again. `settings` go to the trackers. `live`
+        So are the validations of step `unvalidated` and later: they come again. `settings` go to the trackers. `live`
         draws curves above the progress bar. Raises UserError if a tracker cannot start.
         """
         self._active, self._run, self._start, self._steps = active, run, start, steps
+        self._done = start
         self.console = console(quiet=not active)
         self._bar = active and self.console.is_terminal
         self._progress = CurvesAbove(
@@ -97,7 +98,7 @@ class Tracker:
             self._progress.curves = self._curves
         elif live:
             self.say("--live draws curves in a terminal only: the output is none")
-        self._metrics = MetricsFile(run / "metrics.jsonl", start, self.say, validated=validated)
+        self._metrics = MetricsFile(run / "metrics.jsonl", start, self.say, unvalidated)
         for row in self._metrics.rows:
             self._note_validation(row["step"], row)
             self._curves.add(row["step"], row)
@@ -131,7 +132,7 @@ class Tracker:
         self._curves.add(step, metrics)
         if advance:
             self._advance(step, metrics)
-        elif step == self._start:
+        elif step == self._start == self._done:
             self._began = time.monotonic()  # the time left is that of training steps and validations among them
         self._show_numbers()
 
@@ -154,7 +155,7 @@ class Tracker:
             self._note_validation(row["step"], row)
         self._each(lambda tracker: tracker.rewind(step))
         self._progress.update(self._task, completed=step)
-        self._start, self._began = step, time.monotonic()  # the time left is estimated from here on
+        self._start, self._done, self._began = step, step, time.monotonic()  # the time left is estimated from here on
 
     def finish(self, step: int) -> None:
         """End the progress bar and print what the run came to: first and last validation, and where things are."""
@@ -176,7 +177,7 @@ class Tracker:
         shown = {short: metrics[f"train/{name}"] for name, short in SHOWN.items() if f"train/{name}" in metrics}
         for name, value in shown.items():
             self._recent.setdefault(name, deque(maxlen=SMOOTHED)).append(value)
-        spent = time.monotonic() - self._began
+        spent, self._done = time.monotonic() - self._began, step
         left = timedelta(seconds=round(spent / (step - self._start) * (self._steps - step)))
         self._progress.update(self._task, completed=step, left=str(left))
         if not self._bar:

@@ -1,0 +1,76 @@
+"""Validations by evaluation workers, beside training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+from unified_trainer.config import ValidationConfig
+from unified_trainer.engine import arrays
+from unified_trainer.engine.scheduler import ValidationBatch
+from unified_trainer.engine.workers import WorkerGroup, cause
+from unified_trainer.meter import phase
+from unified_trainer.parallel.fsdp import gathered
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.role import Trainable
+from unified_trainer.validation import Report, ValidationResult, joined
+from unified_trainer.validation_samples import Measured, batches
+
+
+class RemoteValidation:
+    """Sends the student's weights to evaluation workers, which make and measure the batches that ranks would make.
+
+    The main rank alone asks and writes; the other ranks get the metrics, which guards decide by.
+    """
+
+    def __init__(self, group: WorkerGroup, config: ValidationConfig, report: Report, mesh: Mesh) -> None:
+        self.ema = config.ema
+        self._group, self._report, self._mesh = group, report, mesh
+        self._samples = [batch for share in batches(config, mesh.data_size) for batch in share]
+        self._weights: Any = None  # reference to those of the validation that was started
+        self._ordered: list[tuple[ValidationBatch, Any]] = []  # a batch, and the scheduler's reply to come
+
+    def start(self, student: Trainable, step: int) -> None:
+        """Send the weights and ask for all batches."""
+        with phase("weights"):
+            whole = gathered(student.weights, self._mesh)
+            if self._mesh.is_main:
+                self._weights = ray.put(arrays.Weights(step, whole))
+                items = [ValidationBatch(step, one.start, one.stop, self._report.videos) for one in self._samples]
+                self._ordered = [(item, self._ask(item)) for item in items]
+
+    def finish(self, folder: Path, step: int) -> ValidationResult:
+        """Wait for the workers; the metrics are those of a validation in training, with times and deaths."""
+        if not self._mesh.is_main:
+            return ValidationResult(json.loads(self._mesh.broadcast("")), (), None, None)
+        took: dict[str, float] = {}
+        parts = [self._receive(item, reply, took) for item, reply in self._ordered]
+        self._ordered, self._weights = [], None
+        result = self._report.result(joined(parts), [clip for part in parts for clip in part.clips], folder, step)
+        result.metrics.update({f"validation/worker_seconds/{name}": seconds for name, seconds in took.items()})
+        result.metrics["validation/worker_deaths"] = float(ray.get(self._group.scheduler.deaths.remote()))
+        self._mesh.broadcast(json.dumps(result.metrics))
+        return result
+
+    def _ask(self, item: ValidationBatch) -> Any:
+        return self._group.scheduler.validate.remote(item, [self._weights])
+
+    def _receive(self, item: ValidationBatch, reply: Any, took: dict[str, float]) -> Measured:
+        """Return what was measured of a batch, and add the worker's seconds to `took`."""
+        try:
+            while True:
+                reference, seconds = ray.get(reply)
+                try:
+                    columns, clips = ray.get(reference)
+                    break
+                except ObjectLostError:  # with the machine that held it
+                    reply = self._ask(item)
+        except RayTaskError as error:
+            raise cause(error) from error
+        except RayActorError as error:
+            raise RuntimeError("the scheduler of the workers died; continue the run with --resume") from error
+        for name, spent in seconds.items():
+            took[name] = took.get(name, 0.0) + spent
+        return Measured(arrays.to_columns(columns, self._mesh.device), clips)
