@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unified_trainer.numerics.equal_rows import EqualRows
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.minibatches import Minibatch
@@ -24,12 +25,24 @@ class Trajectories:
     rng: Streams
     lags: Int[Tensor, " b"]  # training steps between the weights that made each sample and the present ones; on the CPU
     start_log_probs: Float[Tensor, "b s"]  # log-densities at the start of the training step, where they are computed
+    same_noise: bool = False  # whether the samples of a prompt are in one state until the window begins
 
     @classmethod
-    def of(cls, samples: ScoredSamples, step: int, window: range, rng: Streams) -> "Trajectories":
+    def of(
+        cls, samples: ScoredSamples, step: int, window: range, rng: Streams, *, same_noise: bool = False
+    ) -> "Trajectories":
         """Return the rollout of training step `step`."""
         lags = step - samples.versions
-        return cls(samples.batch, samples.rollout, window, rng, lags, samples.rollout.log_probs)
+        return cls(samples.batch, samples.rollout, window, rng, lags, samples.rollout.log_probs, same_noise)
+
+    def equal_rows(self, rows: Tensor, s: int) -> EqualRows | None:
+        """Return which of these samples are in one state before transition s, with one prompt; None for none."""
+        if not self.same_noise or s != self.window.start:
+            return None
+        at = rows.tolist()
+        return EqualRows.of(
+            (self.batch.prompt_ids[row], lag) for row, lag in zip(at, self.lags[rows].tolist(), strict=True)
+        )
 
     def transition(self, s: int, rows: Tensor) -> tuple[Batch, Latents, Latents, PerSample, Latents]:
         """Return the batch, x_t, x_next and log-density of transition s, and the final x0, of some samples."""
