@@ -5,6 +5,7 @@ bits with the number of rows of a batch; on a CPU they are mostly equal.
 """
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -31,7 +32,8 @@ from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.sampling import SamplerConfig
+from unified_trainer.sampling import SamplerConfig, policy_velocity
+from unified_trainer.shared_calls import kept_for_the_next_part, shared_velocity
 
 GUIDED = dataclasses.replace(ODE, guidance_scale=3.0)
 TAIL = WindowConfig(size=1, every=1, tail="second_order")
@@ -122,6 +124,18 @@ def test_the_reference_is_called_once_for_equal_samples(where, apart):
     assert_near(shared.gradient, alone.gradient, 1e-3)
 
 
+@pytest.mark.parametrize(("same", "first"), [(True, 2), (False, 8)])
+def test_noise_is_drawn_once_by_the_rollout_and_once_by_the_replay(same, first, monkeypatch):
+    drawn, noise = [], Streams.noise
+    monkeypatch.setattr(
+        Streams, "noise", lambda self, *given: drawn.append((given[0], len(given[1]))) or noise(self, *given)
+    )
+    one = dance_grpo(dataclasses.replace(CONFIG, init_same_noise=same, clip_low=1e-3), sampler=ODE)
+    one.step(0)
+    transitions = [(f"transition {s}", 8) for s in range(3)]
+    assert drawn == [("initial", first), *transitions, *transitions]
+
+
 BATCH = dataclasses.replace(small_batch(2).take([0, 0, 1, 0]), sample_ids=(0, 1, 2, 3))  # not in groups one by one
 
 
@@ -130,6 +144,23 @@ def sampled(method, config, sampler: SamplerConfig, role, step: int = 0) -> tupl
     calls = Calls.of(role)
     made = method.sample(config, sampler, role, BATCH, step, Streams(0, step)).x0
     return [len(x_t) for x_t in calls.x_t], made
+
+
+@pytest.mark.parametrize(("elsewhere", "rows"), [(False, [2]), (True, [2, 1])])
+def test_all_ranks_make_a_call_that_one_of_them_needs(elsewhere, rows, monkeypatch):
+    """Weights are sharded: a rank that has the result from the part before makes the call once more."""
+    role, batch, x_t, sigma = trainable(), small_batch(2), torch.randn(2, *BATCH.latent_shape), ODE.sigmas()[0]
+    calls = Calls.of(role)
+
+    def velocity_of(rows):
+        return functools.partial(policy_velocity, role, batch=rows, sampler=ODE)
+
+    with kept_for_the_next_part():
+        first = shared_velocity(role, batch, EqualRows.of("ab"), 1, velocity_of)(x_t, sigma)
+        monkeypatch.setattr(type(role), "on_any_rank", lambda _, here: here or elsewhere)
+        second = shared_velocity(role, batch.take([1]), EqualRows.of("b"), 1, velocity_of)(x_t[1:], sigma)
+    assert [len(each) for each in calls.x_t] == rows
+    assert_alike(second, first[1:])
 
 
 def test_diffusion_nft_shares_the_first_call_of_renoising(apart):

@@ -93,7 +93,7 @@ class LocalRollouts:
             for number, part in enumerate(parts, 1):
                 with phase("rollout", number, len(parts)):
                     rollouts.append(self._sample(part, step, rng.restarted()))
-                scores.append(self._reward.score(rollouts[-1].x0, part.prompts))
+                scores.append(self._reward.score(rollouts[-1].x0, part.prompts, step))
         versions = torch.full((len(batch),), step)
         return ScoredSamples(batch, Rollout.cat(rollouts), Scores.cat(scores), versions)
 
