@@ -1,7 +1,7 @@
 """Network calls of a rollout that are equal for several samples are made once.
 
 Samples of one prompt and one initial noise stay equal until noise of their own is added. A rollout is made in parts;
-inside `kept_for_the_next_part` a part takes over what the part before it computed for the same samples' prompt.
+inside `kept_for_the_next_part` a part takes over what the part before it computed for the prompt of its last sample.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from unified_trainer.roles.role import Role
 from unified_trainer.types import Batch, Latents
 
 Velocity = Callable[[Latents, Tensor], Latents]  # velocity of x_t at one noise level
-Kept = dict[Hashable, list[Latents]]  # by the key of equal rows: the velocity of each shared call, without a batch axis
+Kept = dict[Hashable, list[Tensor]]  # by the key of equal rows: the velocity [c, t, h, w] of each shared call
 
 _KEPT: ContextVar[Kept | None] = ContextVar("kept", default=None)
 
@@ -48,23 +48,22 @@ def shared_velocity(
     missing = [place for place, key in enumerate(equal.keys) if key not in known]
     if role.on_any_rank(bool(missing)):
         missing = missing or [0]
-    elif not equal.any and not known:
-        return each
     once = velocity_of(batch.take([equal.first[place] for place in missing])) if missing else None
-    found: Kept = known | {equal.keys[place]: [] for place in missing}
-    if kept is not None:  # the part before is not needed any more
+    last, carried = equal.keys[equal.place[-1]], list[Tensor]()  # samples of one prompt follow each other
+    if kept is not None:
         kept.clear()
-        kept.update(found)
+        kept[last] = carried
     made = itertools.count()
 
     def velocity(x_t: Latents, sigma: Tensor) -> Latents:
         number = next(made)
         if number >= calls:
             return each(x_t, sigma)
+        now = {key: velocities[number] for key, velocities in known.items()}
         if once is not None:
             rows = once(torch.stack([x_t[equal.first[place]] for place in missing]), sigma)
-            for place, row in zip(missing, rows.unbind(0), strict=True):
-                found[equal.keys[place]].append(row)
-        return torch.stack([found[equal.keys[place]][number] for place in equal.place])
+            now |= {equal.keys[place]: row for place, row in zip(missing, rows.unbind(0), strict=True)}
+        carried.append(now[last].clone())
+        return torch.stack([now[equal.keys[place]] for place in equal.place])
 
     return velocity
