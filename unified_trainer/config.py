@@ -49,6 +49,7 @@ RESUMABLE_KEYS = (
     "report",
     "live",
     "reward.retries",
+    "reward.statistics_every",
     "reward.timeout",
     "parallel",
     "launcher",

@@ -14,6 +14,7 @@ from torch import Tensor
 from unified_trainer.errors import UserError
 from unified_trainer.meter import detail, phase
 from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.numerics.equal_rows import EqualRows
 from unified_trainer.numerics.flow import (
     GuidanceScale,
     add_noise,
@@ -24,14 +25,14 @@ from unified_trainer.numerics.flow import (
 )
 from unified_trainer.numerics.kernels import Kernel, Policy, transition
 from unified_trainer.ranges import NetworkCalls, PositiveFraction, Shift
-from unified_trainer.roles.causal import CausalStudent
+from unified_trainer.roles.causal import CausalStudent, KVCache
 from unified_trainer.roles.role import Role, Trainable
+from unified_trainer.shared_calls import Velocity, shared_velocity
 from unified_trainer.types import Batch, Condition, Latents, Rollout
 from unified_trainer.weight_swaps import border, made
 
 Solver = Literal["ode", "sde"]
 Draw = Callable[[int], Latents]  # noise of transition s; number num_steps is the context noise of a causal student
-Velocity = Callable[[Latents, Tensor], Latents]  # velocity of x_t at one noise level
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,17 @@ class SamplerConfig:
 
 @phase("rollout")
 @torch.no_grad()
-def generate(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw) -> Latents:
-    """Return clean latents by the sampler's own solver; equal noise and draws give equal samples."""
+def generate(
+    role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw, equal: EqualRows | None = None
+) -> Latents:
+    """Return clean latents by the sampler's own solver; equal noise and draws give equal samples.
+
+    The first call of a bidirectional student is made once for `equal` rows, of one noise and condition.
+    """
     last = sampler.num_steps - 1
     if not sampler.chunks.causal:
-        return predict_at(role, noise, batch, sampler, draw, last)
+        velocity = shared_velocity(role, batch, equal, 1, functools.partial(_velocity_of, role, sampler))
+        return _sample_to_step(velocity, noise, sampler, draw, last)
     exits = [last] * len(sampler.chunks.ranges(noise.shape[2]))
     return predict_chunks(role, noise, batch, sampler, draw, exits)
 
@@ -156,6 +163,7 @@ def rollout(
     draw: Draw,
     *,
     keep_x0: bool = False,
+    equal: EqualRows | None = None,
 ) -> Rollout:
     """Sample with the policy's noise in the transitions of `window` and none elsewhere, and keep those transitions.
 
@@ -163,20 +171,31 @@ def rollout(
     density and cannot be in the window. A causal student samples every chunk so; state s then joins all chunks at their
     step s. `keep_x0` also keeps the x0 that the call of each transition predicts. Weights may be exchanged before every
     call, or before every chunk (`weight_swaps`).
+
+    Rows that are `equal`, of one noise and condition, stay so until the window's first transition adds its noise: up to
+    there, and for a causal student in the first chunk, a call is made once for all of them.
     """
     walk = functools.partial(_policy_walk, sampler=sampler, policy=policy, window=window, keep_x0=keep_x0)
+    share = functools.partial(shared_velocity, role, batch, equal, window.start + 1)
     if not sampler.chunks.causal:
-        return walk(functools.partial(policy_velocity, role, batch=batch, sampler=sampler), noise, draw=draw)
+        return walk(share(functools.partial(_velocity_of, role, sampler)), noise, draw=draw)
     draw = functools.cache(draw)
-    sigmas = sampler.sigmas()[:-1]
-    cache, parts = None, []
+    sigmas, cache, parts = sampler.sigmas()[:-1], None, []
+
+    def open_cache(rows: Batch) -> KVCache:
+        return role.open_cache(rows.cond, rows.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
+
+    def first_velocity(rows: Batch) -> Velocity:
+        return (cache if rows is batch and cache is not None else open_cache(rows)).velocity
+
     for start, stop in sampler.chunks.ranges(noise.shape[2]):
         own = slice(start, stop)
         if border() or cache is None:  # the keys of finished chunks are those of the present weights
-            cache = role.open_cache(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
+            cache = open_cache(batch)
             for part in parts:
                 cache.append(part.x0)
-        part = walk(cache.velocity, noise[:, :, own], draw=lambda s, own=own: draw(s)[:, :, own])
+            velocity = cache.velocity if parts else share(first_velocity)
+        part = walk(velocity, noise[:, :, own], draw=lambda s, own=own: draw(s)[:, :, own])
         parts.append(part)
         if stop < noise.shape[2]:
             cache.append(part.x0)
@@ -191,13 +210,28 @@ def trainable_steps(student: Trainable, sampler: SamplerConfig) -> list[int]:
     return [step for step, sigma in enumerate(sampler.sigmas()[:-1]) if student.trains(sigma)]
 
 
+def _velocity_of(role: Role, sampler: SamplerConfig, batch: Batch) -> Velocity:
+    """The velocity of a walk of these samples, all frames at once."""
+    return functools.partial(policy_velocity, role, batch=batch, sampler=sampler)
+
+
 def policy_velocity(
-    role: Role, x_t: Latents, sigma: Tensor, batch: Batch, sampler: SamplerConfig, x0: Latents | None = None
+    role: Role,
+    x_t: Latents,
+    sigma: Tensor,
+    batch: Batch,
+    sampler: SamplerConfig,
+    x0: Latents | None = None,
+    equal: EqualRows | None = None,
 ) -> Latents:
     """Return the velocity of one network call of sampling, or of its replay: same batch geometry, same guidance.
 
-    The replay of a causal student attends to `x0`, the finished chunks of its rollout.
+    The replay of a causal student attends to `x0`, the finished chunks of its rollout. The call is made once for rows
+    that are `equal` in all of it, which those of a causal replay are not.
     """
+    if equal and equal.any:
+        once = policy_velocity(role, equal.reduce(x_t), sigma, batch.take(equal.first), sampler)
+        return equal.spread(once)
     level = sigma.expand(len(batch))
     if x0 is None or not sampler.chunks.causal:
         return role.guided_velocity(x_t, level, batch.cond, batch.uncond, sampler.guidance_scale)

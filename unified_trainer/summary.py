@@ -17,6 +17,8 @@ def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: So
     encoders = run.encoders
     rows["text encoder"] = encoders.text_precision
     rows["VAE"] = encoders.vae_precision + (", in CPU memory between uses" if encoders.offload else "")
+    rows["VAE"] += ", one sample at a time" if encoders.vae_slicing else ""
+    rows["VAE"] += f", tiles of {encoders.vae_tile} pixels" if encoders.vae_tile else ""
     for name, config in run.reward.named().items():
         rows["scorer " + name] = _scorer(config)
     if not run.reward.named():

@@ -145,5 +145,10 @@ class Rollout:
 
     @classmethod
     def cat(cls, parts: Sequence["Rollout"]) -> "Rollout":
-        """Return the samples of all parts, in order; they must have the same number of transitions."""
+        """Return the samples of all parts, in order; they must have the same number of transitions.
+
+        A single part is not copied.
+        """
+        if len(parts) == 1:
+            return parts[0]
         return cls(**{f.name: cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})

@@ -369,3 +369,4 @@ def test_a_rollout_that_keeps_x0_has_the_prediction_of_every_call():
     assert torch.equal(torch.cat([made.early_x0, made.x0[:, None]], 1), torch.stack(expected, 1))
     assert plain.early_x0.shape == (2, 0, *batch.latent_shape) and torch.equal(plain.states, made.states)
     assert torch.equal(Rollout.cat([made, made]).take([3, 0]).early_x0, made.early_x0[[1, 0]])
+    assert Rollout.cat([made]) is made

@@ -14,6 +14,7 @@ from torch import nn
 
 from unified_trainer.data.prompts import training_captions
 from unified_trainer.data.tiny_world import TRAINING, draw_clip, render
+from unified_trainer.errors import UserError
 from unified_trainer.models.encoders import EncoderConfig, FrozenNetwork
 from unified_trainer.models.wan.codec import WanCodec
 
@@ -123,6 +124,41 @@ def test_bf16_stays_near_fp32():
     assert half.normalise(videos.double()[:, :1].expand(-1, 16, -1, -1, -1)).dtype == torch.float32
 
 
+def test_a_bf16_vae_decodes_within_60_decibels():
+    """Peak signal to noise of the two decodes of one clip's latents: -20 lg(rms), with pixels in [0, 1]."""
+    latents = tiny_codec().encode(render([draw_clip(TRAINING[0], torch.Generator().manual_seed(0))]))
+    half = WanCodec.load(WAN, CPU, EncoderConfig(vae_precision="bf16"))
+    error = (half.decode(latents) - tiny_codec().decode(latents)).square().mean()
+    assert 57 < -10 * float(error.log10()) < 75
+
+
+def test_slices_are_decoded_one_by_one_and_change_nothing():
+    """Three latent frames, so that the VAE's cache in time is used; gradients pass through slices too."""
+    sliced, latents = WanCodec.load(WAN, CPU, EncoderConfig(vae_slicing=True)), torch.randn(2, 16, 3, 2, 2)
+    seen = []
+    sliced._vae.load().decoder.register_forward_pre_hook(lambda _m, inputs: seen.append(len(inputs[0])))
+    leaves = [latents.clone().requires_grad_() for _ in range(2)]
+    videos = [one.decode(leaf) for one, leaf in zip((sliced, tiny_codec()), leaves, strict=True)]
+    assert seen == [1] * 6
+    for video in videos:
+        video.sum().backward()
+    torch.testing.assert_close(videos[0], videos[1], atol=2e-6, rtol=0)
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(sliced.encode(videos[1].detach()), tiny_codec().encode(videos[1].detach()))
+
+
+def test_tiles_begin_in_time_anew_and_leave_small_frames_alone():
+    """The first tile's corner, which no other tile is blended into, is that of a video of this tile alone."""
+    tiled, latents = WanCodec.load(WAN, CPU, EncoderConfig(vae_tile=64)), torch.randn(1, 16, 3, 7, 4)
+    small, large = latents[:, :, :, :4], latents
+    assert torch.equal(tiled.decode(small), tiny_codec().decode(small))
+    video, alone = tiled.decode(large), tiny_codec().decode(small)
+    assert video.shape == (1, 3, 9, 112, 64)
+    torch.testing.assert_close(video[..., :48, :48], alone[..., :48, :48], atol=2e-6, rtol=0)
+    with pytest.raises(UserError, match=r"encoders\.vae_tile must be a multiple of 64, or 0, not 80"):
+        EncoderConfig(vae_tile=80).check()
+
+
 def fingerprint_of(folder, **settings) -> str:
     return WanCodec.load(folder, CPU, EncoderConfig(**settings)).text_fingerprint
 
@@ -165,9 +201,10 @@ def test_another_vae_has_another_fingerprint(tmp_path):
     wan = copy_of(WAN, tmp_path / "wan")
     found = [WanCodec.load(folder, CPU, EncoderConfig()).video_fingerprint for folder in (WAN, wan)]
     found.append(WanCodec.load(WAN, CPU, EncoderConfig(vae_precision="bf16")).video_fingerprint)
+    found.append(WanCodec.load(WAN, CPU, EncoderConfig(vae_tile=64)).video_fingerprint)
     rewrite(wan / "vae" / "diffusion_pytorch_model.safetensors", lambda held: held[max(held)].mul_(2))
     found.append(WanCodec.load(wan, CPU, EncoderConfig()).video_fingerprint)
-    assert found[0] == found[1] and len(set(found)) == 3
+    assert found[0] == found[1] and len(set(found)) == 4
 
 
 def test_embeddings_have_no_padding(codec):

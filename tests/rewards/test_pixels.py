@@ -91,6 +91,11 @@ def test_a_single_frame_has_no_statistic_of_motion():
     assert pixels.statistics(CLIP).keys() - pixels.statistics(CLIP[:, :, :1]).keys() == {"motion_energy"}
 
 
+def test_statistics_are_the_scorers_of_their_names_bit_for_bit():
+    for name, values in pixels.statistics(CLIP).items():
+        assert torch.equal(values, vars(pixels)[name](CLIP)), name
+
+
 @pytest.mark.parametrize("name", ["sharpness", "motion_smoothness", "saturation", "motion_energy"])
 def test_samples_are_independent_and_have_finite_gradients(name):
     """Gradients are finite for a still, uniform clip too."""

@@ -160,6 +160,16 @@ def test_a_weight_copy_is_a_copy_or_an_average():
     )
 
 
+def test_a_weight_copy_looks_each_weight_up_once(monkeypatch):
+    """Its work is linear in the number of weights: the names of all weights are made once, not for each of them."""
+    source = Trainable("student", Backbone(small_model(1), ALONE, trained=True), TrainableConfig())
+    weight_copy = WeightCopy("old", Backbone(small_model(2), ALONE), TrainableConfig())
+    weights, made = source.weights, []
+    monkeypatch.setattr(Trainable, "weights", property(lambda _: made.append(1) or weights))
+    weight_copy.update_from(source)
+    assert made == [1]
+
+
 # Resuming.
 
 

@@ -138,6 +138,16 @@ def test_metrics_of_a_set(codec):
     assert metrics["pixels/diversity"] > 0 and "reward/retried" not in metrics
 
 
+def test_pixel_statistics_of_every_nth_step_leave_the_diversity(codec):
+    """The hacking monitor reads the diversity of every training step, and statistics of validations alone."""
+    one = Reward({"hpsv3": brightness}, codec, RewardConfig(path="tiny", statistics_every=3))
+    scores = [one.score(LATENTS, PROMPTS, step) for step in range(4)]
+    assert [len(each.statistics) for each in scores] == [3, 0, 0, 3]
+    assert all(torch.equal(each.thumbnails, scores[0].thumbnails) for each in scores)
+    metrics = one.metrics(scores[1], ["a", "a", "a"])
+    assert {name for name in metrics if name.startswith("pixels/")} == {"pixels/diversity"}
+
+
 def test_the_first_frame_is_decoded_alone_only_if_all_scorers_look_at_it_alone(codec):
     """Held-out scorers have no say in it."""
     first = {"frames": "first"}

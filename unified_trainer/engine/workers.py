@@ -120,7 +120,7 @@ class Worker:
         begun, reward = time.perf_counter(), self._sampling.reward
         assert reward is not None, "a rollout worker was asked for scores, but reward workers give them"
         before = reward.retried
-        scores = reward.score(arrays.to_rollout(rollout, self._sampling.device).x0, item.prompts)
+        scores = reward.score(arrays.to_rollout(rollout, self._sampling.device).x0, item.prompts, item.step)
         took = {"worker_seconds/score": time.perf_counter() - begun}
         if reward.config.retries:
             took["reward/retried"] = float(reward.retried - before)

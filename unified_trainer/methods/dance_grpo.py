@@ -16,7 +16,6 @@ from unified_trainer.rl.dynamic_sampling import collect_samples
 from unified_trainer.rl.groups import compute_advantages
 from unified_trainer.rl.policy import PolicyConfig, sample_policy
 from unified_trainer.rl.policy_update import PolicyUpdate
-from unified_trainer.rl.replay import Trajectories
 from unified_trainer.rl.rollouts import Rollouts
 from unified_trainer.rl.updates import update_losses
 from unified_trainer.roles.reward import RewardSum
@@ -62,8 +61,9 @@ class DanceGRPO(Method):
         reference: Frozen | None = None,
     ) -> None:
         self.config, self.reward, self.loader, self.rollouts = config, reward, loader, rollouts
-        self.sampler, per_chunk = sampler, config.credit.per_chunk
-        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, per_chunk=per_chunk)
+        self.sampler = sampler
+        how = {"per_chunk": config.credit.per_chunk, "same_noise": config.init_same_noise}
+        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, **how)
 
     @staticmethod
     def sample(
@@ -82,7 +82,7 @@ class DanceGRPO(Method):
         samples, collected = collect_samples(
             self.config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh, check
         )
-        trajectories = Trajectories.of(samples, step, window, drawn)
+        trajectories = self.update.trajectories(samples, step, window, drawn)
         penalty, kl_metrics = self.update.kl.penalty(trajectories, mesh)
         advantages = compute_advantages(
             self.config, self.reward, samples.scores, penalty, samples.batch, self.loader, mesh

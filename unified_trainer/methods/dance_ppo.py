@@ -115,7 +115,8 @@ class DancePPO(Method):
         reference: Frozen | None = None,
     ) -> None:
         self.config, self.value, self.reward, self.loader, self.rollouts = config, value, reward, loader, rollouts
-        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch)
+        same = config.init_same_noise
+        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, same_noise=same)
         self.scale = torch.zeros(2, dtype=torch.float64)  # mean and std of the first rewards, the unit of all values
 
     @staticmethod
@@ -132,7 +133,7 @@ class DancePPO(Method):
         config, (window, trained) = self.config, self.update.transitions(step, rng)
         check = partial(self.update.check_worker, window, trained, rng)
         samples = self.rollouts.samples(batch, step, rng, check)
-        trajectories = Trajectories.of(samples, step, window, rng)
+        trajectories = self.update.trajectories(samples, step, window, rng)
         penalty, metrics = self.update.kl.penalty(trajectories, mesh)
 
         scores = samples.scores.gathered(mesh)

@@ -14,6 +14,7 @@ from unified_trainer.ranges import Decay, Fraction, NonNegative, Positive, Posit
 from unified_trainer.rl.dynamic_sampling import collect_samples
 from unified_trainer.rl.groups import GroupConfig, compute_advantages
 from unified_trainer.rl.minibatches import Minibatch
+from unified_trainer.rl.policy import initial_noise
 from unified_trainer.rl.reference_kl import check_reference
 from unified_trainer.rl.replay import transition_noise
 from unified_trainer.rl.rollouts import Rollouts, ScoredSamples
@@ -51,6 +52,12 @@ class DiffusionNFTConfig(GroupConfig):
         if sampler.chunks.causal:
             raise UserError(
                 "sampler.chunks.chunk_frames must be 0 for diffusion_nft; dance_grpo trains causal students"
+            )
+        if self.init_same_noise and (sampler.solver == "ode" or sampler.num_steps == 1):
+            raise UserError(
+                "algorithm.init_same_noise must be false for diffusion_nft with sampler.solver ode or one network "
+                "call: no other noise tells the samples of a prompt apart, so that all of a group would be equal, and "
+                "no advantage would be left. Set --algorithm.no-init-same-noise, or sampler.solver sde"
             )
         setup.require_trained("student", [sampler.sigmas()[:-1].tolist()], "sampler.num_steps")
 
@@ -92,8 +99,8 @@ class DiffusionNFT(Method):
             return transition_noise(rng, batch, s).to(role.device)
 
         keys = batch.prompt_ids if config.init_same_noise else batch.sample_ids
-        noise = rng.noise("initial", keys, batch.latent_shape).to(role.device)
-        return Rollout.from_x0(generate(role, noise, batch, sampler, draw))
+        noise, equal = initial_noise(rng, batch, keys)
+        return Rollout.from_x0(generate(role, noise.to(role.device), batch, sampler, draw, equal))
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # all samples of the rank: groups are compared before the first update

@@ -26,7 +26,6 @@ from unified_trainer.rl.groups import compute_advantages, gather_ids
 from unified_trainer.rl.minibatches import Minibatch
 from unified_trainer.rl.policy import sample_policy
 from unified_trainer.rl.policy_update import PolicyUpdate
-from unified_trainer.rl.replay import Trajectories
 from unified_trainer.rl.rollouts import Rollouts, ScoredSamples
 from unified_trainer.rl.term_ledger import TermLedger
 from unified_trainer.rl.updates import LossAt, MinibatchLoss
@@ -74,8 +73,8 @@ class DistillRL(Method):
         gan = {"gan_weight": config.gan.weight, "gan_critic_weight": config.gan.critic_weight}
         self.matching = DistributionMatching(config.matching, teacher, critic, **gan)
         self.x0_terms = X0Terms(config, sampler, student, self.matching, reward)
-        per_chunk = config.credit.per_chunk
-        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, per_chunk=per_chunk)
+        how = {"per_chunk": config.credit.per_chunk, "same_noise": config.init_same_noise}
+        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, **how)
         self.ledger = TermLedger(config.ledger, config.weights, student)
 
     @staticmethod
@@ -98,7 +97,7 @@ class DistillRL(Method):
         samples, collected = collect_samples(
             config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh, check
         )
-        trajectories = Trajectories.of(samples, step, window, drawn)
+        trajectories = self.update.trajectories(samples, step, window, drawn)
         penalty, kl_metrics = self.update.kl.penalty(trajectories, mesh)
         advantages = compute_advantages(config, self.reward, samples.scores, penalty, samples.batch, self.loader, mesh)
         metrics = advantages.metrics | collected | kl_metrics | self.update.transition_metrics(window, transitions)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from unified_trainer.errors import UserError
-from unified_trainer.ranges import Gibibytes
+from unified_trainer.ranges import CountOrZero, Gibibytes
 
+TILE_UNIT = 64  # pixels: three quarters of a tile are whole latents of VAEs with up to 16 pixels a latent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -24,6 +25,11 @@ class EncoderConfig:
     """Precision of the text encoder; a UMT5-XXL is 21 GiB in fp32 and 11 GiB in bf16."""
     vae_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the VAE; Wan's is usually run in fp32. Latents and videos are fp32 in either case."""
+    vae_slicing: bool = False
+    """Encode and decode one sample at a time: the VAE's memory is that of one sample."""
+    vae_tile: CountOrZero = 0
+    """Encode and decode larger frames in tiles of this many pixels a side, which overlap by a quarter and are blended,
+    for less memory; a multiple of 64. Values change where tiles meet (docs/performance.md). 0 takes frames whole."""
     offload: bool = False
     """Keep text encoder and VAE in CPU memory, copied to the device while they are used. Changes no result."""
     cache: str = ""
@@ -36,7 +42,9 @@ class EncoderConfig:
     encoder is then removed from memory, and read again only for a prompt that did not fit."""
 
     def check(self) -> None:
-        """Raise UserError for a folder that cannot be written into; create the folder."""
+        """Raise UserError for a wrong tile and for a folder that cannot be written into; create the folder."""
+        if self.vae_tile % TILE_UNIT:
+            raise UserError(f"encoders.vae_tile must be a multiple of {TILE_UNIT}, or 0, not {self.vae_tile}")
         if self.cache:
             try:
                 Path(self.cache).mkdir(parents=True, exist_ok=True)

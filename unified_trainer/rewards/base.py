@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.errors import UserError
-from unified_trainer.ranges import Count, CountOrZero, Finite, PositiveFraction, Range, Seconds
+from unified_trainer.ranges import Count, CountOrZero, Finite, Period, PositiveFraction, Range, Seconds
 from unified_trainer.types import PerSample, Video
 
 # Videos in [0, 1] and one prompt for each -> one number for each; higher is better. A scorer raises rather than guess.
@@ -70,6 +70,9 @@ class RewardConfig(ScorerConfig):
     """Folder of the first scorer's weights; "tiny" is the embedded HPSv3, others are written by import-hpsv3."""
     scorers: dict[str, ScorerConfig] = field(default_factory=dict)
     """Further scorers by name: scorers.NAME.weight and so on."""
+    statistics_every: Period = 1
+    """Training steps from one with pixel statistics of its rollout (pixels/NAME) to the next. The hacking monitor reads
+    those of validations, which are always computed, and the diversity of every training step."""
     retries: CountOrZero = 0
     """Calls of a scorer that are repeated after a fault of its device, disk or connection."""
     timeout: Seconds = 600.0

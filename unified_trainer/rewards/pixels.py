@@ -17,8 +17,10 @@ EDGE = 0.1  # change of luma from one pixel to the next that counts as an edge
 CELL = 8  # pixels, the side of the cells that motion smoothness averages over
 THUMBNAIL = (3, 8, 8)  # frames, height and width of the thumbnails that diversity compares
 
+Luma = Float[Tensor, "b frames height width"]
 
-def luma(video: Video) -> Float[Tensor, "b frames height width"]:
+
+def luma(video: Video) -> Luma:
     """Compute the luma of every pixel (ITU-R BT.709)."""
     weights = torch.tensor(LUMA, dtype=video.dtype).to(video.device, non_blocking=True)
     return torch.einsum("bcthw,c->bthw", video, weights)
@@ -58,12 +60,19 @@ def saturation(video: Video) -> PerSample:
 
 def dark_share(video: Video) -> PerSample:
     """Compute the share of pixels with luma below 0.05."""
-    return (luma(video) < DARK).float().flatten(1).mean(1)
+    return _dark_share(luma(video))
+
+
+def _dark_share(y: Luma) -> PerSample:
+    return (y < DARK).float().flatten(1).mean(1)
 
 
 def edge_density(video: Video) -> PerSample:
     """Compute the share of pixels whose luma gradient (forward differences, right and below) exceeds 0.1."""
-    y = luma(video)
+    return _edge_density(luma(video))
+
+
+def _edge_density(y: Luma) -> PerSample:
     right, below = y[..., :-1, 1:] - y[..., :-1, :-1], y[..., 1:, :-1] - y[..., :-1, :-1]
     return (torch.hypot(right, below) > EDGE).float().flatten(1).mean(1)
 
@@ -71,17 +80,25 @@ def edge_density(video: Video) -> PerSample:
 def motion_energy(video: Video) -> PerSample:
     """Compute the mean absolute change of luma between frames; raise ValueError for a single frame."""
     _needs(2, video, "motion_energy")
-    return luma(video).diff(dim=1).abs().flatten(1).mean(1)
+    return _motion_energy(luma(video))
 
 
-STATISTICS = {"saturation": saturation, "dark_share": dark_share, "edge_density": edge_density}
-OF_MOTION = {"motion_energy": motion_energy}
+def _motion_energy(y: Luma) -> PerSample:
+    return y.diff(dim=1).abs().flatten(1).mean(1)
 
 
 def statistics(video: Video) -> dict[str, PerSample]:
-    """Compute the statistics that reward hacking usually moves; a single frame has none of motion."""
-    measures = STATISTICS | (OF_MOTION if video.shape[2] > 1 else {})
-    return {name: measure(video.float()) for name, measure in measures.items()}
+    """Compute the statistics that reward hacking usually moves; a single frame has none of motion.
+
+    They are those of the scorers of their names; luma is computed once.
+    """
+    y = luma(video.float())
+    found = {
+        "saturation": saturation(video.float()),
+        "dark_share": _dark_share(y),
+        "edge_density": _edge_density(y),
+    }
+    return found | ({"motion_energy": _motion_energy(y)} if video.shape[2] > 1 else {})
 
 
 def thumbnail(video: Video) -> Float[Tensor, "b d"]:

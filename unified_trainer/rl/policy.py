@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import MethodConfig, MethodSetup
+from unified_trainer.numerics.equal_rows import EqualRows
 from unified_trainer.numerics.kernels import Kernel, Policy
 from unified_trainer.numerics.kl import KL
 from unified_trainer.numerics.objectives import Mode, ObjectiveParameters
@@ -18,7 +19,7 @@ from unified_trainer.rl.replay import transition_noise
 from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.roles.role import Role
 from unified_trainer.sampling import SamplerConfig, rollout
-from unified_trainer.types import Batch, Rollout
+from unified_trainer.types import Batch, Latents, Rollout
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,22 @@ def sample_policy(
 ) -> Rollout:
     """Draw a batch from the policy in training step `step`; samples with equal noise keys have equal initial noise.
 
+    Those of one prompt are then equal until the window begins, and the calls before its first noise are made once.
     `keep_x0` also keeps the x0 that the call of each transition predicts.
     """
     window = config.window.at(step, sampler.num_steps - 1, rng.shared)
-    noise = rng.noise("initial", noise_keys, batch.latent_shape).to(role.device)
+    noise, equal = initial_noise(rng, batch, noise_keys)
     draw = partial(transition_noise, rng, batch)
-    return rollout(role, noise, batch, sampler, config.policy(sampler), window, draw, keep_x0=keep_x0)
+    policy = config.policy(sampler)
+    return rollout(role, noise.to(role.device), batch, sampler, policy, window, draw, keep_x0=keep_x0, equal=equal)
+
+
+def initial_noise(rng: Streams, batch: Batch, keys: Sequence[int]) -> tuple[Latents, EqualRows | None]:
+    """Draw the initial noise of each sample by its key, once for equal keys.
+
+    Also return which samples have one noise and one prompt; None where every sample has a noise of its own.
+    """
+    if tuple(keys) == batch.sample_ids:
+        return rng.noise("initial", keys, batch.latent_shape), None
+    equal = EqualRows.of(zip(keys, batch.prompt_ids, strict=True))
+    return equal.spread(rng.noise("initial", [keys[row] for row in equal.first], batch.latent_shape)), equal

@@ -47,14 +47,17 @@ class PolicyUpdate:
         update_batch: int,
         *,
         per_chunk: bool = False,
+        same_noise: bool = False,
     ) -> None:
         """`update_batch` is the number of samples per pass of a KL of whole rollouts, and of a check.
 
-        `per_chunk` gives each chunk of a causal student a ratio of its own, for advantages of chunks.
+        `per_chunk` gives each chunk of a causal student a ratio of its own, for advantages of chunks. With `same_noise`
+        the samples of a prompt have one initial noise: the call of the window's first transition is replayed once for
+        all of them, as the rollout made it, unless the student is causal and each attends to chunks of its own.
         """
         self.config, self.sampler, self.student, self.policy = config, sampler, student, config.policy(sampler)
         self.kl = ReferenceKL(config.kl_settings(update_batch), sampler, self.policy, reference)
-        self._per_chunk = per_chunk
+        self._per_chunk, self._same_noise = per_chunk, same_noise and not sampler.chunks.causal
         self.on_policy, self._update_batch = OnPolicyCheck(student.config.precision), update_batch
         self.lags_too_far = False  # whether ess of this training step is below its floor, equal on all ranks
         self._ess_unread = False  # whether ess of this training step is still to be compared with its floor
@@ -72,6 +75,10 @@ class PolicyUpdate:
         count = max(1, round(self.config.timestep_fraction * len(trainable)))
         return window, sorted(trainable[i] for i in rng.shared.permutation(len(trainable))[:count])
 
+    def trajectories(self, samples: ScoredSamples, step: int, window: range, rng: Streams) -> Trajectories:
+        """Return samples of training step `step`, to be replayed."""
+        return Trajectories.of(samples, step, window, rng, same_noise=self._same_noise)
+
     def transition_metrics(self, window: range, trained: list[int]) -> dict[str, float]:
         """Return where the window is, if it moves, and how many trained transitions each expert makes."""
         first = {"window_first": float(window.start)} if self.config.window.size else {}
@@ -84,7 +91,7 @@ class PolicyUpdate:
         Transitions that newer weights made, after a swap, are replayed but not compared.
         """
         version = int(samples.versions[0])
-        trajectories = Trajectories.of(samples, version, window, rng)
+        trajectories = self.trajectories(samples, version, window, rng)
         for rows in torch.arange(len(samples.batch)).split(self._update_batch):
             for s in trained:
                 replay = self._replay(trajectories, rows, s)
@@ -163,7 +170,8 @@ class PolicyUpdate:
     def density(self, trajectories: Trajectories, rows: Tensor, s: int) -> tuple[PerSample, Latents, Tensor]:
         """Return log-density, mean and standard deviation of transition s under the present weights."""
         batch, x_t, x_next, _, x0 = trajectories.transition(s, rows)
-        velocity = policy_velocity(self.student, x_t, self.policy.sigmas[s], batch, self.sampler, x0)
+        equal = trajectories.equal_rows(rows, s)
+        velocity = policy_velocity(self.student, x_t, self.policy.sigmas[s], batch, self.sampler, x0, equal)
         mean, std = self.policy.step(s, x_t, velocity)
         return self.policy.log_prob(x_next, mean, std), mean, std
 
@@ -184,7 +192,9 @@ class PolicyUpdate:
         proximal = proximal_log_ratio(config.correction, log_ratio, start, lag)
         weight = importance_weight(proximal, elements, config.weight_density, config.weight_max)
         kl_old = gaussian_kl(mean.detach(), mean_old, std)
-        kl = self.kl.of_transition(s, x_t, x_next, mean, batch, x0) if self.kl.in_loss else None
+        kl = None
+        if self.kl.in_loss:
+            kl = self.kl.of_transition(s, x_t, x_next, mean, batch, x0, trajectories.equal_rows(rows, s))
         shares = None
         if self._per_chunk:
             ranges = self.sampler.chunks.ranges(x_t.shape[2])

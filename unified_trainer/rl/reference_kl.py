@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unified_trainer.errors import UserError
+from unified_trainer.numerics.equal_rows import EqualRows
 from unified_trainer.numerics.kernels import Policy
 from unified_trainer.numerics.kl import KL, AdaptiveKL, gaussian_kl, gaussian_kl_estimate, velocity_kl
 from unified_trainer.parallel.mesh import Mesh
@@ -75,11 +76,21 @@ class ReferenceKL:
         return self._settings.coefficient > 0 and self._settings.where == "reward"
 
     def of_transition(
-        self, s: int, x_t: Latents, x_next: Latents, mean: Latents, batch: Batch, x0: Latents
+        self,
+        s: int,
+        x_t: Latents,
+        x_next: Latents,
+        mean: Latents,
+        batch: Batch,
+        x0: Latents,
+        equal: EqualRows | None = None,
     ) -> PerSample:
-        """Return the KL of transition s, made with this mean, to the reference's transition."""
+        """Return the KL of transition s, made with this mean, to the reference's transition.
+
+        The reference is called once for rows that are `equal` before the transition.
+        """
         with torch.no_grad():
-            velocity = policy_velocity(self._reference, x_t, self._policy.sigmas[s], batch, self._sampler, x0)
+            velocity = policy_velocity(self._reference, x_t, self._policy.sigmas[s], batch, self._sampler, x0, equal)
         return divergence(self._settings.kind, self._policy, s, x_t, x_next, mean, velocity)
 
     @torch.no_grad()
@@ -92,7 +103,8 @@ class ReferenceKL:
                 batch, x_t, x_next, _, x0 = trajectories.transition(s, rows)
                 _, std = self._policy.step(s, x_t, torch.zeros_like(x_t))
                 mean = x_next - std * trajectories.noise(batch, s)
-                steps.append(self.of_transition(s, x_t, x_next, mean, batch, x0))
+                equal = trajectories.equal_rows(rows, s)
+                steps.append(self.of_transition(s, x_t, x_next, mean, batch, x0, equal))
             parts.append(torch.stack(steps).mean(0))
         return torch.cat(parts)
 

@@ -1,12 +1,14 @@
 """Replaying a rollout's transitions with the student's present weights, and the statistics of one update."""
 
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unified_trainer.numerics.equal_rows import EqualRows
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.minibatches import Minibatch
@@ -24,12 +26,22 @@ class Trajectories:
     rng: Streams
     lags: Int[Tensor, "b s"]  # training steps between the weights that made a transition and the present ones; CPU
     start_log_probs: Float[Tensor, "b s"]  # log-densities at the start of the training step, where they are computed
+    first_states: Sequence[Hashable] = ()  # equal ones: of samples in one state until the window begins; empty for none
 
     @classmethod
-    def of(cls, samples: ScoredSamples, step: int, window: range, rng: Streams) -> "Trajectories":
+    def of(
+        cls, samples: ScoredSamples, step: int, window: range, rng: Streams, *, same_noise: bool = False
+    ) -> "Trajectories":
         """Return the rollout of training step `step`."""
         lags = step - (samples.versions[:, None] + samples.newer)
-        return cls(samples.batch, samples.rollout, window, rng, lags, samples.rollout.log_probs)
+        state = _first_states(samples) if same_noise else ()
+        return cls(samples.batch, samples.rollout, window, rng, lags, samples.rollout.log_probs, state)
+
+    def equal_rows(self, rows: Tensor, s: int) -> EqualRows | None:
+        """Return which of these samples are in one state before transition s, with one prompt; None for none."""
+        if not self.first_states or s != self.window.start:
+            return None
+        return EqualRows.of(self.first_states[row] for row in rows.tolist())
 
     def transition(self, s: int, rows: Tensor) -> tuple[Batch, Latents, Latents, PerSample, Latents]:
         """Return the batch, x_t, x_next and log-density of transition s, and the final x0, of some samples."""
@@ -117,3 +129,12 @@ class ReplayCollector:
         rows = mesh.gather(mine).cpu().double()
         *columns, real = rows.unbind(2)
         return ReplayStats(*(column[real[:, 0] > 0] for column in columns))
+
+
+def _first_states(samples: ScoredSamples) -> list[Hashable]:
+    """Return what samples of one initial noise have in common that are in one state until the window begins.
+
+    That is prompt and version, unless weights were swapped before the window: then nobody knows at which call.
+    """
+    rows = zip(samples.batch.prompt_ids, samples.versions.tolist(), samples.newer[:, 0].tolist(), strict=True)
+    return [(prompt, version, row if newer else None) for row, (prompt, version, newer) in enumerate(rows)]

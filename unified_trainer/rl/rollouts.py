@@ -15,6 +15,7 @@ from unified_trainer.meter import phase
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.reward import Reward, Scores
+from unified_trainer.shared_calls import kept_for_the_next_part
 from unified_trainer.types import Batch, Rollout
 
 Sample = Callable[[Batch, int, Streams], Rollout]  # batch, training step and its random numbers -> rollout
@@ -97,10 +98,11 @@ class LocalRollouts:
     def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
         rollouts, scores = [], []
         parts = batch.split(self._size)
-        for number, part in enumerate(parts, 1):
-            with phase("rollout", number, len(parts)):
-                rollouts.append(self._sample(part, step, rng.restarted()))
-            scores.append(self._reward.score(rollouts[-1].x0, part.prompts))
+        with kept_for_the_next_part():
+            for number, part in enumerate(parts, 1):
+                with phase("rollout", number, len(parts)):
+                    rollouts.append(self._sample(part, step, rng.restarted()))
+                scores.append(self._reward.score(rollouts[-1].x0, part.prompts, step))
         rollout, versions = Rollout.cat(rollouts), torch.full((len(batch),), step)
         return ScoredSamples(batch, rollout, Scores.cat(scores), versions, no_swaps(rollout))
 

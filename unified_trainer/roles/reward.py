@@ -27,7 +27,7 @@ class Scores:
     """The scores and pixel statistics of b samples."""
 
     parts: Float[Tensor, "b r"]  # scale x score, a column for each scorer of the reward
-    statistics: dict[str, PerSample]  # of the frames that were decoded
+    statistics: dict[str, PerSample]  # of the frames that were decoded; none where they were not computed
     thumbnails: Float[Tensor, "b d"]
 
     @classmethod
@@ -152,13 +152,15 @@ class Reward(VideoReward):
         self._codec = codec
 
     @torch.no_grad()
-    def score(self, x0: Latents, prompts: tuple[str, ...]) -> Scores:
+    def score(self, x0: Latents, prompts: tuple[str, ...], step: int = 0) -> Scores:
         """Decode clean latents and score them; `total` of the parts is the reward.
 
         Where all scorers look at the first frame alone, only the first latent frame is decoded: the codec is causal.
+        `step` is the training step, on which it depends whether pixel statistics are computed.
         """
         video = self._decode(x0)
-        return Scores(self.parts(video, prompts, self.weights), statistics(video), thumbnail(video))
+        parts, measured = self.parts(video, prompts, self.weights), step % self.config.statistics_every == 0
+        return Scores(parts, statistics(video) if measured else {}, thumbnail(video))
 
     @torch.no_grad()
     def score_chunks(

@@ -177,6 +177,10 @@ class Role:
         with working_on(f"role {key}"), torch.set_grad_enabled(graph), running as model, autocast:
             yield model
 
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank, all of which run the network together (a CPU collective)."""
+        return self._mesh.any(flag)
+
     @property
     def experts(self) -> tuple[Expert, ...]:
         """Names of the role's networks: "high" and "low", or "" for its only one."""

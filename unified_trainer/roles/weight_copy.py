@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from unified_trainer.parallel.fsdp import to_local
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import ExpertPair
 from unified_trainer.roles.role import Frozen, Trainable, TrainableConfig
@@ -30,10 +31,14 @@ class WeightCopy(Frozen):
 
     @torch.no_grad()
     def update_from(self, source: Trainable, decay: float = 0.0) -> None:
-        """Set weight <- decay weight + (1 - decay) source weight; with decay 0 the copy is exact."""
-        weights = source.weights
-        for key, weight in self._weights.items():
-            weight.lerp_(weights[key].detach().to(weight.dtype), 1 - decay)
+        """Set weight <- decay weight + (1 - decay) source weight; with decay 0 the copy is exact.
+
+        Every weight is looked up once, and all of this rank's parts are averaged together.
+        """
+        weights, own = source.weights, self._weights
+        parts = [to_local(weight) for weight in own.values()]
+        others = [to_local(weights[key].detach()).to(part.dtype) for key, part in zip(own, parts, strict=True)]
+        torch._foreach_lerp_(parts, others, 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {f"copied/{key}": weight.detach() for key, weight in self._weights.items()}

@@ -316,7 +316,11 @@ def _decoding(sizes: Sizes, samples: int, frames: int, *, gradient: bool) -> flo
     half = encoders.vae_precision == "bf16"
     shape = (sizes.latent[0], frames, *sizes.latent[2:])
     weights = (BF16 if half else FP32) * model.vae_weights if encoders.offload else 0
-    return weights + decode_bytes(frozen_config(dict(model.vae)), shape, samples, half=half, gradient=gradient)
+    config, others = frozen_config(dict(model.vae)), 0.0
+    if encoders.vae_slicing and not gradient:  # without gradient a slice leaves its video alone
+        video = sizes.run.video
+        others, samples = FP32 * 3.0 * video.height * video.width * video.frames * (samples - 1), 1
+    return weights + others + decode_bytes(config, shape, samples, half=half, gradient=gradient)
 
 
 def _temporary(sizes: Sizes, name: str, trained: int) -> float:

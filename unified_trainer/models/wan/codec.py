@@ -60,7 +60,8 @@ class WanCodec:
         self._tokenizer, self._text_encoder, self._vae, self._device = tokenizer, text_encoder, vae, device
         self._outline = vae_outline(folder)
         self._text_tokens = min(MAX_TEXT_TOKENS, tokenizer.model_max_length)
-        self._text_precision, self._vae_precision = config.text_precision, config.vae_precision
+        self._text_precision = config.text_precision
+        self._vae_settings = config.vae_precision + (f" tiles {config.vae_tile}" if config.vae_tile else "")
         settings = (config.text_precision, device.type, self._text_tokens)
         self._embeddings = PromptEmbeddings(self._embed, f"{_identity(folder)} {settings}", config)
         statistics = [self._outline.config.latents_mean, self._outline.config.latents_std]
@@ -80,7 +81,12 @@ class WanCodec:
             return load_strictly(UMT5EncoderModel, folder / "text_encoder", "model", **how)
 
         def vae() -> AutoencoderKLWan:
-            return load_strictly(AutoencoderKLWan, folder / "vae", dtype=DTYPES[config.vae_precision])
+            network = load_strictly(AutoencoderKLWan, folder / "vae", dtype=DTYPES[config.vae_precision])
+            if config.vae_slicing:
+                network.enable_slicing()
+            if config.vae_tile:
+                network.enable_tiling(*[config.vae_tile] * 2, *[config.vae_tile * 3 // 4] * 2)
+            return network
 
         codec = cls(
             folder,
@@ -103,7 +109,7 @@ class WanCodec:
 
     @cached_property
     def video_fingerprint(self) -> str:
-        return f"wan {self._vae_precision} {fingerprint(self.folder / 'vae')}"
+        return f"wan {self._vae_settings} {fingerprint(self.folder / 'vae')}"
 
     @property
     def text_tokens(self) -> int:
@@ -172,7 +178,8 @@ class WanCodec:
     def decoder(self) -> Callable[[Latents], Video]:
         """Return a decoder of consecutive chunks, without gradient.
 
-        It runs the VAE's own loop over latent frames and keeps the VAE's feature cache from call to call.
+        It runs the VAE's own loop over latent frames and keeps the VAE's feature cache from call to call. Samples are
+        decoded together and frames whole, whatever the settings of slices and tiles.
         """
         memory: list[Tensor | None] = []
 

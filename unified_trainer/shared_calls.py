@@ -1,0 +1,69 @@
+"""Network calls of a rollout that are equal for several samples are made once.
+
+Samples of one prompt and one initial noise stay equal until noise of their own is added. A rollout is made in parts;
+inside `kept_for_the_next_part` a part takes over what the part before it computed for the prompt of its last sample.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from unified_trainer.numerics.equal_rows import EqualRows
+from unified_trainer.roles.role import Role
+from unified_trainer.types import Batch, Latents
+
+Velocity = Callable[[Latents, Tensor], Latents]  # velocity of x_t at one noise level
+Kept = dict[Hashable, list[Tensor]]  # by the key of equal rows: the velocity [c, t, h, w] of each shared call
+
+_KEPT: ContextVar[Kept | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def kept_for_the_next_part() -> Iterator[None]:
+    """Make the parts of one rollout inside, one after the other, with weights that do not change."""
+    before = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(before)
+
+
+def shared_velocity(
+    role: Role, batch: Batch, equal: EqualRows | None, calls: int, velocity_of: Callable[[Batch], Velocity]
+) -> Velocity:
+    """Return `velocity_of` the batch, whose first `calls` calls are made once for `equal` rows.
+
+    `velocity_of` a batch is a function of its x_t and a noise level. All ranks make a call that one of them needs,
+    since their weights may be sharded.
+    """
+    each = velocity_of(batch)
+    if equal is None:
+        return each
+    kept = _KEPT.get()
+    known: Kept = {} if kept is None else {key: kept[key] for key in equal.keys if key in kept}
+    missing = [place for place, key in enumerate(equal.keys) if key not in known]
+    if role.on_any_rank(bool(missing)):
+        missing = missing or [0]
+    once = velocity_of(batch.take([equal.first[place] for place in missing])) if missing else None
+    last, carried = equal.keys[equal.place[-1]], list[Tensor]()  # samples of one prompt follow each other
+    if kept is not None:
+        kept.clear()
+        kept[last] = carried
+    made = itertools.count()
+
+    def velocity(x_t: Latents, sigma: Tensor) -> Latents:
+        number = next(made)
+        if number >= calls:
+            return each(x_t, sigma)
+        now = {key: velocities[number] for key, velocities in known.items()}
+        if once is not None:
+            rows = once(torch.stack([x_t[equal.first[place]] for place in missing]), sigma)
+            now |= {equal.keys[place]: row for place, row in zip(missing, rows.unbind(0), strict=True)}
+        carried.append(now[last].clone())
+        return torch.stack([now[equal.keys[place]] for place in equal.place])
+
+    return velocity
