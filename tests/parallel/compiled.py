@@ -24,6 +24,18 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 
+
+class Kept(dict):
+    """The bytes of tensors that autograd keeps, by address."""
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
 FRAMES, SIGMA = 5, torch.tensor([0.3, 0.9], dtype=torch.float64)
 CASES = {
     "whole": "selective",
@@ -79,13 +91,11 @@ def main() -> None:
         x = torch.randn(2, LATENT_SHAPE[0], FRAMES, *LATENT_SHAPE[2:], generator=draw)
         cond = WanCondition(torch.randn(2, 4, 32, generator=draw))
         for compile in (False, True):
-            (student, teacher), graphs, kept = roles_of(case, compile), [], {}
+            (student, teacher), graphs, kept = roles_of(case, compile), [], Kept()
             for _step in range(2):
                 before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
                 teacher.velocity(x, SIGMA, cond)
-                with torch.autograd.graph.saved_tensors_hooks(
-                    lambda t: kept.update({t.data_ptr(): t.nbytes}) or t, id_
-                ):
+                with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
                     loss = loss_of(case, student, x, cond)
                 student.network.zero_grad()
                 student.backward(loss, last=True)
@@ -97,10 +107,6 @@ def main() -> None:
             x = x - 2
     save_file(found, sys.argv[1])
     Path(sys.argv[1]).with_suffix(".json").write_text(json.dumps(said))
-
-
-def id_(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 if __name__ == "__main__":

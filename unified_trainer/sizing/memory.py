@@ -14,7 +14,15 @@ from unified_trainer.roles.experts import Expert
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Role, Trainable, TrainableConfig
 from unified_trainer.sizing.architecture import Architecture
-from unified_trainer.sizing.passes import Network, PassBytes, decode_bytes, frozen_config, pass_bytes, without_gradient
+from unified_trainer.sizing.passes import (
+    Network,
+    PassBytes,
+    decode_bytes,
+    frozen_config,
+    kept_bytes,
+    pass_bytes,
+    without_gradient,
+)
 from unified_trainer.sizing.rehearsal import Counts
 
 FP32, BF16 = 4, 2
@@ -225,7 +233,13 @@ def seat_of(counts: Counts, one: Pass) -> tuple[str, Expert]:
 def kept_by(name: str, counts: Counts, sizes: Sizes) -> float:
     """Return the bytes of activations that a role's passes keep for the backward pass of its largest loss."""
     losses = [[one for one in loss if one.gradient and seat_of(counts, one)[0] == name] for loss in counts.losses]
-    return max((sum(_pass(counts, sizes, one).kept for one in loss) for loss in _kinds(losses)), default=0.0)
+    channels, _, height, width = sizes.latent
+    most, text = 0.0, sizes.models[name].text_tokens
+    for loss in _kinds(losses):
+        shapes = [(_network(counts, sizes, one), one.tokens // one.samples, one.samples) for one in loss]
+        kept = [kept_bytes(network, (channels, frames, height, width), text, n) for network, frames, n in shapes]
+        most = max(most, sum(kept) / sizes.run.parallel.sequence)
+    return most
 
 
 def _network(counts: Counts, sizes: Sizes, one: Pass) -> Network:

@@ -55,6 +55,16 @@ class PassBytes:
 
 
 @functools.lru_cache(maxsize=256)
+def kept_bytes(network: Network, latent: tuple[int, int, int, int], text_tokens: int, samples: int) -> float:
+    """Return what a pass with gradient keeps for its backward pass, as `PassBytes.kept`, in half the time."""
+    if 0 < network.recompute.full < network.layers:
+        others, full = (kept_bytes(one, latent, text_tokens, samples) for one in _uniform(network))
+        return others + network.recompute.full / network.layers * (full - others)
+    few, more = (_forward(_role(network, layers), network, latent, text_tokens, samples) for layers in FEW)
+    return few + (network.layers - FEW[0]) / (FEW[1] - FEW[0]) * (more - few)
+
+
+@functools.lru_cache(maxsize=256)
 def pass_bytes(
     network: Network,
     latent: tuple[int, int, int, int],
@@ -107,6 +117,21 @@ def _trace(
         found.append((forward, kept, live.peak))
     (forward, kept, backward), *rest = found
     return forward, kept, backward, rest[0][2] if rest else backward
+
+
+def _forward(
+    role: Trainable | Frozen, network: Network, latent: tuple[int, int, int, int], text_tokens: int, samples: int
+) -> int:
+    """Return what a pass with gradient keeps."""
+    live = LiveBytes()
+    with FakeTensorMode(allow_non_fake_inputs=True), quiet_norms():
+        x, sigma = torch.zeros(samples, *latent), torch.full((samples,), 0.5)
+        text = torch.zeros(samples, text_tokens, int(dict(network.config)["text_dim"]))
+        with live:
+            velocity = role.velocity(x, sigma, WanCondition(text))
+            kept = live.now  # while the output is there
+    del velocity
+    return kept
 
 
 def _role(network: Network, layers: int) -> Trainable | Frozen:
