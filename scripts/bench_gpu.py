@@ -58,6 +58,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rl.on_policy_check import OnPolicyCheck
 from unified_trainer.rl.replay import Replay
 from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.recompute import Recomputed
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.tracking.environment import environment
 
@@ -117,11 +118,7 @@ STEPS = {
     "diffusion_nft": ("diffusion_nft", f"{GROUPS} 4", f"{GROUPS} 2"),
     "self_forcing": ("self_forcing", None, MATCHING),
 }
-RECOMPUTE = {
-    "none": {},
-    "selective": {"activation_checkpointing": True, "selective_checkpointing": True},
-    "full": {"activation_checkpointing": True},
-}
+RECOMPUTE: tuple[Recomputed, ...] = ("none", "selective", "full")
 
 
 @dataclass
@@ -192,11 +189,7 @@ def network(bench: Bench) -> None:
     """Forward, and forward with backward, of the bare transformer, by recomputation."""
     for video in (bench.scale.small, bench.scale.large):
         for recompute in RECOMPUTE:
-            settings = {
-                "activation_checkpointing": recompute != "none",
-                "selective_checkpointing": recompute == "selective",
-            }
-            rows = _Passes(bench, video, settings)
+            rows = _Passes(bench, video, recompute)
             if recompute == "none":
                 bench.row("network", f"{video}, forward", rows.forward)
             bench.row("network", f"{video}, forward and backward, recomputing {recompute}", rows.both)
@@ -208,15 +201,16 @@ def attention(bench: Bench) -> None:
         for kernel in _kernels(bench, video):
             bench.row("attention", f"{video}, one layer, {kernel}", lambda v=video, k=kernel: _attention(bench, v, k))
             with _attention_kernel(bench, kernel):
-                bench.row("attention", f"{video}, forward, {kernel}", _Passes(bench, video, {}).forward)
+                bench.row("attention", f"{video}, forward, {kernel}", _Passes(bench, video).forward)
 
 
 def compiled(bench: Bench) -> None:
     """Passes of the network with compiled blocks."""
     for video in (bench.scale.small, bench.scale.large):
-        rows = _Passes(bench, video, RECOMPUTE["full"], compile=True)
-        bench.row("compile", f"{video}, forward", rows.forward)
-        bench.row("compile", f"{video}, forward and backward, recomputing full", rows.both)
+        bench.row("compile", f"{video}, forward", _Passes(bench, video, compile=True).forward)
+        for recompute in RECOMPUTE[1:]:
+            rows = _Passes(bench, video, recompute, compile=True)
+            bench.row("compile", f"{video}, forward and backward, recomputing {recompute}", rows.both)
 
 
 def methods(bench: Bench) -> None:
@@ -243,8 +237,8 @@ SECTIONS = {f.__name__: f for f in (network, attention, methods, log_ratio, comp
 class _Passes:
     """Passes of the transformer on one sample, as a role runs them in bf16."""
 
-    def __init__(self, bench: Bench, video: Video, settings: dict[str, Any], *, compile: bool = False) -> None:
-        self._bench, self._video, self._settings, self._compile = bench, video, settings, compile
+    def __init__(self, bench: Bench, video: Video, recompute: Recomputed = "none", *, compile: bool = False) -> None:
+        self._bench, self._video, self._recompute, self._compile = bench, video, recompute, compile
 
     def forward(self) -> dict[str, Any]:
         role, inputs = self._role()
@@ -273,8 +267,8 @@ class _Passes:
     def _role(self) -> tuple[Trainable, tuple[Tensor, Tensor, WanCondition]]:
         mesh, size = self._bench.mesh, self._bench.scale.architecture
         model = WanModel.open(self._bench.model, "transformer")
-        backbone = Backbone(model, mesh, trained=True, compile=self._compile, **self._settings)
-        role = Trainable("student", backbone, TrainableConfig(precision="bf16", **self._settings))
+        backbone = Backbone(model, mesh, trained=True, compile=self._compile, recompute=self._recompute)
+        role = Trainable("student", backbone, TrainableConfig(precision="bf16"))
         draw = torch.Generator(mesh.device).manual_seed(0)
         x = torch.randn(1, *self._video.latent_shape, device=mesh.device, generator=draw)
         text = torch.randn(1, size.text_tokens, size.text_dim, device=mesh.device, generator=draw)

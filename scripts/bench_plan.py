@@ -29,7 +29,7 @@ GROUPS = ["--algorithm.num-prompts", "2", "--algorithm.num-samples", "2", "--alg
 GROUPS += ["--algorithm.rollout-batch", "2", "--algorithm.update-batch", "2"]
 PAIR = ["--algorithm.batch-size", "2", "--algorithm.micro-batch", "2", *SIZE]
 CLIPS = ["--algorithm.batch-size", "16", "--algorithm.micro-batch", "16", "--data.num-clips", "16"]
-RECOMPUTE = ["--student.activation-checkpointing"]
+RECOMPUTE = ["--student.activation-memory", "full"]
 RUNS = {
     "finetune": ["--method", "finetune", *CLIPS],
     "finetune, adapter": ["--method", "finetune", *CLIPS, "--student.adapter.rank", "4"],

@@ -134,7 +134,7 @@ class Model:
     def save(self, folder, dtype, max_shard_size):
         raise NotImplementedError
 
-    def checkpoint_activations(self, contexts):
+    def compiled_inputs(self, *inputs):
         raise NotImplementedError
 
 

@@ -277,8 +277,7 @@ def no_prompt():
 def trainable(name: str = "student", config: TrainableConfig | None = None, *, seed: int = 0) -> Trainable:
     """A role that trains all weights of a small network of its own."""
     config = config or TrainableConfig()
-    checkpointing = config.activation_checkpointing
-    backbone = Backbone(small_model(seed), ALONE, trained=True, activation_checkpointing=checkpointing)
+    backbone = Backbone(small_model(seed), ALONE, trained=True, recompute=config.activation_memory)
     return Trainable(name, backbone, config)
 
 
@@ -379,7 +378,7 @@ def adapted(mesh: Mesh = ALONE, *, checkpointing: bool = False, ranks: tuple[int
     """The small network with adapters of student and critic, both away from zero."""
     configs = {name: AdapterConfig(rank=rank) for name, rank in zip(("student", "critic"), ranks, strict=True)}
     model, random = small_model(), torch.Generator().manual_seed(5)
-    backbone = Backbone(model, mesh, adapters=configs, activation_checkpointing=checkpointing)
+    backbone = Backbone(model, mesh, adapters=configs, recompute="full" if checkpointing else "none")
     for name in configs:
         for key, weight in backbone.weights(name).items():
             value = 0.3 * torch.randn(weight.shape, generator=random)
@@ -410,8 +409,9 @@ def dmd2(
     if shared:
         names = dict.fromkeys(("student", "teacher", "critic"), adapted(mesh, checkpointing=checkpointing))
     else:
+        recompute = "full" if checkpointing else "none"
         names = {
-            name: Backbone(small_model(i), mesh, trained=name != "teacher", activation_checkpointing=checkpointing)
+            name: Backbone(small_model(i), mesh, trained=name != "teacher", recompute=recompute)
             for i, name in enumerate(("student", "teacher", "critic"))
         }
     role = role or TrainableConfig(max_grad_norm=0.0)

@@ -557,11 +557,11 @@ def test_a_scorer_that_raises_is_named_with_its_prompts(faulty):
     [
         (
             [],
-            "set --student.activation-checkpointing; lower --algorithm.micro-batch (now 2); "
+            "set --student.activation-memory selective; lower --algorithm.micro-batch (now 2); "
             "train an adapter: --student.adapter.rank 16",
         ),
         (
-            ["--student.activation-checkpointing", "--algorithm.micro-batch", "1"],
+            ["--student.activation-memory", "full", "--algorithm.micro-batch", "1"],
             "train an adapter: --student.adapter.rank 16; set --student.precision bf16; "
             "use more ranks with --parallel.shard, or --parallel.offload",
         ),

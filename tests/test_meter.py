@@ -86,7 +86,7 @@ def test_guidance_is_two_samples():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_backward_pass_is_twice_the_forward_pass(checkpointing):
     """What checkpointing recomputes is not counted. The network's inputs need no gradient, which torch leaves out."""
-    role = trainable(config=TrainableConfig(activation_checkpointing=checkpointing))
+    role = trainable(config=TrainableConfig(activation_memory="full" if checkpointing else "none"))
     with torch.no_grad():
         forward, _ = counted(lambda: velocity(role))
     both, torchs = counted(lambda: velocity(role).square().mean().backward())

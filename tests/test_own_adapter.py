@@ -12,10 +12,11 @@ from helpers import ALONE, SMALL, WAN, assert_near, assert_same, checkpoint_of, 
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.__main__ import main
-from unified_trainer.build import build, load_roles
+from unified_trainer.build import build
 from unified_trainer.cli.command_line import parse
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.registry import method_named
+from unified_trainer.role_loading import load_roles
 from unified_trainer.role_plan import plan_roles
 
 pytestmark = pytest.mark.slow  # seconds together

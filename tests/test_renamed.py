@@ -29,8 +29,6 @@ SETTINGS = {
     "critic.decay": "critic.lr_schedule",
     "student.decay_updates": "student.lr_decay_updates",
     "critic.decay_updates": "critic.lr_decay_updates",
-    "student.keep_products": "student.selective_checkpointing",
-    "critic.keep_products": "critic.selective_checkpointing",
     "algorithm.keep_samples": "algorithm.best_of_n",
     "algorithm.refill_rounds": "algorithm.dynamic_sampling_rounds",
     "algorithm.shape.dual_clip": "algorithm.objective_parameters.dual_clip",
@@ -50,6 +48,12 @@ SETTINGS = {
     "sentinel.fall": "hacking_monitor.fall",
     "sentinel.drift": "hacking_monitor.drift",
     "sentinel.collapse": "hacking_monitor.collapse",
+}
+# Two switches that became one setting.
+SWITCHES = {
+    "activation_checkpointing": "activation_memory full",
+    "keep_products": "activation_memory selective",
+    "selective_checkpointing": "activation_memory selective",
 }
 BALANCE = {"finetune": "student.expert_balance", "dmd2": "critic.expert_balance"}
 REMOVED = ("teacher.activation_checkpointing", "teacher.keep_products")
@@ -95,7 +99,7 @@ def refused(run_folder, capsys):
 
 
 def test_every_row_of_the_table_is_tested():
-    known = [*SETTINGS, *REMOVED]
+    known = [*SETTINGS, *REMOVED, *(f"student.{switch}" for switch in SWITCHES)]
     assert all(any(re.fullmatch(old, key) for key in known) for old, _ in renamed.SETTINGS)
 
 
@@ -115,6 +119,22 @@ def test_the_balance_of_experts_is_now_a_setting_of_the_role(refused, method, ne
     message = refused("--algorithm.expert-balance", "natural", method=method)
     assert f"--algorithm.expert-balance: renamed to --{new.replace('_', '-')}" in message
     assert new in flat(plain(run_class(METHODS[method])()))
+
+
+@pytest.mark.parametrize(("old", "new"), SWITCHES.items())
+def test_a_switch_of_recomputation_is_refused_with_the_setting_that_took_its_place(refused, old, new):
+    flag = f"--student.{old.replace('_', '-')}"
+    assert f"{flag}: renamed to --student.{new.replace('_', '-')}" in refused(flag)
+
+
+@pytest.mark.parametrize(
+    ("on", "kept", "now"), [(False, False, "none"), (True, False, "full"), (True, True, "selective")]
+)
+@pytest.mark.parametrize("switch", ["keep_products", "selective_checkpointing"])
+def test_saved_switches_of_recomputation_become_one_setting(on, kept, now, switch):
+    saved = {"student.activation_checkpointing": on, f"student.{switch}": kept}
+    known = flat(plain(run_class(METHODS["finetune"])()))
+    assert renamed.translate_settings(saved, "finetune", known) == {"student.activation_memory": now}
 
 
 @pytest.mark.slow
@@ -142,6 +162,10 @@ def old_config(settings: dict[str, object], method: str) -> dict:
     """Return the settings of a run as 0.1.0 wrote them."""
     balanced = BALANCE.get(method, "")
     found = {OLD_SETTINGS.get(key, key): value for key, value in settings.items() if "expert_balance" not in key}
+    for role in ("student", "critic"):
+        if f"{role}.activation_memory" in found:
+            how = found.pop(f"{role}.activation_memory")
+            found |= {f"{role}.activation_checkpointing": how != "none", f"{role}.keep_products": how == "selective"}
     found["sampler.step_list"] = [1000 * sigma for sigma in found["sampler.step_list"]]
     if balanced:
         found["algorithm.expert_balance"] = settings[balanced]
@@ -303,13 +327,13 @@ def test_a_setting_of_ones_own_may_have_an_old_name(tmp_path, capsys):
     words = {"method": f"{tmp_path / 'own.py'}:Own", "steps": 1, "validate-every": 0, "reward.frames": "first"}
     words |= {"video.frames": 5, "video.height": 32, "video.width": 32, "output": tmp_path / "run"}
     words |= {"algorithm.keep-samples": 3, "algorithm.batch-size": 2, "algorithm.micro-batch": 2}
-    assert main([*flags(words), "--teacher.activation-checkpointing"]) == 0
+    assert main([*flags(words), "--teacher.activation-memory", "full"]) == 0
     config = tmp_path / "run" / "config.yaml"
     assert main(["--config", str(config), "--output", str(tmp_path / "again")]) == 0
     assert main(["--resume", str(tmp_path / "run"), "--steps", "2"]) == 0
     for folder in ("run", "again"):
         saved = yaml.safe_load((tmp_path / folder / "config.yaml").read_text())
-        assert saved["algorithm"]["keep_samples"] == 3 and saved["teacher"]["activation_checkpointing"] is True
+        assert saved["algorithm"]["keep_samples"] == 3 and saved["teacher"]["activation_memory"] == "full"
     assert "changed steps: 1 -> 2" in capsys.readouterr().out
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import REPO
+from torch.utils.checkpoint import CheckpointPolicy
 
 from unified_trainer.registry import METHODS
-from unified_trainer.roles.backbone import is_kept
+from unified_trainer.roles.recompute import keep_products
 
 SCRIPT = REPO / "tests" / "simulated_runs.py"
 UPDATES = {"dance_grpo": 2, "dmd2": 2, "self_forcing": 2, "finetune": 1}  # of all roles in a training step
@@ -58,5 +59,5 @@ def test_selective_checkpointing_keeps_the_attention_of_torch_npu():
     library = torch.library.Library("npu", "FRAGMENT")
     library.define("npu_fusion_attention(Tensor query) -> Tensor")
     library.define("npu_rotary_mul(Tensor query) -> Tensor")
-    assert is_kept(torch.ops.npu.npu_fusion_attention.default)
-    assert not is_kept(torch.ops.npu.npu_rotary_mul.default)
+    assert keep_products(None, torch.ops.npu.npu_fusion_attention.default) == CheckpointPolicy.MUST_SAVE
+    assert keep_products(None, torch.ops.npu.npu_rotary_mul.default) == CheckpointPolicy.PREFER_RECOMPUTE

@@ -33,10 +33,9 @@ from unified_trainer.registry import add_families, family_of, method_named, open
 from unified_trainer.rewards.hacking_monitor import HackingMonitor
 from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.rl.rollouts import LocalRollouts, Sampling
+from unified_trainer.role_loading import load_roles
 from unified_trainer.role_plan import RolePlan, plan_roles
-from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import Causal, causal_form
-from unified_trainer.roles.experts import Expert, ExpertPair
 from unified_trainer.roles.reward import Reward, RewardSum
 from unified_trainer.roles.role import Role, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
@@ -219,66 +218,6 @@ def _bytes(name: str, plan: RolePlan) -> int:
         size = 2 if plan.config.precision == "bf16" and not changes else 4
         total += size * sum(p.numel() for p in network.parameters())
     return total
-
-
-def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:
-    """Load the roles; those whose base weights stay as they are share one network per folder component.
-
-    With `half`, such weights are held in the precision of their roles. Without, they are float32 and not shared, so
-    that they can be changed afterwards.
-    """
-    # by path, component, adapter that is merged into it, and a sole owner
-    users: dict[tuple[str, str, str, str], list[tuple[str, Expert]]] = {}
-    for name, plan in plans.items():
-        for expert, component in plan.layout.components.items():
-            alone = not half or (expert in plan.layout.trained and not plan.config.adapter.rank)
-            merged = plan.merged[expert].name if expert in plan.merged else ""
-            users.setdefault((plan.path, component, merged, f"{name} {expert}" if alone else ""), []).append(
-                (name, expert)
-            )
-    backbones: dict[tuple[str, Expert], Backbone] = {}
-    for (path, component, *_), seats in users.items():
-        backbones |= dict.fromkeys(seats, _load_backbone(path, component, seats, plans, mesh, half=half))
-    roles: dict[str, Role] = {}
-    for name, plan in plans.items():
-        own = [backbones[name, expert] for expert in plan.layout.components]
-        networks = own[0] if plan.layout.boundary is None else ExpertPair(*own, plan.layout.boundary)
-        roles[name] = plan.kind(name, networks, plan.config)
-    return roles
-
-
-def _load_backbone(
-    path: str,
-    component: str,
-    seats: list[tuple[str, Expert]],
-    plans: Mapping[str, RolePlan],
-    mesh: Mesh,
-    *,
-    half: bool,
-) -> Backbone:
-    """One network in memory for these roles, or experts of roles."""
-    names = [name for name, _ in seats]
-    training = [(name, expert) for name, expert in seats if expert in plans[name].layout.trained]
-    adapters = {
-        Role.key(*seat): plans[seat[0]].config.adapter for seat in training if plans[seat[0]].config.adapter.rank
-    }
-    owned = bool(training) and not adapters
-    trainable = [plans[name].trainable for name in names if plans[name].trainable]
-    half_passes = half and all(plans[name].config.precision == "bf16" for name in names)
-    return Backbone(
-        open_model(names[0], path, component, causal=any(issubclass(plans[name].kind, Causal) for name in names)),
-        mesh,
-        trained=owned and issubclass(plans[names[0]].kind, Trainable),
-        adapters=adapters,
-        activation_checkpointing=any(config.activation_checkpointing for config in trainable),
-        selective_checkpointing=any(config.selective_checkpointing for config in trainable),
-        half=half_passes and not owned,
-        half_passes=half_passes,
-        compile=any(plans[name].config.compile for name in names),
-        offload=half and any(expert in plans[name].layout.offloaded for name, expert in seats),
-        merged=plans[names[0]].merged.get(seats[0][1]),
-        starts={Role.key(name, one): plans[name].starts[one] for name, one in seats if one in plans[name].starts},
-    )
 
 
 def cache_memory(

@@ -27,8 +27,9 @@ def advice(run: RunConfig) -> list[str]:
     found = []
     trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
     for name, config in trained.items():
-        if not config.activation_checkpointing:
-            found.append(f"set --{name}.activation-checkpointing")
+        if config.activation_memory != "full":
+            less = "selective" if config.activation_memory == "none" else "full"
+            found.append(f"set --{name}.activation-memory {less}")
     plan = run.algorithm.plan()
     if plan.micro_batch > 1:
         found.append(f"lower --{plan.keys[3].replace('_', '-')} (now {plan.micro_batch})")

@@ -15,7 +15,7 @@ SETTINGS: tuple[tuple[str, str | None], ...] = (
     (r"(\w+|\w+\.(?:high|low))\.clip_norm", r"\1.max_grad_norm"),
     (r"(student|critic)\.decay", r"\1.lr_schedule"),
     (r"(student|critic)\.decay_updates", r"\1.lr_decay_updates"),
-    (r"(student|critic)\.keep_products", r"\1.selective_checkpointing"),
+    (r"(\w+)\.(?:activation_checkpointing|selective_checkpointing|keep_products)", r"\1.activation_memory"),
     (r"algorithm\.keep_samples", "algorithm.best_of_n"),
     (r"algorithm\.refill_rounds", "algorithm.dynamic_sampling_rounds"),
     (r"algorithm\.shape\.(\w+)", r"algorithm.objective_parameters.\1"),
@@ -28,7 +28,13 @@ SETTINGS: tuple[tuple[str, str | None], ...] = (
     (r"sentinel\.(\w+)", r"hacking_monitor.\1"),
 )
 BALANCE = "algorithm.expert_balance"  # now a setting of the role whose noise levels it balances
-UNITS = {"sampler.step_list": ", in [0, 1] instead of thousandths"}  # added to the message of a renamed flag
+# Added to the message of a renamed flag, by the last part of its name.
+UNITS = {
+    "step_list": ", in [0, 1] instead of thousandths",
+    "activation_checkpointing": " full",
+    "selective_checkpointing": " selective",
+    "keep_products": " selective",
+}
 # Settings whose null was the tiny world's; now they are texts, and the empty one is "not given".
 TINY = ("prompts", "validation.prompts", "data.path")
 METRICS = {
@@ -77,6 +83,8 @@ def translate_settings(flat: Mapping[str, Any], method: str, known: Collection[s
             continue
         if key == "sampler.step_list":
             value = [step / 1000 for step in value]
+        if name != key and name.endswith(".activation_memory"):
+            value = _activation_memory(flat, name.partition(".")[0])
         if key == "best_metric":
             value = METRICS.get(value, value)
         kept[name] = value
@@ -104,6 +112,14 @@ def stored_key(folder: Path, key: str) -> str:
         if f"{key}/".startswith(f"{new}/") and not (folder / new).is_dir() and (folder / old).is_dir():
             return old + key.removeprefix(new)
     return key
+
+
+def _activation_memory(flat: Mapping[str, Any], role: str) -> str:
+    """Return in one word what two switches of a role said."""
+    if not flat.get(f"{role}.activation_checkpointing"):
+        return "none"
+    kept = (f"{role}.selective_checkpointing", f"{role}.keep_products")
+    return "selective" if any(flat.get(key) for key in kept) else "full"
 
 
 def _metrics(values: Mapping[str, float]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from unified_trainer.registry import family_of, open_model
 from unified_trainer.role_adapters import adapters_of
 from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import Expert, ExpertLayout, layout_of
+from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 
@@ -31,11 +32,23 @@ class RolePlan:
     layout: ExpertLayout
     merged: Mapping[Expert, AdapterFile] = field(default_factory=dict)  # adapters that are added to the weights
     starts: Mapping[Expert, AdapterFile] = field(default_factory=dict)  # adapters that are trained on
+    recompute: Recompute | None = None  # for the GiB that activation_memory allows; None where it is a word
 
     @property
     def trainable(self) -> TrainableConfig | None:
         """The settings of a trained role or of a copy of one; None for a frozen role with settings of its own."""
         return self.config if isinstance(self.config, TrainableConfig) else None
+
+    def recomputed(self, blocks: int) -> Recompute:
+        """Return what a network of this role, of so many blocks, recomputes in a backward pass, if it has one."""
+        if self.recompute is not None:
+            return self.recompute
+        if self.trainable is None or not issubclass(self.kind, Trainable):
+            return Recompute()
+        how = self.trainable.activation_memory
+        if not isinstance(how, str):
+            raise RuntimeError(f"activation_memory {how:g} was not turned into a plan before the networks are loaded")
+        return Recompute.named(how, blocks)
 
 
 def plan_roles(run: RunConfig, method: type[Method], *, starting: bool = True) -> dict[str, RolePlan]:

@@ -26,7 +26,7 @@ USUAL: dict[str, tuple[str, ...]] = {
     "flow_shift": ("sampler.shift",),
     "grad_clip": ("max_grad_norm",),
     "gradient_accumulation_steps": ("micro_batch", "update_batch"),
-    "gradient_checkpointing": ("activation_checkpointing",),
+    "gradient_checkpointing": ("activation_memory",),
     "group_size": ("num_samples",),
     "guidance": ("guidance_scale",),
     "lora_alpha": ("adapter.alpha",),

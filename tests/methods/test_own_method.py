@@ -120,7 +120,7 @@ FAMILY += ["--algorithm.student-every", "1", "--sampler.num-steps", "2", "--algo
 
 
 def test_the_family_of_the_guide_trains_and_is_exported(two_stage):
-    shell(two_stage, *command(*FAMILY, "--student.activation-checkpointing", "--output", "runs/one"))
+    shell(two_stage, *command(*FAMILY, "--student.activation-memory", "full", "--output", "runs/one"))
     saved = checkpoint_of(two_stage / "runs/one", 2)
     assert "student/weights/decoder.1.out.weight" in saved
     shell(two_stage, *command("export", "runs/one", "out"))

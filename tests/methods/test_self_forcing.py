@@ -51,7 +51,7 @@ class RecordingStudent(Recording, CausalStudent):
 
 def causal_student(*, checkpointing: bool = False, moves: bool = False) -> RecordingStudent:
     model = CausalWanModel(small_model().network)
-    backbone = Backbone(model, ALONE, trained=True, activation_checkpointing=checkpointing)
+    backbone = Backbone(model, ALONE, trained=True, recompute="full" if checkpointing else "none")
     return RecordingStudent("student", backbone, TrainableConfig(max_grad_norm=0.0), moves=moves)
 
 

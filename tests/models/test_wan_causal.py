@@ -17,6 +17,8 @@ from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.device import free_memory, require_memory
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.blocks import prepare_blocks
+from unified_trainer.roles.recompute import Recompute
 
 pytestmark = pytest.mark.slow  # seconds together
 
@@ -331,7 +333,7 @@ def loss_of(velocity, seed=9):
 
 def checkpointed(model, on):
     if on:
-        model.checkpoint_activations(lambda: (nullcontext(), nullcontext()))
+        prepare_blocks(model.blocks, Recompute.named("full", len(model.blocks)), nullcontext)
     return model
 
 
@@ -401,7 +403,7 @@ def test_the_cache_holds_nothing_that_wants_gradient():
     model, cond, x = causal(), condition(2), latents(2).requires_grad_()
     cache = model.open_cache(ChunkConfig(2))
     model.append(x, cond, cache)
-    pairs = [*cache.past[0].own, *cache.text]
+    pairs = [*cache.past[0].own, *(pair for own in cache.text for pair in own)]
     assert len(pairs) == 4 and not any(part.requires_grad for pair in pairs for part in pair)
 
 
@@ -420,7 +422,7 @@ def test_a_call_without_append_leaves_the_cache_alone():
 
 
 def test_adapters_act_and_learn_in_both_passes():
-    backbone = Backbone(causal(), ALONE, adapters={"student": AdapterConfig(rank=2)}, activation_checkpointing=True)
+    backbone = Backbone(causal(), ALONE, adapters={"student": AdapterConfig(rank=2)}, recompute="full")
     for key, weight in backbone.weights("student").items():
         torch.nn.init.normal_(weight, std=0.5) if "lora_B" in key else None
     cond, chunks, x, finished = condition(2), ChunkConfig(2), latents(4), latents(4, seed=5)
@@ -472,7 +474,7 @@ def test_precision_and_memory_of_the_cache(dtype):
         torch.testing.assert_close(one, exact, rtol=0, atol=error * float(exact.abs().max()))
     parts = [part for chunk in cache.past for pair in chunk.own for part in pair]
     assert {part.dtype for part in parts} == {dtype}
-    assert {part.dtype for pair in cache.text for part in pair} == {dtype}
+    assert {part.dtype for (pair,) in cache.text for part in pair} == {dtype}
     held = sum(part.untyped_storage().nbytes() for part in parts)
     assert held == 2 * model.cache_bytes((CHANNELS, 8, HEIGHT, WIDTH), chunks, dtype)
 

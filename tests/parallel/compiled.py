@@ -1,6 +1,11 @@
-"""Gradients of a role with compiled blocks and without: `compiled.py FILE`; pytest's hooks would be compiled too."""
+"""Roles with compiled blocks and without: `compiled.py FILE BACKEND`; pytest's hooks would be compiled too.
 
+FILE gets the gradients of both, and JSON beside it the graphs of each training step and the bytes that autograd keeps.
+"""
+
+import json
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -10,19 +15,99 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import ALONE, LATENT_SHAPE, small_model
 from safetensors.torch import save_file
 
+from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.codec import WanCondition
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.roles import blocks
+from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.roles.recompute import Recompute
+from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 
-torch.set_num_threads(1)
-found = {}
-for name in ("plain", "compiled"):
-    settings = {"activation_checkpointing": True, "compile": name == "compiled"}
-    student = Trainable("student", Backbone(small_model(), ALONE, trained=True, **settings), TrainableConfig())
-    draw = torch.Generator().manual_seed(0)
-    x_t, text = torch.randn(2, *LATENT_SHAPE, generator=draw), torch.randn(2, 4, 32, generator=draw)
-    velocity = student.velocity(x_t, torch.tensor([0.3, 0.9]), WanCondition(text))
-    student.backward(velocity.square().mean(), last=True)
-    found |= {f"{name}/{key}": p.grad for key, p in student.weights.items() if p.grad is not None}
-found["graphs"] = torch.tensor(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-save_file(found, sys.argv[1])
+
+class Kept(dict):
+    """The bytes of tensors that autograd keeps, by address."""
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+FRAMES, SIGMA = 5, torch.tensor([0.3, 0.9], dtype=torch.float64)
+CASES = {
+    "whole": "selective",
+    "adapters": Recompute("selective", full=1),
+    "causal": "selective",
+    "none": "none",
+    "full": "full",
+}
+
+
+def roles_of(case: str, compile: bool) -> tuple[Trainable, Frozen]:
+    """Student and teacher: over one network with adapters, or over one each."""
+    settings = {"recompute": CASES[case], "compile": compile}
+    if case == "adapters":
+        adapter = AdapterConfig(rank=2)
+        backbone = Backbone(small_model(), ALONE, adapters={"student": adapter}, **settings)
+        for i, (key, weight) in enumerate(backbone.weights("student").items()):
+            if "lora_B" in key:
+                weight.data.normal_(generator=torch.Generator().manual_seed(i))
+        student = Trainable("student", backbone, TrainableConfig(adapter=adapter))
+        return student, Frozen("teacher", backbone, RoleConfig())
+    model = CausalWanModel(small_model().network) if case == "causal" else small_model()
+    student = Trainable("student", Backbone(model, ALONE, trained=True, **settings), TrainableConfig())
+    return student, Frozen("teacher", Backbone(small_model(1), ALONE, compile=compile), RoleConfig())
+
+
+def loss_of(case: str, student: Trainable, x: torch.Tensor, cond: WanCondition) -> torch.Tensor:
+    """Sample without gradient, and compute a loss with it."""
+    if case != "causal":
+        with torch.no_grad():
+            student.velocity(x, SIGMA, cond)
+        return student.velocity(x, SIGMA, cond).square().mean()
+    loss = torch.zeros(())
+    with student.running() as model:
+        cache = model.open_cache(ChunkConfig(1))
+        for i in range(FRAMES):
+            chunk = x[:, :, i : i + 1]
+            with torch.no_grad():
+                model.velocity_cached(chunk, SIGMA, cond, cache)
+            loss = loss + model.velocity_cached(chunk, SIGMA, cond, cache).square().mean()
+            model.append(chunk, cond, cache)
+    return loss
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+    blocks.BACKEND = sys.argv[2]
+    cases = CASES if sys.argv[2] == "aot_eager" else ("whole",)
+    found, said = {}, {}
+    for case in cases:
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(2, LATENT_SHAPE[0], FRAMES, *LATENT_SHAPE[2:], generator=draw)
+        cond = WanCondition(torch.randn(2, 4, 32, generator=draw))
+        for compile in (False, True):
+            (student, teacher), graphs, kept = roles_of(case, compile), [], Kept()
+            for _step in range(2):
+                before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+                teacher.velocity(x, SIGMA, cond)
+                with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+                    loss = loss_of(case, student, x, cond)
+                student.network.zero_grad()
+                student.backward(loss, last=True)
+                graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
+                x = x + 1
+            name = f"{case}/{'compiled' if compile else 'plain'}"
+            found |= {f"{name}/{key}": p.grad for key, p in student.weights.items() if p.grad is not None}
+            said[name] = {"graphs": graphs, "kept": sum(kept.values())}
+            x = x - 2
+    save_file(found, sys.argv[1])
+    Path(sys.argv[1]).with_suffix(".json").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

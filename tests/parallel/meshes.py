@@ -166,7 +166,7 @@ def two_adapters(mesh: Mesh, other: str) -> tuple[Backbone, TrainableConfig]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are the point
         adapters = {"student": adapter, other: adapter}
-        backbone = Backbone(small_model(0), mesh, adapters=adapters, activation_checkpointing=True)
+        backbone = Backbone(small_model(0), mesh, adapters=adapters, recompute="full")
     return backbone, TrainableConfig(**MOVING, adapter=adapter)
 
 
@@ -186,9 +186,7 @@ def matching(student: Trainable, teacher: Frozen, critic: Critic, micro_batch: i
 
 def self_forcing(mesh: Mesh, micro_batch: int = 1) -> tuple[SelfForcing, dict[str, Trainable], Clips]:
     """Exits of their own for the chunks, activations recomputed when the cache is further on."""
-    student = own(
-        "student", RecordingCausal, mesh, small_causal(), activation_checkpointing=True, selective_checkpointing=True
-    )
+    student = own("student", RecordingCausal, mesh, small_causal(), recompute="selective")
     critic = own("critic", RecordingCritic, mesh, small_model(1))
     teacher = Frozen("teacher", Backbone(small_model(2), mesh), RoleConfig())
     config = SelfForcingConfig(
@@ -294,7 +292,7 @@ def causal_passes(mesh: Mesh) -> dict[str, torch.Tensor]:
 
     It has four heads, so that each of two ranks has more than one: their order counts.
     """
-    backbone = Backbone(small_causal(heads=4), mesh, trained=True, activation_checkpointing=True)
+    backbone = Backbone(small_causal(heads=4), mesh, trained=True, recompute="full")
     model, cond = backbone.model, tiny_codec().encode_text(CAPTIONS[:2])
     draw = torch.Generator().manual_seed(0)
     x_t, clean = torch.randn(2, 2, *SHAPE, generator=draw)

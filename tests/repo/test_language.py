@@ -225,7 +225,7 @@ WORDS = {
     # settings
     r"\bclip_norm\b|\bclip-norm\b": "max_grad_norm",
     r"(?<![\w.-])decay[_-]updates\b": "lr_decay_updates",
-    r"\bkeep[_-]products\b": "selective_checkpointing",
+    r"\bkeep[_-]products\b": "activation_memory",
     r"\bkeep[_-]samples\b": "best_of_n",
     r"\bstep_list\b|\bstep-list\b|\bstep lists?\b": "step_sigmas",
     r"\bthousandths?\b": "noise levels in [0, 1]",

@@ -19,15 +19,17 @@ from helpers import (
 )
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
-from unified_trainer.build import load_roles
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.models.wan.model import WanModel
+from unified_trainer.role_loading import load_roles
 from unified_trainer.role_plan import RolePlan, layout_for
 from unified_trainer.roles.adapter import AdapterConfig
-from unified_trainer.roles.backbone import PRODUCTS, Backbone
+from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.critic import Critic
+from unified_trainer.roles.recompute import Recompute, keep_products
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 
 pytestmark = pytest.mark.slow  # seconds together
@@ -247,12 +249,12 @@ def test_a_checkpoint_of_adapters_comes_back(tmp_path):
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products and attentions that are computed forwards."""
+    """Counts matrix products and attentions that are computed forwards, of those that are worth keeping."""
 
     count = 0
 
     def __torch_dispatch__(self, call, _types, arguments=(), named=None):
-        self.count += call in PRODUCTS
+        self.count += keep_products(None, call, *arguments) is CheckpointPolicy.MUST_SAVE
         return call(*arguments, **(named or {}))
 
 
@@ -262,8 +264,9 @@ def test_kept_products_are_not_computed_again(adapters):
     found = {}
     for name, settings in {
         "kept": {},
-        "recomputed": {"activation_checkpointing": True},
-        "between": {"activation_checkpointing": True, "selective_checkpointing": True},
+        "recomputed": {"recompute": "full"},
+        "between": {"recompute": "selective"},
+        "both": {"recompute": Recompute("selective", full=1)},
     }.items():
         backbone = Backbone(small_model(), ALONE, trained=adapters is None, adapters=adapters, **settings)
         student = Trainable("student", backbone, TrainableConfig())
@@ -271,19 +274,14 @@ def test_kept_products_are_not_computed_again(adapters):
         with Products() as again:
             student.backward(loss, last=True)
         found[name] = again.count, gradients(backbone.model.network)
-    assert found["kept"][0] == found["between"][0] < found["recomputed"][0]
-    for name in ("between", "recomputed"):
+    assert found["kept"][0] == found["between"][0] < found["both"][0] < found["recomputed"][0]
+    for name in ("between", "both", "recomputed"):
         assert_same(found[name][1], found["kept"][1])
 
 
-def test_keeping_products_of_what_is_not_recomputed_is_refused():
-    with pytest.raises(ValueError, match="selective_checkpointing needs activation_checkpointing: set both"):
-        Backbone(small_model(), ALONE, trained=True, selective_checkpointing=True)
-
-
-def loaded(student_rank=2, critic_rank=2, paths=("tiny", "tiny", "tiny"), checkpointing=False):
+def loaded(student_rank=2, critic_rank=2, paths=("tiny", "tiny", "tiny"), recompute="none"):
     configs = {
-        "student": TrainableConfig(adapter=AdapterConfig(student_rank), activation_checkpointing=checkpointing),
+        "student": TrainableConfig(adapter=AdapterConfig(student_rank), activation_memory=recompute),
         "teacher": RoleConfig(),
         "critic": TrainableConfig(adapter=AdapterConfig(critic_rank)),
     }

@@ -274,7 +274,7 @@ def gradient_of(role: Trainable) -> dict[str, torch.Tensor]:
 
 
 def test_recomputed_activations_change_nothing():
-    exact, recomputed = student(), student(activation_checkpointing=True)
+    exact, recomputed = student(), student(activation_memory="full")
     calls = Calls.of(recomputed)
     assert_near(gradient_of(recomputed), gradient_of(exact), 1e-6)
     assert len(calls.x_t) == 1

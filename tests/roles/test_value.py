@@ -73,7 +73,7 @@ def test_an_adapter_on_the_students_base(checkpointing):
     """Neither the base nor the student's adapter moves; a value does not depend on the student's adapter."""
     config = TrainableConfig(adapter=AdapterConfig(rank=2), learning_rate=0.1)
     adapters = {"student": config.adapter, "value": config.adapter}
-    backbone = Backbone(small_model(), ALONE, adapters=adapters, activation_checkpointing=checkpointing)
+    backbone = Backbone(small_model(), ALONE, adapters=adapters, recompute="full" if checkpointing else "none")
     student, role, cond = Trainable("student", backbone, config), Value("value", backbone, config), small_batch(4).cond
     role._heads[""].weight.data.fill_(1.0)
     before = weights(backbone.model.network)

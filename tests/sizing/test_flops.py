@@ -30,9 +30,9 @@ def test_a_pass_of_wan_takes_what_torch_counted(tokens, forward, backward):
 
 
 def test_recomputing_all_blocks_takes_their_forward_pass():
-    found = pass_flops(WAN_1_3B, 32760, recompute="full")
+    found = pass_flops(WAN_1_3B, 32760, repeated=1)
     assert found.recompute / found.executed == pytest.approx(0.23, abs=0.01)
-    assert found.executed - pass_flops(WAN_1_3B, 32760, recompute="selective").executed == found.recompute
+    assert found.executed - pass_flops(WAN_1_3B, 32760).executed == found.recompute
     assert 0.98 * found.forward < found.recompute < found.forward
 
 

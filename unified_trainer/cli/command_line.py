@@ -102,7 +102,8 @@ def _refuse_renamed(argv: Sequence[str], method: str, known: Collection[str]) ->
             if new is None:
                 raise ConfigError(f"{flag} was removed: a role that is not trained keeps no activations; leave it out")
             if new != key:
-                raise ConfigError(f"{flag}: renamed to --{new.replace('_', '-')}{renamed.UNITS.get(key, '')}")
+                also = renamed.UNITS.get(key.rpartition(".")[2], "")
+                raise ConfigError(f"{flag}: renamed to --{new.replace('_', '-')}{also}")
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ COMMON = (
     "tracking.tensorboard",
     "tracking.wandb",
 )
-COMMON_OF_ROLES = ("path", "precision", "learning_rate", "ema_decay", "activation_checkpointing", "adapter.rank")
+COMMON_OF_ROLES = ("path", "precision", "learning_rate", "ema_decay", "activation_memory", "adapter.rank")
 
 # Groups of settings in the order of the page, below those of the run and before those of no group here.
 GROUPS = {

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_trainer.build import load_roles
 from unified_trainer.checkpoint.init_from import initialise, roles_in
 from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec, find
 from unified_trainer.cli.command_line import parse
@@ -16,6 +15,7 @@ from unified_trainer.models.base import Family
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import family_of, method_named
 from unified_trainer.role_adapters import adapters_of
+from unified_trainer.role_loading import load_roles
 from unified_trainer.role_plan import RolePlan, layout_for, role_path
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.experts import Expert, ExpertLayout
@@ -80,9 +80,7 @@ def _read(
     run: RunConfig, metadata: Manifest, role: str, kind: type[Trainable], config: RoleConfig, path: str, mesh: Mesh
 ) -> LoadedRole:
     """Load a role with the weights of its pipeline folder."""
-    bare = dataclasses.replace(
-        config, ema_decay=0.0, activation_checkpointing=False, selective_checkpointing=False, compile=False
-    )
+    bare = dataclasses.replace(config, ema_decay=0.0, activation_memory="none", compile=False)
     layout = layout_for(role, kind, bare, path)
     found = adapters_of(role, kind, bare, path, layout, starting=False)
     one = load_roles({role: RolePlan(kind, found.config, path, layout, found.merged)}, mesh, half=False)[role]

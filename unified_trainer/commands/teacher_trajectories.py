@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unified_trainer.build import EMBEDDINGS, load_roles
+from unified_trainer.build import EMBEDDINGS
 from unified_trainer.checkpoint.run_lock import claimed
 from unified_trainer.commands.clip_folder import ABOUT, WHAT, ClipFolder, add_row, summarise
 from unified_trainer.commands.output_folder import begin_output, check_output
@@ -25,6 +25,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.plan import RunPlan, check
 from unified_trainer.registry import family_of
+from unified_trainer.role_loading import load_roles
 from unified_trainer.role_plan import RolePlan
 from unified_trainer.roles.role import Role
 from unified_trainer.teacher_ode import TeacherODE

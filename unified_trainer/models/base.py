@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
@@ -15,8 +15,6 @@ from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.types import Condition, Latents, PerFrame, PerSample, Video
-
-CheckpointContexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,10 @@ class VideoModel(Protocol):
         """Return the size of the pass of `network` that just ran on these inputs, of whole samples."""
         ...
 
-    def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
-        """Recompute the activations of the blocks in the backward pass.
+    def compiled_inputs(self, *inputs: Any) -> tuple[Any, ...]:
+        """Return the inputs of a block as those of its compiled form.
 
-        `contexts` makes two contexts for each pass: one is around the forward pass, the other around the recomputation.
+        Their number does not change from pass to pass, and a dimension that grows is marked as dynamic.
         """
         ...
 

@@ -1,20 +1,18 @@
-"""A diffusers network as a video model: opening, reading and writing it, features, and recomputed activations."""
+"""A diffusers network as a video model: opening, reading and writing it, and features."""
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from unified_trainer.errors import UserError
 from unified_trainer.models.adapter_file import AdapterFile
-from unified_trainer.models.base import CheckpointContexts, PassSize
+from unified_trainer.models.base import PassSize
 from unified_trainer.models.folder import outline, read_weights
 from unified_trainer.parallel.mesh import Mesh
 
@@ -87,6 +85,5 @@ class DiffusersModel:
         self.network.save_pretrained(folder / component, max_shard_size=max_shard_size)
         self.network.float()
 
-    def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
-        for block in self.blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    def compiled_inputs(self, *inputs: Any) -> tuple[Any, ...]:
+        return inputs

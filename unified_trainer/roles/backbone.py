@@ -2,27 +2,19 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    SelectiveCheckpointContext,
-    create_selective_checkpoint_contexts,
-)
 
-from unified_trainer.errors import NotFiniteError, UserError
+from unified_trainer.errors import NotFiniteError
 from unified_trainer.meter import Meter, Pass
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import VideoModel
-from unified_trainer.parallel.device import OWN_ATTENTION
 from unified_trainer.parallel.fsdp import (
     ROUNDED,
     average_gradients,
@@ -37,23 +29,14 @@ from unified_trainer.parallel.fsdp import (
 )
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.adapter import AdapterConfig, inject, lora_config
+from unified_trainer.roles.blocks import prepare_blocks
+from unified_trainer.roles.recompute import Recompute, Recomputed
 
-# Results that selective checkpointing keeps: they take longest to recompute.
-PRODUCTS = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
-)
 NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights alone
 
 
 class Backbone:
-    """A model with the adapters of its roles; activations are checkpointed and weights sharded once all are in place.
+    """A model with the adapters of its roles; blocks are prepared and weights sharded once all are in place.
 
     With adapters, or with `trained` False, the model's own weights are frozen and can be held in half precision.
     """
@@ -65,8 +48,7 @@ class Backbone:
         *,
         trained: bool = False,
         adapters: Mapping[str, AdapterConfig] | None = None,
-        activation_checkpointing: bool = False,
-        selective_checkpointing: bool = False,
+        recompute: Recompute | Recomputed = "none",
         half: bool = False,
         half_passes: bool = False,
         compile: bool = False,
@@ -81,8 +63,6 @@ class Backbone:
         """
         if offload:  # for this network, as parallel.offload does for all
             mesh = replace(mesh, config=replace(mesh.config, offload=True))
-        if selective_checkpointing and not activation_checkpointing:
-            raise UserError("selective_checkpointing needs activation_checkpointing: set both, or neither")
         self.model, self.mesh, self.half, self.merged = model, mesh, half, merged
         self.half_passes = half or half_passes
         self.adapters = dict(adapters or {})
@@ -92,15 +72,15 @@ class Backbone:
         if half:
             _hold_in_bf16(model.network)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
-        self._running, self._role, self._selective = "", "", selective_checkpointing
+        self._running, self._role = "", ""
         self._switch(NO_ADAPTER)
-        if activation_checkpointing:
-            model.checkpoint_activations(self._recompute_contexts)
         if mesh.config.sequence > 1:
             model.share_tokens(mesh)
-        if compile:
-            for block in model.blocks:
-                block.compile()
+        if isinstance(recompute, str):
+            recompute = Recompute.named(recompute, len(model.blocks))
+        prepare_blocks(
+            model.blocks, recompute, lambda: self._adapter(self._running), model.compiled_inputs if compile else None
+        )
         shard(model.network, model.blocks, mesh, half=self.half_passes)
         model.read(mesh, merged)
         trained_weights = [p for p in model.network.parameters() if p.requires_grad]
@@ -216,31 +196,6 @@ class Backbone:
         for layer in self._layers:
             layer._active_adapter = adapter
         self._running = adapter
-
-    def _recompute_contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        """Recompute activations with the adapter that produced them, whichever is active by then."""
-        adapter = self._adapter(self._running)
-        if not self._selective:
-            return nullcontext(), adapter
-        keep, take = create_selective_checkpoint_contexts(_policy)
-        return keep, _both(adapter, take)
-
-
-def _policy(
-    _context: SelectiveCheckpointContext, operation: OpOverload, *_args: Any, **_kwargs: Any
-) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def is_kept(operation: OpOverload) -> bool:
-    """Return whether selective checkpointing keeps the results of an operation."""
-    return operation in PRODUCTS or operation.name() in OWN_ATTENTION
-
-
-@contextmanager
-def _both(first: AbstractContextManager[object], second: AbstractContextManager[object]) -> Iterator[None]:
-    with first, second:
-        yield
 
 
 @dataclass(frozen=True)

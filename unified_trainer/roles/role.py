@@ -33,6 +33,7 @@ from unified_trainer.roles.experts import (
     scale_at,
 )
 from unified_trainer.roles.learner import Learner, LearnerConfig
+from unified_trainer.roles.recompute import ActivationMemory
 from unified_trainer.types import Condition, Latents, PerFrame, PerSample
 
 __all__ = ["Frozen", "Precision", "Role", "RoleConfig", "Trainable", "TrainableConfig"]
@@ -51,7 +52,7 @@ class RoleConfig:
     """Noise level from which the high-noise expert runs; 0 takes the folder's. A trained role whose folder holds one
     network gets two experts, which both start from that network."""
     compile: bool = False
-    """Compile the network's blocks with torch.compile: a slow first step, faster ones after it."""
+    """Compile the network's blocks with torch.compile, each as one graph: a slow first step, faster ones after it."""
     adapter: AdapterFileConfig = field(default_factory=AdapterFileConfig)
     high: FrozenExpertConfig = field(default_factory=FrozenExpertConfig)
     low: FrozenExpertConfig = field(default_factory=FrozenExpertConfig)
@@ -64,10 +65,10 @@ class RoleConfig:
 
 @dataclass(frozen=True)
 class TrainableConfig(LearnerConfig, RoleConfig):
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: slower, with less memory."""
-    selective_checkpointing: bool = False
-    """Keep the results of matrix products and attention and recompute the rest; needs activation_checkpointing."""
+    activation_memory: ActivationMemory = "none"
+    """Activations that the backward pass computes again, for less memory: none; selective, all but the results of
+    matrix products and of attention, almost without FLOPs; full, everything, a third more time. Or the GiB that the
+    activations of a loss may take on a rank: as little is recomputed as fits, in whole blocks."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     high: ExpertConfig = field(default_factory=ExpertConfig)
     low: ExpertConfig = field(default_factory=ExpertConfig)
@@ -92,10 +93,6 @@ class TrainableConfig(LearnerConfig, RoleConfig):
             raise UserError(
                 f"{role}.lr_schedule {self.lr_schedule} needs {role}.lr_decay_updates, the updates until the lowest "
                 "learning rate"
-            )
-        if self.selective_checkpointing and not self.activation_checkpointing:
-            raise UserError(
-                f"{role}.selective_checkpointing needs {role}.activation_checkpointing: set both, or neither"
             )
 
     def of(self, expert: Expert) -> "TrainableConfig":

@@ -29,10 +29,10 @@ def better_settings(run: RunConfig, ranks: int, peak: float) -> list[tuple[str, 
 def candidates(run: RunConfig, ranks: int) -> Iterator[Mapping[str, Any]]:
     """Yield changes of settings that lower memory and are not taken yet."""
     trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
-    if plain := [name for name, one in trained.items() if not one.activation_checkpointing]:
-        yield {f"{name}.activation_checkpointing": True for name in plain}
-    if selective := [name for name, one in trained.items() if one.selective_checkpointing]:
-        yield {f"{name}.selective_checkpointing": False for name in selective}
+    if plain := [name for name, one in trained.items() if one.activation_memory == "none"]:
+        yield {f"{name}.activation_memory": "selective" for name in plain}
+    if kept := [name for name, one in trained.items() if one.activation_memory != "full"]:
+        yield {f"{name}.activation_memory": "full" for name in kept}
     if whole := [name for name, one in trained.items() if not one.adapter.rank]:
         yield {f"{name}.adapter.rank": RANK for name in whole}
     if exact := [name for name, one in run.roles.items() if one.precision == "fp32"]:

@@ -35,6 +35,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float | None]] = {
     ),
 }
 HPSV3_WEIGHTS = 8.29e9 - 152064 * 3584 + 3584 * 1024 + 1024 * 16  # without the vocabulary's head, with its own
+NETWORK = "WanTransformer3DModel"
 TEXT_TOKENS = 512  # that Wan pads prompts to
 
 
@@ -91,6 +92,11 @@ def architecture_of(role: str, path: str, run: RunConfig) -> Architecture:
         family, folder = family_of(role, path)
         components, boundary = family.networks(folder)
         configs = [read_json(folder / part / "config.json") for part in (components[0], "vae", "text_encoder")]
+        if configs[0].get("_class_name") != NETWORK:
+            raise UserError(
+                f"{role}.path {path}: memory is computed for networks of class {NETWORK} alone, not for "
+                f"{configs[0].get('_class_name')}; set activation_memory to none, selective or full"
+            )
         tokens, settings = TEXT_TOKENS, folder / "tokenizer" / "tokenizer_config.json"
         if settings.is_file():
             tokens = int(min(TEXT_TOKENS, read_json(settings).get("model_max_length", TEXT_TOKENS)))

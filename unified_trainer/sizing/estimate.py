@@ -1,7 +1,7 @@
 """The whole estimate of a run: memory by phase, calls and FLOPs of a step, time, bytes between ranks, checkpoints."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from unified_trainer.config import RunConfig
@@ -9,8 +9,9 @@ from unified_trainer.errors import UserError
 from unified_trainer.meter import Pass
 from unified_trainer.registry import method_named
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.sizing.architecture import HPSV3_WEIGHTS, Architecture, architecture_of
-from unified_trainer.sizing.flops import PassFLOPs, Recompute, pass_flops
+from unified_trainer.sizing.activation_plan import ActivationPlan, activation_plans
+from unified_trainer.sizing.architecture import HPSV3_WEIGHTS, architecture_of
+from unified_trainer.sizing.flops import PassFLOPs, pass_flops
 from unified_trainer.sizing.hardware import Hardware
 from unified_trainer.sizing.memory import BF16, FP32, Memory, Sizes, held_networks, memory_of, seat_of
 from unified_trainer.sizing.rehearsal import HEAD, TEXT_TOKENS, Counts, paths_of, rehearse
@@ -34,6 +35,7 @@ class Estimate:
     executed_flops: float  # with recomputed activations
     sent: float  # bytes that one rank sends in a training step for its weights and gradients
     checkpoint: float  # bytes on disk
+    activations: Mapping[str, ActivationPlan]  # of roles with a number of GiB for them
     notes: tuple[str, ...]
 
     @cached_property
@@ -73,8 +75,10 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     counts = rehearse(run, frames, data_ranks, boundaries, first=first, steps=steps)
     scorers, notes = _scorers(run)
     sizes = Sizes(run, models, ranks, scorers, table["samples per rank"], table["accumulation"])
+    activations = activation_plans(counts, sizes)
+    sizes = replace(sizes, recompute={name: one.recompute for name, one in activations.items()})
     share, frame_tokens = counts.repeats / counts.steps, height * width // patch
-    passes = [(one, _flops(one, models, run, counts, frame_tokens)) for one in counts.passes]
+    passes = [(one, _flops(one, sizes, counts, frame_tokens)) for one in counts.passes]
     held = held_networks(counts, sizes)
     return Estimate(
         run=run,
@@ -89,7 +93,8 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         executed_flops=data_ranks * share * sum(f.executed if one.gradient else f.forward for one, f in passes),
         sent=_sent(counts, sizes),
         checkpoint=sum(one.stored for one in held.values()),
-        notes=notes,
+        activations=activations,
+        notes=(*map(str, activations.values()), *notes),
     )
 
 
@@ -108,23 +113,20 @@ def _scorers(run: RunConfig) -> tuple[float, tuple[str, ...]]:
     return total, tuple(notes)
 
 
-def _flops(one: Pass, models: Mapping[str, Architecture], run: RunConfig, counts: Counts, frame: int) -> PassFLOPs:
+def _flops(one: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
     """Return the FLOPs of a pass of the rehearsal at the real sizes, `frame` tokens for each latent frame."""
     name, expert = seat_of(counts, one)
-    model, config = models[name], run.roles.get(name)
+    model, config = sizes.models[name], sizes.run.roles.get(name)
     trained = expert in counts.plans[name].layout.trained
     rank = config.adapter.rank if trained and isinstance(config, TrainableConfig) else 0
     frames = one.tokens / one.samples
     pairs = one.attention / (4 * HEAD * one.samples) - frames * TEXT_TOKENS
-    recompute: Recompute = "none"
-    if isinstance(config, TrainableConfig) and config.activation_checkpointing:
-        recompute = "selective" if config.selective_checkpointing else "full"
     found = pass_flops(
         model.size,
         int(frames * frame),
         model.text_tokens,
         rank=rank,
-        recompute=recompute,
+        repeated=sizes.recomputed(name).full / model.size.layers if trained else 0.0,
         pairs=pairs * frame**2,
         text_keys=model.text_tokens if one.rows["text keys"] else 0,
         times=1 if one.rows["times"] == one.samples else int(frames * frame),

@@ -6,9 +6,7 @@ elementwise work is left out.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
-
-Recompute = Literal["none", "selective", "full"]  # activations that the backward pass computes again
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def pass_flops(
     text_tokens: int = 512,
     *,
     rank: int = 0,
-    recompute: Recompute = "none",
+    repeated: float = 0.0,
     pairs: float | None = None,
     text_keys: int | None = None,
     times: int = 1,
@@ -90,8 +88,9 @@ def pass_flops(
     """Return the FLOPs of one pass over a sample of `tokens` latent tokens and `text_tokens` tokens of text.
 
     With `rank` an adapter of that rank is trained, and the matrices are not: that halves their backward pass.
-    Of a causal pass, `pairs` are the pairs of query and key, `text_keys` the text tokens whose keys are not cached, and
-    `times` the noise levels of a sample; by default all tokens attend to all, at one noise level.
+    `repeated` is the share of the blocks that the backward pass computes again as a whole; selective recomputation
+    repeats no product. Of a causal pass, `pairs` are the pairs of query and key, `text_keys` the text tokens whose keys
+    are not cached, and `times` the noise levels of a sample; by default all tokens attend to all, at one noise level.
     """
     d, f, n, t = size.width, size.ffn, tokens, text_tokens
     keys, pairs = t if text_keys is None else text_keys, n * n if pairs is None else pairs
@@ -106,7 +105,7 @@ def pass_flops(
     return PassFLOPs(
         forward=products + attention + adapter,
         backward=trained * products + 2 * attention + 2 * adapter,
-        recompute=blocks if recompute == "full" else 0.0,
+        recompute=repeated * blocks,
         attention=attention,
         flash=0.5 * attention,
     )

@@ -12,9 +12,18 @@ from unified_trainer.meter import Pass
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import Expert
 from unified_trainer.roles.optimizer import BUCKET
+from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Role, Trainable, TrainableConfig
 from unified_trainer.sizing.architecture import Architecture
-from unified_trainer.sizing.passes import Network, PassBytes, decode_bytes, frozen_config, pass_bytes, without_gradient
+from unified_trainer.sizing.passes import (
+    Network,
+    PassBytes,
+    decode_bytes,
+    frozen_config,
+    kept_bytes,
+    pass_bytes,
+    without_gradient,
+)
 from unified_trainer.sizing.rehearsal import Counts
 
 FP32, BF16 = 4, 2
@@ -48,6 +57,15 @@ class Sizes:
     scorers: float = 0.0  # bytes of their weights
     samples: int = 1  # of a step on this rank
     accumulation: int = 1  # backward passes of an update
+    recompute: Mapping[str, Recompute] = field(default_factory=dict)  # of roles with a number of GiB for activations
+
+    def recomputed(self, role: str) -> Recompute:
+        """Return what the networks of a trained role recompute."""
+        config = self.run.roles[role]
+        if role in self.recompute or not isinstance(config, TrainableConfig):
+            return self.recompute.get(role, Recompute())
+        how = config.activation_memory
+        return Recompute.named(how if isinstance(how, str) else "none", self.models[role].size.layers)
 
     @property
     def shards(self) -> int:
@@ -221,15 +239,26 @@ def seat_of(counts: Counts, one: Pass) -> tuple[str, Expert]:
     return one.role, ""
 
 
+def kept_by(name: str, counts: Counts, sizes: Sizes) -> float:
+    """Return the bytes of activations that a role's passes keep for the backward pass of its largest loss."""
+    losses = [[one for one in loss if one.gradient and seat_of(counts, one)[0] == name] for loss in counts.losses]
+    channels, _, height, width = sizes.latent
+    most, text = 0.0, sizes.models[name].text_tokens
+    for loss in _kinds(losses):
+        shapes = [(_network(counts, sizes, one), one.tokens // one.samples, one.samples) for one in loss]
+        kept = [kept_bytes(network, (channels, frames, height, width), text, n) for network, frames, n in shapes]
+        most = max(most, sum(kept) / sizes.run.parallel.sequence)
+    return most
+
+
 def _network(counts: Counts, sizes: Sizes, one: Pass) -> Network:
     name, expert = seat_of(counts, one)
     config, backbone = counts.plans[name].config, counts.roles[name].backbones[expert]
-    users = [
-        sizes.run.roles[user]
+    trainable = [
+        user
         for user, role in counts.roles.items()
-        if user in sizes.run.roles and backbone in role.backbones.values()
+        if isinstance(role, Trainable) and backbone in role.backbones.values()
     ]
-    trainable = [user for user in users if isinstance(user, TrainableConfig)]
     rank = _rank(sizes, name)
     return Network(
         frozen_config(dict(sizes.models[name].transformer)),
@@ -237,8 +266,7 @@ def _network(counts: Counts, sizes: Sizes, one: Pass) -> Network:
         backbone.half,
         rank=rank,
         trained=_trained(counts, name, expert) and not rank,
-        recompute=any(user.activation_checkpointing for user in trainable),
-        selective=any(user.selective_checkpointing for user in trainable),
+        recompute=Recompute.least_memory(sizes.recomputed(user) for user in trainable),
     )
 
 

@@ -16,7 +16,6 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from unified_trainer.build import load_roles
 from unified_trainer.config import RunConfig
 from unified_trainer.data.batch_plan import largest_divisor
 from unified_trainer.data.loader import Loader, Source
@@ -33,6 +32,7 @@ from unified_trainer.rewards.base import RewardConfig
 from unified_trainer.rl.policy import PolicyConfig
 from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.rl.rollouts import LocalRollouts, ScoredSamples
+from unified_trainer.role_loading import load_roles
 from unified_trainer.role_plan import RolePlan, plan_roles, role_path
 from unified_trainer.roles.adapter import AdapterConfig, AdapterFileConfig
 from unified_trainer.roles.reward import Reward
@@ -172,12 +172,7 @@ def _small_role(config: RoleConfig, path: str) -> RoleConfig:
     if not isinstance(config, TrainableConfig):
         return replace(config, adapter=AdapterFileConfig())
     adapter = AdapterConfig(rank=min(1, config.adapter.rank))
-    unchanged: dict[str, Any] = {
-        "learning_rate": 0.0,
-        "activation_checkpointing": False,
-        "selective_checkpointing": False,
-    }
-    return replace(config, adapter=adapter, **unchanged)
+    return replace(config, adapter=adapter, learning_rate=0.0, activation_memory="none")
 
 
 def _share(algorithm: Any, ranks: int) -> tuple[Any, int]:

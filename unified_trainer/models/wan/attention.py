@@ -1,10 +1,13 @@
 """Wan's attention with a KV cache of earlier chunks, a mask, or tokens on several ranks.
 
-The forward of diffusers is unchanged: it passes the rotary embedding to every block untouched, also when activations
-are recomputed. A `Pass` takes the place of the rotary embedding and carries the cache, the mask and the ranks.
+The forward of diffusers is unchanged: it passes the rotary embedding to every block untouched. A `Pass` takes the place
+of the rotary embedding and carries the cache, the mask and the ranks. A hook before each block takes what is that
+block's own out of it, so that all blocks get inputs of one form and one compiled graph serves them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
@@ -15,7 +18,9 @@ from unified_trainer.models.masked_attention import Keys, Mask, attend
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.sequence import Heads, heads_to_tokens, tokens_to_heads
 
-KeysValues = list[tuple[Keys, Keys]]  # keys and values of each block
+KeysValues = list[tuple[Keys, Keys]]
+PastKeys = Float[Tensor, "b _ heads d"]  # of one chunk; chunks differ in length
+LayerLists = list[KeysValues]  # one list for each block, in the order of the forward pass
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Finished:
     """The cached keys and values of a finished chunk."""
 
     frames: tuple[int, ...]  # absolute latent frames
-    own: KeysValues  # positions applied; where ranks share the tokens, those of this rank's heads
+    own: KeysValues  # of each block, positions applied; where ranks share the tokens, those of this rank's heads
 
 
 @dataclass(frozen=True)
@@ -38,32 +43,83 @@ class Pass:
     sin: Tensor
     mask: Mask | None = None  # None attends to everything
     past: tuple[Finished, ...] = ()
-    text: KeysValues | None = None  # cache of the cross-attention, filled by the first pass that has it; None: no cache
-    recorded: KeysValues | None = None  # list to which this pass appends its own keys and values
+    text: LayerLists | None = None  # cache of the cross-attention, filled by the first pass that has it; None: no cache
+    recorded: LayerLists | None = None  # empty list to which this pass adds each block's own keys and values
     mesh: Mesh | None = None  # whose sequence ranks share the tokens; None: this rank has all
     tokens: int = 0  # number of tokens of all those ranks
 
 
+@dataclass(frozen=True)
+class LayerPass:
+    """A `Pass` as one block sees it."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Mask | None
+    past: list[tuple[PastKeys, PastKeys]]  # of each cached chunk
+    recorded: KeysValues | None  # list to which the block appends its own keys and values
+    mesh: Mesh | None
+    tokens: int
+
+    def joined(self) -> "LayerPass":
+        """Return the pass with the cached chunks as one: a graph then has the same inputs for any number of them."""
+        if len(self.past) == 0:
+            return self
+        pair = tuple(torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in zip(*self.past, strict=True))
+        for part in pair:
+            torch._dynamo.maybe_mark_dynamic(part, 1)
+        return replace(self, past=[pair])
+
+
+@dataclass(frozen=True)
+class LayerText:
+    """The text as the cross-attention of one block sees it, in place of the text alone."""
+
+    encoder: Tensor
+    cached: KeysValues  # the block's cached keys and values; an empty list is filled by the pass
+
+
 def set_attention(blocks: nn.ModuleList) -> None:
-    """Set attention processors that take a `Pass` in place of the rotary embedding."""
+    """Set attention that takes a `Pass` in place of the rotary embedding; it may be set twice."""
     for layer, block in enumerate(blocks):
-        block.attn2.processor = _TextAttention(layer)
-        block.attn1.processor = _SelfAttention(layer, block.attn2.processor)
+        if not isinstance(block.attn1.processor, _SelfAttention):
+            block.register_forward_pre_hook(partial(_own_inputs, layer))
+        block.attn2.processor = _TextAttention()
+        block.attn1.processor = _SelfAttention()
+
+
+def joined_inputs(*inputs: Any) -> tuple[Any, ...]:
+    """Return a block's inputs in a form that is the same for any number of cached chunks."""
+    return tuple(one.joined() if isinstance(one, LayerPass) else one for one in inputs)
+
+
+def _own_inputs(layer: int, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a block's inputs with what is its own of the pass and of the text's cache."""
+    x, encoder, time, now = inputs
+    if not isinstance(now, Pass):
+        return inputs
+    past = [chunk.own[layer] for chunk in now.past]
+    own = LayerPass(now.cos, now.sin, now.mask, past, _list_of(now.recorded, layer), now.mesh, now.tokens)
+    text = _list_of(now.text, layer)
+    return x, encoder if text is None else LayerText(encoder, text), time, own
+
+
+def _list_of(lists: LayerLists | None, layer: int) -> KeysValues | None:
+    """Return the list of one block, which the first pass that needs it adds."""
+    if lists is not None and len(lists) == layer:
+        lists.append([])
+    return None if lists is None else lists[layer]
 
 
 class _SelfAttention:
     """Self-attention over the tokens of the past and of the pass: all tokens, and on each rank its heads."""
 
-    def __init__(self, layer: int, text: "_TextAttention") -> None:
-        self._layer, self._text = layer, text
-
     def __call__(
-        self, attn: WanAttention, x: Tensor, _encoder: None, _mask: None, now: Pass
+        self, attn: WanAttention, x: Tensor, _encoder: None, _mask: None, now: LayerPass
     ) -> Float[Tensor, "b n width"]:
-        self._text.shared = now.text  # with this block's cross-attention, which comes next, also in a recomputation
         query, key, value = (
             part.unflatten(2, (attn.heads, -1))
-            for part in (attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x)), attn.to_v(x))
+            for part in (_norm(attn.norm_q, attn.to_q(x)), _norm(attn.norm_k, attn.to_k(x)), attn.to_v(x))
         )
         # Rounded to the precision that attention computes in before anything is cached or sent.
         query, key = _rotate(query, now).to(value), _rotate(key, now).to(value)
@@ -71,9 +127,8 @@ class _SelfAttention:
             query, key, value = (tokens_to_heads(part, now.tokens, now.mesh) for part in (query, key, value))
         if now.recorded is not None:
             now.recorded.append((key, value))
-        past = [chunk.own[self._layer] for chunk in now.past]
-        if past:
-            key, value = (torch.cat(parts, 1) for parts in zip(*past, (key, value), strict=True))
+        if now.past:
+            key, value = (torch.cat(parts, 1) for parts in zip(*now.past, (key, value), strict=True))
         out = attend(query, key, value, now.mask)
         return _project_out(attn, heads_to_tokens(out, now.mesh) if now.mesh else out)
 
@@ -84,30 +139,29 @@ class _TextAttention(WanAttnProcessor):
     A pass with gradient computes them again: the cached ones have no graph to the projections that made them.
     """
 
-    def __init__(self, layer: int) -> None:
-        super().__init__()
-        self._layer = layer
-        self.shared: KeysValues | None = None
-
     def __call__(
-        self, attn: WanAttention, x: Tensor, encoder: Tensor, _mask: None = None, _rope: None = None
+        self, attn: WanAttention, x: Tensor, text: Tensor | LayerText, _mask: None = None, _rope: None = None
     ) -> Float[Tensor, "b n width"]:
-        shared, self.shared = self.shared, None
-        if shared is None:
-            return super().__call__(attn, x, encoder, None, None)
-        if len(shared) == self._layer:
-            key, value = attn.norm_k(attn.to_k(encoder)), attn.to_v(encoder)
-            shared.append((key.to(value).unflatten(2, (attn.heads, -1)), value.unflatten(2, (attn.heads, -1))))
-        key, value = shared[self._layer]
-        query = attn.norm_q(attn.to_q(x)).to(value).unflatten(2, (attn.heads, -1))
+        if not isinstance(text, LayerText):
+            return super().__call__(attn, x, text, None, None)
+        if len(text.cached) == 0:
+            key, value = _norm(attn.norm_k, attn.to_k(text.encoder)), attn.to_v(text.encoder)
+            text.cached.append((key.to(value).unflatten(2, (attn.heads, -1)), value.unflatten(2, (attn.heads, -1))))
+        ((key, value),) = text.cached
+        query = _norm(attn.norm_q, attn.to_q(x)).to(value).unflatten(2, (attn.heads, -1))
         return _project_out(attn, attend(query, key, value, None))
+
+
+def _norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """Normalise in float32: autocast sees to that from torch 2.13 on, and leaves bf16 in bf16 before."""
+    return norm(x.float())
 
 
 def _project_out(attn: WanAttention, heads: Heads) -> Float[Tensor, "b n width"]:
     return attn.to_out[1](attn.to_out[0](heads.flatten(2)))
 
 
-def _rotate(x: Heads, now: Pass) -> Heads:
+def _rotate(x: Heads, now: LayerPass) -> Heads:
     """Rotate pairs of adjacent channels by the angles of their token's position."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = now.cos[..., 0::2], now.sin[..., 1::2]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unified_trainer.errors import UserError
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.masked_attention import token_mask
-from unified_trainer.models.wan.attention import Finished, KeysValues, Pass, set_attention
+from unified_trainer.models.wan.attention import Finished, KeysValues, LayerLists, Pass, set_attention
 from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.model import WanModel, network_time
 from unified_trainer.numerics.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
@@ -31,7 +31,7 @@ class Cache:
     chunks: ChunkConfig
     seen: int = 0  # latent frames finished so far
     past: tuple[Finished, ...] = ()
-    text: KeysValues = field(default_factory=list)  # of the cross-attention, filled by the first pass without gradient
+    text: LayerLists = field(default_factory=list)  # of the cross-attention, filled by the first pass without gradient
 
     @property
     def resident(self) -> list[int]:
@@ -78,10 +78,10 @@ class CausalWanModel(WanModel):
     @torch.no_grad()
     def append(self, x: Latents, cond: WanCondition, cache: Cache) -> None:
         """Add a finished chunk, at the cache's context noise, and drop frames that leave the window."""
-        frames, recorded = _next_frames(x, cache), []
+        frames, recorded = _next_frames(x, cache), list[KeysValues]()
         sigma = torch.full((len(x),), cache.chunks.context_noise, dtype=torch.float64)
         self._pass(x, sigma, cond, frames, recorded=recorded, **_attended(cache))
-        chunks = (*cache.past, Finished(tuple(frames), recorded))
+        chunks = (*cache.past, Finished(tuple(frames), [pair for (pair,) in recorded]))
         kept = frozenset(cache.chunks.kept([*cache.resident, *frames]))
         cache.past = tuple(_cut(chunk, kept) for chunk in chunks if not kept.isdisjoint(chunk.frames))
         cache.seen += len(frames)
@@ -185,8 +185,8 @@ def _pairs(
     frame_tokens: int,
     frame_mask: Bool[Tensor, "t t"] | None,
     past: tuple[Finished, ...] = (),
-    text: KeysValues | None = None,
-    recorded: KeysValues | None = None,
+    text: LayerLists | None = None,
+    recorded: LayerLists | None = None,
 ) -> tuple[int, bool]:
     """Count the pairs of query and key of one sample in a pass; also return whether the text's keys are cached."""
     known = sum(chunk.own[0][0].shape[1] for chunk in past)

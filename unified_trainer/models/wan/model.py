@@ -3,14 +3,15 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from unified_trainer.models.base import CheckpointContexts, PassSize
+from unified_trainer.models.base import PassSize
 from unified_trainer.models.diffusers_model import DiffusersModel
+from unified_trainer.models.wan.attention import joined_inputs
 from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.ulysses import SharedTokens
 from unified_trainer.numerics.flow import widest
@@ -87,7 +88,5 @@ class WanModel(DiffusersModel):
         device = next(self.network.parameters()).device
         return x_t.to(device), torch.full((1,), 0.5, device=device), WanCondition(text.to(device))
 
-    def checkpoint_activations(self, contexts: CheckpointContexts) -> None:
-        self.network.enable_gradient_checkpointing(
-            lambda block, *inputs: checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
-        )
+    def compiled_inputs(self, *inputs: Any) -> tuple[Any, ...]:
+        return joined_inputs(*inputs)

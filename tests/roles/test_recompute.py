@@ -1,0 +1,107 @@
+"""Recomputed activations: the same gradients, and the memory that was computed."""
+
+import pytest
+import torch
+from helpers import ALONE, LATENT_SHAPE, assert_same, gradients, small_model
+
+from unified_trainer.errors import UserError
+from unified_trainer.models.wan.causal import CausalWanModel
+from unified_trainer.models.wan.codec import WanCondition
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.recompute import Recompute
+from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.sizing.activation_plan import planned
+from unified_trainer.sizing.passes import Network, frozen_config, kept_bytes
+from unified_trainer.sizing.tracing import LiveBytes, quiet_norms
+
+GIB = 2**30
+WAYS = ("none", "selective", "full", Recompute("selective", full=1))
+
+
+def causal_gradients(recompute) -> dict[str, torch.Tensor]:
+    """The gradients of three chunks that attend to the cache, each with a graph."""
+    backbone = Backbone(CausalWanModel(small_model().network), ALONE, trained=True, recompute=recompute)
+    student, draw = Trainable("student", backbone, TrainableConfig()), torch.Generator().manual_seed(0)
+    x, text = (
+        torch.randn(2, LATENT_SHAPE[0], 3, *LATENT_SHAPE[2:], generator=draw),
+        torch.randn(2, 4, 32, generator=draw),
+    )
+    sigma, cond, loss = torch.tensor([0.3, 0.9], dtype=torch.float64), WanCondition(text), torch.zeros(())
+    with student.running() as model:
+        cache = model.open_cache(ChunkConfig(1))
+        for i in range(3):
+            loss = loss + model.velocity_cached(x[:, :, i : i + 1], sigma, cond, cache).square().mean()
+            model.append(x[:, :, i : i + 1], cond, cache)
+    student.backward(loss, last=True)
+    return gradients(student.network)
+
+
+def test_gradients_of_a_causal_student_are_equal_bit_for_bit():
+    expected = causal_gradients("none")
+    for recompute in WAYS[1:]:
+        assert_same(causal_gradients(recompute), expected)
+
+
+def test_a_network_of_several_roles_keeps_no_more_than_each_of_them_allows():
+    least = Recompute.least_memory
+    assert least([]) == least([Recompute(), Recompute()]) == Recompute()
+    assert least([Recompute(), Recompute("selective", 2), Recompute("selective", 5)]) == Recompute("selective", 5)
+    assert least([Recompute("selective"), Recompute.named("full", 3)]) == Recompute("selective", 3)
+    assert [Recompute("selective", 2).of(block) for block in range(4)] == ["full", "full", "selective", "selective"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_kept_activations_take_the_memory_that_was_computed():
+    """Storages alive after a forward pass over 576 tokens in bf16, against the trace from which plans are made."""
+    taken = {}
+    for recompute in (Recompute("selective"), Recompute("selective", full=1), Recompute(full=2)):
+        model = small_model()
+        backbone = Backbone(model, ALONE, trained=True, recompute=recompute)
+        student = Trainable("student", backbone, TrainableConfig(precision="bf16"))
+        x, text, sigma = torch.randn(1, 16, 4, 12, 12), torch.randn(1, 16, 32), torch.tensor([0.5])
+        with quiet_norms(), LiveBytes() as live:
+            velocity = student.velocity(x, sigma, WanCondition(text))
+            held = live.now
+        assert velocity.requires_grad
+        network = Network(frozen_config(dict(model.network.config)), "bf16", False, trained=True, recompute=recompute)
+        assert held == pytest.approx(kept_bytes(network, (16, 4, 12, 12), 16, 1), rel=0.1), recompute
+        taken[recompute.others, recompute.full] = held
+    assert taken["none", 2] < 0.6 * taken["selective", 1] < 0.8 * taken["selective", 0]
+
+
+# Plans for a number of GiB.
+
+
+@pytest.fixture
+def plan():
+    """Return the plan for a role of 10 blocks: 1 GiB and in each block 10 without, 4 with selective, 1 with full."""
+    each = {"none": 10, "selective": 4, "full": 1}
+
+    def kept(recompute):
+        return GIB * (1 + sum(each[recompute.of(block)] for block in range(10)))
+
+    return lambda gib: planned("student", gib * GIB, 10, kept)
+
+
+@pytest.mark.parametrize(
+    ("gib", "recompute", "kept"),
+    [
+        (101, Recompute(), 101),
+        (100.9, Recompute("selective"), 41),
+        (41, Recompute("selective"), 41),
+        (40, Recompute("selective", 1), 38),
+        (26, Recompute("selective", 5), 26),
+        (11, Recompute("selective", 10), 11),
+    ],
+)
+def test_a_plan_recomputes_as_little_as_fits(plan, gib, recompute, kept):
+    found = plan(gib)
+    assert found.recompute == recompute and found.kept == kept * GIB
+
+
+def test_a_budget_that_nothing_fits_names_the_smallest(plan):
+    with pytest.raises(UserError, match=r"student\.activation_memory 10\.9: .* take 11 GiB; set it to 11 or more"):
+        plan(10.9)
+    assert "full in 5 blocks, selective in 5 blocks; activations take 26 GiB" in str(plan(27))

@@ -1,0 +1,100 @@
+"""The forward pass of a network's blocks: recomputed in the backward pass, compiled, or both."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from unified_trainer.errors import UserError
+from unified_trainer.roles.recompute import Recompute, Recomputed, keep_products
+
+Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+BlockInputs = Callable[..., tuple[Any, ...]]
+BACKEND = "inductor"
+# Graphs of all roles together: with and without gradient, and for each adapter, shape and kind of recomputation.
+GRAPHS = 64
+
+
+def prepare_blocks(
+    blocks: Sequence[nn.Module],
+    recompute: Recompute,
+    adapter: Callable[[], AbstractContextManager[object]],
+    compiled_inputs: BlockInputs | None = None,
+) -> None:
+    """Set the forward pass of each block; hooks of a block, such as those of FSDP2, stay outside of it.
+
+    `adapter` makes a context for each pass in which its activations can be recomputed later. With `compiled_inputs` the
+    blocks are compiled; it turns a block's inputs into those of the compiled function.
+    """
+    for place, block in enumerate(blocks):
+        how = recompute.of(place)
+        if compiled_inputs is not None:
+            block.forward = _compiled(block.forward, how, adapter, compiled_inputs)
+        elif how != "none":
+            block.forward = _recomputed(block.forward, how, adapter)
+
+
+def _recomputed(
+    forward: Callable[..., Any], how: Recomputed, adapter: Callable[[], AbstractContextManager[object]]
+) -> Callable[..., Any]:
+    def contexts() -> Contexts:
+        kept: Contexts = (nullcontext(), nullcontext())
+        if how == "selective":
+            kept = create_selective_checkpoint_contexts(keep_products)
+        return kept[0], _both(adapter(), kept[1])
+
+    def run(*inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*inputs)
+        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+    return run
+
+
+def _compiled(
+    forward: Callable[..., Any],
+    how: Recomputed,
+    adapter: Callable[[], AbstractContextManager[object]],
+    inputs_of: BlockInputs,
+) -> Callable[..., Any]:
+    """Compile a block as one graph for each shape of its inputs.
+
+    What is recomputed in part must be so inside of the graph: a compiled function is one operation, and what its
+    backward pass needs is not seen from outside. What is recomputed as a whole is a graph that runs twice.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    inner = _kept_products(forward) if how == "selective" else forward
+    graph = torch.compile(inner, fullgraph=True, dynamic=False, backend=BACKEND)
+
+    def run(*inputs: Any) -> Any:
+        try:
+            return graph(*inputs_of(*inputs))
+        except torch._dynamo.exc.Unsupported as error:
+            raise UserError(f"a block cannot be compiled as one graph: set compile to false ({error.msg})") from error
+
+    return _recomputed(run, how, adapter) if how == "full" else run
+
+
+def _kept_products(forward: Callable[..., Any]) -> Callable[..., Any]:
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+
+    def run(first: Tensor, *others: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(first, *others)
+
+        def one(x: Tensor) -> Any:  # only tensors may be arguments of a checkpoint in a graph
+            return forward(x, *others)
+
+        return checkpoint(one, first, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+    return run
+
+
+@contextmanager
+def _both(first: AbstractContextManager[object], second: AbstractContextManager[object]) -> Iterator[None]:
+    with first, second:
+        yield
