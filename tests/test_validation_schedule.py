@@ -8,12 +8,12 @@ from helpers import SMALL, assert_same, checkpoint_of, metrics_of
 
 from unified_trainer.__main__ import main
 from unified_trainer.checkpoint import manifest
+from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.config import RunConfig
 from unified_trainer.exit_codes import STOPPED
 from unified_trainer.guards.base import Alarm
 from unified_trainer.guards.responses import Guards, Response
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.validation import Validation
 
 pytestmark = pytest.mark.slow
 
@@ -76,23 +76,24 @@ def test_a_late_result_is_that_of_its_step(at_once, later):
     assert not any("validation/" in key for key in checkpoint_of(later, 5))
 
 
-def test_a_run_that_is_cut_off_makes_the_validation_again(tmp_path, later, monkeypatch, capsys):
+def test_a_run_that_is_cut_off_makes_the_validation_again(tmp_path, later, monkeypatch):
     """With the EMA weights of its step, which the checkpoint of the step after it holds; its line is there once."""
     late(monkeypatch)
-    original, folder = Validation.finish, tmp_path / "run"
+    original, folder = Saver.save, tmp_path / "run"
 
-    def fail(self, where, step):
-        if step == 2:
-            raise RuntimeError("the scorer broke")
-        return original(self, where, step)
+    def fail(self, step, *rest):
+        if step == 4:
+            raise RuntimeError("the process ends here")
+        original(self, step, *rest)
 
-    monkeypatch.setattr(Validation, "finish", fail)
-    with pytest.raises(RuntimeError, match="the scorer broke"):
+    monkeypatch.setattr(Saver, "save", fail)
+    with pytest.raises(RuntimeError, match="the process ends here"):
         main([*WORDS, "--output", str(folder)])
+    assert [row["step"] for row in validations(folder)] == [0, 2]  # it took effect, which the checkpoint does not know
     held = manifest.read(folder / "checkpoints" / "step_3")[0]
     assert held["validation_started"] == {"step": 2, "looks": {}} and not held["validation_pending"]
     assert list(rated(folder)) == [2, 3]  # step 2 stays until it is rated
-    monkeypatch.setattr(Validation, "finish", original)
+    monkeypatch.setattr(Saver, "save", original)
     shutil.copytree(folder, tmp_path / "at_once")
     assert main(["--resume", str(folder)]) == 0
     assert metrics_of(folder) == metrics_of(later) and rated(folder) == rated(later)

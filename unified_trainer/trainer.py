@@ -176,7 +176,6 @@ class Trainer:
         a validation that fails loses no step; what it measured is then added to the checkpoint. Its result takes effect
         `validation_lag` steps later, before the next validation and at the end at the latest.
         """
-
         parts = (validation, self.roles["student"], self.guards, self.mesh, output, tracker, saver)
         validations = None if validation is None else Validations(*parts, lag=validation_lag)
 

@@ -29,7 +29,7 @@ Features = Callable[[Tensor], Float[Tensor, "b d"]]  # of frames
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of some samples, and videos of the first of them."""
+    """Measurements of some samples, and videos of the first of them."""
 
     columns: dict[str, Tensor]  # a row for each sample
     clips: list[np.ndarray]  # [frames, height, width, 3], uint8

@@ -37,12 +37,12 @@ class Started:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says of it."""
+        """The entry of it in a checkpoint's manifest."""
         return {"step": self.step, "looks": self.looks}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds of it."""
+        """The tensors of it in a checkpoint."""
         return {f"{KIND}/{name}": weight for name, weight in self.weights.items()}
 
     @classmethod

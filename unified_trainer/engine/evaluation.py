@@ -42,7 +42,7 @@ class RemoteValidation:
                 self._ordered = [(item, self._ask(item)) for item in items]
 
     def finish(self, folder: Path, step: int) -> ValidationResult:
-        """Wait for the workers; the metrics are those of a validation in the training processes, with times and deaths."""
+        """Wait for the workers; the metrics are those of a validation in training, with times and deaths."""
         if not self._mesh.is_main:
             return ValidationResult(json.loads(self._mesh.broadcast("")), (), None, None)
         took: dict[str, float] = {}
