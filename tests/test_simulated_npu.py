@@ -13,7 +13,7 @@ from helpers import REPO
 from torch.utils.checkpoint import CheckpointPolicy
 
 from unified_trainer.registry import METHODS
-from unified_trainer.roles.recompute import keep_products
+from unified_trainer.roles.recompute import selective_policy
 
 SCRIPT = REPO / "tests" / "simulated_runs.py"
 UPDATES = {"dance_grpo": 2, "dmd2": 2, "self_forcing": 2, "finetune": 1}  # of all roles in a training step
@@ -59,5 +59,5 @@ def test_selective_checkpointing_keeps_the_attention_of_torch_npu():
     library = torch.library.Library("npu", "FRAGMENT")
     library.define("npu_fusion_attention(Tensor query) -> Tensor")
     library.define("npu_rotary_mul(Tensor query) -> Tensor")
-    assert keep_products(None, torch.ops.npu.npu_fusion_attention.default) == CheckpointPolicy.MUST_SAVE
-    assert keep_products(None, torch.ops.npu.npu_rotary_mul.default) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert selective_policy(None, torch.ops.npu.npu_fusion_attention.default) == CheckpointPolicy.MUST_SAVE
+    assert selective_policy(None, torch.ops.npu.npu_rotary_mul.default) == CheckpointPolicy.PREFER_RECOMPUTE

@@ -17,19 +17,19 @@ from unified_trainer.roles.role import Role
 from unified_trainer.types import Batch, Latents
 
 Velocity = Callable[[Latents, Tensor], Latents]  # velocity of x_t at one noise level
-Kept = dict[Hashable, list[Tensor]]  # by the key of equal rows: the velocity [c, t, h, w] of each shared call
+Velocities = dict[Hashable, list[Tensor]]  # by the key of equal rows: the velocity [c, t, h, w] of each shared call
 
-_KEPT: ContextVar[Kept | None] = ContextVar("kept", default=None)
+_HANDED_ON: ContextVar[Velocities | None] = ContextVar("handed_on", default=None)
 
 
 @contextmanager
 def kept_for_the_next_part() -> Iterator[None]:
     """Make the parts of one rollout inside, one after the other, with weights that do not change."""
-    before = _KEPT.set({})
+    before = _HANDED_ON.set({})
     try:
         yield
     finally:
-        _KEPT.reset(before)
+        _HANDED_ON.reset(before)
 
 
 def shared_velocity(
@@ -43,16 +43,16 @@ def shared_velocity(
     each = velocity_of(batch)
     if equal is None:
         return each
-    kept = _KEPT.get()
-    known: Kept = {} if kept is None else {key: kept[key] for key in equal.keys if key in kept}
+    handed_on = _HANDED_ON.get()
+    known: Velocities = {} if handed_on is None else {key: handed_on[key] for key in equal.keys if key in handed_on}
     missing = [place for place, key in enumerate(equal.keys) if key not in known]
     if role.on_any_rank(bool(missing)):
         missing = missing or [0]
     once = velocity_of(batch.take([equal.first[place] for place in missing])) if missing else None
-    last, carried = equal.keys[equal.place[-1]], list[Tensor]()  # samples of one prompt follow each other
-    if kept is not None:
-        kept.clear()
-        kept[last] = carried
+    last, last_made = equal.keys[equal.place[-1]], list[Tensor]()  # samples of one prompt follow each other
+    if handed_on is not None:
+        handed_on.clear()
+        handed_on[last] = last_made
     made = itertools.count()
 
     def velocity(x_t: Latents, sigma: Tensor) -> Latents:
@@ -63,7 +63,7 @@ def shared_velocity(
         if once is not None:
             rows = once(torch.stack([x_t[equal.first[place]] for place in missing]), sigma)
             now |= {equal.keys[place]: row for place, row in zip(missing, rows.unbind(0), strict=True)}
-        carried.append(now[last].clone())
+        last_made.append(now[last].clone())
         return torch.stack([now[equal.keys[place]] for place in equal.place])
 
     return velocity

@@ -25,7 +25,7 @@ from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 
 
-class Kept(dict):
+class SavedBytes(dict):
     """The bytes of tensors that autograd keeps, by address."""
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def main() -> None:
         x = torch.randn(2, LATENT_SHAPE[0], FRAMES, *LATENT_SHAPE[2:], generator=draw)
         cond = WanCondition(torch.randn(2, 4, 32, generator=draw))
         for compile in (False, True):
-            (student, teacher), graphs, kept = roles_of(case, compile), [], Kept()
+            (student, teacher), graphs, kept = roles_of(case, compile), [], SavedBytes()
             for _step in range(2):
                 before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
                 teacher.velocity(x, SIGMA, cond)

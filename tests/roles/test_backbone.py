@@ -29,7 +29,7 @@ from unified_trainer.role_plan import RolePlan, layout_for
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.recompute import Recompute, keep_products
+from unified_trainer.roles.recompute import Recompute, selective_policy
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 
 pytestmark = pytest.mark.slow  # seconds together
@@ -254,7 +254,7 @@ class Products(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, call, _types, arguments=(), named=None):
-        self.count += keep_products(None, call, *arguments) is CheckpointPolicy.MUST_SAVE
+        self.count += selective_policy(None, call, *arguments) is CheckpointPolicy.MUST_SAVE
         return call(*arguments, **(named or {}))
 
 

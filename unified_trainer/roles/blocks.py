@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from unified_trainer.errors import UserError
-from unified_trainer.roles.recompute import Recompute, Recomputed, keep_products
+from unified_trainer.roles.recompute import Recompute, Recomputed, selective_policy
 
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 BlockInputs = Callable[..., tuple[Any, ...]]
@@ -44,7 +44,7 @@ def _recomputed(
     def contexts() -> Contexts:
         kept: Contexts = (nullcontext(), nullcontext())
         if how == "selective":
-            kept = create_selective_checkpoint_contexts(keep_products)
+            kept = create_selective_checkpoint_contexts(selective_policy)
         return kept[0], _both(adapter(), kept[1])
 
     def run(*inputs: Any) -> Any:
@@ -80,7 +80,7 @@ def _compiled(
 
 
 def _kept_products(forward: Callable[..., Any]) -> Callable[..., Any]:
-    contexts = functools.partial(create_selective_checkpoint_contexts, keep_products)
+    contexts = functools.partial(create_selective_checkpoint_contexts, selective_policy)
 
     def run(first: Tensor, *others: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -31,7 +31,7 @@ WIDENING = 8  # a product that has more columns than this times its inner width 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the blocks of a network recompute: the first `full` of them everything, the others what `others` says.
+    """A choice for each block of a network: the first `full` recompute everything, the others do as `others` says.
 
     The first blocks' turn in the backward pass comes last, when the activations of all other blocks are free again:
     the memory in which a block is recomputed then adds nothing to the peak.
@@ -57,7 +57,7 @@ class Recompute:
         return "full" if block < self.full else self.others
 
 
-def keep_products(_context: Any, operation: Any, *inputs: Any, **_named: Any) -> CheckpointPolicy:
+def selective_policy(_context: Any, operation: Any, *inputs: Any, **_named: Any) -> CheckpointPolicy:
     """Keep attention and matrix products, which take longest to repeat, and recompute everything else.
 
     Products that widen their input more than WIDENING times, such as the second factor of an adapter, are as large as

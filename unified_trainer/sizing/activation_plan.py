@@ -1,4 +1,4 @@
-"""What the blocks of a role recompute so that its activations take no more memory than a number of GiB."""
+"""The plan of what each block of a role recomputes, so that activations take no more than a number of GiB."""
 
 import math
 from collections.abc import Callable, Iterator
