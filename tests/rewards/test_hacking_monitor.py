@@ -153,7 +153,7 @@ PLANTED = flags({"reward.scorers.saturation.weight": 100, "reward.scorers.satura
 def hacked(tmp_path_factory):
     """A run of the tiny world with sixteen steps that hacks its reward, and its exit code."""
     folder = tmp_path_factory.mktemp("hacked") / "run"
-    return folder, main([*SHORT, *PLANTED, "--steps", "16", "--output", str(folder)])
+    return folder, main([*SHORT, *PLANTED, "--seed", "3", "--steps", "16", "--output", str(folder)])
 
 
 @pytest.mark.slow
@@ -184,13 +184,13 @@ def test_it_is_stopped_again_when_it_is_resumed(hacked, capsys):
     assert "warning: reward hacking suspected: reward rose" in out and "stopped" not in out
 
 
-# The diversity of the first training step is 0.18 and of the second 0.08: below the limit alone, above it as a mean.
+# The diversity of the first training step is .142 and of the second .088: below the limit alone, above it as a mean.
 TWO_STEPS = [
     *SMALL["dance_grpo"],
     *flags({"steps": 2, "validate-every": 2, "validation.num-videos": 0, "validation.seed": 1, "checkpoint-every": 0}),
     *flags({"student.learning-rate": 1e-3, "algorithm.no-init-same-noise": True, "hacking-monitor.action": "stop"}),
     *flags({"hacking-monitor.rise": 1e-3, "hacking-monitor.fall": 1e9, "hacking-monitor.drift": 1e9}),
-    *flags({"hacking-monitor.collapse": 0.6}),
+    *flags({"hacking-monitor.collapse": 0.7}),
 ]
 
 

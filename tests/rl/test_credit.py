@@ -59,7 +59,7 @@ class Planted(Reward):
         super().__init__({"planted": mean_score}, tiny_codec(), RewardConfig(kind="planted"))
         self.chunks = list(chunks)
 
-    def score(self, x0, prompts):
+    def score(self, x0, prompts, step=0):
         return Scores(x0[:, 0, self.chunks].flatten(1).mean(1)[:, None], {}, torch.zeros(len(x0), 1))
 
     def score_chunks(self, x0, prompts, ranges, *, past):

@@ -89,7 +89,7 @@ class MatchingTermConfig(ScoreConfig, TermConfig):
     """Distribution matching on the rollout's samples."""
 
     weight: NonNegative = 0.01
-    """Weight of the term in the student's loss, .05 for a reward that is known to be hackable; 0 leaves it out."""
+    """Weight of the term in the student's loss; more of it holds the student closer to its teacher, 0 leaves it out."""
     exits: Literal["last", "all"] = "last"
     """The x0 that is matched: that of the last call, or of a call drawn for each update. all is experimental, and
     refused together with a surrogate or a tilt."""

@@ -61,7 +61,7 @@ class Sizes:
 
     def recomputed(self, role: str) -> Recompute:
         """Return what the networks of a trained role recompute."""
-        config = self.run.roles[role]
+        config = self.run.roles.get(role)  # None: a copy of another role, which is not trained
         if role in self.recompute or not isinstance(config, TrainableConfig):
             return self.recompute.get(role, Recompute())
         how = config.activation_memory

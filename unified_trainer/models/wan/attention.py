@@ -119,7 +119,7 @@ class _SelfAttention:
     ) -> Float[Tensor, "b n width"]:
         query, key, value = (
             part.unflatten(2, (attn.heads, -1))
-            for part in (_norm(attn.norm_q, attn.to_q(x)), _norm(attn.norm_k, attn.to_k(x)), attn.to_v(x))
+            for part in (attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x)), attn.to_v(x))
         )
         # Rounded to the precision that attention computes in before anything is cached or sent.
         query, key = _rotate(query, now).to(value), _rotate(key, now).to(value)
@@ -145,16 +145,11 @@ class _TextAttention(WanAttnProcessor):
         if not isinstance(text, LayerText):
             return super().__call__(attn, x, text, None, None)
         if len(text.cached) == 0:
-            key, value = _norm(attn.norm_k, attn.to_k(text.encoder)), attn.to_v(text.encoder)
+            key, value = attn.norm_k(attn.to_k(text.encoder)), attn.to_v(text.encoder)
             text.cached.append((key.to(value).unflatten(2, (attn.heads, -1)), value.unflatten(2, (attn.heads, -1))))
         ((key, value),) = text.cached
-        query = _norm(attn.norm_q, attn.to_q(x)).to(value).unflatten(2, (attn.heads, -1))
+        query = attn.norm_q(attn.to_q(x)).to(value).unflatten(2, (attn.heads, -1))
         return _project_out(attn, attend(query, key, value, None))
-
-
-def _norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Normalise in float32: autocast sees to that from torch 2.13 on, and leaves bf16 in bf16 before."""
-    return norm(x.float())
 
 
 def _project_out(attn: WanAttention, heads: Heads) -> Float[Tensor, "b n width"]:

@@ -54,4 +54,5 @@ class SharedTokens:
         return split_tokens(at_the_end, self._mesh), split_tokens(in_blocks, self._mesh), *text
 
     def _split_input(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return split_tokens(inputs[0], self._mesh), *inputs[1:]
+        # Contiguous like the outputs of blocks: a compiled graph is one for all blocks then.
+        return split_tokens(inputs[0], self._mesh).contiguous(), *inputs[1:]
