@@ -7,6 +7,7 @@ its own tokens only. The number of all tokens is passed to the blocks with the r
 from dataclasses import replace
 from typing import Any
 
+import torch
 from diffusers import WanTransformer3DModel
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -54,5 +55,6 @@ class SharedTokens:
         return split_tokens(at_the_end, self._mesh), split_tokens(in_blocks, self._mesh), *text
 
     def _split_input(self, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        # Contiguous like the outputs of blocks: a compiled graph is one for all blocks then.
-        return split_tokens(inputs[0], self._mesh).contiguous(), *inputs[1:]
+        # With the strides of a block's output, also of one sample: a compiled graph is one for all blocks then.
+        own = split_tokens(inputs[0], self._mesh).clone(memory_format=torch.contiguous_format)
+        return own, *inputs[1:]
