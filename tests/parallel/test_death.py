@@ -44,6 +44,7 @@ def ranks_of(torchrun: subprocess.Popen) -> dict[str, psutil.Process]:
 def test_a_rank_that_is_killed_in_training_ends_the_job(tmp_path):
     """By the out-of-memory killer, say. The other rank is inside a step that it cannot finish, and shows its error."""
     run, log = tmp_path / "run", tmp_path / "log"
+    metrics = run / "metrics.jsonl"  # a rank that is still between its checks and its first step ends without a word
     words = [*SMALL["finetune"], *flags({"steps": 5000, "validation.num-samples": 2, "output": run})]
     with log.open("w") as file:
         job = subprocess.Popen(
@@ -55,7 +56,7 @@ def test_a_rank_that_is_killed_in_training_ends_the_job(tmp_path):
         )
         try:
             for _ in range(1200):
-                if (run / "metrics.jsonl").is_file():
+                if metrics.is_file() and "train/" in metrics.read_text():
                     break
                 threading.Event().wait(0.1)
             ranks = ranks_of(job)
