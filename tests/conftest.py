@@ -10,6 +10,7 @@ import hypothesis
 import jaxtyping
 import pytest
 
+gc.disable()  # until everything is imported: it would look at the same objects over and over
 jaxtyping.install_import_hook("unified_trainer", "checking.check")  # before the first import of the product
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("repeatable")
@@ -19,6 +20,7 @@ def pytest_collection_finish():
     """Leave everything imported so far out of the garbage collector's passes, which otherwise take seconds."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser):

@@ -29,6 +29,8 @@ from PIL import Image
 
 from unified_trainer.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"
 TEXT_ENCODER = "text_encoder/model.safetensors"
@@ -64,7 +66,6 @@ def refused(run_folder, capsys):
 # Values.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "key"),
     [
@@ -86,13 +87,11 @@ def test_a_saved_file_that_is_not_settings_is_named(refused, tmp_path, text):
 # Folders.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", ["student", "reward"])
 def test_a_missing_folder_is_named(refused, tmp_path, key):
     assert str(tmp_path / "absent") in refused(f"--{key}.path", str(tmp_path / "absent"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -117,7 +116,6 @@ def test_a_missing_tokenizer_is_named(refused, wan):
     assert str(wan / "tokenizer") in refused("--student.path", str(wan))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [TRANSFORMER, VAE, TEXT_ENCODER])
 def test_a_file_cut_short_is_named(refused, wan, name):
     whole = (wan / name).read_bytes()
@@ -125,7 +123,6 @@ def test_a_file_cut_short_is_named(refused, wan, name):
     assert str(wan / name) in refused("--student.path", str(wan))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "key"),
     [
@@ -141,7 +138,6 @@ def test_a_tensor_that_is_not_there_is_named(refused, wan, name, key):
     assert key in message and str((wan / name).parent) in message
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "key"),
     [
@@ -156,7 +152,6 @@ def test_a_nan_in_the_weights_is_named(refused, wan, name, key):
     assert key in message and "not finite" in message and str((wan / name).parent) in message
 
 
-@pytest.mark.slow
 def test_a_half_written_reward_is_named(refused, hpsv3):
     (hpsv3 / "hpsv3.json").unlink()
     assert "hpsv3.json" in refused("--reward.path", str(hpsv3))
@@ -170,7 +165,6 @@ def test_another_pipeline_is_named(refused, wan):
 # Sets of scorers.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -200,7 +194,6 @@ def test_a_set_that_cannot_be_is_refused_before_any_weight_loads(refused, wan, f
     assert message in refused(*paths, *flags)
 
 
-@pytest.mark.slow
 def test_a_set_of_scorers_from_flags_and_from_its_saved_config(run_folder, tmp_path):
     """Two scorers make the reward, a third is measured in validation alone; config.yaml says it all again."""
     some = ["--reward.scorers.sharpness.weight", "0.5", "--reward.scorers.sharpness.scale", "10"]
@@ -222,7 +215,6 @@ def test_a_set_of_scorers_from_flags_and_from_its_saved_config(run_folder, tmp_p
 # A score that is not finite.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("validate_every", ["0", "1"])
 def test_a_nan_in_the_reward_stops_the_run(run_folder, hpsv3, capsys, validate_every):
     """It names the sample, in the first rollout or validation, and no metric or checkpoint is written."""
@@ -237,7 +229,6 @@ def test_a_nan_in_the_reward_stops_the_run(run_folder, hpsv3, capsys, validate_e
 # Numbers that do not fit.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -260,7 +251,6 @@ def test_numbers_that_do_not_fit_name_their_key(refused, flags, message):
     assert message in refused(*flags)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -277,7 +267,6 @@ def test_finetune_numbers_that_do_not_fit_name_their_key(refused, flags, message
 # Prompt files.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -309,7 +298,6 @@ def watched_run(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 def test_metrics_have_their_names(watched_run):
     validation, first, second, last = metrics_of(watched_run)
     assert [line["step"] for line in (validation, first, second, last)] == [0, 1, 2, 2]
@@ -325,7 +313,6 @@ def test_metrics_have_their_names(watched_run):
     assert first["train/log_ratio_abs_max"] == 0
 
 
-@pytest.mark.slow
 def test_validation_can_be_looked_at(watched_run):
     for step in (0, 2):
         folder = watched_run / "validation" / f"step_{step}"
@@ -340,7 +327,6 @@ def test_validation_can_be_looked_at(watched_run):
             assert sheet.width == 6 * 128 and sheet.height == 3 * (128 + 2 * 16)
 
 
-@pytest.mark.slow
 def test_every_validation_sample_has_a_line(watched_run):
     """Of all samples, not only those with a video; their means are the metrics."""
     metrics = metrics_of(watched_run)[-1]
@@ -357,7 +343,6 @@ def test_every_validation_sample_has_a_line(watched_run):
     assert all(row["prompt"] for row in rows)
 
 
-@pytest.mark.slow
 def test_a_row_says_what_the_step_cost(watched_run):
     lines = [json.loads(line) for line in (watched_run / "metrics.jsonl").read_text().splitlines()]
     first, last = lines[1], lines[-1]
@@ -371,7 +356,6 @@ def test_a_row_says_what_the_step_cost(watched_run):
     assert last["validation/seconds"] > 0 and last["time"] >= first["time"]
 
 
-@pytest.mark.slow
 def test_a_start_notes_its_environment_and_a_continuation_adds_its_own(watched_run, tmp_path):
     copied = copy_of(watched_run, tmp_path / "run")
     assert main(["--resume", str(copied), "--steps", "3", "--validate-every", "0"]) == 0
@@ -383,14 +367,12 @@ def test_a_start_notes_its_environment_and_a_continuation_adds_its_own(watched_r
     assert datetime.fromisoformat(start["time"]) <= datetime.fromisoformat(again["time"])
 
 
-@pytest.mark.slow
 def test_accuracy_is_measured_only_in_the_tiny_world(run_folder):
     """Other sizes and prompts have no attribute checker; a run of them still validates."""
     run("dance_grpo", run_folder, "--validate-every", "1")
     assert not any("accuracy" in key for line in metrics_of(run_folder) for key in line)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [("32", "64"), ("64", "32")])
 def test_a_size_that_shares_one_side_with_the_tiny_world(run_folder, size):
     flags = ["--validate-every", "1", "--video.height", size[0], "--video.width", size[1]]
@@ -398,7 +380,6 @@ def test_a_size_that_shares_one_side_with_the_tiny_world(run_folder, size):
     assert not any("accuracy" in key for line in metrics_of(run_folder) for key in line)
 
 
-@pytest.mark.slow
 def test_validation_is_the_same_before_any_learning(run_folder):
     """Fixed prompts and noise: with learning rate 0 every validation gives the first one's numbers."""
     flags = ["--steps", "2", "--validate-every", "1", "--student.learning-rate", "0", "--seed", "5"]
@@ -408,7 +389,6 @@ def test_validation_is_the_same_before_any_learning(run_folder):
     assert len(rows) == 3 and rows[0] == rows[1] == rows[2]
 
 
-@pytest.mark.slow
 def test_validation_does_not_touch_the_run(tmp_path):
     """With and without it the training is the same."""
     often, never = tmp_path / "often", tmp_path / "never"
@@ -417,7 +397,6 @@ def test_validation_does_not_touch_the_run(tmp_path):
     assert_same(checkpoint_of(often, 2), checkpoint_of(never, 2))
 
 
-@pytest.mark.slow
 def test_the_saved_settings_run_again(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     run("dance_grpo", first, "--steps", "2", "--algorithm.eta", "0.25", "--student.betas", "0.5", "0.9")
@@ -429,7 +408,6 @@ def test_the_saved_settings_run_again(tmp_path):
     assert one["algorithm"]["eta"] == 0.25 and one["student"]["betas"] == [0.5, 0.9]
 
 
-@pytest.mark.slow
 def test_a_seed_changes_the_run_and_the_same_repeats_it(tmp_path):
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
         run("dance_grpo", tmp_path / name, "--seed", seed)
@@ -437,7 +415,6 @@ def test_a_seed_changes_the_run_and_the_same_repeats_it(tmp_path):
     assert a == b and a != c
 
 
-@pytest.mark.slow
 def test_own_prompts(run_folder, tmp_path):
     (tmp_path / "mine.txt").write_text("a red circle moving left\nsomething of my own\n")
     (tmp_path / "held.txt").write_text("another of my own\n")
@@ -448,7 +425,6 @@ def test_own_prompts(run_folder, tmp_path):
     assert saved["prompts"] == str(tmp_path / "mine.txt")
 
 
-@pytest.mark.slow
 def test_without_a_name_a_run_gets_a_free_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
@@ -456,7 +432,6 @@ def test_without_a_name_a_run_gets_a_free_folder(tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["dance_grpo-1", "dance_grpo-2"]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch: a slower kernel
 def test_bf16_trains(run_folder):
     """The replay is exact in bf16 too: both sides are rounded alike."""
@@ -515,7 +490,6 @@ def faulty_flags(folder, fault: str) -> list[str]:
     return flags(settings | {"algorithm.batch-size": 4, "algorithm.micro-batch": 2, "algorithm.fault": fault})
 
 
-@pytest.mark.slow
 def test_a_bug_keeps_its_traceback(faulty):
     """It ends with a note of what was at work, and the program with exit code 1."""
     done = shell(*command(*faulty_flags(faulty, "bug")))
@@ -527,14 +501,12 @@ def test_a_bug_keeps_its_traceback(faulty):
     assert "error:" not in done.stderr
 
 
-@pytest.mark.slow
 def test_an_error_of_the_user_is_one_line(faulty):
     done = shell(*command(*faulty_flags(faulty, "user")))
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["error: algorithm.fault must be none, not user"]
 
 
-@pytest.mark.slow
 def test_a_scorer_that_raises_is_named_with_its_prompts(faulty):
     """At most three prompts are named."""
     (faulty / "prompts.txt").write_text("a red circle\na blue square\n")
@@ -551,7 +523,6 @@ def test_a_scorer_that_raises_is_named_with_its_prompts(faulty):
     assert lines[-1] == "while working on method DanceGRPO, training step 1"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "advice"),
     [
@@ -578,7 +549,6 @@ def test_a_run_out_of_memory_names_three_settings(faulty, more, advice):
 # Trackers.
 
 
-@pytest.mark.slow
 def test_tensorboard_and_wandb(run_folder):
     """In a process of its own: both bring threads and warnings that are not ours."""
     trackers = ["--tracking.tensorboard", "--tracking.wandb", "offline"]
@@ -598,7 +568,6 @@ def test_a_refused_run_leaves_other_files_alone(run_folder, tmp_path, capsys):
     assert files_of(run_folder) == {"notes.txt": b"mine"}
 
 
-@pytest.mark.slow
 def test_resuming_a_finished_run_changes_nothing(run_folder, capsys):
     run("dance_grpo", run_folder)
     before = files_of(run_folder)
@@ -607,7 +576,6 @@ def test_resuming_a_finished_run_changes_nothing(run_folder, capsys):
     assert files_of(run_folder) == before
 
 
-@pytest.mark.slow
 def test_skipped_lines_of_a_prompt_file_are_said_once(run_folder, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text(
         "a red circle moving left\n\na blue square moving up\na red circle moving left\n"

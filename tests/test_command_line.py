@@ -60,6 +60,7 @@ def refused_flags(method: str, *words: str) -> str:
 # Names.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "wrong", "right"),
     [
@@ -131,6 +132,7 @@ def test_an_unknown_method_or_recipe_comes_with_the_nearest(flag, near):
 # Values.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -159,6 +161,7 @@ def test_a_value_that_cannot_be_is_named_with_what_can(words, message):
     assert refused_flags("dance_grpo", *words.split()).startswith(message)
 
 
+@pytest.mark.slow
 def test_nan_a_method_without_a_name_and_a_group_are_refused():
     assert refused("--reward.scorers.look", "5").startswith("--reward.scorers.look is a group of settings: ")
     assert refused("--student.learning-rate", "nan") == "student.learning_rate must be from 0 to 1, not nan"
@@ -181,6 +184,7 @@ def test_the_last_of_two_flags_holds():
 # Files.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -212,6 +216,7 @@ def test_an_error_in_a_recipe_names_recipe_and_key(tmp_path, monkeypatch):
     assert said == "recipe mine: video.frame is not known; did you mean video.frames?"
 
 
+@pytest.mark.slow
 def test_keys_of_a_file_may_have_hyphens_and_hold_scorers(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("student: {learning-rate: 1e-3}\nreward: {scorers: {motion-energy: {weight: 0.5}}}\n")
@@ -277,6 +282,7 @@ def test_a_command_takes_its_places_and_flags_in_any_order():
 # Adapters.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -333,6 +339,7 @@ def test_the_help_of_a_command_is_whole(name, width):
     assert max(map(len, page.splitlines())) <= width
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("method", METHODS)
 def test_help_names_the_settings_that_a_method_reads(method, width):
@@ -375,6 +382,7 @@ def test_the_overview_names_methods_commands_and_examples_that_parse(monkeypatch
             parse(words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "start"),
     [
@@ -437,6 +445,7 @@ class Own(Method):
 """
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own_has_help_and_flags(tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
     method = ["--method", f"{tmp_path}/own.py:Own"]

@@ -35,6 +35,8 @@ from unified_trainer.roles.experts import ExpertPair
 from unified_trainer.roles.role import Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig, generate, predict_chunks
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TOKENS = LATENT_SHAPE[1] * LATENT_SHAPE[2] * LATENT_SHAPE[3]
 

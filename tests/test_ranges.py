@@ -27,6 +27,8 @@ from unified_trainer.rewards.own_settings import ScorerSettings, typed
 from unified_trainer.rewards.remote import Remote
 from unified_trainer.rewards.vlm import VisionLanguageModel
 
+pytestmark = pytest.mark.slow
+
 INF, NAN = math.inf, math.nan
 VALUES = (0, -1, 10**9, 10**30, INF, -INF, NAN)
 
@@ -84,7 +86,6 @@ def flattened(kind: Any) -> set[Any]:
 # Declarations.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_number_of_a_method_has_a_range_that_holds_its_default(method):
     assert [setting.key for setting in numbers(run_of(method)) if not has_range(setting)] == []
@@ -122,7 +123,6 @@ def declared() -> dict[tuple[Any, str], tuple[RunConfig, Setting]]:
     return {(s.owner, s.key.split(".")[-1]): (run_of(m), s) for m in METHODS for s in numbers(run_of(m))}
 
 
-@pytest.mark.slow
 def test_a_value_is_in_range_or_refused_by_its_key():
     """Set as Python code may do it; numbers of a tuple one by one."""
     assert len(declared()) > 120
@@ -225,14 +225,12 @@ def test_what_was_accepted_before(flags, message):
         (["--student.adapter.rank", "2", "--student.adapter.layers", "to_q", "to_q"], "layers names to_q more than"),
     ],
 )
-@pytest.mark.slow
 def test_a_refused_run_leaves_nothing_behind(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert main([*SMALL["dance_grpo"], *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split()) and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_files_and_python_are_held_to_the_same_ranges(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("base: tiny\nfinetune: {sampler: {shift: 0}}\n")

@@ -19,6 +19,8 @@ from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import check, fits
 from unified_trainer.registry import METHODS, family_of
 
+pytestmark = pytest.mark.slow
+
 # The sizes of published models that recipes are chosen by: networks, and values of the transformers' configs.
 SIZES = {
     "wan2.1-1.3b": (1, {"num_layers": 30, "num_attention_heads": 12}),
@@ -53,7 +55,6 @@ def parsed(*words: object) -> settings.RunConfig:
     return parse([*map(str, words)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -93,7 +94,6 @@ def prompts(tmp_path):
     return file
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("recipe", REAL)
 def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe, method):
@@ -108,14 +108,12 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
         assert plan.prompts == (() if method in ("finetune", "consistency") else ("a cat", "a dog"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "steps"), [(recipe, 1) for recipe in REAL])
 @pytest.mark.parametrize("method", ["dance_grpo", "dance_ppo", "diffusion_nft"])
 def test_a_rollout_of_a_real_recipe_has_one_update(recipe, method, steps):
     assert parsed("--recipe", recipe, "--method", method).algorithm.plan().table(8)["optimizer updates"] == steps
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", REAL)
 def test_real_recipes_save_and_validate_as_often_as_their_lengths_want(recipe):
     for method in METHODS:
@@ -142,7 +140,6 @@ def test_a_recipe_fits_the_model_it_was_made_for_and_no_other(models, recipe):
 # What is missing is named, and nothing of the tiny world stands in for it.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "missing"),
     [
@@ -166,7 +163,6 @@ def test_one_thing_that_is_missing_is_named_alone(models, prompts, flag):
         check(parsed(*words[:at], *words[at + 2 :]), ALONE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["finetune", "consistency"])
 def test_prompts_are_refused_where_the_captions_of_clips_are_taken(method, prompts):
     with pytest.raises(ConfigError, match=f"--prompts .*: {method} trains on clips and takes their captions"):
@@ -174,14 +170,12 @@ def test_prompts_are_refused_where_the_captions_of_clips_are_taken(method, promp
     check(parsed("--method", method, "--validation.prompts", prompts), ALONE)
 
 
-@pytest.mark.slow
 def test_a_best_checkpoint_by_reward_needs_a_reward(models, prompts):
     words = given("wan2.1-1.3b", "dmd2", models["wan2.1-1.3b"], prompts)
     with pytest.raises(ConfigError, match=r"best_metric reward is not measured without a scorer: give --reward\.path"):
         check(parsed(*words, "--keep-best", "1"), ALONE)
 
 
-@pytest.mark.slow
 def test_a_distillation_without_reward_measures_none(run_folder, prompts, capsys):
     """The tiny model as one's own: its validation has the first training prompts and no reward."""
     words = ["--method", "dmd2", "--recipe", "tiny", "--reward.path", "", "--validation.prompts", ""]
@@ -206,7 +200,6 @@ def test_the_tiny_recipe_is_the_default_without_a_path():
     assert parsed("--method", "dmd2").recipe == parsed("--method", "dmd2", "--teacher.path", "tiny").recipe == "tiny"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("form", ["--{}.path {}", "--{}.path={}"])
 @pytest.mark.parametrize("role", ["student", "teacher", "critic"])
 def test_a_path_needs_a_recipe_and_is_told_which_fit(models, role, form):
@@ -235,7 +228,6 @@ def test_a_recipe_for_another_model_is_a_warning(models, prompts):
     assert note.startswith(f"warning: recipe wan2.1-14b was made for another model than {models['wan2.1-1.3b']}")
 
 
-@pytest.mark.slow
 def test_a_resumed_run_takes_nothing_from_its_recipe_of_today(tmp_path):
     """A setting that is newer than the run has the code's default; --config starts a new run, with the recipe's."""
     saved = settings.plain(parsed("--recipe", "wan2.1-1.3b", "--method", "dmd2"))

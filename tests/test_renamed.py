@@ -17,6 +17,8 @@ from unified_trainer.checkpoint import manifest
 from unified_trainer.config import plain, run_class
 from unified_trainer.registry import METHODS
 
+pytestmark = pytest.mark.slow
+
 # Old settings and their new names: every row of the table of the package, for every role that has the setting.
 SETTINGS = {
     "student.clip_norm": "student.max_grad_norm",
@@ -103,7 +105,6 @@ def test_every_row_of_the_table_is_tested():
     assert all(any(re.fullmatch(old, key) for key in known) for old, _ in renamed.SETTINGS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), SETTINGS.items())
 def test_a_renamed_setting_is_refused_with_its_new_name(refused, old, new):
     written = f"--{new.replace('_', '-')}"
@@ -137,14 +138,12 @@ def test_saved_switches_of_recomputation_become_one_setting(on, kept, now, switc
     assert renamed.translate_settings(saved, "finetune", known) == {"student.activation_memory": now}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("old", REMOVED)
 def test_a_removed_setting_is_refused_with_the_way_out(refused, old):
     flag = f"--{old.replace('_', '-')}"
     assert f"{flag} was removed" in refused(flag, "True", method="dmd2")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), renamed.METRICS.items())
 def test_a_renamed_metric_is_refused_with_its_new_name(refused, old, new):
     message = refused(*SMALL["dance_grpo"], "--keep-best", "1", "--validate-every", "1", "--best-metric", old)
@@ -251,7 +250,6 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", RUNS)
 def test_a_run_of_0_1_0_resumes(tmp_path, capsys, method):
     """Bit for bit as the run that has the present names; only the older one is told that its noise changes."""
@@ -281,7 +279,6 @@ def test_a_run_of_0_1_0_resumes(tmp_path, capsys, method):
     assert manifests[0] == manifests[1]
 
 
-@pytest.mark.slow
 def test_a_run_starts_from_a_student_of_0_1_0(tmp_path):
     """The sampler that it was trained for comes along, with its step sigmas."""
     new, old = tmp_path / "new", tmp_path / "old"
@@ -320,7 +317,6 @@ class Own(Method):
 """
 
 
-@pytest.mark.slow
 def test_a_setting_of_ones_own_may_have_an_old_name(tmp_path, capsys):
     """Settings that the run has are neither refused nor translated, from flags, --config and --resume."""
     (tmp_path / "own.py").write_text(OWN)

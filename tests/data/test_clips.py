@@ -11,6 +11,7 @@ def clips(codec):
     return render_clips(DataConfig(num_clips=24), codec, VideoConfig(FRAMES, SIZE, SIZE), seed=0)
 
 
+@pytest.mark.slow
 def test_rendered_clips_are_named_rightly_and_repeat(codec):
     one, other = clips(codec), clips(codec)
     assert [SUBJECT_OF_CAPTION[prompt] for prompt in one.prompts] == list(TRAINING[:24])

@@ -35,6 +35,7 @@ def colors(clip: np.ndarray) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["mkv", "mp4"])
 @pytest.mark.parametrize(
     ("fps", "expected"),

@@ -11,6 +11,8 @@ from unified_trainer.commands.evaluation.vote_count import count
 from unified_trainer.errors import UserError
 from unified_trainer.numerics.bootstrap import wilson_interval
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):

@@ -93,17 +93,20 @@ def test_a_subset_of_the_steps_is_averaged_over_itself():
     assert_near(one.roles["student"].gradients[0], expected, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_batch", [4, 2, 1])
 def test_the_gradient_does_not_depend_on_the_update_batch(update_batch):
     assert_near(gradient(update_batch=update_batch), gradient(), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollout_batch", [100, 3, 1])
 def test_the_gradient_does_not_depend_on_the_rollout_batch(rollout_batch):
     """A rollout batch that does not divide the samples, 3 + 3 + 2, changes nothing either."""
     assert_near(gradient(rollout_batch=rollout_batch), gradient(), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [GUIDED, SamplerConfig(num_steps=STEPS, guidance_scale=0.5)])
 def test_the_gradient_with_guidance_does_not_depend_on_batches(sampler):
     assert_near(gradient(sampler=sampler, update_batch=2, rollout_batch=4), gradient(sampler=sampler), 1e-4)
@@ -157,6 +160,7 @@ def test_only_the_update_without_minibatches_is_skipped():
     assert metrics["skipped_updates"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_batch", [8, 4, 2, 1])
 def test_only_the_best_and_the_worst_are_trained_on(update_batch):
     """Advantages are of the whole groups (1 2 4 5 and -1 1 -1 1), the mean is over the kept samples without padding."""
@@ -193,6 +197,7 @@ def test_several_updates_of_one_rollout():
     assert_near(second, expected_gradient(one, calls, ADVANTAGES, slice(4, 8)), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompts_per_update", "update_batch", "moves"), [(2, 8, 1), (2, 2, 1), (1, 4, 2), (1, 1, 2)])
 def test_the_student_steps_once_per_update(prompts_per_update, update_batch, moves):
     one, _, _ = stepped(prompts_per_update=prompts_per_update, update_batch=update_batch, moves=True)
@@ -222,6 +227,7 @@ def test_all_but_the_last_transition_are_trained():
     assert trained_sigmas(0, timestep_fraction=1.0) == pytest.approx(table[:8].tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fraction", "count"), [(0.01, 1), (0.5, 4), (0.6, 5), (1.0, 8)])
 def test_a_fraction_of_the_transitions(fraction, count):
     assert len(trained_sigmas(0, timestep_fraction=fraction)) == count

@@ -151,6 +151,7 @@ def test_only_the_best_and_the_worst_are_trained_on():
     assert_near(gradient(best_of_n=2), by_hand(trainer(), rows=kept), 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [{"update_batch": 2}, {"rollout_batch": 3}, {"update_batch": 1, "best_of_n": 2}])
 def test_the_gradient_does_not_depend_on_batches(batches):
     whole = {key: value for key, value in batches.items() if key == "best_of_n"}

@@ -156,6 +156,7 @@ def test_the_reward_gradient_alone_is_that_of_the_method_bit_for_bit():
     assert_equal_gradients(one.roles["student"], student)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", range(LAST + 1))
 def test_over_all_exits_student_and_critic_see_the_x0_of_the_drawn_calls(call):
     one = trainer(matching=ONE | {"exits": "all"})

@@ -30,6 +30,7 @@ def test_the_update_is_the_same_with_and_without_the_ledger():
         assert_same(measured.tensors(), plain.tensors())
 
 
+@pytest.mark.slow
 def test_norms_and_cosines_are_those_of_the_terms_alone():
     metrics = trainer(**ALL, ledger=LedgerConfig(every=1)).step(0)
     flat = {}

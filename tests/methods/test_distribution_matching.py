@@ -359,6 +359,7 @@ def test_student_and_critic_draw_apart():
     assert float((torch.corrcoef(noise.flatten(1)) - torch.eye(4)).abs().max()) < 0.3  # 5 / sqrt(256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gan_weight", [0.0, 0.5])
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_losses_of_parts_average_to_the_whole(size, gan_weight):

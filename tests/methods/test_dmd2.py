@@ -189,6 +189,7 @@ def test_the_critic_follows_the_moved_student():
 # Micro-batches, update schedule, update counters.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize("settings", [{}, {"rollout": "data", "gan_weight": 0.5}], ids=["simulate", "data and GAN"])
 def test_gradients_do_not_depend_on_the_micro_batch(micro_batch, settings):

@@ -148,6 +148,7 @@ def test_any_of_the_last_calls():
     assert ends == {2, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampler", [SAMPLER, dataclasses.replace(SAMPLER, solver="sde", guidance_scale=2.0)])
 def test_the_gradient_does_not_depend_on_the_micro_batch(sampler):
     found = []

@@ -110,6 +110,7 @@ def test_the_range_is_where_a_shifted_policy_gets():
     assert -math.log(1 - low) == pytest.approx(math.log(1 + high))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_transition_has_its_own_range(name, guard):

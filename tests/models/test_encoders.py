@@ -79,6 +79,7 @@ def test_a_graph_of_an_offloaded_network_outlives_its_use():
     assert x.grad.shape == x.shape and x.grad.device == META
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 def test_frames_and_latents_of_the_cpu_go_to_the_vae_s_device(offload):
     codec = WanCodec.load(WAN, META, EncoderConfig(offload=offload))
@@ -105,6 +106,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow
 def test_bf16_stays_near_fp32():
     """Relative errors are 0.7% of embeddings and 1.3% of latents; pixels differ by 0.0009. bf16 rounds by 0.4%."""
     exact, half = tiny_codec(), WanCodec.load(WAN, CPU, EncoderConfig(text_precision="bf16", vae_precision="bf16"))

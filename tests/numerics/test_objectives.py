@@ -200,6 +200,7 @@ def test_the_gradient_of_the_guard_is_the_drawn_noise():
     torch.testing.assert_close(mean.grad, eps / 500)
 
 
+@pytest.mark.slow
 def test_clip_decisions_are_those_of_float64_arithmetic():
     """Guarded ratios of 300,000 elements, 2e-4 of their distance to 1 beyond or before the end of the clip range.
 

@@ -24,6 +24,8 @@ from unified_trainer.serving.listening import open_port
 from unified_trainer.serving.page_server import serving_pages
 from unified_trainer.tracking.live_curves import means
 
+pytestmark = pytest.mark.slow
+
 
 class Site:
     """A server of a folder with the runs `one` and `sub/two`, and requests to it."""
@@ -196,7 +198,6 @@ def test_a_run_that_breaks_or_goes_is_said_and_the_others_stay(site):
     assert "No run is in this folder now" in site.get("/")
 
 
-@pytest.mark.slow
 def test_pages_are_whole_while_a_run_is_written_and_removed(site):
     """A thread writes a run line by line, half lines too, and removes it, while pages of it are asked for."""
     end, pause = time.monotonic() + 1.5, threading.Event()
@@ -271,7 +272,6 @@ def test_what_cannot_be_watched_is_one_line(tmp_path, capsys):
     assert len(lines) == len(words) and all(word in line for word, line in zip(words, lines, strict=True))
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_the_server_with_0(tmp_path):
     make_run(tmp_path / "one", videos=0)
     words = [sys.executable, "-m", "unified_trainer", "watch", str(tmp_path), "--port", "0"]

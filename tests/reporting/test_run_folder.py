@@ -17,6 +17,8 @@ from unified_trainer.reporting.rewards_and_time import phase_times, reward_parts
 from unified_trainer.reporting.run_folder import RunFolderUnreadableError, find_runs, read_run, read_validations
 from unified_trainer.reporting.status import best_of, status_of
 
+pytestmark = pytest.mark.slow
+
 METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 

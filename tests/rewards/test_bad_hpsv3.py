@@ -91,6 +91,7 @@ FIELDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "field", "value", "said"), FIELDS, ids=lambda x: str(x)[:30])
 def test_fields(folder, name, field, value, said):
     edit(folder / name, field, value)

@@ -18,6 +18,8 @@ from unified_trainer.rewards.base import RewardConfig, ScorerConfig, of_images
 from unified_trainer.rewards.own_settings import ScorerSettings, by_form, typed
 from unified_trainer.rewards.scorers import check_reward, load_scorers
 
+pytestmark = pytest.mark.slow
+
 # A user's file: a scorer with declared settings.
 FILE = """
 from dataclasses import dataclass
@@ -169,7 +171,6 @@ def test_a_plain_class_is_called_with_them(plain, own_python):
     torch.testing.assert_close(scored(config), 2.5 * VIDEO.flatten(1).mean(1))
 
 
-@pytest.mark.slow
 def test_a_function_in_another_python_takes_none(plain):
     config = ScorerConfig(kind=f"{plain}:broken", python=sys.executable, settings={"gain": "1"})
     with pytest.raises(UserError, match=r"mine\.settings\.gain: only a class takes settings"):
@@ -179,7 +180,6 @@ def test_a_function_in_another_python_takes_none(plain):
 # From the command line and back.
 
 
-@pytest.mark.slow
 def test_flags_and_files_give_the_same_settings(tmp_path):
     """Values stay texts, so that 007 and 1e-3 come back from config.yaml as they were."""
     flags = [
@@ -211,7 +211,6 @@ def test_a_setting_is_a_scalar(tmp_path, value):
         parse(["--config", str(file)])
 
 
-@pytest.mark.slow
 def test_a_run_trains_resumes_and_validates_with_them(file, plain, run_folder, capsys):
     own = ["--reward.scorers.mine.kind", f"{file}:Level", "--reward.scorers.mine.settings.target", "0.25"]
     held_out = ["--reward.scorers.held.kind", f"{plain}:Plain", "--reward.scorers.held.settings.gain", "2.5"]
@@ -229,7 +228,6 @@ def test_a_run_trains_resumes_and_validates_with_them(file, plain, run_folder, c
     assert "cannot change reward.scorers.mine.settings.target: '0.25' -> '0.5'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_failure_names_the_file_the_scorer_and_the_prompts(plain, run_folder):
     with pytest.raises(KeyError) as caught:
         main([*SMALL["dance_grpo"], "--reward.scorers.mine.kind", f"{plain}:broken", "--output", str(run_folder)])

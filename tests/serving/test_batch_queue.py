@@ -15,6 +15,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 8), st.sampled_from("ab"), st.integ
 WORK = st.lists(st.integers(0, 10), min_size=1, max_size=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(arrivals=ARRIVALS, work=WORK, limit=st.integers(1, 8), patience=st.integers(0, 6))
 def test_every_schedule_is_served(arrivals, work, limit, patience):
