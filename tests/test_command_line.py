@@ -26,6 +26,8 @@ from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.suggestions import RANKS, USUAL, nearest
 
+pytestmark = pytest.mark.slow
+
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 
 
@@ -60,7 +62,6 @@ def refused_flags(method: str, *words: str) -> str:
 # Names.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "wrong", "right"),
     [
@@ -132,7 +133,6 @@ def test_an_unknown_method_or_recipe_comes_with_the_nearest(flag, near):
 # Values.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -161,7 +161,6 @@ def test_a_value_that_cannot_be_is_named_with_what_can(words, message):
     assert refused_flags("dance_grpo", *words.split()).startswith(message)
 
 
-@pytest.mark.slow
 def test_nan_a_method_without_a_name_and_a_group_are_refused():
     assert refused("--reward.scorers.look", "5").startswith("--reward.scorers.look is a group of settings: ")
     assert refused("--student.learning-rate", "nan") == "student.learning_rate must be from 0 to 1, not nan"
@@ -184,7 +183,6 @@ def test_the_last_of_two_flags_holds():
 # Files.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -216,7 +214,6 @@ def test_an_error_in_a_recipe_names_recipe_and_key(tmp_path, monkeypatch):
     assert said == "recipe mine: video.frame is not known; did you mean video.frames?"
 
 
-@pytest.mark.slow
 def test_keys_of_a_file_may_have_hyphens_and_hold_scorers(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("student: {learning-rate: 1e-3}\nreward: {scorers: {motion-energy: {weight: 0.5}}}\n")
@@ -229,7 +226,6 @@ def test_a_folder_is_no_config(tmp_path):
     assert refused("--config", str(tmp_path)).endswith(f"it is a folder; give a file, such as {tmp_path}/config.yaml")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_switch_has_two_flags_and_is_saved(method, tmp_path):
     """All switches are turned to what they are not by default, and back from the saved file."""
@@ -282,7 +278,6 @@ def test_a_command_takes_its_places_and_flags_in_any_order():
 # Adapters.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -308,14 +303,12 @@ ARGUMENTS = [(name, one) for name, command in COMMANDS.items() for one in settin
 EVERY_SETTING = {key: one for method in METHODS for key, one in settings_of_method(method).items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("setting", [*EVERY_SETTING.values(), *(one for _, one in ARGUMENTS)], ids=lambda one: one.key)
 def test_every_setting_and_argument_is_explained_by_a_sentence(setting):
     text = help_pages.explanation(setting)
     assert re.match(r"[A-Z0-9]", text) and text.endswith("."), text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_help_of_a_method_is_whole(method, width):
@@ -339,7 +332,6 @@ def test_the_help_of_a_command_is_whole(name, width):
     assert max(map(len, page.splitlines())) <= width
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("method", METHODS)
 def test_help_names_the_settings_that_a_method_reads(method, width):
@@ -366,7 +358,6 @@ def test_the_marks_of_common_settings_and_the_groups_exist():
     }
 
 
-@pytest.mark.slow
 def test_the_overview_names_methods_commands_and_examples_that_parse(monkeypatch):
     page = help_pages.overview(COMMANDS, 80)
     for name in (*METHODS, *COMMANDS):
@@ -382,7 +373,6 @@ def test_the_overview_names_methods_commands_and_examples_that_parse(monkeypatch
             parse(words)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "start"),
     [
@@ -445,7 +435,6 @@ class Own(Method):
 """
 
 
-@pytest.mark.slow
 def test_a_method_of_ones_own_has_help_and_flags(tmp_path, capsys):
     (tmp_path / "own.py").write_text(OWN)
     method = ["--method", f"{tmp_path}/own.py:Own"]
@@ -461,7 +450,6 @@ def test_a_method_of_ones_own_has_help_and_flags(tmp_path, capsys):
 # The program.
 
 
-@pytest.mark.slow
 def test_the_program_says_one_line_and_ends_with_code_2(run_folder):
     done = shell(*command("--method", "dance_gpro", "--output", str(run_folder)))
     assert done.returncode == 2 and "did you mean dance_grpo?" in done.stderr

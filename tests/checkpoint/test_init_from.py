@@ -12,6 +12,8 @@ from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 
+pytestmark = pytest.mark.slow
+
 SAMPLER = {"num_steps": 4, "solver": "sde", "shift": 5.0, "step_sigmas": [], "negative_prompt": ""}
 
 
@@ -87,7 +89,6 @@ def test_no_role_in_common_is_an_error(moved):
         initialise({"teacher": weights_of(trainable("teacher"))}, source, ALONE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change", ["shape", "more", "fewer"])
 def test_another_architecture_overwrites_nothing(moved, change):
     """The student would fit; the critic does not, and so neither is touched."""
@@ -159,7 +160,6 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "spec", "kind", "step"),
     [
@@ -189,7 +189,6 @@ def test_starting_from_nothing_is_refused(tmp_path, run_folder, capsys):
     assert not run_folder.exists()
 
 
-@pytest.mark.slow
 def test_starting_from_a_step_that_is_not_there_is_refused(saved, run_folder, capsys):
     words = [*SMALL["dance_grpo"], "--output", str(run_folder), "--init-from", f"{saved}@7"]
     assert main(words) == 2

@@ -9,6 +9,8 @@ from unified_trainer.guards.distillation import LOOKS, DistillationGuardConfig
 from unified_trainer.guards.teacher_probe import TeacherProbe
 from unified_trainer.sampling import SamplerConfig
 
+pytestmark = pytest.mark.slow
+
 CONFIG = DistillationGuardConfig(teacher_prompts=2, teacher_steps=2)
 SAME = SamplerConfig(num_steps=2, shift=5.0, solver="ode", guidance_scale=2.0)  # the teacher's own
 PROMPTS = ("a red circle moving left", "a blue square moving up", "a third that is not used")

@@ -13,6 +13,8 @@ from unified_trainer.numerics.kernels import log_prob
 from unified_trainer.numerics.objectives import diagnostics, surrogate
 from unified_trainer.numerics.off_policy import importance_weight, proximal_log_ratio
 
+pytestmark = pytest.mark.slow
+
 ELEMENTS, SHIFT, DRAWS = 8, 0.2, 200_000
 SPREAD = SHIFT * math.sqrt(ELEMENTS)
 LAGS = torch.tensor([0, 1, 3])

@@ -12,6 +12,8 @@ from unified_trainer.reporting.page import MARK, check_out
 from unified_trainer.reporting.run_folder import read_validations
 from unified_trainer.reporting.videos import within
 
+pytestmark = pytest.mark.slow
+
 
 def write(tmp_path: Path, *runs: Path, flags: tuple[str, ...] = ()) -> str:
     out = tmp_path / "page" / "report.html"
@@ -66,7 +68,6 @@ def test_best_and_worst_by_every_scorer(tmp_path):
     assert videos == {0: True, 1: True, 2: False, 3: False}
 
 
-@pytest.mark.slow
 def test_runs_are_compared(tmp_path):
     runs = [make_run(tmp_path / name, "--seed", str(i)) for i, name in enumerate(("a/x", "b/x"))]
     page = write(tmp_path, *runs)

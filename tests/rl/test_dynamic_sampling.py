@@ -33,6 +33,8 @@ from unified_trainer.rl.rollouts import ScoredSamples, no_swaps
 from unified_trainer.roles.reward import Scores
 from unified_trainer.types import Rollout
 
+pytestmark = pytest.mark.slow
+
 MANY = tuple(f"{caption}, number {i}" for i in range(2) for caption in CAPTIONS)
 PLAN = BatchPlan(3, 2, 3, 6, ("P", "n", "G", "micro"))
 CONFIG = DanceGRPOConfig(
@@ -193,7 +195,6 @@ def test_a_failure_is_a_group_below_the_threshold():
     assert expected[:2] == [1, 1]  # 0.5 is not below 0.5
 
 
-@pytest.mark.slow
 def test_counts_go_into_the_checkpoint(tmp_path):
     """Four steps give the same metrics and checkpoint as two and two."""
     options = flags(
