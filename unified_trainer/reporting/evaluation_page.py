@@ -1,15 +1,14 @@
 """The pages of an evaluation: one to look at, and a blind one on which people vote. Each is one file."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from unified_trainer.reporting.page import BASE64, STYLE, own_file, templates
+from unified_trainer.reporting.page import BASE64
+from unified_trainer.reporting.templates import INLINE, filled, inside, own_file
 from unified_trainer.reporting.videos import data_uri
 
 SIGNS = {1: "higher is better", 0: "", -1: "lower is better"}
@@ -95,10 +94,10 @@ def evaluation_page(
         if (wide := [(i, cell) for i, cell in enumerate(row["cells"]) if cell["difference"] and cell["interval"]])
     ]
     data = {"runs": names, "charts": charts, "rows": shown, "videos": embedded.videos}
-    page = _filled(
+    page = filled(
         "evaluation.html",
-        ("pairs.js", "evaluation.js"),
-        plotly=Markup(get_plotlyjs()),
+        INLINE,
+        inside((get_plotlyjs(), own_file("pairs.js"), own_file("evaluation.js"))),
         data=data,
         about=about,
         names=names,
@@ -121,7 +120,8 @@ def votes_page(ballots: Sequence[Ballot], key: str, question: str, limit: int) -
         left, right = embedded.position(ballot.left), embedded.position(ballot.right)
         shown.append({"prompt": ballot.prompt, "left": left, "right": right})
     data = {"key": key, "ballots": shown, "videos": embedded.videos}
-    return _filled("votes.html", ("pairs.js", "votes.js"), data=data, question=question), len(shown)
+    scripts = inside((own_file("pairs.js"), own_file("votes.js")))
+    return filled("votes.html", INLINE, scripts, data=data, question=question), len(shown)
 
 
 def _card(card: Card, embedded: Embedded) -> dict[str, Any]:
@@ -149,20 +149,3 @@ def _cell(measure: Mapping[str, Any], difference: Mapping[str, Any] | None, sign
 def _point(position: int, cell: Mapping[str, Any]) -> dict[str, Any]:
     low, high = cell["interval"]
     return {"run": position, "value": cell["difference"]["value"], "low": low, "high": high, "kind": cell["kind"]}
-
-
-def _filled(template: str, scripts: Sequence[str], **values: Any) -> str:
-    """Return a page with its style and scripts, and these values; text of users is escaped."""
-    environment = templates()
-    environment.filters["sampler"] = _sampler
-    written = time.strftime("%Y-%m-%d %H:%M:%S")
-    inside = {"style": Markup(own_file(STYLE)), "scripts": [Markup(own_file(name)) for name in scripts]}
-    return environment.get_template(template).render(**inside, written=written, **values)
-
-
-def _sampler(checkpoint: Mapping[str, Any]) -> str:
-    """Return the settings of a checkpoint's sampler in words; those that are empty or zero are left out."""
-    settings = checkpoint["sampler"]
-    flat = {key: value for key, value in settings.items() if not isinstance(value, Mapping)} | settings["chunks"]
-    shown = {key: " ".join(map(str, value)) if isinstance(value, list) else value for key, value in flat.items()}
-    return ", ".join(f"{key} {value}" for key, value in shown.items() if value)

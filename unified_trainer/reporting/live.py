@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from unified_trainer.errors import UserError
 from unified_trainer.reporting.differences import Settings, settings_of_run
-from unified_trainer.reporting.page import SCRIPTS, STYLE, Frame, own_file, render, templates
+from unified_trainer.reporting.page import SCRIPTS, Frame, render
 from unified_trainer.reporting.run_folder import CONFIG, RunRecord
 from unified_trainer.reporting.run_list import RunList, counts, link_to
 from unified_trainer.reporting.run_watch import (
@@ -26,6 +26,7 @@ from unified_trainer.reporting.run_watch import (
     stamp_of,
 )
 from unified_trainer.reporting.sample_videos import SampleVideos
+from unified_trainer.reporting.templates import filled, own_file
 from unified_trainer.serving.page_server import Answer, Query, RefusedError
 from unified_trainer.tracking.tracker import VALIDATED
 
@@ -71,18 +72,15 @@ class LivePages:
     def _runs(self) -> Answer:
         with self._lock:
             rows = self._list.rows()
-        text = (
-            templates()
-            .get_template("list.html")
-            .render(
-                folder=str(self._folder),
-                style=Markup(own_file(STYLE)),
-                scripts=_elements(OF_LIST),
-                rows=rows,
-                counts=counts(rows),
-                validated=VALIDATED,
-                renewed_every=self._every,
-            )
+        text = filled(
+            "list.html",
+            POLICY,
+            _elements(OF_LIST),
+            folder=str(self._folder),
+            rows=rows,
+            counts=counts(rows),
+            validated=VALIDATED,
+            renewed_every=self._every,
         )
         body = text.encode(errors="replace")
         return Answer(_hash(body), lambda: body, HTML, POLICY + FRAMED)

@@ -1,26 +1,22 @@
 """A report: one HTML file of one or several runs that a browser opens from disk, without a network."""
 
-import functools
-import shlex
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from unified_trainer.errors import OutputExistsError, UserError
-from unified_trainer.reporting.charts import chart_groups, finite
+from unified_trainer.reporting.charts import chart_groups
 from unified_trainer.reporting.differences import Settings, differing, last_metrics, settings_of_run
 from unified_trainer.reporting.healthy import departures
 from unified_trainer.reporting.rewards_and_time import phase_times, reward_parts
 from unified_trainer.reporting.run_folder import RunRecord, read_run, read_validations
 from unified_trainer.reporting.sample_videos import SampleVideos
 from unified_trainer.reporting.status import best_of, status_of
+from unified_trainer.reporting.templates import INLINE, filled, inside, own_file
 from unified_trainer.reporting.videos import VideoFormat, data_uri
 
 MEGABYTE = 10**6
@@ -29,10 +25,6 @@ BASE64 = 4 / 3  # bytes of a data URI for each byte of a video
 MARK = '<meta name="generator" content="unified-trainer report">'
 HEADLINES = ("reward", "accuracy", "frechet")  # validation metrics at the top
 SCRIPTS = ("curves.js", "samples.js")
-TEMPLATE, STYLE = "report.html", "report.css"
-INLINE = (  # of a file, which asks for nothing
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; media-src blob:"
-)
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,8 @@ def write_report(
     names = _distinct_names(folders)
     runs = [read_run(folder) for folder in folders]
     samples = SampleVideos(lambda file: data_uri(file, form))
-    text = render(runs, names, samples, int(video_megabytes * MEGABYTE / BASE64), _in_a_file())
+    frame = Frame(INLINE, inside((get_plotlyjs(), *map(own_file, SCRIPTS))))
+    text = render(runs, names, samples, int(video_megabytes * MEGABYTE / BASE64), frame)
     building = out.with_suffix(".tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -102,53 +95,18 @@ def render(
     extremes = [samples.extremes(one) for one in validations]
     groups = chart_groups(runs, frame.most_points)
     data = {"runs": list(names), "groups": groups, "samples": over_time, "videos": samples.videos}
-    return (
-        templates()
-        .get_template(TEMPLATE)
-        .render(
-            mark=Markup(MARK),
-            style=Markup(own_file(STYLE)),
-            policy=Markup(frame.policy),
-            scripts=frame.scripts,
-            renewed_every=frame.renewed_every,
-            written=time.strftime("%Y-%m-%d %H:%M:%S"),
-            data=data,
-            left_out=samples.left_out,
-            runs=[_about(run, name, found, frame) for run, name, found in zip(runs, names, extremes, strict=True)],
-            differing=differing(runs) if len(runs) > 1 else {},
-            last=last_metrics(runs),
-        )
+    return filled(
+        "report.html",
+        frame.policy,
+        frame.scripts,
+        MARK,
+        renewed_every=frame.renewed_every,
+        data=data,
+        left_out=samples.left_out,
+        runs=[_about(run, name, found, frame) for run, name, found in zip(runs, names, extremes, strict=True)],
+        differing=differing(runs) if len(runs) > 1 else {},
+        last=last_metrics(runs),
     )
-
-
-@functools.cache
-def templates() -> Environment:
-    """Return the templates of pages; text of users is escaped in them."""
-    environment = Environment(
-        loader=FunctionLoader(own_file),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "ensure_ascii": False}
-    environment.filters |= {"number": number, "commands": _commands}
-    return environment
-
-
-def _in_a_file() -> Frame:
-    """Return the frame of a page that is one file."""
-    texts = (get_plotlyjs(), *(own_file(name) for name in SCRIPTS))
-    return Frame(INLINE, tuple(Markup(f"<script>{text}</script>") for text in texts))
-
-
-def number(value: Any) -> str:
-    """Return a number as a page shows it, with four digits."""
-    if value is None:
-        return "–"  # noqa: RUF001
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1e5 and finite(value) is not None else f"{value:.4g}"
-    return str(value)
 
 
 def _about(run: RunRecord, name: str, extremes: list[dict[str, Any]], frame: Frame) -> dict[str, Any]:
@@ -177,25 +135,6 @@ def _start(start: Mapping[str, Any]) -> dict[str, Any]:
     git = start.get("git") or {}
     rows["commit"] = f"{git['commit']}{', changed' if git.get('dirty') else ''}" if git.get("commit") else None
     return rows | {f"version of {key}": value for key, value in (start.get("versions") or {}).items()}
-
-
-def _commands(run: Mapping[str, Any]) -> dict[str, str]:
-    """Return the commands that continue, sample, export and compare a run, by what they do."""
-    folder, program = str(run["folder"]), "python -m unified_trainer"
-    quoted, best = shlex.quote(folder), shlex.quote(f"{folder}:ema")
-    out = shlex.quote(f"{folder}-videos")
-    return {
-        "continue": f"{program} --resume {quoted} --steps {run['status'].steps * 2 or 100}",
-        "sample": f"{program} sample {best} --prompts prompts.txt --output {out}",
-        "export": f"{program} export {best} {shlex.quote(f'{folder}-student')}",
-        "train on from its weights": f"{program} --method {shlex.quote(run['method'])} --init-from {best}",
-        "report": f"{program} report {quoted} --out report.html",
-    }
-
-
-def own_file(name: str) -> str:
-    """Return the text of a template, style or script of the pages."""
-    return (files("unified_trainer.reporting") / "page" / name).read_text(encoding="utf-8")
 
 
 def _distinct_names(folders: Sequence[Path]) -> list[str]:
