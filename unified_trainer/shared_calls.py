@@ -35,10 +35,10 @@ def kept_for_the_next_part() -> Iterator[None]:
 def shared_velocity(
     role: Role, batch: Batch, equal: EqualRows | None, calls: int, velocity_of: Callable[[Batch], Velocity]
 ) -> Velocity:
-    """Return `velocity_of` the batch, whose first `calls` calls are made once for `equal` rows.
+    """Return the batch's velocity, in whose first `calls` calls the network runs once for each set of `equal` rows.
 
-    `velocity_of` a batch is a function of its x_t and a noise level. All ranks make a call that one of them needs,
-    since their weights may be sharded.
+    `velocity_of(rows)` gives such a function of x_t and noise level for some of the samples. With `equal` this is a
+    collective: all ranks make a call that one of them needs, since their weights may be sharded.
     """
     each = velocity_of(batch)
     if equal is None:
@@ -60,9 +60,9 @@ def shared_velocity(
         if number >= calls:
             return each(x_t, sigma)
         now = {key: velocities[number] for key, velocities in known.items()}
-        if once is not None:
+        if once is not None:  # known ones stay: a call for the sake of other ranks is of another batch size
             rows = once(torch.stack([x_t[equal.first[place]] for place in missing]), sigma)
-            now |= {equal.keys[place]: row for place, row in zip(missing, rows.unbind(0), strict=True)}
+            now = {equal.keys[place]: row for place, row in zip(missing, rows.unbind(0), strict=True)} | now
         last_made.append(now[last].clone())
         return torch.stack([now[equal.keys[place]] for place in equal.place])
 

@@ -28,6 +28,7 @@ from unified_trainer.methods.diffusion_nft import DiffusionNFT, DiffusionNFTConf
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.equal_rows import EqualRows
 from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.policy import initial_noise
 from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
@@ -40,7 +41,7 @@ TAIL = WindowConfig(size=1, every=1, tail="second_order")
 
 
 def no_rows(keys) -> EqualRows:
-    """What says which rows are equal, but says that none are."""
+    """Stand-in for `EqualRows.of`: no two rows are equal."""
     rows = tuple(range(len(list(keys))))
     return EqualRows(tuple(map(object.__new__, [object] * len(rows))), rows, rows)
 
@@ -160,7 +161,18 @@ def test_all_ranks_make_a_call_that_one_of_them_needs(elsewhere, rows, monkeypat
         monkeypatch.setattr(type(role), "on_any_rank", lambda _, here: here or elsewhere)
         second = shared_velocity(role, batch.take([1]), EqualRows.of("b"), 1, velocity_of)(x_t[1:], sigma)
     assert [len(each) for each in calls.x_t] == rows
-    assert_alike(second, first[1:])
+    assert torch.equal(second, first[1:])
+
+
+def test_whether_calls_are_shared_does_not_depend_on_the_ids_of_a_rank():
+    """Sharing is a collective: a rank whose prompt and sample ids happen to be equal takes part as the others do."""
+    batch = small_batch(1)
+    for prompt in range(3):
+        one = dataclasses.replace(batch, prompt_ids=(prompt,), sample_ids=(1,))
+        noise, equal = initial_noise(Streams(0, 0), one, same=True)
+        assert equal is not None and not equal.any
+        assert torch.equal(noise, Streams(0, 0).noise("initial", [prompt], one.latent_shape))
+        assert initial_noise(Streams(0, 0), one, same=False)[1] is None
 
 
 def test_diffusion_nft_shares_the_first_call_of_renoising(apart):

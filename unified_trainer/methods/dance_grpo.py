@@ -69,8 +69,8 @@ class DanceGRPO(Method):
     def sample(
         config: DanceGRPOConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
     ) -> Rollout:
-        keys = batch.prompt_ids if config.init_same_noise else batch.sample_ids
-        return sample_policy(config, sampler, role, batch, step, rollout_streams(config, sampler, batch, rng), keys)
+        drawn = rollout_streams(config, sampler, batch, rng)
+        return sample_policy(config, sampler, role, batch, step, drawn, same_noise=config.init_same_noise)
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # all samples of the rank: groups are compared before the first update

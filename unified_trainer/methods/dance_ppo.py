@@ -123,8 +123,7 @@ class DancePPO(Method):
     def sample(
         config: DancePPOConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
     ) -> Rollout:
-        keys = batch.prompt_ids if config.init_same_noise else batch.sample_ids
-        return sample_policy(config, sampler, role, batch, step, rng, keys)
+        return sample_policy(config, sampler, role, batch, step, rng, same_noise=config.init_same_noise)
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # all samples of the rank: advantages are computed before the first update

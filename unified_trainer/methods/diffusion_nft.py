@@ -98,8 +98,7 @@ class DiffusionNFT(Method):
         def draw(s: int) -> Latents:
             return transition_noise(rng, batch, s).to(role.device)
 
-        keys = batch.prompt_ids if config.init_same_noise else batch.sample_ids
-        noise, equal = initial_noise(rng, batch, keys)
+        noise, equal = initial_noise(rng, batch, same=config.init_same_noise)
         return Rollout.from_x0(generate(role, noise.to(role.device), batch, sampler, draw, equal))
 
     def micro_batches(self, batch: Batch) -> list[Batch]:

@@ -81,10 +81,8 @@ class DistillRL(Method):
     def sample(
         config: DistillRLConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
     ) -> Rollout:
-        keys = batch.prompt_ids if config.init_same_noise else batch.sample_ids
-        keep_x0 = config.matching.exits == "all"
-        drawn = rollout_streams(config, sampler, batch, rng)
-        return sample_policy(config, sampler, role, batch, step, drawn, keys, keep_x0=keep_x0)
+        how = {"same_noise": config.init_same_noise, "keep_x0": config.matching.exits == "all"}
+        return sample_policy(config, sampler, role, batch, step, rollout_streams(config, sampler, batch, rng), **how)
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # all samples of the rank: groups are compared before the first update

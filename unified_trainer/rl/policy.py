@@ -1,6 +1,5 @@
 """The student as a stochastic policy: settings of the policy and of its update, and samples drawn from it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
@@ -152,28 +151,30 @@ def sample_policy(
     batch: Batch,
     step: int,
     rng: Streams,
-    noise_keys: Sequence[int],
     *,
+    same_noise: bool,
     keep_x0: bool = False,
 ) -> Rollout:
-    """Draw a batch from the policy in training step `step`; samples with equal noise keys have equal initial noise.
+    """Draw a batch from the policy in training step `step`; with `same_noise` each prompt has one initial noise.
 
-    Those of one prompt are then equal until the window begins, and the calls before its first noise are made once.
-    `keep_x0` also keeps the x0 that the call of each transition predicts.
+    Its samples are then equal until the window begins, and the calls before its first noise are made once. `keep_x0`
+    also keeps the x0 that the call of each transition predicts.
     """
     window = config.window.at(step, sampler.num_steps - 1, rng.shared)
-    noise, equal = initial_noise(rng, batch, noise_keys)
+    noise, equal = initial_noise(rng, batch, same=same_noise)
     draw = partial(transition_noise, rng, batch)
     policy = config.policy(sampler)
     return rollout(role, noise.to(role.device), batch, sampler, policy, window, draw, keep_x0=keep_x0, equal=equal)
 
 
-def initial_noise(rng: Streams, batch: Batch, keys: Sequence[int]) -> tuple[Latents, EqualRows | None]:
-    """Draw the initial noise of each sample by its key, once for equal keys.
+def initial_noise(rng: Streams, batch: Batch, *, same: bool) -> tuple[Latents, EqualRows | None]:
+    """Draw the initial noise of each sample, or with `same` of each prompt.
 
-    Also return which samples have one noise and one prompt; None where every sample has a noise of its own.
+    Also return which samples then have one noise and one prompt; None without `same`. That depends on the setting alone
+    and never on the ids of a rank: sharing calls is a collective, which all ranks enter or none.
     """
-    if tuple(keys) == batch.sample_ids:
-        return rng.noise("initial", keys, batch.latent_shape), None
-    equal = EqualRows.of(zip(keys, batch.prompt_ids, strict=True))
-    return equal.spread(rng.noise("initial", [keys[row] for row in equal.first], batch.latent_shape)), equal
+    if not same:
+        return rng.noise("initial", batch.sample_ids, batch.latent_shape), None
+    equal = EqualRows.of(batch.prompt_ids)
+    prompts = [batch.prompt_ids[row] for row in equal.first]
+    return equal.spread(rng.noise("initial", prompts, batch.latent_shape)), equal
