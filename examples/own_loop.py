@@ -8,7 +8,7 @@ import sys
 import unified_trainer as ut
 
 PROMPTS = ["a red circle moving left", "a blue square moving up"]
-MOST, EVERY = 40, 10  # training steps, and steps between measurements
+MOST, EVERY = 20, 5  # training steps, and steps between measurements
 folder = sys.argv[1] if len(sys.argv) > 1 else "runs/own-loop"
 
 settings = ut.configure(

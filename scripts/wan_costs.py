@@ -156,7 +156,7 @@ class Workload:
             transitions=max(1, round(algorithm["timestep_fraction"] * (sampler["num_steps"] - 1))),
             branches=1 if sampler["guidance_scale"] == 1 else 2,
             scored_frames=math.ceil(video.frames / settings["reward"]["frame_stride"]),
-            recompute=student["activation_memory"] != "none",  # everything: less does not fit at this size
+            recompute=student["activation_memory"] != "none",  # selective counts as full
             ema=student.get("ema_decay", 0) > 0,
         )
 
