@@ -10,10 +10,29 @@ import hypothesis
 import jaxtyping
 import pytest
 
+LONGEST = {
+    "test_readme.py",
+    "test_examples.py",
+    "test_runs.py",
+    "test_kill.py",
+    "test_meshes.py",
+    "test_simulated_npu.py",
+}
+
 gc.disable()  # until everything is imported: it would look at the same objects over and over
 jaxtyping.install_import_hook("unified_trainer", "checking.check")  # before the first import of the product
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_configure(config):
+    if config.getoption("numprocesses", None):  # the process that hands tests to others collects none
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files that take longest: at the end one of them would run alone."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish():

@@ -8,7 +8,7 @@ import torch
 import yaml
 from adapter_files import by_hand, diffusers, factors, kohya, named, peft, published
 from expert_world import expert_folder
-from helpers import ALONE, SMALL, WAN, assert_near, assert_same, checkpoint_of, flags, metrics_of, run, weights
+from helpers import ALONE, SMALL, WAN, assert_near, assert_same, checkpoint_of, flags, metrics_of, refused, run, weights
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.__main__ import main
@@ -41,12 +41,6 @@ def loaded(*words: object, method: str = "finetune"):
     settings = parse([*SMALL.get(method, ["--method", method]), *map(str, words)])
     plans = plan_roles(settings, method_named(method))
     return load_roles(plans, ALONE), plans
-
-
-def refused(capsys, *words: object, method: str = "finetune") -> str:
-    capsys.readouterr()
-    assert main([*SMALL[method], *map(str, words)]) == 2
-    return capsys.readouterr().err
 
 
 def base_of(role, expert="") -> dict[str, torch.Tensor]:
@@ -180,14 +174,14 @@ def test_an_expert_that_is_not_trained_has_its_adapter_merged(two, files):
     ],
 )
 def test_settings_that_contradict_the_file(adapter, words, said, capsys, run_folder):
-    message = refused(capsys, "--student.adapter.path", adapter, *words, "--output", run_folder)
+    message = refused(capsys, *SMALL["finetune"], "--student.adapter.path", adapter, *words, "--output", run_folder)
     assert re.search(said, message), message
     assert not (run_folder / "config.yaml").exists()
 
 
 def test_settings_for_a_file_need_one(capsys, run_folder):
     for word in ("--student.adapter.merge", "--student.adapter.sha256=ab"):
-        said = refused(capsys, word, "--output", run_folder)
+        said = refused(capsys, *SMALL["finetune"], word, "--output", run_folder)
         assert "student.adapter.sha256 and merge are for an adapter made elsewhere: set its path" in said
 
 
@@ -203,13 +197,13 @@ def test_adapters_that_cannot_be_trained_on(given, tmp_path, capsys, run_folder)
     held = load_file(folder / "wan.safetensors")
     bias = {"diffusion_model.blocks.0.self_attn.q.diff_b": torch.zeros(BASE["blocks.0.attn1.to_q.bias"].shape)}
     save_file(held | bias, folder / "wan.safetensors")
-    said = refused(capsys, "--student.adapter.path", folder, "--output", run_folder)
+    said = refused(capsys, *SMALL["finetune"], "--student.adapter.path", folder, "--output", run_folder)
     assert "differences of whole weights (diffusion_model.blocks.0.self_attn.q.diff_b)" in said
     assert "set student.adapter.merge to add it" in said
     mixed = given | factors(WanModel.open(WAN, "transformer").network, 2, ("ffn.net.0.proj",))
     rank = {layer: 2 for layer in mixed if layer not in given}
     folder = peft(tmp_path / "mixed", mixed, ALPHA, rank_pattern=rank)
-    said = refused(capsys, "--student.adapter.path", folder, "--output", run_folder)
+    said = refused(capsys, *SMALL["finetune"], "--student.adapter.path", folder, "--output", run_folder)
     assert "layers of ranks 2, 3 are not one adapter; set student.adapter.merge" in said
 
 
@@ -217,7 +211,7 @@ def test_init_from_and_an_adapter_exclude_each_other(adapter, tmp_path, capsys):
     run("finetune", tmp_path / "first", "--student.adapter.rank", "3")
     words = ("--init-from", tmp_path / "first", "--student.adapter.path", adapter, "--output", tmp_path / "second")
     for more in ((), ("--student.adapter.merge",)):
-        said = refused(capsys, *words, *more)
+        said = refused(capsys, *SMALL["finetune"], *words, *more)
         assert "student.adapter.path and --init-from both give the weights of student: leave one out" in said
 
 

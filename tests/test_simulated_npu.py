@@ -17,6 +17,7 @@ from unified_trainer.roles.recompute import selective_policy
 
 SCRIPT = REPO / "tests" / "simulated_runs.py"
 UPDATES = {"dance_grpo": 2, "dmd2": 2, "self_forcing": 2, "finetune": 1}  # of all roles in a training step
+WAITS = {"dance_grpo": 9, "dmd2": 5, "self_forcing": 5, "finetune": 3}  # in all, as docs/performance.md says
 pytestmark = pytest.mark.slow
 
 
@@ -39,7 +40,7 @@ def test_nothing_is_computed_in_float64_on_the_device(found):
 
 
 @pytest.mark.parametrize("method", UPDATES)
-def test_a_step_waits_for_the_device_only_between_its_phases(found, method):
+def test_no_pass_of_a_step_waits_for_the_device(found, method):
     """Two reads of an update for its gradient norm, one for its metrics; one of a step for its scores, one at its end.
 
     No pass of a rollout or a replay waits.
@@ -50,12 +51,15 @@ def test_a_step_waits_for_the_device_only_between_its_phases(found, method):
         by_phase[phase] += count
     assert by_phase["rollout"] == 0, waits
     assert by_phase["optimizer"] == 2 * UPDATES[method], waits
-    between = Counter({line.split(":")[0]: count for phase, _kind, line, count in waits if phase == "update"})
+    between = Counter()
+    for phase, _kind, line, count in waits:
+        if phase == "update":
+            between[line.split(":")[0]] += count
     assert between == ({"roles/reward.py": 1, "rl/replay.py": 2} if method == "dance_grpo" else {}), waits
-    assert sum(by_phase.values()) <= 9, waits
+    assert sum(by_phase.values()) == WAITS[method], waits
 
 
-def test_selective_checkpointing_keeps_the_attention_of_torch_npu():
+def test_selective_recomputation_keeps_the_attention_of_torch_npu():
     library = torch.library.Library("npu", "FRAGMENT")
     library.define("npu_fusion_attention(Tensor query) -> Tensor")
     library.define("npu_rotary_mul(Tensor query) -> Tensor")

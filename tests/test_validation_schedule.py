@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 from helpers import SMALL, assert_same, checkpoint_of, metrics_of
@@ -101,6 +102,26 @@ def test_a_run_that_is_cut_off_makes_the_validation_again(tmp_path, later, monke
     monkeypatch.setattr(RunConfig, "validation_lag", 0)  # without workers it is made before the next step
     assert main(["--resume", str(tmp_path / "at_once")]) == 0
     assert validations(tmp_path / "at_once") == validations(later)
+
+
+def test_a_slow_write_keeps_the_checkpoint_that_a_late_result_is_added_to(tmp_path, later, monkeypatch):
+    """A write of --async-save removes older checkpoints at its end, which here comes when somebody waits for it."""
+    late(monkeypatch)
+    save, wait, waited_for = Saver._save, Saver.wait, threading.Event()
+
+    def slow(self, *rest):
+        assert waited_for.wait(60)
+        save(self, *rest)
+
+    def release(self):
+        waited_for.set()
+        wait(self)
+        waited_for.clear()
+
+    monkeypatch.setattr(Saver, "_save", slow)
+    monkeypatch.setattr(Saver, "wait", release)
+    assert main([*WORDS, "--async-save", "--output", str(tmp_path / "run")]) == 0
+    assert rated(tmp_path / "run") == rated(later)
 
 
 def test_guards_decide_when_the_result_takes_effect(tmp_path, monkeypatch):

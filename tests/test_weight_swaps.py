@@ -46,7 +46,7 @@ class Arrivals:
         batch, rng = small_batch(), Streams(0, 0)
         swaps = WeightSwaps(0, self.take)
         with swaps.use():
-            made = sample_policy(CONFIG, sampler, self.role, batch, 0, rng, batch.sample_ids)
+            made = sample_policy(CONFIG, sampler, self.role, batch, 0, rng, same_noise=False)
         return made, swaps.versions
 
     def log_probs(self, rollout, sampler: SamplerConfig, version: int) -> torch.Tensor:
@@ -96,11 +96,9 @@ def test_a_causal_student_swaps_between_chunks_alone():
         assert (made.log_probs - other).abs().min() > 1e-5
 
 
-def test_without_swaps_nothing_is_asked_and_nothing_changes():
-    arrivals = Arrivals(trainable(), {1: 0})
-    batch, rng = small_batch(), Streams(0, 0)
-    alone = sample_policy(CONFIG, WHOLE, arrivals.role, batch, 0, rng, batch.sample_ids)
-    assert arrivals.borders == 0
-    arrivals.when = {}
+def test_asking_without_newer_weights_changes_nothing():
+    arrivals, batch, rng = Arrivals(trainable(), {}), small_batch(), Streams(0, 0)
+    alone = sample_policy(CONFIG, WHOLE, arrivals.role, batch, 0, rng, same_noise=False)
     made, versions = arrivals.sample(WHOLE)
-    assert torch.equal(made.x0, alone.x0) and not np.any(versions)
+    assert arrivals.borders == WHOLE.num_steps and not np.any(versions)
+    assert torch.equal(made.x0, alone.x0)

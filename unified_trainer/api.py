@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -155,7 +155,7 @@ class Run:
     def sample(self, prompts: Sequence[str], *, seed: int = 0, batch: int = 8, ema: bool = True) -> Video:
         """Return videos of the student, as `Student.sample` does; with `ema` by its EMA weights, if it keeps any."""
         student = self._student()
-        with student.ema_weights() if ema else nullcontext():
+        with student.sampling_weights(ema=ema):
             return Student(self.settings, student, self._built.codec).sample(prompts, seed=seed, batch=batch)
 
     @torch.no_grad()
@@ -166,7 +166,10 @@ class Run:
         """
         reward = self._built.reward
         if not isinstance(reward, Reward) or not reward.scorers:
-            raise UserError("this run loaded no scorer: set reward.path, reward.kind or reward.scorers.NAME.kind")
+            raise UserError(
+                "this run loaded no scorer: set reward.path, reward.kind or reward.scorers.NAME.kind; if one is set, "
+                "workers score or nothing is validated: set validate_every, and rollouts.evaluation_workers 0"
+            )
         names = (*reward.weights, *reward.held_out)
         parts = reward.parts(videos.to(self._mesh.device), tuple(prompts), names)
         total = {"reward": reward.total(parts[:, : len(reward.weights)])} if reward.weights else {}

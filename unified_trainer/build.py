@@ -42,7 +42,7 @@ from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.summary import summary
 from unified_trainer.trainer import Trainer
 from unified_trainer.validation import Report, Validation, ValidationSource
-from unified_trainer.validation_samples import SampleMaker
+from unified_trainer.validation_samples import SampleMaker, sample_prompts
 
 EMBEDDINGS = "prompt_embeddings"  # folder in the run directory
 
@@ -55,7 +55,7 @@ class Built:
     trainer: Trainer
     roles: Mapping[str, Role]
     codec: Codec
-    reward: RewardSum  # a Reward, unless workers score and nothing is validated
+    reward: RewardSum  # a Reward where this process scores samples or validates, else the arithmetic alone
     validation: ValidationSource | None  # None for a run without validations
     summary: dict[str, str]  # models, reward, prompts and video size
     counts: dict[str, int | str]  # of one training step's batch
@@ -136,8 +136,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     if beside:
         from unified_trainer.engine.evaluation import RemoteValidation
 
-        of_all = [prompts[i % len(prompts)] for i in range(run.validation.num_samples)]
-        report = Report(run.validation, reward, of_all, mesh, run.video.fps)
+        report = Report(run.validation, reward, sample_prompts(prompts, run.validation), mesh, run.video.fps)
         validation = RemoteValidation(workers, run.validation, report, mesh)
     elif run.validate_every:
         measured = (codec, reward, features, run.sampler, prompts, plan.latent_shape)

@@ -238,6 +238,10 @@ def _check_workers(run: RunConfig, method: type[Method]) -> None:
         )
     if run.rollouts.swap and isinstance(algorithm, CreditedGroupConfig) and algorithm.credit.shared_chunks:
         raise ConfigError("rollouts.swap needs algorithm.credit.shared_chunks 0: the samples of a branch would differ")
+    scored_here = run.validate_every and not run.rollouts.evaluation_workers
+    per_chunk = isinstance(algorithm, CreditedGroupConfig) and algorithm.credit.per_chunk
+    if run.rollouts.workers and not scored_here and per_chunk:
+        raise ConfigError("algorithm.credit.per_chunk needs scorers in the training processes: set rollouts.workers 0")
     for name, count in (("workers", run.rollouts.workers), ("evaluation_workers", run.rollouts.evaluation_workers)):
         if count:
             check_installed(f"rollouts.{name}")

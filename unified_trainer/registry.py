@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from pydantic import Field
 
 from unified_trainer.errors import MissingFileError, UserError
@@ -26,7 +25,6 @@ from unified_trainer.plugins import installed, load_object
 from unified_trainer.suggestions import must_know
 
 TINY = Path(__file__).parent / "assets" / "tiny"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 METHODS: dict[str, type[Method]] = {
     "consistency": Consistency,
     "dance_grpo": DanceGRPO,

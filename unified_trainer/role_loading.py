@@ -15,10 +15,10 @@ from unified_trainer.roles.role import Role, Trainable
 def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:
     """Load the roles; those whose base weights stay as they are share one network per folder component.
 
-    With `half`, such weights are held in the precision of their roles. Without, they are float32 and not shared, so
-    that they can be changed afterwards.
+    With `half`, frozen base weights are held in the precision of their roles. Without it they are float32 and not
+    shared, so that the caller may change them, as export does.
     """
-    # by path, component, adapter that is merged into it, and a sole owner
+    # key: path, component, adapter that is merged into it, and the owner of a network that is not shared
     users: dict[tuple[str, str, str, str], list[tuple[str, Expert]]] = {}
     for name, plan in plans.items():
         for expert, component in plan.layout.components.items():
@@ -47,7 +47,7 @@ def _load_backbone(
     *,
     half: bool,
 ) -> Backbone:
-    """One network in memory for these roles, or experts of roles."""
+    """Load one network, for all roles and experts of `seats`."""
     names = [name for name, _ in seats]
     training = [(name, expert) for name, expert in seats if expert in plans[name].layout.trained]
     adapters = {

@@ -29,7 +29,7 @@ from unified_trainer.roles.causal import CausalStudent, KVCache
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.shared_calls import Velocity, shared_velocity
 from unified_trainer.types import Batch, Condition, Latents, Rollout
-from unified_trainer.weight_swaps import border, made
+from unified_trainer.weight_swaps import exchange_weights, note_transition
 
 Solver = Literal["ode", "sde"]
 Draw = Callable[[int], Latents]  # noise of transition s; number num_steps is the context noise of a causal student
@@ -190,7 +190,7 @@ def rollout(
 
     for start, stop in sampler.chunks.ranges(noise.shape[2]):
         own = slice(start, stop)
-        if border() or cache is None:  # the keys of finished chunks are those of the present weights
+        if exchange_weights() or cache is None:  # after an exchange the keys of finished chunks are computed anew
             cache = open_cache(batch)
             for part in parts:
                 cache.append(part.x0)
@@ -271,7 +271,7 @@ def _policy_walk(
     for s in range(sampler.num_steps - 1):
         detail(f"step {s + 1}/{sampler.num_steps}")
         if not sampler.chunks.causal:
-            border()
+            exchange_weights()
         v = velocity(x_t, sigmas[s])
         if s not in window:
             x_next = policy.euler_step(s, x_t, v, x0_before)
@@ -285,12 +285,12 @@ def _policy_walk(
         x_t = mean + std * draw(s).to(mean)
         states.append(x_t)
         log_probs.append(policy.log_prob(x_t, mean, std))
-        made(s)
+        note_transition(s)
         if keep_x0:
             early.append(x0_from_velocity(states[-2], v, sigmas[s]))
     detail(f"step {sampler.num_steps}/{sampler.num_steps}")
     if not sampler.chunks.causal:
-        border()
+        exchange_weights()
     x0 = x0_from_velocity(x_t, velocity(x_t, sigmas[-2]), sigmas[-2])
     transitions = torch.stack(states, 1)
     return Rollout(transitions, torch.stack(log_probs, 1), x0, torch.stack(early, 1) if early else transitions[:, :0])

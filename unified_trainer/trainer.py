@@ -183,19 +183,24 @@ class Trainer:
 
         A first Ctrl-C or SIGTERM finishes the step, saves and returns. A step is saved before it is validated, so that
         a validation that fails loses no step; what it measured is then added to the checkpoint. Its result takes effect
-        `validation_lag` steps later, before the next validation and at the end at the latest.
+        `validation_lag` steps later, at the latest when the next validation starts or the run ends.
         """
         parts = (validation, self.roles["student"], self.guards, self.mesh, output, tracker, saver)
         validations = None if validation is None else Validations(*parts, lag=validation_lag)
 
         def is_due(step: int, *, last: bool) -> bool:
-            """Return whether the validation that was started takes effect after this step; the last step waits."""
+            """Return whether the result of the started validation takes effect now; after the last step it does."""
             started = self.validation_started
             return started is not None and (last or started.due(step, validation_lag))
 
         def take_effect(step: int, *, saved: bool, stopping: Response | None = None) -> Response | None:
-            """Add a validation to its checkpoint, and return what the guards do after `step`, unless they stop."""
+            """Wait for the result of the validation, add it to its checkpoint, and return the response of the guards.
+
+            A response `stopping` to the training step takes precedence.
+            """
             started, self.validation_started = self.validation_started, None
+            if started.step < step:
+                saver.wait()  # what is written now still keeps the checkpoint that this validation is added to
             saver.needed_before = self._needed_before
             measured, response = validations.finish(started)
             response = stopping or response

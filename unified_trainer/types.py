@@ -12,6 +12,7 @@ from unified_trainer.numerics.flow import widest
 
 Latents = Float[Tensor, "b c t h w"]
 Video = Float[Tensor, "b 3 frames height width"]  # in [0, 1]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PerSample = Float[Tensor, " b"]
 PerFrame = Float[Tensor, "b t"]  # t latent frames
 
@@ -19,6 +20,8 @@ PerFrame = Float[Tensor, "b t"]  # t latent frames
 def take_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """Return these rows of x, without waiting for its device; consecutive ones are a view."""
     index = list(rows)
+    if index and not 0 <= min(index) <= max(index) < len(x):
+        raise IndexError(f"rows {min(index)} to {max(index)} of a tensor of {len(x)} rows")
     if index and index == list(range(index[0], index[0] + len(index))):
         return x[index[0] : index[0] + len(index)]
     return x.index_select(0, torch.tensor(index, dtype=torch.int64).to(x.device, non_blocking=True))
@@ -123,7 +126,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The s stochastic transitions of b samples and their final latents, in float32; log_probs as `widest` says.
+    """The s stochastic transitions of b samples and their final latents, in float32; log_probs in the widest dtype of
+    the device: float64, on an NPU float32.
 
     A rollout that keeps the predictions of x0 has one for each transition; any other has none.
     """

@@ -1,9 +1,8 @@
 """Validation: reward, accuracy and sample videos of the student, with the same prompts and noise every time."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,6 +77,7 @@ class ValidationResult:
     samples: tuple[ValidationSample, ...]
     contact_sheet: Path | None  # picture of the samples with a video, if there are any
     warning: str | None  # what could not be written, on the rank that writes
+    costs: Mapping[str, float] = field(default_factory=dict)  # of workers, on the main rank: logged, no guard sees them
 
 
 class ValidationSource(Protocol):
@@ -94,16 +94,9 @@ class ValidationSource(Protocol):
         ...
 
 
-@contextmanager
-def sampled_weights(student: Trainable, ema: bool) -> Iterator[None]:
-    """Run the student with the weights that validations sample with: the EMA weights if asked for and kept."""
-    with student.ema_weights() if ema else nullcontext():
-        yield
-
-
 def validate(source: ValidationSource, student: Trainable, folder: Path, step: int) -> "ValidationResult":
     """Measure the student after `step` training steps; the main rank writes samples and videos into `folder`."""
-    with sampled_weights(student, source.ema):
+    with student.sampling_weights(ema=source.ema):
         source.start(student, step)
     return source.finish(folder, step)
 

@@ -42,6 +42,11 @@ def batches(config: ValidationConfig, ranks: int) -> list[list[range]]:
     return [[share[i : i + config.batch] for i in range(0, count, config.batch)] for share in shares]
 
 
+def sample_prompts(prompts: Sequence[str], config: ValidationConfig) -> tuple[str, ...]:
+    """Return the prompt of every sample: sample i is of prompt i, counted round and round."""
+    return tuple(prompts[i % len(prompts)] for i in range(config.num_samples))
+
+
 class SampleMaker:
     """Generates samples with fixed prompts and noise and measures them, one batch at a time."""
 
@@ -56,11 +61,8 @@ class SampleMaker:
         latent_shape: tuple[int, int, int, int],
         device: torch.device,
     ) -> None:
-        """`features` maps frames to the vectors of the Frechet distance; None measures none.
-
-        Sample i is of prompt i, counted round and round.
-        """
-        self.prompts = tuple(prompts[i % len(prompts)] for i in range(config.num_samples))
+        """`features` maps frames to the vectors of the Frechet distance; None measures none."""
+        self.prompts = sample_prompts(prompts, config)
         self._config, self._codec, self._reward = config, codec, reward
         self._features, self._sampler = features, sampler
         self._latent_shape, self._device = latent_shape, device

@@ -18,7 +18,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.ema import exchanged
 from unified_trainer.roles.role import Trainable
 from unified_trainer.tracking.tracker import Tracker
-from unified_trainer.validation import ValidationSource, sampled_weights
+from unified_trainer.validation import ValidationSource
 
 KIND = "validation/student"  # kind of state: the weights that it samples with
 
@@ -81,7 +81,7 @@ class Validations:
         """Start the validation after `step` training steps; comparisons with the teacher are made at once."""
         self._seconds = 0.0
         with self._measured(step):
-            with sampled_weights(self._student, self._source.ema):
+            with self._student.sampling_weights(ema=self._source.ema):
                 weights = cpu_copy(self._student.weights) if self.lag else {}
                 self._source.start(self._student, step)
             return Started(step, self._guards.compare_samples(), weights)
@@ -101,7 +101,7 @@ class Validations:
             result = self._source.finish(self._output / "validation" / f"step_{step}", step)
         short = {name.removeprefix("validation/"): value for name, value in result.metrics.items()} | started.looks
         alarm = self._guards.after_validation(step, short)
-        measured = short | self._guards.verdicts | {"seconds": self._seconds}
+        measured = short | self._guards.verdicts | dict(result.costs) | {"seconds": self._seconds}
         self._tracker.log(step, {f"validation/{name}": value for name, value in measured.items()})
         self._tracker.log_samples(step, result.samples, result.contact_sheet)
         if result.warning is not None:

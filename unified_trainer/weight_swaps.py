@@ -1,7 +1,7 @@
 """Exchange of a sampler's weights for newer ones while it makes samples, and a record of which weights made what.
 
-The sampler marks with `border` where weights may change, and with `made` what it makes of them. Whoever wants swaps
-runs it inside `WeightSwaps.use`; elsewhere the marks do nothing. No method needs code for it.
+The sampler marks with `exchange_weights` where weights may change, and notes with `note_transition` what it makes.
+Whoever wants swaps runs it inside `WeightSwaps.use`; elsewhere the marks do nothing. No method needs code for it.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,12 +36,12 @@ class WeightSwaps:
         """The version of the weights that made each transition of each chunk, [s, k]."""
         return np.array([self._made[s] for s in sorted(self._made)], dtype=np.int64)
 
-    def border(self) -> bool:
+    def exchange(self) -> bool:
         """Take newer weights, if there are some, and return whether there were."""
         before, self._version = self._version, self._take(self._version)
         return self._version != before
 
-    def made(self, s: int) -> None:
+    def note(self, s: int) -> None:
         """Note that the present weights have made transition s, of the next chunk."""
         self._made.setdefault(s, []).append(self._version)
 
@@ -49,14 +49,14 @@ class WeightSwaps:
 _CURRENT: ContextVar[WeightSwaps | None] = ContextVar("weight_swaps", default=None)
 
 
-def border() -> bool:
+def exchange_weights() -> bool:
     """Mark a place where weights may be exchanged; return whether they were."""
     swaps = _CURRENT.get()
-    return swaps is not None and swaps.border()
+    return swaps is not None and swaps.exchange()
 
 
-def made(s: int) -> None:
+def note_transition(s: int) -> None:
     """Mark that transition s was made, of the next chunk of a causal student."""
     swaps = _CURRENT.get()
     if swaps is not None:
-        swaps.made(s)
+        swaps.note(s)

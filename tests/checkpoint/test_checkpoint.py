@@ -15,6 +15,7 @@ from helpers import (
     files_of,
     flags,
     metrics_of,
+    refused,
     run,
 )
 
@@ -54,13 +55,6 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def copied(saved, tmp_path):
     return copy_of(saved, tmp_path / "copied")
-
-
-def refused(capsys, *words: str) -> str:
-    """The message of a command that must end with code 2."""
-    capsys.readouterr()
-    assert main(list(words)) == 2
-    return capsys.readouterr().err
 
 
 # Bit for bit.

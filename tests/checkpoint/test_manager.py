@@ -23,6 +23,7 @@ from helpers import (
     run,
     shell,
 )
+from torch.distributed.checkpoint import staging
 
 from unified_trainer.__main__ import main
 from unified_trainer.checkpoint import dcp as checkpoint
@@ -137,6 +138,23 @@ def test_what_is_written_is_the_state_at_the_time_of_the_call(tmp_path, monkeypa
         one.wait()
     held = checkpoint_of(tmp_path, 1)
     assert held["a/weights/w"].tolist() == [1.0] * 4 and int(held["a/updates"]) == 3
+
+
+def test_pinned_copies_are_used_again_until_the_tensors_have_other_names(tmp_path, monkeypatch):
+    """As on an accelerator, without its pinned memory: a validation under way adds its weights to some checkpoints."""
+    create = staging._create_cpu_state_dict
+    monkeypatch.setattr(staging, "_create_cpu_state_dict", lambda tensors, pin_memory: create(tensors))
+    with saver(tmp_path / "checkpoints", Keep(9), asynchronous=True) as one:
+        one._stager = staging.BlockingAsyncStager(cache_staged_state_dict=True)
+        for step, more in enumerate(({}, {"b/weights/w": torch.ones(2)}, {}, {})):
+            one.save(step, state(float(step)) | more, {})
+        one.wait()
+        copies = one._stager.state_dict_cache
+        one.save(4, state(4.0), {})
+        assert one._stager.state_dict_cache is copies
+    for step in range(5):
+        held = checkpoint_of(tmp_path, step)
+        assert held["a/weights/w"].tolist() == [float(step)] * 4 and ("b/weights/w" in held) == (step == 1)
 
 
 def test_the_end_waits_for_what_is_being_written(tmp_path, monkeypatch):

@@ -188,7 +188,7 @@ def test_an_item_waits_for_its_weights_and_is_made_once(ray, group):
 
 @pytest.mark.slow
 def test_the_validation_of_a_worker_that_dies_is_made_again(ray, group, tmp_path):
-    """By the other worker, or by the same one after its restart; rollout workers are not asked."""
+    """By the other worker, or by the same one after its restart."""
     (tmp_path / "measure-4").write_text("die")
     scheduler, weights = group(1, evaluation=2), [ray.put(2.0)]
     batches = [ValidationBatch(4, start, start + 2, 0) for start in (0, 2, 4)]

@@ -126,7 +126,7 @@ def test_bf16_stays_near_fp32():
     assert half.normalise(videos.double()[:, :1].expand(-1, 16, -1, -1, -1)).dtype == torch.float32
 
 
-def test_a_bf16_vae_decodes_within_60_decibels():
+def test_a_bf16_vae_decodes_at_57_decibels_or_more():
     """Peak signal to noise of the two decodes of one clip's latents: -20 lg(rms), with pixels in [0, 1]."""
     latents = tiny_codec().encode(render([draw_clip(TRAINING[0], torch.Generator().manual_seed(0))]))
     half = WanCodec.load(WAN, CPU, EncoderConfig(vae_precision="bf16"))
@@ -149,7 +149,7 @@ def test_slices_are_decoded_one_by_one_and_change_nothing():
     torch.testing.assert_close(sliced.encode(videos[1].detach()), tiny_codec().encode(videos[1].detach()))
 
 
-def test_tiles_begin_in_time_anew_and_leave_small_frames_alone():
+def test_each_tile_has_its_own_feature_cache_and_one_tile_is_the_whole_frame():
     """The first tile's corner, which no other tile is blended into, is that of a video of this tile alone."""
     tiled, latents = WanCodec.load(WAN, CPU, EncoderConfig(vae_tile=64)), torch.randn(1, 16, 3, 7, 4)
     small, large = latents[:, :, :, :4], latents

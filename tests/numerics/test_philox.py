@@ -32,7 +32,7 @@ def test_known_answers(name):
 
 
 @given(count=st.integers(1, 70), part=st.integers(1, 30), rows=st.lists(st.integers(0, 4), min_size=1, max_size=4))
-def test_parts_and_company_change_no_number(count, part, rows):
+def test_a_row_depends_neither_on_other_rows_nor_on_the_length_of_parts(count, part, rows):
     streams = some_streams(5)
     whole = philox.normal(streams, 70)
     assert torch.equal(philox.normal(streams[rows], count, part=part), whole[rows, :count])

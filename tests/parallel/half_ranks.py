@@ -43,7 +43,7 @@ SAMPLES, UPDATES = 4, 2
 
 
 class Gathered(TorchDispatchMode):
-    """Counts the bytes that this rank gathers from all, by dtype, in passes."""
+    """Counts the bytes that this rank's all-gathers return."""
 
     def __init__(self) -> None:
         super().__init__()

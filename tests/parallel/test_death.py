@@ -59,6 +59,8 @@ def test_a_rank_that_is_killed_in_training_ends_the_job(tmp_path):
                 if metrics.is_file() and "train/" in metrics.read_text():
                     break
                 threading.Event().wait(0.1)
+            else:
+                pytest.fail(f"no training step in two minutes: {log.read_text()}")
             ranks = ranks_of(job)
             os.kill(ranks["1"].pid, signal.SIGKILL)
             assert job.wait(60) != 0, log.read_text()

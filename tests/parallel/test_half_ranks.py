@@ -65,7 +65,7 @@ def test_compiled_blocks_change_no_bit(two, mesh):
 
 
 def test_half_of_the_bytes_are_gathered(two):
-    """Norms and tables are whole on every rank, which costs less than a hundredth of a real network's weights."""
+    """Norms and tables are whole on every rank, which are less than 0.1% of Wan2.1's weights."""
     (half, _, count), (exact, none, _) = two["gathered/half"].tolist(), two["gathered/float"].tolist()
     assert none == 0 and count > 8
     assert 0.4 * exact < half <= 0.5 * exact

@@ -134,9 +134,8 @@ def test_an_average_on_the_cpu_is_the_other_one_whatever_happens_to_the_weights_
             p.data.add_(100)
         gate.set()
         assert_same(host.shadow, same.shadow)
-        for p in ours.values():
-            p.data.sub_(100)
-            p.data.copy_(theirs[next(key for key in ours if ours[key] is p)].data)
+        for key, p in ours.items():
+            p.data.copy_(theirs[key].data)
         gate.clear()
     with host.swapped():
         assert_same(ours, same.shadow)
@@ -151,7 +150,22 @@ def test_an_average_on_the_cpu_does_not_hide_what_its_thread_raised(monkeypatch)
         _ = one.shadow
 
 
-def test_gradients_of_one_rank_are_not_averaged():
+def test_ranks_say_which_weights_have_gradients_before_they_average(monkeypatch):
+    """Equal counts and equal sums of numbers do not make them equal."""
+    said, mesh = [], Mesh(CPU)
+    monkeypatch.setattr(Mesh, "assert_same", lambda _, text: said.append(text))
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda _: None)
+    object.__setattr__(mesh, "size", 2)
+    for numbers in ((0, 3), (1, 2)):
+        weights = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+        for number in numbers:
+            weights[number].grad = torch.full((2,), 4.0)
+        average_gradients(weights, mesh)
+        assert [p.grad is not None and p.grad.tolist() for p in weights].count([2.0, 2.0]) == 2
+    assert said[0] != said[1]
+
+
+def test_averaging_gradients_on_one_rank_needs_no_process_group():
     p = nn.Parameter(torch.zeros(2))
     p.grad = torch.ones(2)
     average_gradients([p], Mesh(CPU))

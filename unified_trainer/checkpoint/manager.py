@@ -78,7 +78,7 @@ class Saver:
         self.wait()
         self._check_finite(step, tensors)
         if self._asynchronous:
-            tensors = self._stager.stage(dict(tensors))
+            tensors = self._staged(tensors)
         self._do(self._save, step, tensors, metadata)
 
     def record(self, step: int, metadata: Mapping[str, Any]) -> None:
@@ -115,6 +115,13 @@ class Saver:
             raise DiskFull(
                 f"step {step} could not be saved: free space in {self._root}, then --resume {self._root.parent}"
             )
+
+    def _staged(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return a copy in CPU memory; on an accelerator the next save of tensors of the same names uses it again."""
+        held = self._stager.state_dict_cache
+        if held is not None and held.keys() != tensors.keys():  # a validation under way adds its weights
+            self._stager.state_dict_cache = None
+        return self._stager.stage(dict(tensors))
 
     def _failed(self, pending: Future[None]) -> bool:
         return pending.done() and pending.exception() is not None

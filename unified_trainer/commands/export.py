@@ -24,8 +24,8 @@ from unified_trainer.input_files import read_json
 from unified_trainer.models.base import Family, VideoModel
 from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import DTYPES
 from unified_trainer.terminal import say
+from unified_trainer.types import DTYPES
 
 ABOUT = "unified_trainer.json"
 MERGED, WRITTEN = 1e-3, 1e-5  # largest change of the example's velocity, relative to its largest value

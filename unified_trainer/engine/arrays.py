@@ -64,11 +64,6 @@ class Weights:
         self._bytes = {name: _bytes(weight) for name, weight in sent.items()}
         self._checksum = checksum(self._bytes)
 
-    @property
-    def size(self) -> int:
-        """Bytes that travel."""
-        return size(self._bytes)
-
     @torch.no_grad()
     def copy_to(self, weights: Mapping[str, Tensor]) -> None:
         """Copy into tensors of the same names, dtypes and shapes; RuntimeError for others, or for changed bytes."""

@@ -33,8 +33,8 @@ class WorkerConfig:
     (experimental). Transitions keep the version of the weights that made them. Samples then depend on the speed of
     workers: such a run cannot be repeated bit for bit."""
     send: Literal["exact", "bf16"] = "exact"
-    """Precision in which trained weights are sent to rollout workers: as they are, or in bf16, half of the bytes, for
-    student.precision bf16. Samples then differ from those without workers as by rounding in bf16 (experimental)."""
+    """Precision in which trained weights are sent to rollout workers: exact, or bf16, which halves the bytes and needs
+    student.precision bf16. Samples then differ from those without workers by rounding in bf16 (experimental)."""
     workers: CountOrZero = 0
     """Rollout workers: processes on Ray that make the samples of training; 0 makes them in the training processes."""
     reward_workers: CountOrZero = 0

@@ -1,6 +1,8 @@
 """Validations by evaluation workers, beside training."""
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ class RemoteValidation:
         self.ema = config.ema
         self._group, self._report, self._mesh = group, report, mesh
         self._samples = [batch for share in batches(config, mesh.data_size) for batch in share]
+        self._versions = itertools.count()  # a step may be validated twice, with other weights
         self._weights: Any = None  # reference to those of the validation that was started
         self._ordered: list[tuple[ValidationBatch, Any]] = []  # a batch, and the scheduler's reply to come
 
@@ -37,22 +40,22 @@ class RemoteValidation:
         with phase("weights"):
             whole = gathered(student.weights, self._mesh)
             if self._mesh.is_main:
-                self._weights = ray.put(arrays.Weights(step, whole))
+                self._weights = ray.put(arrays.Weights(next(self._versions), whole))
                 items = [ValidationBatch(step, one.start, one.stop, self._report.videos) for one in self._samples]
                 self._ordered = [(item, self._ask(item)) for item in items]
 
     def finish(self, folder: Path, step: int) -> ValidationResult:
-        """Wait for the workers; the metrics are those of a validation in training, with times and deaths."""
+        """Wait for the workers; the metrics are those of a validation in training."""
         if not self._mesh.is_main:
             return ValidationResult(json.loads(self._mesh.broadcast("")), (), None, None)
         took: dict[str, float] = {}
         parts = [self._receive(item, reply, took) for item, reply in self._ordered]
         self._ordered, self._weights = [], None
         result = self._report.result(joined(parts), [clip for part in parts for clip in part.clips], folder, step)
-        result.metrics.update({f"validation/worker_seconds/{name}": seconds for name, seconds in took.items()})
-        result.metrics["validation/worker_deaths"] = float(ray.get(self._group.scheduler.deaths.remote()))
         self._mesh.broadcast(json.dumps(result.metrics))
-        return result
+        costs = {f"worker_seconds/{name}": seconds for name, seconds in took.items()}
+        costs["worker_deaths"] = float(ray.get(self._group.scheduler.deaths.remote()))
+        return replace(result, costs=costs)
 
     def _ask(self, item: ValidationBatch) -> Any:
         return self._group.scheduler.validate.remote(item, [self._weights])

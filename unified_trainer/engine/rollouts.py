@@ -1,4 +1,4 @@
-"""Samples from rollout workers, made with weights that are always the same number of training steps old."""
+"""Samples from rollout workers, begun with weights that are always the same number of training steps old."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -31,9 +31,10 @@ Ordered = list[tuple[WorkItem, Any]]  # a work item, and the scheduler's reply t
 class RemoteRollouts:
     """The samples of step k come from the weights after max(0, k - ahead) steps, whoever makes them and whenever.
 
-    A run is therefore a function of its settings and of `ahead`: the number of workers, their speed, kills and resumes
-    change no number. It is the capacity rule of AReaL (arXiv:2505.24298) at equality, in whole training steps. A method
-    may lower `ahead`; samples that are under way by then keep the weights that they were ordered with.
+    Without `rollouts.swap` a run is therefore a function of its settings and of `ahead`: the number of workers, their
+    speed, kills and resumes change no number. With it, workers may finish samples with newer weights. It is the
+    capacity rule of AReaL (arXiv:2505.24298) at equality, in whole training steps. A method may lower `ahead`; samples
+    that are under way by then keep the weights that they were ordered with.
     """
 
     uniform = False

@@ -1,7 +1,7 @@
 """The actor that hands out work: it imports no model and never holds a tensor.
 
-It leads every work item through the rollout workers and the reward workers, and gives the work of a dead worker to
-another one.
+It leads every work item through the rollout workers and the reward workers, every batch of a validation to an
+evaluation worker, and gives the work of a dead worker to another one.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from ray.exceptions import ObjectLostError, RayActorError
 
 DEATHS = 5  # workers that may die of one work item before the run ends
 
-Measured = dict[str, float]  # metrics of a piece of work, summed over work items
-Made = tuple[list[ObjectRef], Measured, str]  # references to samples and scores, what they took, and who sampled
+Costs = dict[str, float]  # seconds and counts of a piece of work, summed over work items
+Made = tuple[list[ObjectRef], Costs, str]  # references to samples and scores, what they took, and who sampled
 
 
 class WorkersLostError(RuntimeError):
@@ -66,9 +66,7 @@ class Pool:
         self._restarts: set[asyncio.Task[None]] = set()
         self.deaths = 0
 
-    async def run(
-        self, item: WorkItem | ValidationBatch, call: Callable[[Any], list[ObjectRef]]
-    ) -> tuple[Any, list[ObjectRef]]:
+    async def run(self, item: Work, call: Callable[[Any], list[ObjectRef]]) -> tuple[Any, list[ObjectRef]]:
         """Return what a worker says of `call`, and references to its results; raise what the worker raises.
 
         `call` asks a worker and returns references: first to what it says, then to the results. WorkersLostError if no
@@ -189,7 +187,7 @@ class Scheduler:
         """Return how many workers have died so far."""
         return sum(pool.deaths for pool in {self._makers, self._scorers, self._evaluators})
 
-    async def validate(self, item: ValidationBatch, weights: list[ObjectRef]) -> tuple[ObjectRef, Measured]:
+    async def validate(self, item: ValidationBatch, weights: list[ObjectRef]) -> tuple[ObjectRef, Costs]:
         """Return a reference to what was measured of a batch with these weights, and the worker's seconds by phase."""
         took, (measured,) = await self._evaluators.run(item, partial(_measure, item=item, weights=weights[0]))
         return measured, took

@@ -20,7 +20,7 @@ from unified_trainer.config import RunConfig
 from unified_trainer.data.loader import make_batch
 from unified_trainer.engine import arrays, cluster
 from unified_trainer.engine.arrays import Arrays, Signature, Weights
-from unified_trainer.engine.scheduler import Measured, Scheduler, ValidationBatch, WorkItem
+from unified_trainer.engine.scheduler import Costs, Scheduler, ValidationBatch, WorkItem
 from unified_trainer.errors import UserError
 from unified_trainer.meter import Meter, phase
 from unified_trainer.parallel.device import pick_device
@@ -52,7 +52,8 @@ class NewerWeights:
 class Worker:
     """Makes samples with the weights that come with the work, or scores them.
 
-    It keeps nothing that a restart could lose: every result follows from the arguments.
+    It keeps nothing that a restart could lose: every result follows from the arguments, and with `rollouts.swap` from
+    the newer weights that it took.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Worker:
         """Return the signature of the weights, and where the worker runs, once it has started."""
         return arrays.signature(self._sampling.weights), place()
 
-    def make(self, item: WorkItem, weights: Weights) -> tuple[tuple[str, Measured], Arrays]:
+    def make(self, item: WorkItem, weights: Weights) -> tuple[tuple[str, Costs], Arrays]:
         """Return who made the rollout of a work item with these weights, what it took, and the rollout.
 
         With swaps, the rollout has an array `versions` of the weights that made each transition of each chunk, [s, k].
@@ -115,7 +116,7 @@ class Worker:
             self._copy(weights)
         return self._version
 
-    def score(self, item: WorkItem, rollout: Arrays) -> tuple[Measured, dict[str, Any]]:
+    def score(self, item: WorkItem, rollout: Arrays) -> tuple[Costs, dict[str, Any]]:
         """Return the scores of the samples of a work item."""
         begun, reward = time.perf_counter(), self._sampling.reward
         assert reward is not None, "a rollout worker was asked for scores, but reward workers give them"
@@ -142,15 +143,15 @@ class EvaluationWorker:
         """Return the signature of the weights, and where the worker runs, once it has started."""
         return arrays.signature(self._student.weights), place()
 
-    def measure(self, item: ValidationBatch, weights: Weights) -> tuple[Measured, tuple[Arrays, list[np.ndarray]]]:
+    def measure(self, item: ValidationBatch, weights: Weights) -> tuple[Costs, tuple[Arrays, list[np.ndarray]]]:
         """Return the seconds of each phase, and the columns and videos of a batch with these weights."""
         meter = Meter(self._device)
         with meter.measure():
-            if item.step != self._version:
+            if weights.version != self._version:
                 self._version = -1
                 with phase("copy_weights"):
                     weights.copy_to(self._student.weights)
-                self._version = item.step
+                self._version = weights.version
             found = self._maker.make(self._student, range(item.start, item.stop), item.videos)
         return meter.seconds(), (arrays.of_columns(found.columns), found.clips)
 

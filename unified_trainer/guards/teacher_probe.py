@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +77,7 @@ class TeacherProbe:
         if not self._reference:
             with phase("teacher"):
                 self._reference = self._measure(self._teacher, self._teacher_sampler)
-        with student.ema_weights() if self._ema else nullcontext():
+        with student.sampling_weights(ema=self._ema):
             own = self._measure(student, self._sampler)
         return {
             f"{name}_to_teacher": own[name] / value for name, value in self._reference.items() if value and name in own

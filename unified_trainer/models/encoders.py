@@ -14,7 +14,6 @@ from unified_trainer.errors import UserError
 from unified_trainer.ranges import CountOrZero, Gibibytes
 
 TILE_UNIT = 64  # pixels: three quarters of a tile are whole latents of VAEs with up to 16 pixels a latent
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,8 @@ class EncoderConfig:
     vae_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the VAE; Wan's is usually run in fp32. Latents and videos are fp32 in either case."""
     vae_slicing: bool = False
-    """Encode and decode one sample at a time: the VAE's memory is that of one sample."""
+    """Encode and decode one sample at a time: without a gradient, the VAE's activations are those of one sample.
+    Decoding chunk by chunk is neither sliced nor tiled."""
     vae_tile: CountOrZero = 0
     """Encode and decode larger frames in tiles of this many pixels a side, which overlap by a quarter and are blended,
     for less memory; a multiple of 64. Values change where tiles meet (docs/performance.md). 0 takes frames whole."""

@@ -1,1 +1,1 @@
-"""Formulas as functions of tensors; no state, no device, no randomness. They import torch and nothing above them."""
+"""Formulas as functions of tensors, and random numbers as functions of a key; no state, nothing above torch."""

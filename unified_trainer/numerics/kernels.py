@@ -66,7 +66,7 @@ def transition(
 
 
 def _diffusion(kernel: Kernel, sigma: Sigma, level: float, sigma_max: Sigma | None = None) -> Tensor:
-    """Return the diffusion s of `transition`, float64."""
+    """Return the diffusion s of `transition`, in the widest dtype of its device."""
     if kernel not in get_args(Kernel):
         raise ValueError(f"unknown kernel {kernel!r}; have {', '.join(get_args(Kernel))}")
     sigma = as_level(sigma)
@@ -80,7 +80,7 @@ def _diffusion(kernel: Kernel, sigma: Sigma, level: float, sigma_max: Sigma | No
 
 
 def log_prob(x_next: Tensor, mean: Tensor, std: Tensor, *, normalised: bool = True) -> Float[Tensor, " b"]:
-    """Return the Gaussian log-density of x_next, averaged over the elements of each sample, float64.
+    """Return the Gaussian log-density of x_next, averaged over the elements of each sample, in the widest dtype.
 
     It is the mean over elements of -(x_next - mean)^2 / (2 std^2) - ln std - ln(2 pi) / 2; `normalised` False gives the
     mean of -(x_next - mean)^2, as published for `cps`. `mean` keeps its graph, x_next is detached. Raises ValueError

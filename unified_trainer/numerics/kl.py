@@ -38,8 +38,8 @@ def gaussian_kl_estimate(
     d = (mean - mean_ref) (2 x_next - mean - mean_ref) / (2 std^2); k2 and k3 of the mean log-ratio would be about 1/D
     of a KL. Over draws of the policy, k1 and k3 have the KL as their expectation, and k2 of an element is higher by
     half the square of that element's KL. The gradients of k2 and k3 have the gradient of the KL as their expectation,
-    the gradient of k1 has expectation zero. The result is float64; `mean` keeps its graph, x_next is detached. Raises
-    ValueError where std is 0.
+    the gradient of k1 has expectation zero. The result is in the widest dtype of its device; `mean` keeps its graph,
+    x_next is detached. Raises ValueError where std is 0.
     """
     std = _checked_std("gaussian_kl_estimate", std, mean)
     x_next, mean, mean_ref = promote(x_next).detach(), promote(mean), promote(mean_ref)
@@ -50,8 +50,8 @@ def gaussian_kl_estimate(
 def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Float[Tensor, " b"]:
     """Return the KL per element between Gaussians of equal std: the mean of (mean - mean_ref)^2 / (2 std^2).
 
-    The mean is over the elements of each sample, in float64; `std` broadcasts over `mean`. Raises ValueError where std
-    is 0.
+    The mean is over the elements of each sample, in the widest dtype of its device; `std` broadcasts over `mean`.
+    Raises ValueError where std is 0.
     """
     std = _checked_std("gaussian_kl", std, mean)
     return sample_mean(((promote(mean) - promote(mean_ref)) / std).square()) / 2

@@ -1,7 +1,8 @@
 """Policy-gradient objectives, to be maximized, and their diagnostics.
 
-Ratios, and what they are compared with, are float64: a log-ratio is a mean over the D elements of a latent, and its
-spread of about 1e-5 at D = 1e6 is only a hundred times the spacing of float32 numbers near a ratio of 1.
+Ratios, and what they are compared with, are in the widest dtype of their device (`flow.widest`): a log-ratio is a mean
+over the D elements of a latent, and its spread of about 1e-5 at D = 1e6 is only a hundred times the spacing of float32
+numbers near a ratio of 1.
 """
 
 import math
@@ -65,8 +66,8 @@ def surrogate(
     `cispo`: sg(clip(r, lo, hi)) r / sg(r) A; canonically lo = 0 (arXiv:2506.13585).
     `gspo`: `clip` with one ratio per sample, exp of the mean of log_ratio [b, s] over s (arXiv:2507.18071).
 
-    `clip_low` and `clip_high` are numbers or one number per element. The result is float64 and has the shape of
-    `log_ratio`; [b] for `gspo`. Raises ValueError for an unknown mode.
+    `clip_low` and `clip_high` are numbers or one number per element. The result is in the widest dtype of its device
+    and has the shape of `log_ratio`; [b] for `gspo`. Raises ValueError for an unknown mode.
     """
     ratio = _ratio(mode, log_ratio)
     low, high = 1 - clip_low, 1 + clip_high
@@ -97,7 +98,8 @@ def guarded_log_ratio(
 
     The mean is over the D elements of a sample. A log-ratio averaged over elements has expectation -k and standard
     deviation sqrt(2 k / D), k the KL per element, so a symmetric clip range acts on one side only. The guarded
-    log-ratio has expectation 0 and the same scale at every step. It is float64; `mean_old` takes no gradient.
+    log-ratio has expectation 0 and the same scale at every step. It is in the widest dtype of its device; `mean_old`
+    takes no gradient.
     """
     std = torch.as_tensor(std)
     spread = std.to(widest(mean.device)) if std.ndim == 0 else sample_mean(std.to(mean.device).expand_as(mean))
@@ -176,7 +178,7 @@ def diagnostics(
 
 
 def _ratio(mode: Mode, log_ratio: Tensor) -> Tensor:
-    """Return exp of the clipped log-ratio, float64; one per sample for gspo."""
+    """Return exp of the clipped log-ratio, in the widest dtype of its device; one per sample for gspo."""
     if mode not in get_args(Mode):
         raise ValueError(f"unknown surrogate {mode!r}; have {', '.join(get_args(Mode))}")
     log_ratio = log_ratio.to(widest(log_ratio.device)).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

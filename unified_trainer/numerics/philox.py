@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-NAME = "philox4x32-10"  # in the manifests of checkpoints: a run goes on with the noise that it began with
+NAME = "philox4x32-10"  # in the manifests of checkpoints, so that a resume can say that the noise is another one
 WORD = 2**32 - 1  # mask of 32 bits
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

@@ -1,4 +1,7 @@
-"""Devices and their backends: cuda with nccl, npu with hccl, cpu with gloo. No other file names a device."""
+"""Devices and their backends: cuda with nccl, npu with hccl, cpu with gloo. No other file names an accelerator.
+
+`numerics/flow.py` alone says besides which of them have no float64.
+"""
 
 import itertools
 import re
@@ -24,7 +27,7 @@ ATTENTION = {
 _chosen_attention = ExitStack()  # torch keeps the order of kernels until this is closed
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gloo"}
 # Attention of torch_npu by name: these operations exist only where it is installed.
-OWN_ATTENTION = ("npu::npu_fusion_attention", "npu::npu_fusion_attention_v2", "npu::npu_fusion_attention_v3")
+NPU_ATTENTION = ("npu::npu_fusion_attention", "npu::npu_fusion_attention_v2", "npu::npu_fusion_attention_v3")
 RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # names by which Ray counts devices; it does not count a CPU as one
 CONTROL_BACKEND = "gloo"  # of the control group, whose collectives run on the CPUs
 # Published dense bf16 matrix products of one device in TFLOP/s with fp32 sums, by words of its name; the first row that

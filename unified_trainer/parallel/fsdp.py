@@ -4,6 +4,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -62,10 +63,10 @@ def average_gradients(weights: Sequence[nn.Parameter], mesh: Mesh) -> None:
     A weight without a gradient keeps none. RanksDivergedError if the ranks do not have gradients of the same weights.
     Averages that were taken before stay, so that it may be called after every backward pass.
     """
-    having = [number for number, p in enumerate(weights) if p.grad is not None]
     if not weights or mesh.size == 1:
         return
-    mesh.assert_same(f"gradients of {len(having)} weights that are not sharded, numbers sum to {sum(having)}")
+    having = [number for number, p in enumerate(weights) if p.grad is not None]
+    mesh.assert_same(f"gradients of {len(having)} weights that are not sharded, {crc32(repr(having).encode()):08x}")
     if having:
         gradients = [weights[number].grad for number in having]
         mean = torch.cat([gradient.flatten() for gradient in gradients])

@@ -169,7 +169,7 @@ class Mesh:
         return Mesh(torch.device("cpu"), self.rank, self.size, control_group=group)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Concatenate the rows of all data ranks in order of `data_rank`, on their device or on the CPU.
+        """Concatenate the rows of all data ranks in order of `data_rank`; the result is on the device of `rows`.
 
         A collective; every rank must bring the same number of rows.
         """

@@ -90,11 +90,12 @@ def _motion_energy(y: Luma) -> PerSample:
 def statistics(video: Video) -> dict[str, PerSample]:
     """Compute the statistics that reward hacking usually moves; a single frame has none of motion.
 
-    They are those of the scorers of their names; luma is computed once.
+    The values are those of the scorers of these names, with luma computed once.
     """
-    y = luma(video.float())
+    video = video.float()
+    y = luma(video)
     found = {
-        "saturation": saturation(video.float()),
+        "saturation": saturation(video),
         "dark_share": _dark_share(y),
         "edge_density": _edge_density(y),
     }

@@ -54,7 +54,7 @@ def collect_samples(
 
 
 def lag_metrics(samples: ScoredSamples, step: int, mesh: Mesh) -> dict[str, float]:
-    """Return how many training steps older than the present weights those are that made the samples, if any are."""
+    """Return by how many training steps the weights that samples began with are older than the present ones, if so."""
     lag = (step - mesh.all_gather_cpu(samples.versions)).double()
     return {"lag": float(lag.mean()), "lag_max": float(lag.max())} if bool(lag.any()) else {}
 

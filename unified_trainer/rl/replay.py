@@ -26,7 +26,7 @@ class Trajectories:
     rng: Streams
     lags: Int[Tensor, "b s"]  # training steps between the weights that made a transition and the present ones; CPU
     start_log_probs: Float[Tensor, "b s"]  # log-densities at the start of the training step, where they are computed
-    first_states: Sequence[Hashable] = ()  # equal ones: of samples in one state until the window begins; empty for none
+    first_states: Sequence[Hashable] = ()  # a key per sample; equal keys: equal state before the window. Empty: no key
 
     @classmethod
     def of(
@@ -132,9 +132,10 @@ class ReplayCollector:
 
 
 def _first_states(samples: ScoredSamples) -> list[Hashable]:
-    """Return what samples of one initial noise have in common that are in one state until the window begins.
+    """Return a key for each sample; samples of equal keys have one prompt and, before the window, one state.
 
-    That is prompt and version, unless weights were swapped before the window: then nobody knows at which call.
+    The key is prompt and version. A sample whose weights were swapped before the window has a key of its own, since it
+    is not known before which call the swap came.
     """
     rows = zip(samples.batch.prompt_ids, samples.versions.tolist(), samples.newer[:, 0].tolist(), strict=True)
     return [(prompt, version, row if newer else None) for row, (prompt, version, newer) in enumerate(rows)]

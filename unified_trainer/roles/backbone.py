@@ -36,7 +36,9 @@ NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights
 
 
 class Backbone:
-    """A model with the adapters of its roles; blocks are prepared and weights sharded once all are in place.
+    """A model with the adapters of its roles.
+
+    When they are in place, its blocks are set to be recomputed or compiled, and its weights are sharded.
 
     With adapters, or with `trained` False, the model's own weights are frozen and can be held in half precision.
     """

@@ -75,6 +75,11 @@ def _compiled(
             return graph(*inputs_of(*inputs))
         except torch._dynamo.exc.Unsupported as error:
             raise UserError(f"a block cannot be compiled as one graph: set compile to false ({error.msg})") from error
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise UserError(
+                f"compiled blocks need more than {GRAPHS} graphs, one for each batch size, video size, adapter and "
+                "kind of pass: set compile to false"
+            ) from error
 
     return _recomputed(run, how, adapter) if how == "full" else run
 

@@ -55,7 +55,7 @@ class HostEMA(EMA):
     """An EMA in CPU memory that a thread updates while training goes on; reading it waits for the thread.
 
     On an accelerator the weights are copied into pinned memory in the order of its stream, so that what changes them
-    next comes after the copy, and this process does not wait.
+    next comes after the copy. An update waits only if the average of the one before is not done.
     """
 
     def __init__(self, weights: dict[str, Tensor], decay: float, start: int = 0) -> None:
@@ -76,7 +76,7 @@ class HostEMA(EMA):
         return weight.to("cpu", copy=True)
 
     def _follow(self, weights: Sequence[Tensor], decay: float) -> None:
-        self._wait()  # what arrived before is averaged
+        self._wait()  # the thread reads the pinned copies until its average is done
         for arriving, weight in zip(self._arriving, weights, strict=True):
             arriving.copy_(weight, non_blocking=True)
         copied = None if self._device.type == "cpu" else torch.Event(self._device)

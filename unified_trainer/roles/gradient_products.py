@@ -24,9 +24,9 @@ def gradient_products(role: Trainable, losses: Sequence[Sequence[Pass]], mesh: M
     if any(p.grad is not None for p in role.weights.values()):
         raise RuntimeError(f"gradients of {role.name} are measured before the passes of an update, not among them")
     gradients = [_gradient(role, passes) for passes in losses]
-    # A weight that is not sharded is on every rank, a sharded one once in each copy of the weights.
-    often = {key: 1.0 if is_sharded(p) else mesh.size / mesh.config.replicate for key, p in role.weights.items()}
-    own = torch.stack([torch.stack([_product(one, other, often) for other in gradients]) for one in gradients])
+    # How many ranks hold an element, within one copy of the sharded weights.
+    copies = {key: 1.0 if is_sharded(p) else mesh.size / mesh.config.replicate for key, p in role.weights.items()}
+    own = torch.stack([torch.stack([_product(one, other, copies) for other in gradients]) for one in gradients])
     return mesh.all_gather_cpu(own[None]).sum(0) / mesh.config.replicate  # each copy of the weights adds the same
 
 
@@ -40,7 +40,7 @@ def _gradient(role: Trainable, passes: Sequence[Pass]) -> dict[str, Tensor]:
     return found
 
 
-def _product(one: dict[str, Tensor], other: dict[str, Tensor], often: dict[str, float]) -> Float[Tensor, ""]:
+def _product(one: dict[str, Tensor], other: dict[str, Tensor], copies: dict[str, float]) -> Float[Tensor, ""]:
     shared = [key for key in one if key in other]
-    parts = [(one[key] * other[key]).sum(dtype=widest(one[key].device)) / often[key] for key in shared]
+    parts = [(one[key] * other[key]).sum(dtype=widest(one[key].device)) / copies[key] for key in shared]
     return torch.stack(parts).cpu().double().sum() if parts else torch.zeros((), dtype=torch.float64)

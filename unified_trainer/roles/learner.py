@@ -27,8 +27,8 @@ class LearnerConfig:
     weight_decay: Annotated[float, at_least(0, 100)] = 0.01
     """Weight decay of AdamW."""
     moments: Moments = "fp32"
-    """Precision in which AdamW's two moments are held. bf16 takes half of their memory: they are updated in float32 and
-    rounded stochastically. Checkpoints hold them in this precision."""
+    """Precision of AdamW's two moments, in memory and in checkpoints. bf16 halves their memory: they are updated in
+    float32 and rounded stochastically."""
     max_grad_norm: NonNegative = 1.0
     """Largest gradient norm over all weights of the role or the expert; 0 does not clip."""
     warmup_updates: PeriodOrZero = 0
@@ -44,8 +44,8 @@ class LearnerConfig:
     ema_start: PeriodOrZero = 0
     """Updates after which the averaging starts; until then the EMA weights are the weights."""
     ema_device: Literal["same", "cpu"] = "same"
-    """Where the EMA weights are: on the device of the weights, or in CPU memory. There a thread averages while training
-    goes on; it takes twice their size in CPU memory, one copy for the weights on their way."""
+    """Where the EMA weights are: on the device of the weights (same), or in CPU memory (cpu), where a thread averages
+    them while training goes on. cpu takes twice their size: the average, and a copy of the weights that it reads."""
 
 
 class Learner:

@@ -11,11 +11,11 @@ from torch.optim.adamw import adamw
 from unified_trainer.parallel.device import optimizer_kernels
 from unified_trainer.parallel.fsdp import offset_of, to_local
 from unified_trainer.roles.stochastic_rounding import random_bits, round_to_bf16_
+from unified_trainer.types import DTYPES
 
 Moments = Literal["fp32", "bf16"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's first and second moment, by torch's names
-BUCKET = 2**24  # elements whose moments are in float32 at a time, where they are held in bf16
+BUCKET = 2**24  # elements whose bf16 moments are in float32 at a time; a larger weight is a bucket of its own
 
 
 class AdamW:

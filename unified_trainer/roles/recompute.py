@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from unified_trainer.parallel.device import OWN_ATTENTION
+from unified_trainer.parallel.device import NPU_ATTENTION
 from unified_trainer.ranges import Gibibytes
 
 Recomputed = Literal["none", "selective", "full"]  # of one block
@@ -25,6 +25,7 @@ ATTENTION = (
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
+    torch.ops.higher_order.flex_attention,  # masked attention on CUDA, as compiled blocks call it
 )
 WIDENING = 8  # a product that has more columns than this times its inner width is cheap to repeat and costly to keep
 
@@ -63,7 +64,7 @@ def selective_policy(_context: Any, operation: Any, *inputs: Any, **_named: Any)
     Products that widen their input more than WIDENING times, such as the second factor of an adapter, are as large as
     the others and take little time: they are recomputed too.
     """
-    if operation in ATTENTION or operation.name() in OWN_ATTENTION:
+    if operation in ATTENTION or operation.name() in NPU_ATTENTION:
         return CheckpointPolicy.MUST_SAVE
     if operation not in PRODUCTS:
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -156,7 +156,7 @@ class Reward(VideoReward):
         """Decode clean latents and score them; `total` of the parts is the reward.
 
         Where all scorers look at the first frame alone, only the first latent frame is decoded: the codec is causal.
-        `step` is the training step, on which it depends whether pixel statistics are computed.
+        Pixel statistics are computed in every `statistics_every`-th training `step`, and in step 0.
         """
         video = self._decode(x0)
         parts, measured = self.parts(video, prompts, self.weights), step % self.config.statistics_every == 0

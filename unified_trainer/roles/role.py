@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -66,9 +66,9 @@ class RoleConfig:
 @dataclass(frozen=True)
 class TrainableConfig(LearnerConfig, RoleConfig):
     activation_memory: ActivationMemory = "none"
-    """Activations that the backward pass computes again, for less memory: none; selective, all but the results of
-    matrix products and of attention, almost without FLOPs; full, everything, a third more time. Or the GiB that the
-    activations of a loss may take on a rank: as little is recomputed as fits, in whole blocks."""
+    """Activations that the backward pass computes again, to save memory. none: nothing. selective: all but the results
+    of matrix products and attention, at almost no extra FLOPs. full: everything, a third more FLOPs. A number is the
+    GiB that the activations of one loss may take on a rank: as little is recomputed as fits, in whole blocks."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     high: ExpertConfig = field(default_factory=ExpertConfig)
     low: ExpertConfig = field(default_factory=ExpertConfig)
@@ -278,7 +278,7 @@ class Trainable(Role):
 
         A loss in which only an expert that is not trained took part has no gradient and is skipped. The ranks
         exchange the gradients of two experts after every pass: none of them knows which pass is an expert's last
-        before its step.
+        before its step. Gradients of weights that are not sharded are averaged here too.
         """
         for expert in self.experts:
             self._exchange_gradients(expert, last=last or bool(expert))
@@ -345,6 +345,10 @@ class Trainable(Role):
         """Multiply the learning rate of every later update by `scale`, besides its schedule."""
         for learner in self._learners.values():
             learner.rate_scale = scale
+
+    def sampling_weights(self, *, ema: bool) -> AbstractContextManager[None]:
+        """Run the role with the weights that samples are made with: with `ema` its EMA weights, if it keeps any."""
+        return self.ema_weights() if ema else nullcontext()
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:

@@ -91,16 +91,18 @@ def architecture_of(role: str, path: str, run: RunConfig) -> Architecture:
     if path:
         family, folder = family_of(role, path)
         components, boundary = family.networks(folder)
-        configs = [read_json(folder / part / "config.json") for part in (components[0], "vae", "text_encoder")]
-        if configs[0].get("_class_name") != NETWORK:
+        network = read_json(folder / components[0] / "config.json")
+        if network.get("_class_name") != NETWORK:
             raise UserError(
-                f"{role}.path {path}: memory is computed for networks of class {NETWORK} alone, not for "
-                f"{configs[0].get('_class_name')}; set activation_memory to none, selective or full"
+                f"{role}.path {path}: memory and FLOPs are computed for networks of class {NETWORK} alone, not for "
+                f"{network.get('_class_name')}; `plan` cannot be used, and activation_memory must be none, selective "
+                "or full"
             )
+        vae, encoder = (read_json(folder / part / "config.json") for part in ("vae", "text_encoder"))
         tokens, settings = TEXT_TOKENS, folder / "tokenizer" / "tokenizer_config.json"
         if settings.is_file():
             tokens = int(min(TEXT_TOKENS, read_json(settings).get("model_max_length", TEXT_TOKENS)))
-        return Architecture(f"configs in {folder}", configs[0], boundary, configs[1], configs[2], tokens)
+        return Architecture(f"configs in {folder}", network, boundary, vae, encoder, tokens)
     fits = load_recipe(run.recipe).get("fits", {}) if run.recipe else {}
     for name, (config, boundary) in PUBLISHED.items():
         known = {**config, "networks": 1 if boundary is None else len(EXPERTS)}

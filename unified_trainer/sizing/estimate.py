@@ -13,7 +13,7 @@ from unified_trainer.sizing.activation_plan import ActivationPlan, activation_pl
 from unified_trainer.sizing.architecture import HPSV3_WEIGHTS, architecture_of
 from unified_trainer.sizing.flops import PassFLOPs, pass_flops
 from unified_trainer.sizing.hardware import Hardware
-from unified_trainer.sizing.memory import BF16, FP32, Memory, Sizes, held_networks, memory_of, seat_of
+from unified_trainer.sizing.memory import BF16, FP32, Memory, Sizes, held_networks, memory_of, recompute_of, seat_of
 from unified_trainer.sizing.rehearsal import HEAD, TEXT_TOKENS, Counts, paths_of, rehearse
 
 STEPS = 5  # training steps of a rehearsal of a method with one update a step; others are rehearsed for one
@@ -126,7 +126,7 @@ def _flops(one: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
         int(frames * frame),
         model.text_tokens,
         rank=rank,
-        repeated=sizes.recomputed(name).full / model.size.layers if trained else 0.0,
+        repeated=recompute_of(name, expert, counts, sizes).full / model.size.layers if trained else 0.0,
         pairs=pairs * frame**2,
         text_keys=model.text_tokens if one.rows["text keys"] else 0,
         times=1 if one.rows["times"] == one.samples else int(frames * frame),

@@ -89,8 +89,9 @@ def pass_flops(
 
     With `rank` an adapter of that rank is trained, and the matrices are not: that halves their backward pass.
     `repeated` is the share of the blocks that the backward pass computes again as a whole; selective recomputation
-    repeats no product. Of a causal pass, `pairs` are the pairs of query and key, `text_keys` the text tokens whose keys
-    are not cached, and `times` the noise levels of a sample; by default all tokens attend to all, at one noise level.
+    repeats only the second factors of adapters, which are not counted. Of a causal pass, `pairs` are the pairs of query
+    and key, `text_keys` the text tokens whose keys are not cached, and `times` the noise levels of a sample; by default
+    all tokens attend to all, at one noise level.
     """
     d, f, n, t = size.width, size.ffn, tokens, text_tokens
     keys, pairs = t if text_keys is None else text_keys, n * n if pairs is None else pairs

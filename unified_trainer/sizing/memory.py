@@ -28,7 +28,7 @@ from unified_trainer.sizing.rehearsal import Counts
 
 FP32, BF16 = 4, 2
 PREFETCHED = 2  # blocks whose weights are gathered at a time
-ROUNDING = 5  # float32 or int32 numbers for each element whose bf16 moments are updated: two moments, random bits
+ROUNDING = 5  # numbers of 4 bytes for each element of a bucket: two moments, the random bits and two copies of them
 LATENTS = 8  # tensors of the size of the latents that a loss holds besides its passes: noise, states, predictions
 
 
@@ -251,14 +251,19 @@ def kept_by(name: str, counts: Counts, sizes: Sizes) -> float:
     return most
 
 
+def recompute_of(name: str, expert: Expert, counts: Counts, sizes: Sizes) -> Recompute:
+    """Return what a network recomputes: what suits all trained roles that share it."""
+    backbone = counts.roles[name].backbones[expert]
+    return Recompute.least_memory(
+        sizes.recomputed(user)
+        for user, role in counts.roles.items()
+        if isinstance(role, Trainable) and backbone in role.backbones.values()
+    )
+
+
 def _network(counts: Counts, sizes: Sizes, one: Pass) -> Network:
     name, expert = seat_of(counts, one)
     config, backbone = counts.plans[name].config, counts.roles[name].backbones[expert]
-    trainable = [
-        user
-        for user, role in counts.roles.items()
-        if isinstance(role, Trainable) and backbone in role.backbones.values()
-    ]
     rank = _rank(sizes, name)
     return Network(
         frozen_config(dict(sizes.models[name].transformer)),
@@ -266,7 +271,7 @@ def _network(counts: Counts, sizes: Sizes, one: Pass) -> Network:
         backbone.half,
         rank=rank,
         trained=_trained(counts, name, expert) and not rank,
-        recompute=Recompute.least_memory(sizes.recomputed(user) for user in trainable),
+        recompute=recompute_of(name, expert, counts, sizes),
     )
 
 
@@ -352,7 +357,7 @@ def _decoding(sizes: Sizes, samples: int, frames: int, *, gradient: bool) -> flo
 
 
 def _temporary(sizes: Sizes, name: str, trained: int) -> float:
-    """Of an optimizer step: two tensors of the size of a weight; with moments in bf16, a bucket of them in float32."""
+    """Return what an optimizer step needs: two tensors like the largest weight, and a bucket of moments in bf16."""
     largest, config = _largest(sizes.models[name]), sizes.run.roles[name]
     if not isinstance(config, TrainableConfig) or config.moments == "fp32":
         return 2.0 * FP32 * largest / sizes.shards

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unified_trainer.models.base import VideoModel
@@ -106,11 +107,9 @@ def _trace(
             p.grad = torch.empty_like(p) if before and p.requires_grad else None
         live = LiveBytes()
         with FakeTensorMode(allow_non_fake_inputs=True), quiet_norms():
-            x = torch.zeros(samples, *latent)
-            text = torch.zeros(samples, text_tokens, int(dict(network.config)["text_dim"]))
-            sigma = torch.full((samples,), 0.5)
+            inputs = _inputs(network, latent, text_tokens, samples)
             with live, nullcontext() if gradient else torch.no_grad():
-                velocity = role.velocity(x, sigma, WanCondition(text))
+                velocity = role.velocity(*inputs)
                 forward, kept = live.peak, live.now
                 if gradient:
                     velocity.square().mean().backward()
@@ -125,13 +124,19 @@ def _forward(
     """Return what a pass with gradient keeps."""
     live = LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True), quiet_norms():
-        x, sigma = torch.zeros(samples, *latent), torch.full((samples,), 0.5)
-        text = torch.zeros(samples, text_tokens, int(dict(network.config)["text_dim"]))
+        inputs = _inputs(network, latent, text_tokens, samples)
         with live:
-            velocity = role.velocity(x, sigma, WanCondition(text))
+            velocity = role.velocity(*inputs)
             kept = live.now  # while the output is there
     del velocity
     return kept
+
+
+def _inputs(
+    network: Network, latent: tuple[int, int, int, int], text_tokens: int, samples: int
+) -> tuple[Tensor, Tensor, WanCondition]:
+    text = torch.zeros(samples, text_tokens, int(dict(network.config)["text_dim"]))
+    return torch.zeros(samples, *latent), torch.full((samples,), 0.5), WanCondition(text)
 
 
 def _role(network: Network, layers: int) -> Trainable | Frozen:

@@ -42,7 +42,10 @@ class ExternalTracker:
         """Start, or continue after `run.start` steps."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics by name, `train/...` or `validation/...`, after `step` training steps."""
+        """Log metrics by name, `train/...` or `validation/...`, after `step` training steps.
+
+        A validation beside training is logged when its result takes effect: `step` is then lower than in earlier calls.
+        """
         raise NotImplementedError
 
     def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:

@@ -17,13 +17,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderMode
 
 from unified_trainer.errors import UserError
 from unified_trainer.input_files import read_as
-from unified_trainer.models.encoders import DTYPES, EncoderConfig, FrozenNetwork
+from unified_trainer.models.encoders import EncoderConfig, FrozenNetwork
 from unified_trainer.models.folder import check_described, fingerprint, load_strictly, read_tokenizer
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.models.wan.configs import TextEncoderConfig, vae_outline
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.suggestions import multiples_near
-from unified_trainer.types import Latents, Video
+from unified_trainer.types import DTYPES, Latents, Video
 
 MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
 
