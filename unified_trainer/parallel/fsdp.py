@@ -148,12 +148,14 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def clip(tensors: Sequence[Tensor], largest: float, norm: Tensor) -> None:
-    """Scale tensors of this total norm in place to the norm `largest`, if theirs is larger."""
-    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
-    parts = [to_local(tensor) for tensor in tensors]
-    for device in {part.device for part in parts}:
-        torch._foreach_mul_([part for part in parts if part.device == device], factor.to(device))
+def clip(tensors: Sequence[Tensor], largest: float, norm: float) -> None:
+    """Scale tensors of this total norm in place to the norm `largest`, if theirs is larger.
+
+    The factor is that of torch.nn.utils.clip_grads_with_norm_, computed in float32 on the CPU: no device is asked.
+    """
+    factor = float(largest / (torch.tensor(norm, dtype=torch.float32) + 1e-6))
+    if factor < 1:
+        torch._foreach_mul_([to_local(tensor) for tensor in tensors], factor)
 
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:

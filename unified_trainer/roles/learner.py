@@ -77,10 +77,10 @@ class Learner:
         """Whether a backward pass reached any of the weights since the last update."""
         return any(p.grad is not None for p in self.weights.values())
 
-    def gradient_norm(self) -> Tensor:
+    def gradient_norm(self) -> float:
         """Return the gradient norm over all weights; NotFiniteError, naming a weight, if it is not finite."""
-        norm = total_norm([p.grad for p in self.weights.values() if p.grad is not None])
-        if not math.isfinite(float(norm)):
+        norm = float(total_norm([p.grad for p in self.weights.values() if p.grad is not None]))
+        if not math.isfinite(norm):
             bad = next(key for key, p in self.weights.items() if p.grad is not None and not _finite(p.grad))
             role = self.name.split("/")[0]
             raise NotFiniteError(
@@ -89,7 +89,7 @@ class Learner:
             )
         return norm
 
-    def step(self, norm: Tensor) -> dict[str, float]:
+    def step(self, norm: float) -> dict[str, float]:
         """Clip a gradient of this norm, update the weights once, and clear the gradient."""
         if self.config.max_grad_norm:
             clip([p.grad for p in self.weights.values() if p.grad is not None], self.config.max_grad_norm, norm)
@@ -100,7 +100,7 @@ class Learner:
         self.updates += 1
         if self._ema:
             self._ema.update(self.updates)
-        return {f"{self.name}/grad_norm": float(norm), f"{self.name}/learning_rate": learning_rate}
+        return {f"{self.name}/grad_norm": norm, f"{self.name}/learning_rate": learning_rate}
 
     def restart_ema(self) -> None:
         """Start the EMA anew from the weights as they are, after they were loaded."""
