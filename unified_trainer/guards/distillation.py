@@ -33,7 +33,7 @@ class DistillationGuardConfig(GuardConfig):
     diversity: Bounds = (0.5, 3.0)
     """Range of the diversity of the student's samples of one prompt over that of the teacher's.
 
-    A causal student that has not learned its prompts yet is more diverse than its teacher without being destroyed.
+    A healthy causal student that does not follow its prompts yet has been measured at more than twice its teacher's.
     """
     teacher_prompts: Count = 4
     """Prompts, the first of validation, whose samples are compared with the teacher's at every validation."""
