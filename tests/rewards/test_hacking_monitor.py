@@ -151,7 +151,7 @@ PLANTED = flags({"reward.scorers.saturation.weight": 100, "reward.scorers.satura
 
 @pytest.fixture(scope="module")
 def hacked(tmp_path_factory):
-    """A run of the tiny world with sixteen steps that hacks its reward, and its exit code."""
+    """A run that hacks its reward within sixteen steps, which not every seed does, and its exit code."""
     folder = tmp_path_factory.mktemp("hacked") / "run"
     return folder, main([*SHORT, *PLANTED, "--seed", "3", "--steps", "16", "--output", str(folder)])
 
