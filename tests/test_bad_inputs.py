@@ -8,6 +8,7 @@ from clip_files import write_clips
 from helpers import HPSV3, WAN, copy_of, flags
 
 from unified_trainer.__main__ import main
+from unified_trainer.cli.command_line import parse
 from unified_trainer.commands import train
 from unified_trainer.commands.rollout_folder import ABOUT, VERSION, RolloutFolder
 from unified_trainer.errors import UserError
@@ -179,6 +180,20 @@ def test_environment_of_a_run(tmp_path, capsys, monkeypatch, name, value):
     shown = capsys.readouterr().err
     assert shown.startswith("error") and shown.count("\n") == 1 and name in shown, shown
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("compiler", ["absent-compiler", "sh"])  # the second stands for one that is there
+def test_compiled_blocks_need_a_compiler(tmp_path, monkeypatch, compiler):
+    """Without one the run ends before its folder is made, not in the first step."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CXX", compiler)
+    run = parse([*FINETUNE, "--student.compile"])
+    if compiler == "sh":
+        assert check(run, Mesh.join("cpu")).roles["student"].config.compile
+    else:
+        refused(
+            lambda: check(run, Mesh.join("cpu")), "student.compile", compiler, "apt-get install", "--student.no-compile"
+        )
 
 
 SIZE = {"frames": 5, "height": 32, "width": 32}

@@ -29,6 +29,7 @@ from unified_trainer.rewards.scorers import check_prompts, check_reward
 from unified_trainer.rl.chunk_credit import CreditedGroupConfig
 from unified_trainer.rl.policy import PolicyConfig
 from unified_trainer.role_plan import RolePlan, check_roles, plan_roles, role_path, without_adapter
+from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.sizing.estimate import estimate
 from unified_trainer.tracking.external import check_tracking
 from unified_trainer.validation import check_validation
@@ -95,6 +96,8 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     for name, role in roles.items():
         if role.trainable is not None:
             role.trainable.check(name)
+        if role.config.compile:
+            check_compiler(name, mesh.device.type)
     setup = MethodSetup(
         run.sampler,
         {n: role.config for n, role in roles.items()},

@@ -1,6 +1,8 @@
 """The forward pass of a network's blocks: recomputed in the backward pass, compiled, or both."""
 
 import functools
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,6 +19,16 @@ BlockInputs = Callable[..., tuple[Any, ...]]
 BACKEND = "inductor"
 # Graphs of all roles together: with and without gradient, and for each adapter, shape and kind of recomputation.
 GRAPHS = 64
+
+
+def check_compiler(role: str, kind: str) -> None:
+    """Raise UserError unless there is the compiler that Inductor calls for devices of this kind, of a compiled role."""
+    names = {"cpu": (os.environ.get("CXX", "g++"),), "cuda": (os.environ.get("CC", "gcc"), "clang")}.get(kind)
+    if names and not any(map(shutil.which, names)):
+        raise UserError(
+            f"{role}.compile needs a compiler, and {' or '.join(names)} is not on the PATH: install one "
+            f"(apt-get install g++), or set --{role}.no-compile"
+        )
 
 
 def prepare_blocks(
