@@ -46,12 +46,12 @@ class ServedStudent:
         own = dict(_setting(text, one) for one in settings)
         found = cls(url.rstrip("/"), {}, **own)
         found.client()  # refuses wrong settings
-        return cls(found.url, found.ask(), **own)
+        return cls(found.url, found.health(), **own)
 
     def client(self) -> RemoteStudent:
         return RemoteStudent(self.url, self.encoding, self.timeout)
 
-    def ask(self) -> dict[str, Any]:
+    def health(self) -> dict[str, Any]:
         """Return what the server says of itself; UserError without an answer, or with one that lacks something."""
         try:
             about = exchange(self.url, "health", timeout=self.timeout)
@@ -71,7 +71,7 @@ class ServedStudent:
 
     @property
     def name(self) -> str:
-        """What the server calls itself, with the rounding of its videos if there is one."""
+        """The name that the server gives itself, with the rounding of its videos if there is one."""
         rounded = "" if self.encoding == "float32" else f",encoding={self.encoding}"
         return f"{self.about['name']}{rounded}"
 
@@ -120,22 +120,22 @@ class ServedVideos:
         parts, sent, taken = plan.parts(), deque[Future[tuple[Video, float]]](), 0
         pool = ThreadPoolExecutor(self._student.in_flight, thread_name_prefix="request")
         try:
-            sent.extend(pool.submit(self._ask, plan, *part) for part in islice(parts, self._student.in_flight))
+            sent.extend(pool.submit(self._request, plan, *part) for part in islice(parts, self._student.in_flight))
             while sent:
                 video, end = self._answer(sent.popleft(), taken, plan)
-                sent.extend(pool.submit(self._ask, plan, *part) for part in islice(parts, 1))
+                sent.extend(pool.submit(self._request, plan, *part) for part in islice(parts, 1))
                 ended, taken = max(ended, end), taken + len(video)
                 yield video.to(self.device)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         self.seconds.append((ended - begun) / taken)
-        if (now := self._student.ask()) != self._student.about:
+        if (now := self._student.health()) != self._student.about:
             raise UserError(
                 f"{self._student.url} is another student than when the evaluation began: {now['name']} with weights "
                 f"{now['weights']}, before {self._student.name} with {self._student.weights}; call again"
             )
 
-    def _ask(self, plan: Plan, seed: int, numbers: list[int]) -> tuple[Video, float]:
+    def _request(self, plan: Plan, seed: int, numbers: list[int]) -> tuple[Video, float]:
         first = noise_number(seed, numbers[0])  # the numbers of a part follow each other
         video = self._student.client().sample(plan.prompts_of(numbers), seed=first, batch=len(numbers))
         return video, time.perf_counter()
