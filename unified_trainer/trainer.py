@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from unified_trainer.checkpoint import dcp, manifest
-from unified_trainer.checkpoint.init_from import initialise
+from unified_trainer.checkpoint.init_from import UNDER_WAY, initialise
 from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.data.loader import Loader
 from unified_trainer.errors import working_on
@@ -63,7 +63,7 @@ class Trainer:
         copied = {name: role for name, (role, _) in self.copies.items()}
         self._stateful: dict[str, Stateful] = {**roles, **copied, "loader": loader, "method": method}
         if isinstance(rollouts, Stateful):  # workers that make them ahead of training
-            self._stateful["rollouts"] = rollouts
+            self._stateful[UNDER_WAY] = rollouts
 
     def step(self, step: int) -> dict[str, float]:
         """Run one training step: the method's generators in lockstep, with one graph alive at a time."""

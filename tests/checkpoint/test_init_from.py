@@ -194,3 +194,15 @@ def test_starting_from_a_step_that_is_not_there_is_refused(saved, run_folder, ca
     assert main(words) == 2
     assert "has no checkpoint of step 7; it has 1, 2" in capsys.readouterr().err
     assert not run_folder.exists()
+
+
+def test_samples_that_are_under_way_are_no_role(tmp_path):
+    """The weights that make samples ahead of training are named in no list of roles, and are not copied."""
+    student = trainable("student", seed=3)
+    state = {f"student/{key}": value for key, value in student.state_dict().items()}
+    state |= {"rollouts/weights/1/bias": torch.zeros(2), "rollouts/step": torch.tensor(1)}
+    checkpoint.save(tmp_path / "checkpoints", 1, state, ALONE, {"sampler": SAMPLER})
+    mine = trainable("student", seed=7)
+    assert "not used" not in initialise({"student": weights_of(mine)}, tmp_path, ALONE)
+    with pytest.raises(CheckpointError, match="step_1 holds weights of student, not of teacher"):
+        initialise({"teacher": weights_of(mine)}, tmp_path, ALONE)

@@ -14,7 +14,7 @@ from unified_trainer.__main__ import main
 from unified_trainer.commands import evaluate as command
 from unified_trainer.commands.evaluation import checkpoints as parsing
 from unified_trainer.commands.evaluation.checkpoints import read_checkpoints
-from unified_trainer.commands.evaluation.samples import NOISE_STEP
+from unified_trainer.commands.evaluation.plan import NOISE_STEP
 
 pytestmark = pytest.mark.slow
 

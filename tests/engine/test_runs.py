@@ -16,7 +16,7 @@ from unified_trainer.__main__ import main
 
 pytestmark = pytest.mark.ranks
 
-OF_WORKERS = ("train/worker_deaths", "train/weights_gib", "train/samples_gib")
+OF_WORKERS = ("train/worker_deaths", "train/weights_gib", "train/samples_gib", "validation/worker_deaths")
 GRPO = [*SMALL["dance_grpo"], "--device", "cpu", "--steps", "3", "--algorithm.rollout-batch", "2"]
 NFT = ["--method", "diffusion_nft", *GRPO[2:], "--algorithm.old-decay-rise", "0.1", "--sampler.guidance-scale", "1"]
 # Adapters, and a causal student that is sampled chunk by chunk.
@@ -35,8 +35,12 @@ def run(words: list[str], output: Path, **settings: object) -> Path:
 
 
 def assert_equal_runs(left: Path, right: Path, step: int = 3) -> None:
-    """Bit for bit: every metric but those of the workers, and every tensor of the last checkpoint."""
-    kept = [[{k: v for k, v in row.items() if k not in OF_WORKERS} for row in metrics_of(x)] for x in (left, right)]
+    """Bit for bit: every metric but those of the workers, and every tensor of the last checkpoint.
+
+    Validations come first: beside training they are written later.
+    """
+    rows = [sorted(metrics_of(one), key=lambda row: "train/reward" in row) for one in (left, right)]
+    kept = [[{k: v for k, v in row.items() if k not in OF_WORKERS} for row in one] for one in rows]
     assert kept[0] == kept[1]
     assert_same(checkpoint_of(left, step), checkpoint_of(right, step))
 
@@ -118,15 +122,20 @@ def test_evaluation_workers_change_no_number(ray, tmp_path, dying, capsys):
 
 
 def test_ray_starts_the_ranks_and_a_rank_may_die(tmp_path):
-    """Two ranks and a worker; one rank is killed in the second step. Against the ranks of torchrun without workers."""
-    words = [*GRPO, "--algorithm.update-batch", "1", "--checkpoint-every", "1"]
+    """Two ranks, a rollout worker and an evaluation worker; one rank is killed in the second step.
+
+    Against the ranks of torchrun without workers. The validation of step 0 is under way when the rank dies.
+    """
+    validated = {"validate-every": 3, "validation.num-samples": 2, "validation.batch": 1, "validation.num-videos": 0}
+    words = [*GRPO, "--algorithm.update-batch", "1", "--checkpoint-every", "1", *flags(validated)]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "unified_trainer"]
     reference, there = tmp_path / "torchrun", tmp_path / "ray"
     done = subprocess.run(
         [command()[0], *torchrun, *words, "--output", str(reference)], env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    with started([*words, "--output", str(there)], **{"launcher": "ray", "ray.ranks": 2, "rollouts.workers": 1}) as one:
+    workers = {"launcher": "ray", "ray.ranks": 2, "rollouts.workers": 1, "rollouts.evaluation-workers": 1}
+    with started([*words, "--output", str(there)], **workers) as one:
         until(lambda: (there / "checkpoints" / "step_1").is_dir(), one)
         ranks = [
             p for p in psutil.Process(one.pid).children(recursive=True) if "TrainingProcess" in p.name() + title(p)

@@ -10,7 +10,8 @@ from unified_trainer.cli.command_line import parse
 from unified_trainer.commands.evaluation import files, pages
 from unified_trainer.commands.evaluation.checkpoints import Checkpoint
 from unified_trainer.commands.evaluation.measures import BootstrapConfig, Summary, summarise
-from unified_trainer.commands.evaluation.samples import Measured, Plan
+from unified_trainer.commands.evaluation.plan import Plan
+from unified_trainer.commands.evaluation.samples import Measured
 from unified_trainer.data.video_files import write_mp4
 
 HOSTILE = "</script><script>document.title='broken'</script>"

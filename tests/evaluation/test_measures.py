@@ -5,7 +5,7 @@ import torch
 from evaluations import BOOTSTRAP, PLAN, measured
 
 from unified_trainer.commands.evaluation.measures import sign_of, summarise
-from unified_trainer.commands.evaluation.samples import Plan
+from unified_trainer.commands.evaluation.plan import Plan
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.rewards.pixels import diversity
 

@@ -21,6 +21,7 @@ from unified_trainer.cli.command_line import parse
 from unified_trainer.commands import student_service as module
 from unified_trainer.commands.serve import serve
 from unified_trainer.commands.student_service import student_service
+from unified_trainer.config import plain
 from unified_trainer.data.video_files import to_uint8
 from unified_trainer.serving import web_server
 from unified_trainer.serving.video_json import from_json, to_json
@@ -42,7 +43,7 @@ def student() -> ut.Student:
 @contextlib.contextmanager
 def served(student: ut.Student, batch: int = 8, wait: float = 0.0):
     """Serve a student in this process, and give its address."""
-    service = student_service("small@0", student, student.codec, batch, wait)
+    service = student_service("small@0", student, student.codec, batch, wait, "5afe")
     with socket.create_server(("127.0.0.1", 0)) as listener, serving(service, listener) as url:
         yield url
 
@@ -69,6 +70,8 @@ def test_videos_are_bit_for_bit_those_of_this_process(student, batch):
 def test_a_server_says_what_it_is(student):
     with served(student) as url, urllib.request.urlopen(f"{url}/health") as answer:
         about = {"name": "small@0", "protocol": 1, "frames": 5, "height": 32, "width": 32, "fps": 8.0}
+        about |= {"latents": [16, 2, 2, 2], "weights": "5afe", "device": "cpu"}
+        about |= {"sampler": json.loads(json.dumps(plain(student.run)["sampler"]))}
         assert json.load(answer) == about
 
 

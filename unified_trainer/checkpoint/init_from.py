@@ -10,6 +10,7 @@ from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec,
 from unified_trainer.parallel.mesh import Mesh
 
 ADAPTER = ".lora_"  # part of the names of adapter weights
+UNDER_WAY = "rollouts"  # state with the weights of samples that are made ahead of training: no role
 
 
 def initialise(roles: Mapping[str, Mapping[str, Tensor]], spec: str | Path, mesh: Mesh) -> str:
@@ -20,7 +21,7 @@ def initialise(roles: Mapping[str, Mapping[str, Tensor]], spec: str | Path, mesh
     overwritten, if the checkpoint holds none of the roles, is damaged, or has other tensors for a role.
     """
     folder, metadata = find(spec)
-    kinds = _kinds(roles, folder, spec)
+    kinds = _kinds(roles, folder, metadata, spec)
     if fault := damage(folder, mesh, kinds.values()):
         raise CheckpointError(f"{folder}: {fault}; choose another step with {Spec.of(spec).run}@STEP")
     for name, kind in kinds.items():
@@ -33,15 +34,15 @@ def initialise(roles: Mapping[str, Mapping[str, Tensor]], spec: str | Path, mesh
 
 def roles_in(metadata: Manifest) -> list[str]:
     """Return the names of the roles whose weights a checkpoint holds."""
-    return sorted({name.split("/")[0] for name in metadata["files"] if name.split("/")[1] == "weights"})
+    held = {name.split("/")[0] for name in metadata["files"] if name.split("/")[1] == "weights"}
+    return sorted(held - {UNDER_WAY})
 
 
-def _kinds(roles: Mapping[str, object], folder: Path, spec: str | Path) -> dict[str, str]:
+def _kinds(roles: Mapping[str, object], folder: Path, metadata: Manifest, spec: str | Path) -> dict[str, str]:
     """Return the kind of state that each role is filled from; roles that the checkpoint lacks are left out."""
     common = [name for name in roles if (folder / name / "weights").is_dir()]
     if not common:
-        held = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
-        raise CheckpointError(f"{folder} holds weights of {held}, not of {', '.join(roles)}")
+        raise CheckpointError(f"{folder} holds weights of {', '.join(roles_in(metadata))}, not of {', '.join(roles)}")
     with_ema = [name for name in common if Spec.of(spec).ema and (folder / name / "ema").is_dir()]
     if Spec.of(spec).ema and not with_ema:
         raise CheckpointError(f"{spec}: {folder} holds no EMA weights of {', '.join(common)}; leave :ema out")

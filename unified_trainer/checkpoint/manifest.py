@@ -118,6 +118,17 @@ def step_of(folder: Path) -> int:
     return int(folder.name[5:])
 
 
+def weights_digest(metadata: Manifest, role: str, *, ema: bool) -> str:
+    """Return a checksum of the checksums of a role's files, and of which of its weights are meant; none is read."""
+    files = {name: entry for name, entry in metadata["files"].items() if name.startswith(f"{role}/")}
+    return digest({f"{role}/{'ema' if ema else 'weights'}": files})
+
+
+def digest(contents: Manifest) -> str:
+    """Return the CRC-32 of plain data, as 8 hexadecimal digits."""
+    return f"{zlib.crc32(json.dumps(contents, sort_keys=True).encode()):08x}"
+
+
 def damage(folder: Path, mesh: Mesh, kinds: Iterable[str] | None = None) -> str | None:
     """Return what is wrong with a checkpoint's files, by their checksums, or None.
 

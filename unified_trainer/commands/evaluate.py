@@ -10,22 +10,27 @@ import tyro
 from unified_trainer.cli.flags import split
 from unified_trainer.cli.settings import RunFlags
 from unified_trainer.commands.evaluation import files, pages, vote_count
-from unified_trainer.commands.evaluation.checkpoints import Checkpoint, read_checkpoints
+from unified_trainer.commands.evaluation.checkpoints import TINY, Checkpoint, read_checkpoints
 from unified_trainer.commands.evaluation.measures import BootstrapConfig, summarise
-from unified_trainer.commands.evaluation.samples import Measured, Plan, folder_of, measure, read_measured
+from unified_trainer.commands.evaluation.plan import Plan
+from unified_trainer.commands.evaluation.samples import Measured, OwnVideos, folder_of, measure, read_measured
 from unified_trainer.commands.evaluation.scorers import common_reward
+from unified_trainer.commands.evaluation.served import ServedVideos
 from unified_trainer.commands.evaluation.table import print_summary
+from unified_trainer.commands.load_run import LoadedRole
 from unified_trainer.commands.progress import ItemProgress
 from unified_trainer.commands.sample import read_lines
 from unified_trainer.errors import UserError
-from unified_trainer.models.base import Codec
+from unified_trainer.models.base import Codec, Family
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.ranges import Count, Fraction, NonNegative, Seed, at_least
+from unified_trainer.registry import family_of
 from unified_trainer.reporting.page import MEGABYTE, VIDEO_MEGABYTES
 from unified_trainer.rewards.base import RewardConfig
 from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers, scorer_kind
-from unified_trainer.roles.reward import Reward
+from unified_trainer.roles.reward import VideoReward
 from unified_trainer.terminal import say
 
 
@@ -58,8 +63,9 @@ def evaluate(
     come after CHECKPOINTS. Called again, it uses samples of finished checkpoints that fit.
 
     Args:
-        checkpoints: RUN[@STEP], RUN@best or RUN@latest, with :ema for the EMA weights; or a model folder or tiny. A
-            checkpoint may have settings of the sampler: RUN,num_steps=8,solver=ode. Differences are to the first one.
+        checkpoints: RUN[@STEP], RUN@best or RUN@latest, with :ema for the EMA weights; or a model folder or tiny; or
+            http://HOST:PORT, a student behind the command serve. A checkpoint may have settings of the sampler:
+            RUN,num_steps=8,solver=ode. Differences are to the first one.
         output: Folder to write: evaluation.html, votes.html, evaluation.json, samples.csv, measures.csv,
             differences.csv and the videos; it must be empty, absent or written by this command.
         prompts: Prompts, or files with one prompt per line.
@@ -88,7 +94,7 @@ def evaluate(
         return
     if any(name.startswith("--reward.") for name, _ in split(settings)) and reward is not None:
         raise UserError("--reward FILE has all settings of the reward: leave the flags --reward.... out")
-    chosen = read_checkpoints(checkpoints, settings, recipe)
+    chosen = read_checkpoints(checkpoints, settings, recipe, needs_reward=reward is None)
     plan = Plan(_distinct(prompts), samples, _seeds(seeds), batch, min(num_videos, samples), frechet_stride)
     rewards = common_reward(chosen, reward, held_out)
     _check(chosen, plan, rewards)
@@ -133,6 +139,12 @@ def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> N
                 f"{one.name} makes videos of {sizes[1]} (frames, height, width) and latents {shape[0]}, "
                 f"{chosen[0].name} of {sizes[0]} and {shapes[0][0]}: the noise of both cannot be the same"
             )
+        rates = [other.run.video.fps for other in (chosen[0], one)]
+        if (one.served or chosen[0].served) and rates[0] != rates[1]:
+            raise UserError(
+                f"{one.name} makes videos of {rates[1]:g} frames per second and {chosen[0].name} of {rates[0]:g}: "
+                "serve a run with the same video.fps"
+            )
     check_reward(rewards, chosen[0].run.video.frames)
     check_prompts(rewards, (plan.prompts, lambda number: f"--prompts: prompt {number + 1}"))
 
@@ -161,20 +173,42 @@ def _measured(
     rows = [read_measured(place) for place in places]
     missing = [i for i, row in enumerate(rows) if row is None]
     scorers, features = load_scorers(rewards, mesh.device) if missing else ({}, None)
-    codecs: dict[object, Codec] = {}  # the last one: checkpoints of one base share its encoded prompts
+    codecs = _Codecs(mesh)
     with ItemProgress("batches", len(missing) * len(list(plan.parts()))) as progress:
 
-        def measured(i: int) -> Measured:
-            loaded = chosen[i].load(mesh)
-            key = (loaded.base, loaded.run.encoders)
-            if key not in codecs:
-                codecs.clear()
-                codecs[key] = loaded.family.codec(loaded.base, mesh.device, loaded.run.encoders)
-            scored = Reward(scorers, codecs[key], rewards)
-            return measure(places[i], chosen[i], loaded, codecs[key], plan, scored, features, progress.advance)
+        def measured(one: Checkpoint, place: Path) -> Measured:
+            scored = VideoReward(scorers, rewards)
+            if one.served is not None:
+                served = ServedVideos(one.served, mesh.device)
+                return measure(place, one, served, codecs.of_tiny_world, plan, scored, features, progress.advance)
+            loaded = one.load(mesh)
+            codec = codecs.of(loaded)
+            own = OwnVideos(loaded, codec)
+            return measure(place, one, own, lambda: codec, plan, scored, features, progress.advance)
 
         for i in missing:
             progress.note(chosen[i].name)
-            rows[i] = measured(i)
+            rows[i] = measured(chosen[i], places[i])
             gc.collect()
     return [row for row in rows if row is not None]
+
+
+class _Codecs:
+    """The codec that was used last: checkpoints of one base share its encoded prompts."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._last = mesh, dict[object, Codec]()
+
+    def of(self, loaded: LoadedRole) -> Codec:
+        """Return the codec of a checkpoint."""
+        return self._loaded(loaded.family, loaded.base, loaded.run.encoders)
+
+    def of_tiny_world(self) -> Codec:
+        """Return the codec of the embedded model."""
+        return self._loaded(*family_of("student", TINY), EncoderConfig())
+
+    def _loaded(self, family: Family, base: Path, encoders: EncoderConfig) -> Codec:
+        if (base, encoders) not in self._last:
+            self._last = {}  # one at a time in memory
+            self._last = {(base, encoders): family.codec(base, self._mesh.device, encoders)}
+        return self._last[base, encoders]

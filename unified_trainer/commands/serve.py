@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from unified_trainer.build import cache_memory
-from unified_trainer.checkpoint.manifest import Spec
+from unified_trainer.checkpoint.manifest import Spec, weights_digest
 from unified_trainer.commands.load_run import LoadedRole, load_role
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.device import Device
@@ -51,7 +51,8 @@ def serve(
         _require_cache(loaded, batch)
         codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
         name = f"{folder.resolve().name}@{loaded.metadata['step']}{':ema' if ema else ''}"
-        return student_service(name, loaded, codec, batch, wait)
+        digest = weights_digest(loaded.metadata, "student", ema=ema)
+        return student_service(name, loaded, codec, batch, wait, digest)
 
     serve_until_stopped(host, port, load, lambda address: f"{run} at {address}: POST {address}/sample")
 

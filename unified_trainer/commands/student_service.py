@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from unified_trainer.commands.sample import SampledRole, draw_latents
+from unified_trainer.config import plain
 from unified_trainer.data.video_files import to_uint8, write_mp4
 from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
@@ -36,8 +37,13 @@ class Wanted:
         return len(self.prompts)
 
 
-def student_service(name: str, student: SampledRole, codec: Codec, batch: int, wait: float) -> Service[Wanted, Video]:
-    """Return a service that generates `batch` videos at a time; the first request waits `wait` seconds for others."""
+def student_service(
+    name: str, student: SampledRole, codec: Codec, batch: int, wait: float, weights: str
+) -> Service[Wanted, Video]:
+    """Return a service that generates `batch` videos at a time; the first request waits `wait` seconds for others.
+
+    `name` and `weights`, a digest of the student's weights, are what it says of itself.
+    """
     video = student.run.video
 
     @torch.no_grad()
@@ -54,8 +60,10 @@ def student_service(name: str, student: SampledRole, codec: Codec, batch: int, w
             return {"videos": _mp4_json(videos, video.fps)}
         return {"videos": to_json(videos, wanted.encoding)}
 
-    size = {"frames": video.frames, "height": video.height, "width": video.width, "fps": video.fps}
-    return Service({"name": name} | size, "/sample", _read, write, Batcher(together, batch, wait))
+    about = {"name": name, "frames": video.frames, "height": video.height, "width": video.width, "fps": video.fps}
+    about |= {"latents": list(codec.latent_shape(video.frames, video.height, video.width)), "weights": weights}
+    about |= {"sampler": plain(student.run)["sampler"], "device": student.role.device.type}
+    return Service(about, "/sample", _read, write, Batcher(together, batch, wait))
 
 
 def _read(asked: dict[str, Any]) -> Wanted:

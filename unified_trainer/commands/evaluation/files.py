@@ -10,7 +10,8 @@ from typing import Any
 
 from unified_trainer.commands.evaluation.checkpoints import Checkpoint
 from unified_trainer.commands.evaluation.measures import BootstrapConfig, Summary, as_json
-from unified_trainer.commands.evaluation.samples import Measured, Plan
+from unified_trainer.commands.evaluation.plan import Plan
+from unified_trainer.commands.evaluation.samples import Measured
 from unified_trainer.commands.output_folder import begin_output, write_text
 from unified_trainer.config import plain
 

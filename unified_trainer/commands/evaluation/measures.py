@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.commands.evaluation.samples import Measured, Plan
+from unified_trainer.commands.evaluation.plan import Plan
+from unified_trainer.commands.evaluation.samples import Measured
 from unified_trainer.numerics.bootstrap import Statistic, bootstrap_interval
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.ranges import Count, Decay, Seed

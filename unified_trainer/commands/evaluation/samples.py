@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unified_trainer.commands.evaluation.checkpoints import Checkpoint
+from unified_trainer.commands.evaluation.plan import Plan, noise_number
 from unified_trainer.commands.load_run import LoadedRole
 from unified_trainer.commands.output_folder import write_text
 from unified_trainer.commands.sample import draw_latents
@@ -29,39 +30,14 @@ from unified_trainer.errors import writing
 from unified_trainer.input_files import read_json
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.frechet import frame_features
-from unified_trainer.ranges import MOST
 from unified_trainer.rewards.base import Features, RewardConfig
 from unified_trainer.rewards.pixels import statistics, thumbnail
-from unified_trainer.roles.reward import Reward
+from unified_trainer.roles.reward import VideoReward
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.types import Video
 
 VERSION = 1
 FILE, FEATURES = "measured.json", "features.safetensors"
-NOISE_STEP = MOST  # between the noise of one seed and the next: sample i of seed s has noise number s NOISE_STEP + i
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The samples that every checkpoint of an evaluation makes: prompt by prompt, for each seed."""
-
-    prompts: tuple[str, ...]
-    samples: int  # of each prompt, for each seed
-    seeds: tuple[int, ...]
-    batch: int
-    videos: int  # samples of each prompt and seed that are written as files
-    frechet_stride: int
-
-    @property
-    def size(self) -> int:
-        """Samples of one seed."""
-        return len(self.prompts) * self.samples
-
-    def parts(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the seed and the numbers of the samples that are generated together."""
-        for seed in self.seeds:
-            for start in range(0, self.size, self.batch):
-                yield seed, list(range(start, min(start + self.batch, self.size)))
 
 
 @dataclass(frozen=True)
@@ -90,32 +66,60 @@ def read_measured(folder: Path) -> Measured | None:
     return Measured(folder, held["rows"], held["seconds"], held["calls"], tensors)
 
 
+class Videos(Protocol):
+    """Where the videos of a checkpoint come from: a model in this process, or a server."""
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int, int]: ...
+
+    @property
+    def device(self) -> torch.device: ...  # where the videos are, and where they are scored
+
+    @property
+    def seconds(self) -> list[float]: ...  # of generating one sample, for each batch that was measured
+
+    def videos(self, plan: Plan) -> Iterator[Video]: ...  # of each part of the plan, in order
+
+
+class OwnVideos:
+    """The videos of a model in this process."""
+
+    def __init__(self, loaded: LoadedRole, codec: Codec) -> None:
+        video = loaded.run.video
+        self.latent_shape = codec.latent_shape(video.frames, video.height, video.width)
+        self.device, self.seconds = loaded.role.device, list[float]()
+        self._loaded, self._codec = loaded, codec
+
+    def videos(self, plan: Plan) -> Iterator[Video]:
+        """Yield the videos of each part; the latents are those of rollout with --seed s NOISE_STEP and this batch."""
+        for seed, numbers in plan.parts():
+            began, noise = time.perf_counter(), [noise_number(seed, i) for i in numbers]
+            latents = draw_latents(self._loaded, self._codec, plan.prompts_of(numbers), noise).float().cpu()
+            self.seconds.append((time.perf_counter() - began) / len(numbers))
+            yield self._codec.decode(latents.to(self.device))
+
+
 @torch.no_grad()
 def measure(
     folder: Path,
     checkpoint: Checkpoint,
-    loaded: LoadedRole,
-    codec: Codec,
+    source: Videos,
+    codec: Callable[[], Codec],
     plan: Plan,
-    reward: Reward,
+    reward: VideoReward,
     features: Features | None,
     done: Callable[[], None],
 ) -> Measured:
     """Generate, score and write the samples of a checkpoint; `done` is called after each batch.
 
-    The latents are those of the command rollout with --seed s NOISE_STEP and this batch.
+    `codec` is asked for only where real clips are measured too.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    seconds: list[float] = []
     tensors: dict[str, list[Tensor]] = {}
-    for seed, numbers in plan.parts():
-        prompts = [plan.prompts[i // plan.samples] for i in numbers]
-        began = time.perf_counter()
-        latents = draw_latents(loaded, codec, prompts, [noise_number(seed, i) for i in numbers]).float().cpu()
-        seconds.append((time.perf_counter() - began) / len(numbers))
-        video = codec.decode(latents.to(loaded.role.device))
+    for (seed, numbers), video in zip(plan.parts(), source.videos(plan), strict=True):
+        prompts = plan.prompts_of(numbers)
         new = [_place(plan, seed, i) for i in numbers]
         for row, columns in zip(new, _scores(video, prompts, plan, reward), strict=True):
             row |= columns
@@ -125,19 +129,13 @@ def measure(
             tensors.setdefault(name, []).append(found.float().cpu())
         done()
     joined = {name: torch.cat(parts).contiguous() for name, parts in tensors.items()}
-    shape = codec.latent_shape(checkpoint.run.video.frames, checkpoint.run.video.height, checkpoint.run.video.width)
-    calls = network_calls(checkpoint.run.sampler, shape[1])
-    key = _key(checkpoint, plan, reward.config, loaded.role.device.type)
+    calls, seconds = network_calls(checkpoint.run.sampler, source.latent_shape[1]), source.seconds
+    key = _key(checkpoint, plan, reward.config, source.device.type)
     with writing(folder):
         save_file(joined, folder / FEATURES)
     held = {"key": key, "calls": calls, "seconds": seconds, "rows": rows}
     write_text(folder / FILE, json.dumps(held, indent=1, ensure_ascii=False) + "\n")
     return Measured(folder, rows, seconds, calls, joined)
-
-
-def noise_number(seed: int, sample: int) -> int:
-    """Return the seed of a sample's noise, as the commands sample and rollout count them."""
-    return seed * NOISE_STEP + sample
 
 
 def network_calls(sampler: SamplerConfig, latent_frames: int) -> int:
@@ -154,9 +152,12 @@ def _key(checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) 
     run = plain(checkpoint.run)
     scoring = {key: value for key, value in asdict(reward).items() if key not in ("retries", "timeout")}
     about = {"version": VERSION, "spec": checkpoint.spec, "weights": checkpoint.digest, "device": device}
-    about |= {"base": run["student"]["path"], "precision": run["student"]["precision"], "reward": scoring}
-    about |= {name: run[name] for name in ("sampler", "video")}
-    about |= {name: run["encoders"][name] for name in ("text_precision", "vae_precision")}
+    about |= {name: run[name] for name in ("sampler", "video")} | {"reward": scoring}
+    if (served := checkpoint.served) is not None:
+        about |= {"served_by": served.about["device"], "encoding": served.encoding}
+    else:
+        about |= {"base": run["student"]["path"], "precision": run["student"]["precision"]}
+        about |= {name: run["encoders"][name] for name in ("text_precision", "vae_precision")}
     return json.loads(json.dumps(about | asdict(plan)))
 
 
@@ -165,7 +166,7 @@ def _place(plan: Plan, seed: int, number: int) -> dict[str, Any]:
     return {"seed": seed, "prompt": prompt, "sample": sample, "noise": noise_number(seed, number)}
 
 
-def _scores(video: Video, prompts: list[str], plan: Plan, reward: Reward) -> list[dict[str, Any]]:
+def _scores(video: Video, prompts: list[str], plan: Plan, reward: VideoReward) -> list[dict[str, Any]]:
     """Return reward, scores, pixel statistics and, in the tiny world, accuracies of each video."""
     names = (*reward.weights, *reward.held_out)
     columns: dict[str, list[float]] = {}
@@ -187,7 +188,7 @@ def _tensors(
     seed: int,
     numbers: list[int],
     plan: Plan,
-    codec: Codec,
+    codec: Callable[[], Codec],
     features: Features | None,
 ) -> dict[str, Tensor]:
     """Return thumbnails, and features of the frames and of those of real clips where there are any."""
@@ -197,7 +198,8 @@ def _tensors(
     found["frames"] = frame_features(video, features, plan.frechet_stride, plan.batch)
     if is_tiny_world(video, plan.prompts):
         clips = render([real_clip(prompt, seed, i) for prompt, i in zip(prompts, numbers, strict=True)])
-        real = codec.decode(codec.encode(clips.to(video.device)))
+        vae = codec()
+        real = vae.decode(vae.encode(clips.to(video.device)))
         found["real"] = frame_features(real, features, plan.frechet_stride, plan.batch)
     return found
 
