@@ -41,7 +41,7 @@ MESHES = {
     "offloaded": (ParallelConfig(offload=True), ("finetune",)),
     "frozen one offloaded": (ParallelConfig(), ("one of them offloaded",)),
 }
-STEPS = 3
+STEPS = 2
 SAVED = "finetune"
 
 

@@ -41,7 +41,7 @@ from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
 
 SHAPE = (16, 3, 1, 3)
-STEPS = 3
+STEPS = 2
 MESHES = {
     2: {
         "sharded": ParallelConfig(),
@@ -255,7 +255,7 @@ def trainer(mesh: Mesh, method, roles, clips) -> Trainer:
 
 
 def trajectory(mesh: Mesh, method, roles, clips) -> dict[str, torch.Tensor]:
-    """The gradients of every update of three training steps, and the steps' metrics."""
+    """The gradients of every update of two training steps, and the steps' metrics."""
     one = trainer(mesh, method, roles, clips)
     result = {}
     for step in range(STEPS):

@@ -1,6 +1,6 @@
 """Every mesh is one rank: replicated, sharded, with shared tokens, and two of these at once.
 
-Tolerance: float32 has 6e-8 of rounding, and a gradient is a sum of thousands of terms in another order, three updates
+Tolerance: float32 has 6e-8 of rounding, and a gradient is a sum of thousands of terms in another order, two updates
 after another; 5e-6 of the largest gradient of its role and update is ten times what was seen. AdamW's eps is far above
 rounding here, so that a trajectory is as smooth as its gradients.
 """
