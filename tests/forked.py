@@ -7,6 +7,7 @@ its own. Its words are those of a command line: `-m unified_trainer --method ...
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from unified_trainer.__main__ import main
 
 PROGRAM = ["-m", "unified_trainer"]
 LAUNCHED = ["--standalone", "--nproc-per-node"]
+SECONDS = 300  # after which a copy ends by SIGALRM
 # A stand-in for `python` and `torchrun` that hands its command line to the test: a folder with a socket is its place.
 STAND_IN = """#!{python} -IS
 import json, os, socket, sys
@@ -111,6 +113,7 @@ def _run(words: Sequence[str], where: Path, ranks: int, variables: Mapping[str, 
 def _fork(words: Sequence[str], where: Path, variables: Mapping[str, str], files: Sequence[int]) -> int:
     if pid := os.fork():
         return pid
+    signal.alarm(SECONDS)
     code = 1
     try:
         for at, file in enumerate(files, 1):
