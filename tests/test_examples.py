@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from adapter_files import by_hand, factors, published
+from forked import program, script
 from helpers import CPU, HPSV3, REPO, WAN, free_port
 from safetensors.torch import load_file
 
@@ -26,14 +27,18 @@ PAIRS = ["--algorithm.batch-size", "2"]
 NODES = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
 
 
-def run(*words: object, where: Path, **environment: object) -> str:
-    """Run a script with the Python of this test; it must end with code 0. Gives what it printed."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    settings = {name: str(value) for name, value in environment.items()}
-    words = [str(word) for word in words]
-    done = subprocess.run(
-        words, cwd=where, env={**os.environ, "PATH": path, **settings}, text=True, capture_output=True, timeout=600
-    )
+def run(*words: object, where: Path, started: bool = False, **environment: object) -> str:
+    """Run a script; it must end with code 0. Gives what it printed.
+
+    The Python and the torchrun that it starts are copies of this process, or real ones.
+    """
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    variables = os.environ | path | {name: str(value) for name, value in environment.items()}
+    if started:
+        words = [str(word) for word in words]
+        done = subprocess.run(words, cwd=where, env=variables, text=True, capture_output=True, timeout=600)
+    else:
+        done = script(*words, where=where, variables=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -59,7 +64,7 @@ def test_every_script_is_tested_and_explained():
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_try(tmp_path, ranks):
-    run(EXAMPLES / "try.sh", *SHORT, *GROUPS, where=tmp_path, RANKS=ranks)
+    run(EXAMPLES / "try.sh", *SHORT, *GROUPS, where=tmp_path, RANKS=ranks, started=ranks == 2)
     assert (tmp_path / "runs" / "try-videos" / "0.mp4").is_file()
 
 
@@ -140,15 +145,16 @@ def test_two_launchers_make_one_run(tmp_path):
     }
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     words = ["--method", "dance_grpo", *SHORT, *GROUPS]
-    said = run(EXAMPLES / "slurm.sh", *words, where=tmp_path, **slurm | {"PATH": path})
+    said = run(EXAMPLES / "slurm.sh", *words, where=tmp_path, started=True, **slurm | {"PATH": path})
     assert said.count("ranks: 2 on cpu") == 1
     assert (tmp_path / "runs" / "two" / "checkpoints" / "step_1").is_dir()
 
 
 @pytest.mark.ranks
 def test_a_loop_of_ones_own_in_python_on_two_ranks(tmp_path):
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    said = run(*start, EXAMPLES / "own_loop.py", "runs/own", where=tmp_path, PYTHONPATH=REPO, OMP_NUM_THREADS=1)
+    done = program(EXAMPLES / "own_loop.py", "runs/own", where=tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     lines = re.findall(r"^step (\d+): reward (\S+), gradient norm \S+$", said, re.M)
     rewards = {int(step): float(reward) for step, reward in lines}
     assert list(rewards) == list(range(5, 5 * len(rewards) + 5, 5)) and len(rewards) >= 2
@@ -167,7 +173,7 @@ def test_two_nodes_of_ray(tmp_path):
     second = subprocess.Popen([str(EXAMPLES / "ray.sh")], cwd=tmp_path, **quiet)
     try:
         words = ["--method", "dance_grpo", *SHORT, *GROUPS, "--rollouts.workers", "1", "--output", "runs/two"]
-        said = run(EXAMPLES / "ray.sh", *words, where=tmp_path, **settings, NODE=0)
+        said = run(EXAMPLES / "ray.sh", *words, where=tmp_path, started=True, **settings, NODE=0)
     finally:
         for process in [*psutil.Process(second.pid).children(recursive=True), second]:
             process.kill()

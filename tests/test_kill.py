@@ -254,7 +254,7 @@ def test_killed_and_resumed_is_never_killed(lives, base, tmp_path, method, ranks
     pace = undisturbed(lives, [*words, "--output", str(alone)], alone, ranks)
     end = metrics_of(alone), checkpoint_of(alone, STEPS)
     lot = Lot(method, ranks, request.config.getoption("--kills-first"))
-    wanted = request.config.getoption("--kills") or (3, 1)[ranks - 1]
+    wanted = request.config.getoption("--kills") or (2, 1)[ranks - 1]
     while lot.kills < wanted:
         run = tmp_path / f"life-{lot.life}"
         killed_often(lives, [*words, "--output", str(run)], run, lot, pace, wanted)

@@ -2,10 +2,10 @@
 
 import functools
 import json
-import sys
 
 import pytest
 import torch
+from forked import program
 from helpers import (
     ALONE,
     FEW_STEPS,
@@ -13,9 +13,7 @@ from helpers import (
     SMALL,
     adapted,
     dance_grpo,
-    free_port,
     frozen,
-    shell,
     small_batch,
     small_causal,
     small_model,
@@ -289,13 +287,14 @@ def test_peaks_are_found_by_name(name, tflops):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("words", [(), ("--parallel.sequence", "2")])
-def test_two_ranks_count_the_work_of_one(tmp_path, words):
+def test_two_ranks_count_the_work_of_one(tmp_path):
     """Whether they share the samples or the tokens of each sample."""
-    ranks = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    for folder, launch, more in ((tmp_path / "1", [sys.executable], ()), (tmp_path / "2", ranks, words)):
-        done = shell(*launch, "-m", "unified_trainer", *SMALL["dance_grpo"], *more, "--output", str(folder))
+    cases = {"one": (1, ()), "samples": (2, ()), "tokens": (2, ("--parallel.sequence", "2"))}
+    for name, (ranks, words) in cases.items():
+        run = ["-m", "unified_trainer", *SMALL["dance_grpo"], *words, "--output", str(tmp_path / name)]
+        done = program(*run, ranks=ranks)
         assert done.returncode == 0, done.stderr
-    one, two = (json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0]) for name in ("1", "2"))
-    for name in ("train/tokens_per_second", "train/model_flops_per_second"):
-        assert two[name] * two["train/seconds"] == pytest.approx(one[name] * one["train/seconds"]), name
+    one, *others = (json.loads((tmp_path / name / "metrics.jsonl").read_text().splitlines()[0]) for name in cases)
+    for two in others:
+        for name in ("train/tokens_per_second", "train/model_flops_per_second"):
+            assert two[name] * two["train/seconds"] == pytest.approx(one[name] * one["train/seconds"]), name

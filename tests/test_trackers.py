@@ -5,7 +5,8 @@ import shutil
 import sys
 
 import pytest
-from helpers import ALONE, SMALL, command, environment, shell
+from forked import program
+from helpers import ALONE, SMALL, environment
 
 from unified_trainer.__main__ import main
 from unified_trainer.config import TrackingConfig
@@ -67,7 +68,7 @@ def test_all_trackers_follow_a_run_and_its_continuation(run_folder, notes, tmp_p
     (tmp_path / "config.yaml").write_text(json.dumps({"tracking": tracking}))
     first = ["--config", str(tmp_path / "config.yaml"), *SMALL["dance_grpo"], "--output", str(run_folder), *WATCHED]
     for words in (first, ["--resume", str(run_folder), "--steps", "2"]):
-        done = shell(*command(*words))
+        done = program("-m", "unified_trainer", *words)
         assert done.returncode == 0, done.stderr
     rows = noted(run_folder)
     assert [(row["call"], row.get("step")) for row in rows] == [
@@ -117,7 +118,7 @@ def test_wandb_without_a_login_is_refused_before_weights_are_read(run_folder, tm
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     paths = ["--student.path", str(folder), "--output", str(run_folder)]
-    done = shell(*command(*SMALL["dance_grpo"], *paths, "--tracking.wandb", "online"))
+    done = program("-m", "unified_trainer", *SMALL["dance_grpo"], *paths, "--tracking.wandb", "online")
     assert done.returncode == 2 and "--tracking.wandb online: not logged in. Run `wandb login`" in done.stderr
     assert not run_folder.exists()
 

@@ -1,5 +1,10 @@
 """The command line: python -m unified_trainer."""
 
+import gc
+
+COLLECTS = gc.isenabled()
+gc.disable()  # until everything is imported: it would look at the same objects over and over, a fifth of the start
+
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -28,6 +33,9 @@ from unified_trainer.parallel.meeting import meeting
 from unified_trainer.registry import METHODS, method_named
 from unified_trainer.suggestions import must_know
 from unified_trainer.terminal import console, say
+
+if COLLECTS:
+    gc.enable()
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "evaluate": evaluate,
@@ -92,6 +100,7 @@ def _command(name: str) -> Callable[..., int | None]:
 
 
 def run_cli() -> None:
+    gc.freeze()  # what is imported stays: no pass of the collector looks at it again
     end(main(sys.argv[1:]))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked import program
 from helpers import SMALL, assert_same, checkpoint_of, command, environment, flags, metrics_of
 
 from unified_trainer.__main__ import main
@@ -73,25 +74,25 @@ def dying(tmp_path):
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_workers_change_no_number(ray, tmp_path, dying, kind):
-    """Two rollout workers and a reward worker, of which three die at work, against one process."""
+    """Two rollout workers and a reward worker, of which three die at work, against one process; else one worker."""
     words = [*RUNS[kind], *dying.flags]
     alone = run(words, tmp_path / "alone")
-    dying(3 if kind == "dance_grpo" else 0)
-    there = run(
-        words, tmp_path / "workers", **{"rollouts.workers": 2, "rollouts.reward-workers": int(kind != "causal")}
-    )
+    several = kind == "dance_grpo"
+    dying(3 if several else 0)
+    workers = {"rollouts.workers": 1 + several, "rollouts.reward-workers": int(several)}
+    there = run(words, tmp_path / "workers", **workers)
     assert dying.over()
     assert_equal_runs(alone, there)
 
 
 def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dying):
-    """One worker, against two of which some die, in a run that stops and goes on."""
+    """One worker, against a run that stops and goes on with two workers, of which one dies."""
     words = [*GRPO, *dying.flags, *flags({"rollouts.ahead": 1})]
     first = run(words, tmp_path / "first", **{"rollouts.workers": 1})
     lag = [row.get("train/lag") for row in metrics_of(first)]
     assert lag == [None, 1.0, 1.0]  # the first step, and the step after it, take the weights that the run starts with
-    second = run(words, tmp_path / "second", **{"rollouts.workers": 2, "steps": 1})
-    dying(2)
+    second = run(words, tmp_path / "second", **{"rollouts.workers": 1, "steps": 1})
+    dying(1)
     assert main(["--resume", str(second), "--steps", "3", "--rollouts.workers", "2"]) == 0
     assert dying.over()
     assert_equal_runs(first, second)
@@ -124,15 +125,12 @@ def test_evaluation_workers_change_no_number(ray, tmp_path, dying, capsys):
 def test_ray_starts_the_ranks_and_a_rank_may_die(tmp_path):
     """Two ranks, a rollout worker and an evaluation worker; one rank is killed in the second step.
 
-    Against the ranks of torchrun without workers. The validation of step 0 is under way when the rank dies.
+    Against two ranks without Ray and workers. The validation of step 0 is under way when the rank dies.
     """
     validated = {"validate-every": 3, "validation.num-samples": 2, "validation.batch": 1, "validation.num-videos": 0}
     words = [*GRPO, "--algorithm.update-batch", "1", "--checkpoint-every", "1", *flags(validated)]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "unified_trainer"]
-    reference, there = tmp_path / "torchrun", tmp_path / "ray"
-    done = subprocess.run(
-        [command()[0], *torchrun, *words, "--output", str(reference)], env=environment(), capture_output=True, text=True
-    )
+    reference, there = tmp_path / "reference", tmp_path / "ray"
+    done = program("-m", "unified_trainer", *words, "--output", reference, ranks=2)
     assert done.returncode == 0, done.stderr
     workers = {"launcher": "ray", "ray.ranks": 2, "rollouts.workers": 1, "rollouts.evaluation-workers": 1}
     with started([*words, "--output", str(there)], **workers) as one:

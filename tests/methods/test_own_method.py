@@ -3,11 +3,11 @@
 import json
 import re
 import shutil
-import subprocess
 
 import pytest
 import torch
-from helpers import REPO, WAN, checkpoint_of, command, environment, flags, free_port
+from forked import program
+from helpers import REPO, WAN, checkpoint_of, flags
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -25,8 +25,9 @@ def from_guide(name: str, folder) -> None:
     (folder / name).write_text(block)
 
 
-def shell(folder, *words: str) -> str:
-    done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+def run(folder, *words: str, ranks: int = 1) -> str:
+    """The program in a folder; it must end with code 0. Gives what it printed."""
+    done = program("-m", "unified_trainer", *words, where=folder, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -40,7 +41,7 @@ def journey(tmp_path_factory):
     for line in block.splitlines():
         words = line.split()[3:]
         first = words[0] == "--method"
-        shell(folder, *command(*words, *(SMALL if first else [])))
+        run(folder, *words, *(SMALL if first else []))
     return folder
 
 
@@ -60,7 +61,7 @@ def test_the_method_of_the_guide_trains_three_roles(journey):
 def test_it_resumes_bit_for_bit(journey):
     straight = journey / "runs/straight"
     words = ("--method", "mutual.py:Mutual", "--steps", "6", "--output", str(straight), "--third.learning-rate", "1e-4")
-    shell(journey, *command(*words, *SMALL))
+    run(journey, *words, *SMALL)
     ours, theirs = checkpoint_of(journey / "runs/mutual", 6), checkpoint_of(straight, 6)
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
@@ -75,7 +76,7 @@ def test_its_student_is_exported(journey):
 
 
 def test_its_roles_have_flags_of_their_own_and_no_others(journey):
-    helped = shell(journey, *command("--method", "mutual.py:Mutual", "--help"))
+    helped = run(journey, "--method", "mutual.py:Mutual", "--help")
     assert "--third.learning-rate" in helped and "--algorithm.agreement" in helped
     assert "--teacher." not in helped and "--critic." not in helped
 
@@ -97,7 +98,8 @@ def two_stage(tmp_path_factory):
     index["unet"] = index.pop("transformer")
     (folder / "model/model_index.json").write_text(json.dumps(index))
     (folder / "make.py").write_text(make)
-    shell(folder, command()[0], "make.py")
+    made = program("make.py", where=folder)
+    assert made.returncode == 0, made.stderr
     return folder
 
 
@@ -120,10 +122,10 @@ FAMILY += ["--algorithm.student-every", "1", "--sampler.num-steps", "2", "--algo
 
 
 def test_the_family_of_the_guide_trains_and_is_exported(two_stage):
-    shell(two_stage, *command(*FAMILY, "--student.activation-memory", "full", "--output", "runs/one"))
+    run(two_stage, *FAMILY, "--student.activation-memory", "full", "--output", "runs/one")
     saved = checkpoint_of(two_stage / "runs/one", 2)
     assert "student/weights/decoder.1.out.weight" in saved
-    shell(two_stage, *command("export", "runs/one", "out"))
+    run(two_stage, "export", "runs/one", "out")
     index = json.loads((two_stage / "out/model_index.json").read_text())
     assert index["_class_name"] == "TwoStagePipeline" and (two_stage / "out/unet/config.json").is_file()
 
@@ -131,9 +133,7 @@ def test_the_family_of_the_guide_trains_and_is_exported(two_stage):
 @pytest.mark.ranks
 def test_the_family_of_the_guide_is_sharded_over_both_block_lists(two_stage):
     """Two ranks give the run of one rank; every block is a unit of its own."""
-    python, port = command()[0], str(free_port())
-    start = [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-    shell(two_stage, *start, "-m", "unified_trainer", *FAMILY, "--output", "runs/two", "--device", "cpu")
+    run(two_stage, *FAMILY, "--output", "runs/two", "--device", "cpu", ranks=2)
     one = checkpoint_of(two_stage / "runs/one", 2)
     two = checkpoint_of(two_stage / "runs/two", 2)
     assert one.keys() == two.keys()

@@ -1,4 +1,4 @@
-"""The program of the ranks of tests/parallel/test_adapters.py: `python adapted_ranks.py ADAPTER FOLDER`."""
+"""What the ranks of tests/parallel/test_adapters.py do."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from adapter_files import ENDS
 from helpers import WAN, weights
-from launch import fork_ranks
 
 from unified_trainer.models.adapter_file import AdapterFile, open_adapter
 from unified_trainer.models.adapter_location import locate
@@ -48,7 +47,3 @@ def work(path: Path, folder: Path) -> None:
         found = tensors(path, mesh)
         save_file(found, folder / f"{name}-{mesh.rank}.safetensors")
     mesh.leave()
-
-
-if __name__ == "__main__":
-    fork_ranks(2, work, Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""The program of the ranks of tests/parallel/test_distill_ranks.py: `python distill_ranks.py FOLDER`.
+"""What the ranks of tests/parallel/test_distill_ranks.py do.
 
 The test compares with the same functions on one rank.
 """
@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "methods"))
 
 from helpers import assert_same
-from launch import fork_ranks
 from test_distill_rl import ALL, TILT, trainer
 
 from unified_trainer.checkpoint import dcp as checkpoint
@@ -63,7 +62,3 @@ def work(folder: Path) -> None:
     if mesh.is_main:
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "tensors.safetensors")
     mesh.leave()
-
-
-if __name__ == "__main__":
-    fork_ranks(2, work, Path(sys.argv[1]))

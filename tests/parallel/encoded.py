@@ -1,6 +1,6 @@
-"""The program of the ranks of tests/parallel/test_encode_ahead.py: `python encoded.py WAN FOLDER`.
+"""What the ranks of tests/parallel/test_encode_ahead.py do.
 
-Each rank has a copy of its own of the pipeline folder WAN, as on the disks of two nodes, with other file times.
+Each has a copy of its own of a pipeline folder, as on the disks of two nodes, with other file times.
 """
 
 import json
@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from launch import fork_ranks
 
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
@@ -38,7 +37,3 @@ def work(wan: Path, folder: Path) -> None:
     save_file({"text": codec.encode_text(PROMPTS).text}, folder / f"{mesh.rank}.safetensors")
     (folder / f"{mesh.rank}.json").write_text(json.dumps({"asked": asked, "said": said}))
     mesh.leave()
-
-
-if __name__ == "__main__":
-    fork_ranks(2, work, Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""The program of the ranks of tests/parallel/test_expert_ranks.py: `python expert_ranks.py FOLDER`.
+"""What the ranks of tests/parallel/test_expert_ranks.py do.
 
 The test compares with the same functions on one rank.
 """
@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from expert_world import MOVES, ROLES, networks, trainer, trajectory
 from helpers import Calls, small_batch
-from launch import fork_ranks
 
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -42,7 +41,7 @@ MESHES = {
     "offloaded": (ParallelConfig(offload=True), ("finetune",)),
     "frozen one offloaded": (ParallelConfig(), ("one of them offloaded",)),
 }
-STEPS = 3
+STEPS = 2
 SAVED = "finetune"
 
 
@@ -106,7 +105,3 @@ def work(folder: Path) -> None:
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "tensors.safetensors")
         (folder / "words.txt").write_text("\n".join(words))
     first.barrier()
-
-
-if __name__ == "__main__":
-    fork_ranks(2, work, Path(sys.argv[1]))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import jaxtyping
 from helpers import REPO, environment
 
 
@@ -21,9 +22,9 @@ def free_port() -> int:
 def fork_ranks(count: int, work: Callable[..., None], *arguments: object) -> None:
     """Runs `work` on all ranks, as copies of this process: imports, which cost more than the work, are made once.
 
-    Gloo now and then ends a rank by a signal. That is said, with where it was, and all ranks start again, once.
+    Types are not checked there, and what a rank says goes where this process writes. Gloo now and then ends a rank by a
+    signal. That is said, with where it was, and all ranks start again, once.
     """
-    faulthandler.enable()
     codes = _fork(count, work, *arguments)
     if min(codes) < 0:
         sys.stderr.write(f"ranks ended with {codes}; once more\n")
@@ -32,15 +33,25 @@ def fork_ranks(count: int, work: Callable[..., None], *arguments: object) -> Non
 
 def _fork(count: int, work: Callable[..., None], *arguments: object) -> list[int]:
     """The exit codes of the ranks; minus a signal."""
-    os.environ |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = []
-    for rank in range(count):
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(multiprocessing.get_context("fork").Process(target=work, args=arguments))
-        processes[-1].start()
+    place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        multiprocessing.get_context("fork").Process(
+            target=_rank, args=(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, work, *arguments)
+        )
+        for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
     for process in processes:
         process.join(300)
     return [process.exitcode for process in processes]
+
+
+def _rank(place: dict[str, str], work: Callable[..., None], *arguments: object) -> None:
+    faulthandler.enable(sys.__stderr__)
+    jaxtyping.config.update("jaxtyping_disable", True)
+    os.environ |= place
+    work(*arguments)
 
 
 def torchrun(count: int, *words: str) -> subprocess.CompletedProcess[str]:

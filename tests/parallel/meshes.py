@@ -1,4 +1,4 @@
-"""The program of the ranks of tests/parallel/test_meshes.py: `python meshes.py FOLDER` writes FOLDER/2 and FOLDER/4.
+"""What the ranks of tests/parallel/test_meshes.py do, two of them or four.
 
 The test compares with the same functions on one rank. 9 tokens do not divide by two sequence ranks.
 """
@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import CAPTIONS, WAN, gradients, reward_of, reward_parts, small_causal, small_model, tiny_codec
-from launch import fork_ranks
 
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader
@@ -42,7 +41,7 @@ from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
 
 SHAPE = (16, 3, 1, 3)
-STEPS = 3
+STEPS = 2
 MESHES = {
     2: {
         "sharded": ParallelConfig(),
@@ -256,7 +255,7 @@ def trainer(mesh: Mesh, method, roles, clips) -> Trainer:
 
 
 def trajectory(mesh: Mesh, method, roles, clips) -> dict[str, torch.Tensor]:
-    """The gradients of every update of three training steps, and the steps' metrics."""
+    """The gradients of every update of two training steps, and the steps' metrics."""
     one = trainer(mesh, method, roles, clips)
     result = {}
     for step in range(STEPS):
@@ -369,8 +368,3 @@ def work(folder: Path) -> None:
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "tensors.safetensors")
         (folder / "words.txt").write_text(words)
     first.barrier()
-
-
-if __name__ == "__main__":
-    for count in MESHES:
-        fork_ranks(count, work, Path(sys.argv[1]) / str(count))

@@ -1,15 +1,15 @@
 """distill_rl on two ranks does what one does: gradients, ledger, automatic weights, and a run that is resumed."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import ALONE, REPO, assert_near, environment
+from helpers import ALONE, assert_near
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 import distill_ranks
+from launch import fork_ranks
 
 pytestmark = pytest.mark.ranks
 LEDGER = ("term_norm/matching", "term_norm/surrogate", "term_norm/reward_gradient", "reward_factor")
@@ -19,9 +19,7 @@ LEDGER = ("term_norm/matching", "term_norm/surrogate", "term_norm/reward_gradien
 def two(tmp_path_factory):
     """The folder that two ranks left, and the tensors in it."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, distill_ranks.__file__, str(folder)]
-    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
-    assert (folder / "tensors.safetensors").is_file(), done.stderr
+    fork_ranks(2, distill_ranks.work, folder)
     return folder, load_file(folder / "tensors.safetensors")
 
 

@@ -4,19 +4,19 @@ Tolerances are those of test_meshes.py, for the same reasons.
 """
 
 import functools
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ALONE, REPO, assert_near, environment
+from helpers import ALONE, assert_near
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 import expert_ranks
 from expert_ranks import CASES, MESHES, SAVED, STEPS, made
 from expert_world import trajectory
+from launch import fork_ranks
 from test_meshes import assert_one_trajectory, below
 
 pytestmark = pytest.mark.ranks
@@ -26,9 +26,7 @@ pytestmark = pytest.mark.ranks
 def two(tmp_path_factory):
     """The folder that two ranks left, and the tensors in it."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, expert_ranks.__file__, str(folder)]
-    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
-    assert (folder / "words.txt").is_file(), done.stderr
+    fork_ranks(2, expert_ranks.work, folder)
     return folder, load_file(folder / "tensors.safetensors")
 
 

@@ -1,47 +1,34 @@
 """Two gloo ranks are one: equal gradients, equal metrics, and a checkpoint that one rank continues.
 
-The ranks are subprocesses started once; they may abort at interpreter exit, so what they wrote is what counts.
+The ranks are started once, as copies of this process.
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ALONE, REPO, assert_near, assert_same, environment, files_of, free_port, metrics_of
+from helpers import ALONE, assert_near, assert_same, files_of, metrics_of
 from safetensors.torch import load_file
 
 from unified_trainer.__main__ import main
 
 sys.path.insert(0, str(Path(__file__).parent))
 import two_ranks
+from launch import fork_ranks
 
 pytestmark = pytest.mark.ranks
 
 RANKS = 2
 
 
-def start(rank: int, port: int, words: list[str]) -> subprocess.Popen:
-    extra = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    env = environment(**{key: str(value) for key, value in extra.items()})
-    return subprocess.Popen(words, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def on_two_ranks(*words: str) -> str:
-    """Runs a Python program on both ranks; what they said."""
-    port = free_port()
-    processes = [start(rank, port, [sys.executable, *words]) for rank in range(RANKS)]
-    return "".join(process.communicate(timeout=300)[0] for process in processes)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where both ranks wrote what they computed."""
     out = tmp_path_factory.mktemp("ranks")
-    said = on_two_ranks(two_ranks.__file__, str(out))
-    assert (out / "program" / "checkpoints" / "step_2" / "manifest.json").is_file(), said
+    fork_ranks(RANKS, two_ranks.work, out)
+    assert (out / "program" / "checkpoints" / "step_2" / "manifest.json").is_file()
     return out
 
 

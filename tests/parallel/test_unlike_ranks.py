@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import ALONE, CPU, SMALL, environment
+from helpers import ALONE, CPU, SMALL
 
 from unified_trainer.cli.command_line import parse
 from unified_trainer.data.captioned import CaptionedVideo
@@ -16,15 +15,16 @@ from unified_trainer.parallel.agreement import assert_equal, differences, files_
 from unified_trainer.parallel.mesh import Mesh, RanksDivergedError
 from unified_trainer.plan import check
 
-PROGRAM = Path(__file__).parent / "unlike_ranks.py"
+sys.path.insert(0, str(Path(__file__).parent))
+import unlike_ranks
+
 SECONDS = 30.0  # far below the 30 minutes of parallel.timeout_minutes, also on a busy machine
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unlike")
-    done = subprocess.run([sys.executable, PROGRAM, folder], env=environment(), capture_output=True, timeout=240)
-    assert done.returncode == 0, done.stderr.decode()
+    unlike_ranks.run_all(folder)
     assert not (folder / "run").exists()
     return folder
 

@@ -1,15 +1,15 @@
 """The metrics of a validation do not depend on the number of ranks."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import ALONE, REPO, environment
+from helpers import ALONE
 
 sys.path.insert(0, str(Path(__file__).parent))
 import validated
+from launch import fork_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -19,9 +19,7 @@ def test_two_ranks_measure_what_one_does(tmp_path):
 
     Other real clips of the same captions move the distance by a twentieth of itself; rounding does by 1e-4.
     """
-    command = [sys.executable, validated.__file__, str(tmp_path)]
-    done = subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=300)
-    assert (tmp_path / "metrics.json").is_file(), done.stderr
+    fork_ranks(2, validated.work, tmp_path)
     two, one = json.loads((tmp_path / "metrics.json").read_text()), validated.measured(ALONE, tmp_path / "one")
     assert one["validation/frechet"] > 1 and one["validation/reward_std"] > 0
     assert two == pytest.approx(one, rel=1e-3)

@@ -1,6 +1,6 @@
-"""The program of the ranks of tests/parallel/test_two_ranks.py: `python two_ranks.py FOLDER` under torchrun.
+"""What the ranks of tests/parallel/test_two_ranks.py do.
 
-Writes what each part gave into FOLDER, from the main rank; the test compares it with the same functions on one rank.
+The main rank writes what each part gave into a folder; the test compares it with the same functions on one rank.
 """
 
 import dataclasses
@@ -99,7 +99,8 @@ def averaged(one: Trainer) -> torch.Tensor:
         return full(one.roles["student"].network.proj_out.weight.detach()).clone()
 
 
-def main(folder: Path) -> None:
+def work(folder: Path) -> None:
+    torch.set_num_threads(1)
     mesh = Mesh.join("cpu")
     tensors, metrics = {}, {}
     for method in METHODS:
@@ -119,7 +120,3 @@ def main(folder: Path) -> None:
         (folder / "metrics.json").write_text(json.dumps(metrics | {"config": dataclasses.asdict(GRPO)}, default=str))
     mesh.barrier()
     program.main([*PROGRAM, "--output", str(folder / "program")])
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

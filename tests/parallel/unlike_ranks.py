@@ -1,7 +1,7 @@
-"""The program of tests/parallel/test_unlike_ranks.py: `python unlike_ranks.py FOLDER` runs two ranks for each case.
+"""The cases of tests/parallel/test_unlike_ranks.py, two ranks for each.
 
-What a rank wrote to standard error is in FOLDER/CASE-RANK, with its exit code and seconds before. The ranks are copies
-of this process, which torchrun does not watch: they end because of each other only.
+What a rank wrote to standard error is in CASE-RANK of a folder, with its exit code and seconds before. The ranks are
+copies of this process, which torchrun does not watch: they end because of each other only.
 """
 
 import os
@@ -109,8 +109,7 @@ def rank_of(case: str, folder: Path) -> None:
     os._exit(code)
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def run_all(folder: Path) -> None:
     for rank in range(2):
         (folder / str(rank)).mkdir()
         (folder / str(rank) / "prompts.txt").write_text(f"a red circle\nprompt {rank}\n")

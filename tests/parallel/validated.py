@@ -1,4 +1,4 @@
-"""The program of the ranks of tests/parallel/test_validation.py: `python validated.py FOLDER`.
+"""What the ranks of tests/parallel/test_validation.py do.
 
 The test compares with the same function on one rank.
 """
@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import small_model, tiny_codec
-from launch import fork_ranks
 
 from unified_trainer.config import ValidationConfig
 from unified_trainer.data.prompts import validation_captions
@@ -50,7 +49,3 @@ def work(folder: Path) -> None:
     if mesh.is_main:
         (folder / "metrics.json").write_text(json.dumps(metrics))
     mesh.leave()
-
-
-if __name__ == "__main__":
-    fork_ranks(2, work, Path(sys.argv[1]))

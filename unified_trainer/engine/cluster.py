@@ -23,6 +23,7 @@ NAMESPACE = "unified-trainer"
 # What Ray is told by environment variables before it starts; a variable of the user's wins.
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # 15 by default: workers would yield to every other process of the machine
+    "RAY_prestart_worker_first_driver": "0",  # else one idle Python process for each core, as soon as Ray runs
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_COLOR_PREFIX": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without a device does not lose sight of all of them
