@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # 15 by default: workers would yield to every other process of the machine
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_COLOR_PREFIX": "0",
+    "NIXL_LOG_LEVEL": "WARN",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without a device does not lose sight of all of them
 }
 Needs = Mapping[str, float]  # resources by Ray's names
