@@ -138,9 +138,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         from unified_trainer.engine.evaluation import RemoteValidation
 
         report = Report(run.validation, reward, sample_prompts(prompts, run.validation), mesh, run.video.fps)
-        validation = RemoteValidation(
-            workers, run.validation, report, mesh, WeightSender(mesh, run.rollouts.transport)
-        )
+        validation = RemoteValidation(workers, run.validation, report, mesh, WeightSender(mesh, run.rollouts.transport))
     elif run.validate_every:
         measured = (codec, reward, features, run.sampler, prompts, plan.latent_shape)
         validation = Validation(run.validation, *measured, mesh, run.video.fps)

@@ -69,26 +69,29 @@ def dying(tmp_path):
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_workers_change_no_number(ray, tmp_path, dying, kind):
-    """Two rollout workers and a reward worker, of which three die at work, against one process."""
+    """Two rollout workers and a reward worker, of which three die at work, against one process.
+
+    Adapters go straight from memory to memory, to workers of which one dies.
+    """
     words = [*RUNS[kind], *dying.flags]
     alone = run(words, tmp_path / "alone")
-    dying(3 if kind == "dance_grpo" else 0)
-    there = run(
-        words, tmp_path / "workers", **{"rollouts.workers": 2, "rollouts.reward-workers": int(kind != "causal")}
-    )
+    dying({"dance_grpo": 3, "adapter": 1}.get(kind, 0))
+    settings = {"rollouts.workers": 2, "rollouts.reward-workers": int(kind != "causal")}
+    settings |= {"rollouts.transport": "nixl"} if kind == "adapter" else {}
+    there = run(words, tmp_path / "workers", **settings)
     assert dying.over()
     assert_equal_runs(alone, there)
 
 
 def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dying):
-    """One worker, against two of which some die, in a run that stops and goes on."""
+    """One worker, against two of which some die, in a run that stops and goes on with weights straight from memory."""
     words = [*GRPO, *dying.flags, *flags({"rollouts.ahead": 1})]
     first = run(words, tmp_path / "first", **{"rollouts.workers": 1})
     lag = [row.get("train/lag") for row in metrics_of(first)]
     assert lag == [None, 1.0, 1.0]  # the first step, and the step after it, take the weights that the run starts with
     second = run(words, tmp_path / "second", **{"rollouts.workers": 2, "steps": 1})
     dying(2)
-    assert main(["--resume", str(second), "--steps", "3", "--rollouts.workers", "2"]) == 0
+    assert main(["--resume", str(second), "--steps", "3", *flags({"rollouts.transport": "nixl"})]) == 0
     assert dying.over()
     assert_equal_runs(first, second)
     present = run([*GRPO, *dying.flags], tmp_path / "present")
@@ -96,13 +99,16 @@ def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dy
 
 
 def test_evaluation_workers_change_no_number(ray, tmp_path, dying, capsys):
-    """One, which dies at work, against validations in the training process; training loads no scorer."""
+    """One, which dies at work and reads weights straight from memory, against validations in the training process.
+
+    Training loads no scorer.
+    """
     validated = {"validate-every": 2, "validation.num-samples": 4, "validation.batch": 2, "validation.num-videos": 1}
     small = flags(validated | {"student.ema-decay": 0.5, "student.learning-rate": 1e-3, "device": "cpu", "steps": 2})
     words = [*SMALL["finetune"], *small, *dying.flags]
     alone = run(words, tmp_path / "alone")
     dying(1)
-    there = run(words, tmp_path / "workers", **{"rollouts.evaluation-workers": 1})
+    there = run(words, tmp_path / "workers", **{"rollouts.evaluation-workers": 1, "rollouts.transport": "nixl"})
     assert dying.over() and "evaluation worker 0" in capsys.readouterr().out
     rows = [{row["step"]: row for row in metrics_of(one) if "validation/reward/mean" in row} for one in (alone, there)]
     assert [row.pop("validation/worker_deaths") for row in rows[1].values()] == [1.0, 1.0]
@@ -118,7 +124,10 @@ def test_evaluation_workers_change_no_number(ray, tmp_path, dying, capsys):
 
 
 def test_ray_starts_the_ranks_and_a_rank_may_die(tmp_path):
-    """Two ranks and a worker; one rank is killed in the second step. Against the ranks of torchrun without workers."""
+    """Two ranks and a worker that reads weights from the first one; one rank is killed in the second step.
+
+    Against the ranks of torchrun without workers.
+    """
     words = [*GRPO, "--algorithm.update-batch", "1", "--checkpoint-every", "1"]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "unified_trainer"]
     reference, there = tmp_path / "torchrun", tmp_path / "ray"
@@ -126,7 +135,8 @@ def test_ray_starts_the_ranks_and_a_rank_may_die(tmp_path):
         [command()[0], *torchrun, *words, "--output", str(reference)], env=environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    with started([*words, "--output", str(there)], **{"launcher": "ray", "ray.ranks": 2, "rollouts.workers": 1}) as one:
+    settings = {"launcher": "ray", "ray.ranks": 2, "rollouts.workers": 1, "rollouts.transport": "nixl"}
+    with started([*words, "--output", str(there)], **settings) as one:
         until(lambda: (there / "checkpoints" / "step_1").is_dir(), one)
         ranks = [
             p for p in psutil.Process(one.pid).children(recursive=True) if "TrainingProcess" in p.name() + title(p)

@@ -27,7 +27,9 @@ class RemoteValidation:
     The main rank alone asks and writes; the other ranks get the metrics, which guards decide by.
     """
 
-    def __init__(self, group: WorkerGroup, config: ValidationConfig, report: Report, mesh: Mesh, sender: WeightSender) -> None:
+    def __init__(
+        self, group: WorkerGroup, config: ValidationConfig, report: Report, mesh: Mesh, sender: WeightSender
+    ) -> None:
         self.ema = config.ema
         self._group, self._report, self._mesh, self._sender = group, report, mesh, sender
         self._samples = [batch for share in batches(config, mesh.data_size) for batch in share]

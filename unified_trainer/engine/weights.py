@@ -19,7 +19,7 @@ from unified_trainer.parallel.device import synchronize
 from unified_trainer.parallel.fsdp import gather_into
 from unified_trainer.parallel.mesh import Mesh
 
-BUCKET = 2**28  # bytes of a buffer at most, unless one tensor has more
+BUCKET = 2**26  # bytes of a buffer at most, unless one tensor has more; 2**28 is slower on CPUs
 START = 16  # a tensor begins at a multiple of it, so that it can be viewed in its dtype
 PIECE = 2**16  # words with a sum of their own: at most 2**62, which int64 holds
 
@@ -67,7 +67,7 @@ class Bucket:
 
 
 def buckets_of(weights: Mapping[str, Tensor], *, half: bool = False) -> list[Bucket]:
-    """Divide whole weights, in order, into buckets of at most BUCKET bytes; with `half`, float32 travels as bfloat16."""
+    """Divide whole weights, in order, into buckets of at most BUCKET bytes; with `half`, float32 becomes bfloat16."""
     buckets = [Bucket({})]
     for name, weight in weights.items():
         dtype = torch.bfloat16 if half and weight.dtype == torch.float32 else weight.dtype
