@@ -18,6 +18,7 @@ import tyro
 from unified_trainer.__main__ import main as program
 from unified_trainer.engine import cluster
 from unified_trainer.engine.config import RayConfig
+from unified_trainer.parallel.mesh import Mesh
 
 # A scorer that waits instead of computing: it leaves the cores to the training process.
 SCORER = """
@@ -104,8 +105,8 @@ def overlap(folder: Path) -> None:
 class Receiver:
     """A process that copies weights as a rollout worker does."""
 
-    def __init__(self, count: int) -> None:
-        self._weights = {str(i): torch.zeros(2**20) for i in range(count)}
+    def __init__(self, held: dict[str, torch.Tensor]) -> None:
+        self._weights = {name: torch.zeros_like(weight) for name, weight in held.items()}
 
     def take(self, weights) -> float:
         begun = time.perf_counter()
@@ -113,27 +114,31 @@ class Receiver:
         return time.perf_counter() - begun
 
 
-def weights(megabytes: int) -> None:
-    """Print the seconds in which weights are put into the object store and copied by one worker and by two."""
+def weights(megabytes: int, tensors: int) -> None:
+    """Print the seconds in which weights are sent and copied by one worker and by two, for each transport."""
     import ray
 
-    from unified_trainer.engine import arrays
+    from unified_trainer.engine.weights import WeightSender
 
     cluster.connect(RayConfig(), 4)
-    sent = {str(i): torch.randn(2**20) for i in range(megabytes // 4)}
-    receivers = [ray.remote(Receiver).remote(len(sent)) for _ in range(2)]
-    write("| weights | workers | put into the store, s | copied by a worker, s | until the last worker has them, s |")
-    write("| --- | --- | --- | --- | --- |")
-    for count in (1, 2):
-        rounds = []
-        for version in range(5):
-            begun = time.perf_counter()
-            reference = ray.put(arrays.Weights(version, sent))
-            put = time.perf_counter() - begun
-            copied = ray.get([receiver.take.remote(reference) for receiver in receivers[:count]])
-            rounds.append((put, max(copied), time.perf_counter() - begun))
-        medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
-        write(f"| {megabytes} MB | {count} | " + " | ".join(f"{value:.2f}" for value in medians) + " |")
+    sent = {str(i): torch.randn(megabytes * 2**18 // tensors) for i in range(tensors)}
+    receivers = [ray.remote(Receiver).remote(sent) for _ in range(2)]
+    write("| transport | weights | workers | | sent, s | copied by a worker, s | until the last worker has them, s |")
+    write("| --- | --- | --- | --- | --- | --- | --- |")
+    for transport in ("object_store", "nixl"):
+        sender = WeightSender(Mesh(torch.device("cpu")), transport)
+        for count in (1, 2):
+            rounds = []
+            for version in range(5 * count, 5 * count + 5):
+                begun = time.perf_counter()
+                reference = sender.send(version, sent, version)
+                put = time.perf_counter() - begun
+                copied = ray.get([receiver.take.remote(reference) for receiver in receivers[:count]])
+                rounds.append((put, max(copied), time.perf_counter() - begun))
+            medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
+            for which, row in (("first", rounds[0]), ("median", medians)):
+                cells = " | ".join(f"{value:.2f}" for value in row)
+                write(f"| {transport} | {megabytes} MB in {tensors} | {count} | {which} | {cells} |")
     ray.shutdown()
 
 
@@ -142,11 +147,11 @@ def write(line: str) -> None:
     sys.stdout.flush()
 
 
-def main(only: Literal["both", "overlap", "weights"] = "both", megabytes: int = 400) -> None:
+def main(only: Literal["both", "overlap", "weights"] = "both", megabytes: int = 400, tensors: int = 100) -> None:
     """Print the tables."""
     torch.set_num_threads(1)
     if only != "overlap":
-        weights(megabytes)
+        weights(megabytes, tensors)
     if only != "weights":
         with tempfile.TemporaryDirectory() as folder:
             overlap(Path(folder))

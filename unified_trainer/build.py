@@ -88,7 +88,8 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     beside = run.rollouts.evaluation_workers > 0
     if run.rollouts.workers or beside:
         cluster.connect(run.ray, run.rollouts.cores, mesh)
-        from unified_trainer.engine.workers import WorkerGroup  # Ray is an extra
+        from unified_trainer.engine.weights import WeightSender  # Ray is an extra
+        from unified_trainer.engine.workers import WorkerGroup
 
         kinds = (build_sampling, build_evaluation)
         workers = WorkerGroup.start(replace(run, encoders=encoders), *kinds, tuple(prompts), mesh)
@@ -119,8 +120,8 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
             from unified_trainer.engine.rollouts import RemoteRollouts
 
             how = {"ahead": run.rollouts.ahead, "check_every": run.rollouts.check_every}
-            how["half"] = run.rollouts.send == "bf16"
-            parts["rollouts"] = RemoteRollouts(workers, role, loader, mesh, size=size, **how)
+            sender = WeightSender(mesh, run.rollouts.transport, half=run.rollouts.send == "bf16")
+            parts["rollouts"] = RemoteRollouts(workers, role, loader, mesh, sender, size=size, **how)
     trainer = Trainer(
         plan.method(run.algorithm, run.sampler, **roles, **parts),
         {name: role for name, role in roles.items() if isinstance(role, Trainable)},
@@ -137,7 +138,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         from unified_trainer.engine.evaluation import RemoteValidation
 
         report = Report(run.validation, reward, sample_prompts(prompts, run.validation), mesh, run.video.fps)
-        validation = RemoteValidation(workers, run.validation, report, mesh)
+        validation = RemoteValidation(workers, run.validation, report, mesh, WeightSender(mesh, run.rollouts.transport))
     elif run.validate_every:
         measured = (codec, reward, features, run.sampler, prompts, plan.latent_shape)
         validation = Validation(run.validation, *measured, mesh, run.video.fps)

@@ -54,6 +54,7 @@ RESUMABLE_KEYS = (
     "parallel",
     "launcher",
     "ray",
+    "rollouts.transport",
     "rollouts.workers",
     "rollouts.reward_workers",
     "rollouts.cpus",

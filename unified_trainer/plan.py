@@ -14,7 +14,7 @@ from unified_trainer.data.parquet_files import StoredFiles, read_stored_files
 from unified_trainer.data.prompts import PromptFile, prompts_of, training_captions, validation_captions
 from unified_trainer.data.raw_clips import checked_videos, holds_videos
 from unified_trainer.data.row_kinds import ClipRows, RowKind, Shape, TrajectoryRows
-from unified_trainer.engine.config import check_installed
+from unified_trainer.engine.config import check_installed, check_transport
 from unified_trainer.guards.base import GuardConfig
 from unified_trainer.guards.distillation import DistillationGuardConfig
 from unified_trainer.input_files import read_json
@@ -86,7 +86,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     if keep.best and keep.metric.startswith("reward") and not run.reward.named():
         raise ConfigError(f"best_metric {keep.metric} is not measured without a scorer: give --reward.path")
     _check_guards(run, method)
-    _check_workers(run, method)
+    _check_workers(run, method, mesh.device.type)
     run.sampler.check()
     check_reward(run.reward, run.video.frames)
     check_validation(run.validation, mesh)
@@ -228,7 +228,7 @@ def _check_guards(run: RunConfig, method: type[Method]) -> None:
             )
 
 
-def _check_workers(run: RunConfig, method: type[Method]) -> None:
+def _check_workers(run: RunConfig, method: type[Method], device: str) -> None:
     run.rollouts.check(bool(method.sampled_by), run.method, run.validate_every)
     algorithm = run.algorithm
     if run.rollouts.send == "bf16" and run.roles["student"].precision != "bf16":
@@ -248,3 +248,4 @@ def _check_workers(run: RunConfig, method: type[Method]) -> None:
     for name, count in (("workers", run.rollouts.workers), ("evaluation_workers", run.rollouts.evaluation_workers)):
         if count:
             check_installed(f"rollouts.{name}")
+    check_transport(run.rollouts.transport, device)

@@ -9,8 +9,8 @@ from helpers import ALONE, SMALL, flags
 
 from unified_trainer.build import build, build_sampling
 from unified_trainer.cli.command_line import parse
-from unified_trainer.engine import arrays
 from unified_trainer.engine.rollouts import RemoteRollouts
+from unified_trainer.engine.weights import Weights, WeightSender
 from unified_trainer.engine.workers import NewerWeights, Worker, WorkerGroup, placed, worker_needs
 from unified_trainer.rl.on_policy_check import ReplayError
 from unified_trainer.rl.replay import Trajectories
@@ -77,9 +77,11 @@ def trainer_with(ray, words: list[str], fault, ahead: int, newer=NONE, half: boo
     trainer = build(run, ALONE).trainer
     run = dataclasses.replace(run, rollouts=dataclasses.replace(run.rollouts, swap=newer is not NONE))
     worker = Worker(fault, run, str(Path.cwd()), torch.get_num_threads(), True, True, newer)
-    group, how = WorkerGroup(Here(ray, worker), {}), {"size": 2, "ahead": ahead, "check_every": 1, "half": half}
+    group, how = WorkerGroup(Here(ray, worker), {}), {"size": 2, "ahead": ahead, "check_every": 1}
     student = trainer.roles["student"]
-    trainer.method.rollouts = RemoteRollouts(group, student, trainer.loader, ALONE, **how)
+    trainer.method.rollouts = RemoteRollouts(
+        group, student, trainer.loader, ALONE, WeightSender(ALONE, half=half), **how
+    )
     return trainer
 
 
@@ -146,9 +148,9 @@ class Planted:
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.larger, self.calls = {key: 1.5 * weight.detach() for key, weight in weights.items()}, 0
 
-    def __call__(self, version: int) -> arrays.Weights | None:
+    def __call__(self, version: int) -> Weights | None:
         self.calls += 1
-        return arrays.Weights(version + 1, self.larger) if self.calls % 4 == 3 else None
+        return WeightSender(ALONE).pack(version + 1, self.larger, 0) if self.calls % 4 == 3 else None
 
 
 def test_transitions_after_a_swap_lag_less_and_are_not_compared(ray, monkeypatch):

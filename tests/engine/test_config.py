@@ -1,11 +1,14 @@
 """Settings of Ray and of workers that cannot be are refused before any weight is read."""
 
+import sys
+
 import pytest
 from helpers import CPU, SMALL
 
 from unified_trainer import build as module
 from unified_trainer.__main__ import main
 from unified_trainer.cli.command_line import parse
+from unified_trainer.engine.config import check_transport
 from unified_trainer.errors import UserError
 
 pytestmark = pytest.mark.slow  # seconds together
@@ -21,6 +24,7 @@ BESIDE = ["--rollouts.evaluation-workers", "1", "--validate-every", "2", "--stud
         (["--rollouts.ahead", "1"], "rollouts.ahead needs rollouts.workers above 0"),
         (["--rollouts.reward-workers", "1"], "rollouts.reward_workers needs rollouts.workers above 0"),
         (["--rollouts.workers", "1", "--rollouts.send", "bf16"], "rollouts.send bf16 needs student.precision bf16"),
+        (["--rollouts.transport", "nixl"], "nixl needs rollouts.workers or rollouts.evaluation_workers above 0"),
         (["--rollouts.workers", "1", "--rollouts.swap"], "rollouts.swap needs rollouts.ahead above 0"),
         (["--rollouts.evaluation-workers", "1"], "rollouts.evaluation_workers has nothing to validate"),
         (["--rollouts.evaluation-lag", "1"], "rollouts.evaluation_lag needs rollouts.evaluation_workers above 0"),
@@ -61,6 +65,18 @@ def test_without_ray_installed_the_error_says_how(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([*GRPO, "--output", str(tmp_path / "run"), "--rollouts.workers", "1"]) == 2
     assert "rollouts.workers needs Ray: pip install 'unified-trainer[ray]'" in capsys.readouterr().err
+
+
+def test_a_transport_that_cannot_be_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)  # not installed
+    words = ["--rollouts.workers", "1", "--rollouts.transport", "nixl", "--output", str(tmp_path / "run")]
+    assert main([*GRPO, *words]) == 2
+    said = capsys.readouterr().err
+    assert "rollouts.transport nixl needs NIXL (" in said and "pip install 'unified-trainer[ray-direct]'" in said
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match="not of an NPU: set"):
+        check_transport("nixl", "npu")
+    check_transport("object_store", "npu")
 
 
 WEIGHTS = 743_920  # of the tiny transformer

@@ -11,6 +11,7 @@ from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.engine.rollouts import RemoteRollouts
+from unified_trainer.engine.weights import WeightSender
 from unified_trainer.engine.workers import WorkerGroup
 from unified_trainer.parallel.random import Streams
 
@@ -37,11 +38,11 @@ class InstantScheduler:
 
     def _publish(self, version, references, step, oldest):
         assert version not in self.weights and oldest <= version <= step
-        self.weights[version] = self.ray.get(references[0])._bytes
+        self.weights[version] = self.ray.get(references[0]).buffers[0]
 
     def _make(self, item):
         self.items.append(item)
-        first = next(iter(self.weights[item.version].values()))[:4].view(np.float32)[0]
+        first = self.weights[item.version][:4].view(np.float32)[0]
         count = len(item.prompts)
         x0 = np.full((count, *LATENT_SHAPE), first, dtype=np.float32)
         none = x0[:, None][:, :0]
@@ -56,9 +57,9 @@ class Run:
     def __init__(self, ray, ahead: int, plan: BatchPlan = PLAN, check_every: int = 0) -> None:
         self.student, self.scheduler = trainable(), InstantScheduler(ray)
         self.loader = Loader(Prompts(CAPTIONS), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=ahead)
-        group = WorkerGroup(self.scheduler, {})
+        group, sender = WorkerGroup(self.scheduler, {}), WeightSender(ALONE)
         how = {"size": 3, "ahead": ahead, "check_every": check_every}
-        self.rollouts = RemoteRollouts(group, self.student, self.loader, ALONE, **how)
+        self.rollouts = RemoteRollouts(group, self.student, self.loader, ALONE, sender, **how)
         self.first = next(iter(self.student.weights.values())).data.view(-1)
         self.start = float(self.first[0])
         self.checks: list[tuple[str, int, int]] = []  # who made the samples that were checked, samples, version

@@ -74,26 +74,31 @@ def dying(tmp_path):
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_workers_change_no_number(ray, tmp_path, dying, kind):
-    """Two rollout workers and a reward worker, of which three die at work, against one process; else one worker."""
+    """Two rollout workers and a reward worker, of which three die at work, against one process; else one worker.
+
+    Adapters go straight from memory to memory, to two workers of which one dies.
+    """
     words = [*RUNS[kind], *dying.flags]
     alone = run(words, tmp_path / "alone")
-    several = kind == "dance_grpo"
-    dying(3 if several else 0)
-    workers = {"rollouts.workers": 1 + several, "rollouts.reward-workers": int(several)}
-    there = run(words, tmp_path / "workers", **workers)
+    deaths = {"dance_grpo": 3, "adapter": 1}.get(kind, 0)
+    dying(deaths)
+    settings = {"rollouts.workers": 2 if deaths else 1, "rollouts.reward-workers": int(kind == "dance_grpo")}
+    settings |= {"rollouts.transport": "nixl"} if kind == "adapter" else {}
+    there = run(words, tmp_path / "workers", **settings)
     assert dying.over()
     assert_equal_runs(alone, there)
 
 
 def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dying):
-    """One worker, against a run that stops and goes on with two workers, of which one dies."""
+    """One worker, against a run that stops and goes on with two, of which one dies, and weights straight from memory."""
     words = [*GRPO, *dying.flags, *flags({"rollouts.ahead": 1})]
     first = run(words, tmp_path / "first", **{"rollouts.workers": 1})
     lag = [row.get("train/lag") for row in metrics_of(first)]
     assert lag == [None, 1.0, 1.0]  # the first step, and the step after it, take the weights that the run starts with
     second = run(words, tmp_path / "second", **{"rollouts.workers": 1, "steps": 1})
     dying(1)
-    assert main(["--resume", str(second), "--steps", "3", "--rollouts.workers", "2"]) == 0
+    more = flags({"rollouts.workers": 2, "rollouts.transport": "nixl"})
+    assert main(["--resume", str(second), "--steps", "3", *more]) == 0
     assert dying.over()
     assert_equal_runs(first, second)
     present = run([*GRPO, *dying.flags], tmp_path / "present")
@@ -101,13 +106,16 @@ def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dy
 
 
 def test_evaluation_workers_change_no_number(ray, tmp_path, dying, capsys):
-    """One, which dies at work, against validations in the training process; training loads no scorer."""
+    """One, which dies at work and reads weights straight from memory, against validations in the training process.
+
+    Training loads no scorer.
+    """
     validated = {"validate-every": 2, "validation.num-samples": 4, "validation.batch": 2, "validation.num-videos": 1}
     small = flags(validated | {"student.ema-decay": 0.5, "student.learning-rate": 1e-3, "device": "cpu", "steps": 2})
     words = [*SMALL["finetune"], *small, *dying.flags]
     alone = run(words, tmp_path / "alone")
     dying(1)
-    there = run(words, tmp_path / "workers", **{"rollouts.evaluation-workers": 1})
+    there = run(words, tmp_path / "workers", **{"rollouts.evaluation-workers": 1, "rollouts.transport": "nixl"})
     assert dying.over() and "evaluation worker 0" in capsys.readouterr().out
     rows = [{row["step"]: row for row in metrics_of(one) if "validation/reward/mean" in row} for one in (alone, there)]
     assert [row.pop("validation/worker_deaths") for row in rows[1].values()] == [1.0, 1.0]
@@ -123,17 +131,17 @@ def test_evaluation_workers_change_no_number(ray, tmp_path, dying, capsys):
 
 
 def test_ray_starts_the_ranks_and_a_rank_may_die(tmp_path):
-    """Two ranks, a rollout worker and an evaluation worker; one rank is killed in the second step.
+    """Two ranks, an evaluation worker, and a rollout worker that reads weights from the first rank.
 
-    Against two ranks without Ray and workers. The validation of step 0 is under way when the rank dies.
+    One rank is killed in the second step, while the validation of step 0 is under way. Against two ranks without Ray.
     """
     validated = {"validate-every": 3, "validation.num-samples": 2, "validation.batch": 1, "validation.num-videos": 0}
     words = [*GRPO, "--algorithm.update-batch", "1", "--checkpoint-every", "1", *flags(validated)]
     reference, there = tmp_path / "reference", tmp_path / "ray"
     done = program("-m", "unified_trainer", *words, "--output", reference, ranks=2)
     assert done.returncode == 0, done.stderr
-    workers = {"launcher": "ray", "ray.ranks": 2, "rollouts.workers": 1, "rollouts.evaluation-workers": 1}
-    with started([*words, "--output", str(there)], **workers) as one:
+    settings = {"launcher": "ray", "ray.ranks": 2, "rollouts.workers": 1, "rollouts.evaluation-workers": 1}
+    with started([*words, "--output", str(there)], **settings, **{"rollouts.transport": "nixl"}) as one:
         until(lambda: (there / "checkpoints" / "step_1").is_dir(), one)
         ranks = [
             p for p in psutil.Process(one.pid).children(recursive=True) if "TrainingProcess" in p.name() + title(p)

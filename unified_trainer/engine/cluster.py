@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",  # else one idle Python process for each core, as soon as Ray runs
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_COLOR_PREFIX": "0",
+    "NIXL_LOG_LEVEL": "WARN",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without a device does not lose sight of all of them
 }
 Needs = Mapping[str, float]  # resources by Ray's names

@@ -1,11 +1,14 @@
 """The settings of Ray and of the workers that make samples; Ray itself is not imported."""
 
+import importlib
 import importlib.util
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from unified_trainer.errors import UserError
 from unified_trainer.ranges import MOST, Count, CountOrZero, Minutes, PeriodOrZero, above, at_least
+
+Transport = Literal["object_store", "nixl"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class WorkerConfig:
     send: Literal["exact", "bf16"] = "exact"
     """Precision in which trained weights are sent to rollout workers: exact, or bf16, which halves the bytes and needs
     student.precision bf16. Samples then differ from those without workers by rounding in bf16 (experimental)."""
+    transport: Transport = "object_store"
+    """How weights travel to workers: through Ray's object store, or nixl: workers read them straight from the memory of
+    the main rank's device (experimental; needs CUDA devices or CPUs). The numbers are the same."""
     workers: CountOrZero = 0
     """Rollout workers: processes on Ray that make the samples of training; 0 makes them in the training processes."""
     reward_workers: CountOrZero = 0
@@ -79,6 +85,8 @@ class WorkerConfig:
             )
         if self.send == "bf16" and not self.workers:
             raise UserError("rollouts.send bf16 needs rollouts.workers above 0")
+        if self.transport == "nixl" and not (self.workers or self.evaluation_workers):
+            raise UserError("rollouts.transport nixl needs rollouts.workers or rollouts.evaluation_workers above 0")
         for name in ("ahead", "reward_workers"):
             if getattr(self, name) and not self.workers:
                 raise UserError(f"rollouts.{name} needs rollouts.workers above 0")
@@ -99,3 +107,20 @@ def check_installed(key: str) -> None:
     """Raise UserError unless Ray is installed; `key` is the setting that needs it."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(f"{key} needs Ray: pip install 'unified-trainer[ray]'")
+
+
+def check_transport(transport: Transport, kind: str) -> None:
+    """Raise UserError unless weights can travel so from devices of this kind with what is installed."""
+    if transport == "object_store":
+        return
+    if kind == "npu":
+        raise UserError(
+            "rollouts.transport nixl reads the memory of CUDA devices and CPUs, not of an NPU: set rollouts.transport "
+            "object_store"
+        )
+    try:
+        importlib.import_module("nixl")
+    except ImportError as error:
+        raise UserError(
+            f"rollouts.transport nixl needs NIXL ({error}): pip install 'unified-trainer[ray-direct]'"
+        ) from error

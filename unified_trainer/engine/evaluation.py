@@ -12,9 +12,9 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from unified_trainer.config import ValidationConfig
 from unified_trainer.engine import arrays
 from unified_trainer.engine.scheduler import ValidationBatch
+from unified_trainer.engine.weights import WeightSender
 from unified_trainer.engine.workers import WorkerGroup, cause
 from unified_trainer.meter import phase
-from unified_trainer.parallel.fsdp import gathered
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.role import Trainable
 from unified_trainer.validation import Report, ValidationResult, joined
@@ -27,9 +27,11 @@ class RemoteValidation:
     The main rank alone asks and writes; the other ranks get the metrics, which guards decide by.
     """
 
-    def __init__(self, group: WorkerGroup, config: ValidationConfig, report: Report, mesh: Mesh) -> None:
+    def __init__(
+        self, group: WorkerGroup, config: ValidationConfig, report: Report, mesh: Mesh, sender: WeightSender
+    ) -> None:
         self.ema = config.ema
-        self._group, self._report, self._mesh = group, report, mesh
+        self._group, self._report, self._mesh, self._sender = group, report, mesh, sender
         self._samples = [batch for share in batches(config, mesh.data_size) for batch in share]
         self._versions = itertools.count()  # a step may be validated twice, with other weights
         self._weights: Any = None  # reference to those of the validation that was started
@@ -38,9 +40,9 @@ class RemoteValidation:
     def start(self, student: Trainable, step: int) -> None:
         """Send the weights and ask for all batches."""
         with phase("weights"):
-            whole = gathered(student.weights, self._mesh)
+            version = next(self._versions)
+            self._weights = self._sender.send(version, student.weights, version)
             if self._mesh.is_main:
-                self._weights = ray.put(arrays.Weights(next(self._versions), whole))
                 items = [ValidationBatch(step, one.start, one.stop, self._report.videos) for one in self._samples]
                 self._ordered = [(item, self._ask(item)) for item in items]
 

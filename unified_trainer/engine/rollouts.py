@@ -12,9 +12,10 @@ from torch import Tensor
 from unified_trainer.data.loader import Loader
 from unified_trainer.engine import arrays
 from unified_trainer.engine.scheduler import WorkItem
+from unified_trainer.engine.weights import WeightSender
 from unified_trainer.engine.workers import WorkerGroup, cause
 from unified_trainer.meter import phase
-from unified_trainer.parallel.fsdp import cpu_copy, gathered
+from unified_trainer.parallel.fsdp import cpu_copy
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.rollouts import Check, ScoredSamples, no_swaps
@@ -45,17 +46,14 @@ class RemoteRollouts:
         role: Trainable | WeightCopy,
         loader: Loader,
         mesh: Mesh,
+        sender: WeightSender,
         *,
         size: int,
         ahead: int,
         check_every: int,
-        half: bool = False,
     ) -> None:
-        """Make at most `size` samples as one work item, and check those of a worker every `check_every` steps.
-
-        With `half`, weights are sent in bf16.
-        """
-        self._half = half
+        """Make at most `size` samples as one work item, and check those of a worker every `check_every` steps."""
+        self._sender = sender
         self._group, self._role, self._loader, self._mesh = group, role, loader, mesh
         self._size, self._ahead, self._check_every = size, ahead, check_every
         self._checked: dict[str, int] = {}  # the training step in which samples of a worker were checked last
@@ -144,15 +142,13 @@ class RemoteRollouts:
             return
         with phase("weights"):
             weights = self._role.weights if version == step else self._past[step - version - 1]
-            size = sum(weight.nbytes for weight in weights.values())  # a bf16 copy has half of it
-            self._metrics["weights_gib"] = size / 2 ** (31 if self._half else 30)
-            whole = gathered(weights, self._mesh)
+            oldest = min(self._versions.values())
+            sent = self._sender.send(version, weights, oldest)
+            self._metrics["weights_gib"] = self._sender.size / 2**30
             if version == step and self._past:
                 self._past = [cpu_copy(weights), *self._past[:-1]]
             if self._mesh.is_main:
-                sent = arrays.Weights(version, whole, half=self._half)
-                oldest = min(self._versions.values())
-                ray.get(self._group.scheduler.publish.remote(version, [ray.put(sent)], step, oldest))
+                ray.get(self._group.scheduler.publish.remote(version, [sent], step, oldest))
         self._published = version
 
     def _order(self, step: int, version: int, asked: Asked) -> Ordered:

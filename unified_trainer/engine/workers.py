@@ -19,8 +19,9 @@ from torch import Tensor
 from unified_trainer.config import RunConfig
 from unified_trainer.data.loader import make_batch
 from unified_trainer.engine import arrays, cluster
-from unified_trainer.engine.arrays import Arrays, Signature, Weights
+from unified_trainer.engine.arrays import Arrays
 from unified_trainer.engine.scheduler import Costs, Scheduler, ValidationBatch, WorkItem
+from unified_trainer.engine.weights import Signature, Weights, check_equal, signature
 from unified_trainer.errors import UserError
 from unified_trainer.meter import Meter, phase
 from unified_trainer.parallel.device import pick_device
@@ -77,7 +78,7 @@ class Worker:
 
     def ready(self) -> tuple[Signature, str]:
         """Return the signature of the weights, and where the worker runs, once it has started."""
-        return arrays.signature(self._sampling.weights), place()
+        return signature(self._sampling.weights), place()
 
     def make(self, item: WorkItem, weights: Weights) -> tuple[tuple[str, Costs], Arrays]:
         """Return who made the rollout of a work item with these weights, what it took, and the rollout.
@@ -141,7 +142,7 @@ class EvaluationWorker:
 
     def ready(self) -> tuple[Signature, str]:
         """Return the signature of the weights, and where the worker runs, once it has started."""
-        return arrays.signature(self._student.weights), place()
+        return signature(self._student.weights), place()
 
     def measure(self, item: ValidationBatch, weights: Weights) -> tuple[Costs, tuple[Arrays, list[np.ndarray]]]:
         """Return the seconds of each phase, and the columns and videos of a batch with these weights."""
@@ -221,14 +222,14 @@ class WorkerGroup:
 
         Only the main rank knows. UserError if they have not started after `timeout` seconds.
         """
-        trained, places = arrays.signature(weights), {}
+        trained, places = signature(weights), {}
         # A worker that is killed while it starts is started again.
         started = [worker.ready.options(max_task_retries=-1).remote() for worker in self._workers.values()]
         try:
             for name, (held, where) in zip(self._workers, ray.get(started, timeout=timeout), strict=True):
                 places[name] = where
                 if held:  # a reward worker holds none
-                    arrays.check_equal(trained, held)
+                    check_equal(trained, held)
         except ray.exceptions.GetTimeoutError:
             raise UserError(
                 f"not all of {len(self._workers)} workers started within ray.timeout_minutes ({timeout / 60:g}): the "
@@ -253,7 +254,9 @@ def worker_needs(run: RunConfig, kind: str) -> list[cluster.Needs]:
 
 
 def _worker(kind: type, run: RunConfig, needs: cluster.Needs, build: Any, *rest: Any) -> Any:
-    options = {"max_restarts": -1, "max_task_retries": 0, "runtime_env": _environment()}
+    environment = _environment()  # where weights do not arrive, the pool restarts the worker, before Ray gives up
+    environment["env_vars"]["RAY_rdt_fetch_fail_timeout_milliseconds"] = f"{60_000 * run.rollouts.timeout_minutes:.0f}"
+    options = {"max_restarts": -1, "max_task_retries": 0, "runtime_env": environment}
     actor = ray.remote(kind).options(**cluster.options(needs), **options)
     return actor.remote(build, placed(run, needs), str(Path.cwd()), torch.get_num_threads(), *rest)
 

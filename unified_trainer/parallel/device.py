@@ -170,6 +170,12 @@ def optimizer_kernels(device: torch.device) -> dict[str, bool]:
     return {"cpu": {}, "cuda": {"fused": True}}.get(device.type, {"foreach": True})
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that it was given; a CPU does everything at once."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def can_pin(device: torch.device) -> bool:
     """Return whether CPU memory can be pinned for copies to this device."""
     return device.type != "cpu"

@@ -170,14 +170,13 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered(weights: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Return the whole weights in CPU memory on the main rank, and nothing on the others (a collective)."""
-    whole = {}
-    for name, weight in weights.items():  # one after the other: only the main rank keeps them
+@torch.no_grad()
+def gather_into(weights: Mapping[str, Tensor], places: Mapping[str, Tensor], mesh: Mesh) -> None:
+    """Copy whole weights into the places of the main rank, in their dtypes (a collective); others need no places."""
+    for name, weight in weights.items():  # one after the other: no rank keeps them
         one = full(weight.detach())
         if mesh.is_main:
-            whole[name] = one.cpu()
-    return whole
+            places[name].copy_(one)
 
 
 def cpu_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

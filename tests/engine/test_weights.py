@@ -1,0 +1,125 @@
+"""Weights as they travel to workers, through the object store and straight from memory to memory."""
+
+import os
+import signal
+
+import pytest
+import torch
+from helpers import ALONE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reader import Reader
+
+from unified_trainer.engine import weights as module
+from unified_trainer.engine.weights import PIECE, Weights, WeightSender, checksum
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {
+        "a": torch.arange(6.0).view(2, 3).t(),  # not contiguous
+        "b": torch.tensor([1e-3, float("inf")], dtype=torch.bfloat16),
+        "c": torch.tensor(7),
+    }
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(weight) for name, weight in weights().items()}
+
+
+def sent(trained: dict[str, torch.Tensor], half: bool = False) -> Weights:
+    return WeightSender(ALONE, half=half).pack(3, trained, 3)
+
+
+@pytest.mark.parametrize("bucket", [2**26, 20])
+def test_weights_arrive_bit_for_bit(monkeypatch, bucket):
+    """In one buffer, and in several, of which the first is larger than a bucket because one tensor is."""
+    monkeypatch.setattr(module, "BUCKET", bucket)
+    there, packed = zeros(), sent(weights())
+    packed.copy_to(there)
+    assert len(packed.buffers) == (1 if bucket > 20 else 3)
+    for name, weight in weights().items():
+        assert torch.equal(there[name], weight)
+
+
+def test_weights_may_travel_in_half_of_the_bytes():
+    """float32 weights are rounded to bfloat16, others are as they were; the receiver's dtypes are the trained ones."""
+    single = {"a": torch.linspace(0, 1, 96), "b": torch.ones(4, dtype=torch.float64) / 3, "c": torch.tensor(7)}
+    whole, half = sent(single), sent(single, half=True)
+    there = {name: torch.zeros_like(weight) for name, weight in single.items()}
+    half.copy_to(there)
+    assert torch.equal(there["a"], single["a"].bfloat16().float()) and not torch.equal(there["a"], single["a"])
+    assert torch.equal(there["b"], single["b"]) and torch.equal(there["c"], single["c"])
+    assert whole.buffers[0].nbytes - half.buffers[0].nbytes == 192
+
+
+def test_a_changed_byte_is_refused_and_changes_no_weight():
+    packed, there = sent(weights()), zeros()
+    packed.buffers[0][5] ^= 1
+    with pytest.raises(RuntimeError, match="weights of version 3 were damaged"):
+        packed.copy_to(there)
+    assert not any(bool(weight.any()) for weight in there.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_the_checksum_sees_every_word_and_its_place(data):
+    """A flipped bit, and two words that change places, also between two pieces."""
+    words = torch.zeros(PIECE + 7, dtype=torch.int32)
+    words[::3] = data.draw(st.sampled_from([1, -1, -(2**31), 2**31 - 1, 0x3F800000]))
+    numbers = st.integers(0, len(words) - 1)
+    one, other, bit = data.draw(numbers), data.draw(numbers), data.draw(st.integers(0, 7))
+    before = checksum(words.view(torch.uint8))
+    flipped = words.clone()
+    flipped.view(torch.uint8)[4 * one] ^= 1 << bit
+    assert checksum(flipped.view(torch.uint8)) != before
+    swapped = words.clone()
+    swapped[[one, other]] = words[[other, one]]
+    assert (checksum(swapped.view(torch.uint8)) == before) == torch.equal(swapped, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("a", torch.zeros(2, 3)),
+        ("b", torch.zeros(2)),
+        ("c", torch.tensor([7])),
+    ],
+)
+def test_weights_of_another_model_are_refused(name, other):
+    with pytest.raises(RuntimeError, match=f"holds other weights than are trained: .*'{name}'"):
+        sent(weights()).copy_to(weights() | {name: other})
+    fewer = {key: weight for key, weight in weights().items() if key != "c"}
+    with pytest.raises(RuntimeError, match="other weights than are trained: 2 there, 3 here"):
+        sent(weights()).copy_to(fewer)
+
+
+@pytest.mark.slow
+@pytest.mark.kill
+def test_weights_go_straight_from_memory_to_memory(ray):
+    """A worker reads a version as it was when it was sent, whatever training does meanwhile, as long as it is needed.
+
+    A killed worker, started again, reads it too; a changed byte is refused.
+    """
+    trained, sender = weights(), WeightSender(ALONE, "nixl")
+    reader = ray.remote(Reader).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote(trained)
+    references, expected = [], []
+    for version, oldest in ((0, 0), (1, 0), (2, 1)):  # the third one is written over the first one
+        references.append(sender.send(version, trained, oldest))
+        expected.append({name: weight.clone() for name, weight in trained.items()})
+        trained["a"] += 1  # in place, as an optimizer does
+        if version == 1:
+            assert same(ray.get(reader.take.remote(references[0])), expected[0])
+    memory = [buffer.data_ptr() for shared in sender._shared.values() for buffer, _ in shared]
+    assert len(set(memory)) == 2 and sender.size == 64
+    assert same(ray.get(reader.take.remote(references[2])), expected[2])
+    os.kill(ray.get(reader.pid.remote()), signal.SIGKILL)
+    assert same(ray.get(reader.take.remote(references[1])), expected[1])
+    sender._shared[2][0][0][5] ^= 1
+    with pytest.raises(RuntimeError, match="weights of version 2 were damaged"):
+        ray.get(reader.take.remote(references[2]))
+    half = WeightSender(ALONE, "nixl", half=True).send(0, trained, 0)
+    assert same(ray.get(reader.take.remote(half)), trained | {"a": trained["a"].bfloat16().float()})
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
