@@ -10,6 +10,7 @@ from unified_trainer.methods.distribution_matching import ScoreConfig
 from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.ranges import NonNegative, PeriodOrZero, Positive, Range, at_least
 from unified_trainer.rl.chunk_credit import CreditedGroupConfig
+from unified_trainer.rl.experience_config import ExperienceConfig
 from unified_trainer.rl.policy import PolicyConfig
 from unified_trainer.rl.term_ledger import LedgerConfig
 
@@ -156,6 +157,7 @@ class DistillRLConfig(PolicyConfig, CreditedGroupConfig):
     critic_updates: Annotated[int, at_least(1, 1000)] = 1
     """Updates of the critic before each update of the student, on the same samples with other noise."""
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
+    experience: ExperienceConfig = field(default_factory=ExperienceConfig)
 
     @property
     def terms(self) -> dict[str, TermConfig]:
@@ -193,6 +195,9 @@ class DistillRLConfig(PolicyConfig, CreditedGroupConfig):
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
         self.credit.check(self, self, setup.sampler)
+        self.experience.check(self, self, setup.sampler)
+        if self.experience.groups and not self.surrogate.weight:
+            raise UserError("algorithm.experience.groups needs algorithm.surrogate.weight above 0, whose term it is of")
         if setup.sampler.solver != "sde" or self.kernel != "auto":
             raise UserError(
                 "sampler.solver must be sde and algorithm.kernel auto for distill_rl: the policy is the student's own "
