@@ -34,7 +34,7 @@ from compare_lag import LaggedRollouts
 pytestmark = pytest.mark.slow  # seconds together
 
 BOTH = ExperienceConfig(groups=2)  # both groups of the step before
-SECOND_EQUAL = (*REWARDS[:4], 2.0, 2.0, 2.0, 2.0)
+FIRST_EQUAL = (2.0, 2.0, 2.0, 2.0, *REWARDS[4:])
 
 
 def trainer(experience=ExperienceConfig(), rewards=REWARDS, **changes):  # noqa: B008  (frozen)
@@ -97,8 +97,8 @@ def test_the_states_of_equal_noise_are_those_of_one_training_step():
 
 def test_one_stored_group_counts_by_its_samples():
     """Eight fresh samples and the four of the only group that was worth storing."""
-    plain, _ = stepped(2, trainer(rewards=SECOND_EQUAL + REWARDS))
-    one, (_, second) = stepped(2, trainer(ExperienceConfig(groups=1), rewards=SECOND_EQUAL + REWARDS))
+    plain, _ = stepped(2, trainer(rewards=FIRST_EQUAL + REWARDS))
+    one, (_, second) = stepped(2, trainer(ExperienceConfig(groups=1), rewards=FIRST_EQUAL + REWARDS))
     assert_near(recorded(one)[1], mean(*recorded(plain), share=4 / 12), 1e-4)
     assert (second["experience_groups"], second["experience_stored"]) == (1, 1)
 

@@ -1,7 +1,7 @@
 """DanceGRPO: the student as a stochastic policy, improved by group-relative rewards (arXiv:2505.07818)."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -11,10 +11,10 @@ from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.chunk_credit import CreditedGroupConfig, rollout_streams, transition_advantages
+from unified_trainer.rl.chunk_credit import rollout_streams, transition_advantages
 from unified_trainer.rl.dynamic_sampling import collect_samples
 from unified_trainer.rl.experience_buffer import ExperienceBuffer
-from unified_trainer.rl.experience_config import ExperienceConfig
+from unified_trainer.rl.experience_config import StoredGroupConfig
 from unified_trainer.rl.groups import compute_advantages
 from unified_trainer.rl.policy import PolicyConfig, sample_policy
 from unified_trainer.rl.policy_update import PolicyUpdate
@@ -27,10 +27,8 @@ from unified_trainer.types import Batch, Rollout
 
 
 @dataclass(frozen=True)
-class DanceGRPOConfig(PolicyConfig, CreditedGroupConfig):
+class DanceGRPOConfig(PolicyConfig, StoredGroupConfig):
     """Settings of the policy, of its update and of the groups."""
-
-    experience: ExperienceConfig = field(default_factory=ExperienceConfig)
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)

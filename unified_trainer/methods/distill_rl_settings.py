@@ -9,8 +9,7 @@ from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.distribution_matching import ScoreConfig
 from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.ranges import NonNegative, PeriodOrZero, Positive, Range, at_least
-from unified_trainer.rl.chunk_credit import CreditedGroupConfig
-from unified_trainer.rl.experience_config import ExperienceConfig
+from unified_trainer.rl.experience_config import StoredGroupConfig
 from unified_trainer.rl.policy import PolicyConfig
 from unified_trainer.rl.term_ledger import LedgerConfig
 
@@ -145,7 +144,7 @@ class GANTermConfig(TermConfig):
 
 
 @dataclass(frozen=True)
-class DistillRLConfig(PolicyConfig, CreditedGroupConfig):
+class DistillRLConfig(PolicyConfig, StoredGroupConfig):
     """Settings of the groups, of the policy and of each term."""
 
     matching: MatchingTermConfig = field(default_factory=MatchingTermConfig)
@@ -157,7 +156,6 @@ class DistillRLConfig(PolicyConfig, CreditedGroupConfig):
     critic_updates: Annotated[int, at_least(1, 1000)] = 1
     """Updates of the critic before each update of the student, on the same samples with other noise."""
     ledger: LedgerConfig = field(default_factory=LedgerConfig)
-    experience: ExperienceConfig = field(default_factory=ExperienceConfig)
 
     @property
     def terms(self) -> dict[str, TermConfig]:

@@ -66,9 +66,9 @@ class ExperienceBuffer:
         several = (self._updates, config.depth)
         for name, (shape, dtype) in kinds.items():
             self._rows[name] = zero_rows((whole, *several, *shape), dtype, self._mesh)
-        for name, dtype in (("priority", torch.float64), ("made_in", torch.int64), ("prompt", torch.int64)):
-            self._table[name] = torch.zeros(self._places, *several, dtype=dtype)
-        self._table["prompt_hash"] = torch.zeros(self._places, *several, dtype=torch.int64)
+        self._table["priority"] = torch.zeros(self._places, *several, dtype=torch.float64)  # 0: no group
+        for name in ("made_in", "prompt", "prompt_hash"):
+            self._table[name] = torch.zeros(self._places, *several, dtype=torch.int64)
         self._table["useful"] = torch.zeros(whole, *several, dtype=torch.bool)  # samples left by the filters
         self._table["max_age"] = torch.tensor(config.max_age)
 
@@ -99,11 +99,11 @@ class ExperienceBuffer:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Forget the groups whose prompts have changed; the tensors of `state_dict` were filled in place."""
-        for place in (self._table["priority"] > 0).nonzero().tolist() if self._table else ():
-            at, row = tuple(place), int(self._table["prompt"][tuple(place)])
-            if not self._loader.has_prompt(row) or _hash(self._loader.prompt(row)) != int(
-                self._table["prompt_hash"][at]
-            ):
+        if not self._config.groups:
+            return
+        for at in map(tuple, (self._table["priority"] > 0).nonzero().tolist()):
+            row, stored = int(self._table["prompt"][at]), int(self._table["prompt_hash"][at])
+            if not (self._loader.has_prompt(row) and _hash(self._loader.prompt(row)) == stored):
                 self._table["priority"][at] = 0.0
 
     def _present(self, step: int) -> Float[Tensor, "places updates depth"]:

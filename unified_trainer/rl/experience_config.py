@@ -1,6 +1,6 @@
 """Settings of the experience buffer: the groups of earlier training steps that an update trains on again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from unified_trainer.errors import UserError
 from unified_trainer.ranges import Count, CountOrZero, NonNegative, Positive
@@ -45,3 +45,10 @@ class ExperienceConfig:
                 "algorithm.experience.groups must be 0 with a window that moves: stored groups have the transitions of "
                 "their own window. Set algorithm.window.size 0"
             )
+
+
+@dataclass(frozen=True)
+class StoredGroupConfig(CreditedGroupConfig):
+    """Settings of groups that may be stored and trained on again."""
+
+    experience: ExperienceConfig = field(default_factory=ExperienceConfig)
