@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from exact_world import CLASSES, SAMPLER
 from helpers import (
     ALONE,
     CAPTIONS,
@@ -19,11 +20,13 @@ from helpers import (
     weights,
 )
 from policy_case import CONFIG, ODE, REWARDS, OlderRollouts
+from reward_world import joint
 
 from unified_trainer.checkpoint import dcp
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.chunk_credit import CreditConfig
+from unified_trainer.rl.experience_buffer import ExperienceBuffer
 from unified_trainer.rl.experience_config import ExperienceConfig
 from unified_trainer.rl.past_streams import PastStreams, aged
 from unified_trainer.rl.sde_windows import WindowConfig
@@ -129,6 +132,21 @@ def test_samples_that_lag_too_far_are_drawn_no_more():
     one, _ = stepped(2, trainer(BOTH, moves=True, ess_floor=1.0, clip_low=1e-6, clip_high=1e-6))
     assert int(one.method.state_dict()["experience/max_age"]) == BOTH.max_age - 1
     assert "samples lag too far" in next(iter(one.messages))
+
+
+def test_distill_rl_has_stored_groups_in_the_surrogate_alone():
+    """With a student that does not move, critic and matching are those of a run without stored groups."""
+    found = []
+    for groups in (0, CLASSES):
+        one = joint(surrogate=1.0, updates=1, rate=0.0)
+        parts = (one.method.config, one.loader, SAMPLER.num_steps - 1)
+        one.method.experience = ExperienceBuffer(ExperienceConfig(groups=groups), *parts)
+        found.append([one.step(step) for step in (0, 1)][1])
+    without, metrics = found
+    assert metrics["experience_groups"] == CLASSES and metrics["approx_kl/lag_1"] < 1e-10
+    for name in ("critic_loss", "critic/grad_norm", "dmd_loss", "gap_mid", "reward"):
+        assert metrics[name] == without[name]
+    assert metrics["student/grad_norm"] != without["student/grad_norm"]
 
 
 def test_the_noise_of_a_sample_is_that_of_its_training_step():

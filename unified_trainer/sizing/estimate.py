@@ -81,7 +81,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     share, frame_tokens = counts.repeats / counts.steps, height * width // patch
     passes = [(one, _flops(one, sizes, counts, frame_tokens)) for one in counts.passes]
     held = held_networks(counts, sizes)
-    stored, said = _experience(counts, sizes)
+    stored, said = _experience(sizes)
     return Estimate(
         run=run,
         ranks=ranks,
@@ -100,12 +100,13 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     )
 
 
-def _experience(counts: Counts, sizes: Sizes) -> tuple[float, tuple[str, ...]]:
+def _experience(sizes: Sizes) -> tuple[float, tuple[str, ...]]:
     """Return the bytes of the experience buffer in the CPU memory of a rank, and what is to be said of it."""
     algorithm = sizes.run.algorithm
     if not (isinstance(algorithm, StoredGroupConfig) and algorithm.experience.groups):
         return 0.0, ()
-    size = float(algorithm.experience.depth * counts.kept * sizes.latent_bytes)
+    states = (algorithm.window.size or sizes.run.sampler.num_steps - 1) + 2  # with the one before, and x0
+    size = float(algorithm.experience.depth * sizes.samples * states * sizes.latent_bytes)
     more = algorithm.experience.groups / algorithm.prompts_per_update
     return size, (
         f"experience buffer: {size / 2**30:.3g} GiB of CPU memory on each rank; stored groups add up to {more:.0%} to "
