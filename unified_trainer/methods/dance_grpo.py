@@ -16,7 +16,7 @@ from unified_trainer.rl.dynamic_sampling import collect_samples
 from unified_trainer.rl.experience_buffer import ExperienceBuffer
 from unified_trainer.rl.experience_config import StoredGroupConfig
 from unified_trainer.rl.groups import compute_advantages
-from unified_trainer.rl.policy import PolicyConfig, sample_policy
+from unified_trainer.rl.policy import sample_policy
 from unified_trainer.rl.policy_update import PolicyUpdate
 from unified_trainer.rl.rollouts import Rollouts
 from unified_trainer.rl.updates import update_losses
@@ -27,13 +27,12 @@ from unified_trainer.types import Batch, Rollout
 
 
 @dataclass(frozen=True)
-class DanceGRPOConfig(PolicyConfig, StoredGroupConfig):
+class DanceGRPOConfig(StoredGroupConfig):
     """Settings of the policy, of its update and of the groups."""
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
         self.credit.check(self, self, setup.sampler)
-        self.experience.check(self, self, setup.sampler)
         if self.kl_in == "reward" and self.advantage == "gdpo":
             raise UserError(
                 "algorithm.kl_in must be loss for algorithm.advantage gdpo, which compares each reward alone"

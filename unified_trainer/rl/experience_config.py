@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from unified_trainer.errors import UserError
+from unified_trainer.methods.base import MethodSetup
 from unified_trainer.ranges import Count, CountOrZero, NonNegative, Positive
 from unified_trainer.rl.chunk_credit import CreditedGroupConfig
 from unified_trainer.rl.policy import PolicyConfig
@@ -48,7 +49,11 @@ class ExperienceConfig:
 
 
 @dataclass(frozen=True)
-class StoredGroupConfig(CreditedGroupConfig):
-    """Settings of groups that may be stored and trained on again."""
+class StoredGroupConfig(PolicyConfig, CreditedGroupConfig):
+    """Settings of a policy and of its groups, which may be stored and trained on again."""
 
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
+
+    def check(self, setup: MethodSetup) -> None:
+        super().check(setup)
+        self.experience.check(self, self, setup.sampler)
