@@ -36,6 +36,7 @@ from compare_lag import LaggedRollouts
 
 pytestmark = pytest.mark.slow  # seconds together
 
+TWO_STEPS = dataclasses.replace(ODE, num_steps=2)
 BOTH = ExperienceConfig(groups=2)  # both groups of the step before
 FIRST_EQUAL = (2.0, 2.0, 2.0, 2.0, *REWARDS[4:])
 
@@ -163,7 +164,7 @@ def test_groups_of_least_priority_are_overwritten_and_old_ones_are_not_drawn():
     """A simulation of one place with room for two groups; rewards 0 and r have the standard deviation r / sqrt 2."""
     spreads = [3.0, 1.0, 0.0, 2.0, 0.5, 0.5, 4.0, 1.0, 0.25, 1.0]
     config = ExperienceConfig(groups=1, depth=2, max_age=3, half_life=2.0, exponent=2.0)
-    sizes = {"num_prompts": 1, "num_samples": 2, "prompts_per_update": 1, "captions": CAPTIONS}
+    sizes = {"num_prompts": 1, "num_samples": 2, "prompts_per_update": 1, "sampler": TWO_STEPS}
     one = trainer(config, rewards=list(itertools.chain.from_iterable((0.0, r) for r in spreads)), **sizes)
     stored: list[tuple[int, float] | None] = [None, None]
     for step, spread in enumerate(spreads):
@@ -197,7 +198,7 @@ def test_a_buffer_that_is_off_stores_nothing():
 
 def test_a_run_continues_from_its_checkpoint_bit_for_bit(tmp_path):
     def new():
-        return trainer(ExperienceConfig(groups=1, depth=2), moves=True, dynamic_sampling_rounds=1)
+        return trainer(ExperienceConfig(groups=1, depth=2), moves=True, sampler=TWO_STEPS, dynamic_sampling_rounds=1)
 
     straight, metrics = stepped(4, new())
     half, _ = stepped(2, new())

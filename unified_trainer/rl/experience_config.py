@@ -12,7 +12,7 @@ from unified_trainer.sampling import SamplerConfig
 
 @dataclass(frozen=True)
 class ExperienceConfig:
-    """How many groups are stored, for how long, and how many of them an update trains on besides its fresh ones."""
+    """The number of stored groups, how long they are kept, and how many of them an update trains on."""
 
     groups: CountOrZero = 0
     """Stored groups in each update besides its fresh ones; it divides algorithm.prompts_per_update. 0: each group is
