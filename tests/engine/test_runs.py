@@ -90,7 +90,7 @@ def test_workers_change_no_number(ray, tmp_path, dying, kind):
 
 
 def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dying):
-    """One worker, against a run that stops and goes on with two, of which one dies, and weights straight from memory."""
+    """One worker, against a run that goes on with two, of which one dies, and weights straight from memory."""
     words = [*GRPO, *dying.flags, *flags({"rollouts.ahead": 1})]
     first = run(words, tmp_path / "first", **{"rollouts.workers": 1})
     lag = [row.get("train/lag") for row in metrics_of(first)]

@@ -248,7 +248,7 @@ def test_the_subset_is_the_same_on_all_ranks():
     per_rank = []
     for rank in range(2):
         one = dance_grpo(CONFIG, scorer=ScriptedScorer(REWARDS), mesh=ALONE)
-        one.loader._mesh = Mesh(CPU, rank, 2)
+        one.loader.mesh = Mesh(CPU, rank, 2)
         calls = Calls.of(one.roles["student"])
         one.method.config = dataclasses.replace(method.config, rollout_batch=4, update_batch=4)
         one.step(5)

@@ -21,6 +21,7 @@ from launch import fork_ranks
 pytestmark = pytest.mark.ranks
 
 RANKS = 2
+UPDATES_TWICE = ("dance_grpo", "dance_ppo", "experience")  # in each training step
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def test_one_rank_continues_what_two_saved(folder, tensors, method):
     one = two_ranks.trainer(method, ALONE, moves=True)
     assert one.resume(folder / method) == (2, [])
     assert_same(two_ranks.whole(one), below(tensors, f"{method}/state/"))
-    assert {role.updates for role in one.roles.values()} == {4 if method in ("dance_grpo", "dance_ppo") else 2}
+    assert {role.updates for role in one.roles.values()} == {4 if method in UPDATES_TWICE else 2}
     assert torch.equal(two_ranks.averaged(one), tensors[f"{method}/averaged"])
 
 

@@ -76,8 +76,8 @@ class Loader:
         ahead: int = 0,
     ) -> None:
         """The prompts of a step are known `ahead` steps before it, even where failures decide them."""
-        self._source, self._codec, self._plan, self._mesh, self._seed = source, codec, plan, mesh, seed
-        self._latent_shape, self._negative_prompt = latent_shape, negative_prompt
+        self._source, self._codec, self._plan, self._seed = source, codec, plan, seed
+        self.mesh, self.latent_shape, self._negative_prompt = mesh, latent_shape, negative_prompt
         self.samples = plan.prompts * plan.num_samples  # of one training step, over all ranks
         self.samples_per_prompt = plan.num_samples
         self.updates = plan.prompts // plan.prompts_per_update  # of one training step, for each role
@@ -107,13 +107,17 @@ class Loader:
 
     def rows(self, step: int, early: int = 0) -> tuple[list[int], list[int]]:
         """Return the rows and ids of this rank's samples of a step, as known `early` steps before it."""
-        positions = self._plan.rank_samples(self._mesh.data_rank, self._mesh.data_size)
+        positions = self._plan.rank_samples(self.mesh.data_rank, self.mesh.data_size)
         rows = self._rows(step, early)
         return [rows[position // self.samples_per_prompt] for position in positions], positions
 
     def prompt(self, row: int) -> str:
         """Return the prompt of a row."""
         return self._source.prompt(row)
+
+    def has_prompt(self, row: int) -> bool:
+        """Return whether the source has this row."""
+        return row < len(self._source)
 
     def prompts(self, steps: int) -> list[str]:
         """Return the negative prompt, and the prompts to encode for the batches that this many steps can hold."""
@@ -150,12 +154,12 @@ class Loader:
         """Make a batch of these rows of the source."""
         latents = self._source.latents(indices)
         trajectory = None if self._stored is None else self._stored.trajectory(indices)
-        device = self._mesh.device
+        device = self.mesh.device
         return make_batch(
             self._codec,
             [self._source.prompt(i) for i in indices],
             self._codec.encode_text([self._negative_prompt]),
-            self._latent_shape,
+            self.latent_shape,
             prompt_ids=indices,
             sample_ids=sample_ids,
             latents=None if latents is None else latents.to(device),

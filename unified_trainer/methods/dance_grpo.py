@@ -11,10 +11,12 @@ from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.chunk_credit import CreditedGroupConfig, rollout_streams, transition_advantages
+from unified_trainer.rl.chunk_credit import rollout_streams, transition_advantages
 from unified_trainer.rl.dynamic_sampling import collect_samples
+from unified_trainer.rl.experience_buffer import ExperienceBuffer
+from unified_trainer.rl.experience_config import StoredGroupConfig
 from unified_trainer.rl.groups import compute_advantages
-from unified_trainer.rl.policy import PolicyConfig, sample_policy
+from unified_trainer.rl.policy import sample_policy
 from unified_trainer.rl.policy_update import PolicyUpdate
 from unified_trainer.rl.rollouts import Rollouts
 from unified_trainer.rl.updates import update_losses
@@ -25,7 +27,7 @@ from unified_trainer.types import Batch, Rollout
 
 
 @dataclass(frozen=True)
-class DanceGRPOConfig(PolicyConfig, CreditedGroupConfig):
+class DanceGRPOConfig(StoredGroupConfig):
     """Settings of the policy, of its update and of the groups."""
 
     def check(self, setup: MethodSetup) -> None:
@@ -64,6 +66,9 @@ class DanceGRPO(Method):
         self.sampler = sampler
         how = {"per_chunk": config.credit.per_chunk, "same_noise": config.init_same_noise}
         self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, **how)
+        self.experience = ExperienceBuffer(
+            config.experience, config, loader, config.window.size or sampler.num_steps - 1
+        )
 
     @staticmethod
     def sample(
@@ -87,6 +92,9 @@ class DanceGRPO(Method):
         advantages = compute_advantages(
             self.config, self.reward, samples.scores, penalty, samples.batch, self.loader, mesh
         )
+        mixed = self.experience.mix(samples, advantages, step, drawn)
+        samples, advantages = mixed.samples, mixed.advantages
+        trajectories = self.update.trajectories(samples, step, window, mixed.rng)
         metrics = advantages.metrics | collected | kl_metrics | self.update.transition_metrics(window, trained)
         values = transition_advantages(
             self.config, self.sampler, self.reward, samples, advantages.values, trained, mesh
@@ -95,9 +103,11 @@ class DanceGRPO(Method):
         yield from update_losses(advantages, trained, start_update, metrics)
         if self.update.lags_too_far:
             self.rollouts.lower_ahead()
+            self.experience.draw_younger()
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.update.state_dict()
+        return self.update.state_dict() | self.experience.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.update.load_state_dict(state)
+        self.experience.load_state_dict(state)

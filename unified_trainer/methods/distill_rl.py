@@ -22,6 +22,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.chunk_credit import rollout_streams, transition_advantages
 from unified_trainer.rl.dynamic_sampling import collect_samples
+from unified_trainer.rl.experience_buffer import ExperienceBuffer
 from unified_trainer.rl.groups import compute_advantages, gather_ids
 from unified_trainer.rl.minibatches import Minibatch
 from unified_trainer.rl.policy import sample_policy
@@ -75,6 +76,9 @@ class DistillRL(Method):
         self.x0_terms = X0Terms(config, sampler, student, self.matching, reward)
         how = {"per_chunk": config.credit.per_chunk, "same_noise": config.init_same_noise}
         self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, **how)
+        self.experience = ExperienceBuffer(
+            config.experience, config, loader, config.window.size or sampler.num_steps - 1
+        )
         self.ledger = TermLedger(config.ledger, config.weights, student)
 
     @staticmethod
@@ -98,14 +102,18 @@ class DistillRL(Method):
         trajectories = self.update.trajectories(samples, step, window, drawn)
         penalty, kl_metrics = self.update.kl.penalty(trajectories, mesh)
         advantages = compute_advantages(config, self.reward, samples.scores, penalty, samples.batch, self.loader, mesh)
-        metrics = advantages.metrics | collected | kl_metrics | self.update.transition_metrics(window, transitions)
+        mixed = self.experience.mix(samples, advantages, step, drawn)  # for the surrogate alone
+        shared = collected | kl_metrics | self.update.transition_metrics(window, transitions)
+        metrics = mixed.advantages.metrics | shared
         critic_weights = self._weights(samples, -config.tilt.beta_at(step), mesh)
         match_weights = self._weights(samples, config.matching.reward_beta, mesh)
-        values = transition_advantages(config, self.sampler, self.reward, samples, advantages.values, transitions, mesh)
-        start_update = self.update.begin(trajectories, values, transitions, advantages.minibatches, mesh)
-        rows_of = torch.arange(len(samples.batch)).chunk(len(advantages.minibatches))
+        of_mixed, updates = mixed.advantages.values, mixed.advantages.minibatches
+        values = transition_advantages(config, self.sampler, self.reward, mixed.samples, of_mixed, transitions, mesh)
+        trajectories = self.update.trajectories(mixed.samples, step, window, mixed.rng)
+        start_update = self.update.begin(trajectories, values, transitions, updates, mesh)
+        rows_of = torch.arange(len(samples.batch)).chunk(len(updates))
         moved = False  # whether the student has changed since the rollout
-        for number, (minibatches, rows) in enumerate(zip(advantages.minibatches, rows_of, strict=True)):
+        for number, (minibatches, rows) in enumerate(zip(updates, rows_of, strict=True)):
             parts = rows.split(largest_divisor(len(rows), config.update_batch))
             if config.trains_critic:
                 yield from self._critic_losses(samples, parts, critic_weights, rng)
@@ -120,16 +128,18 @@ class DistillRL(Method):
                 yield Loss("student", loss.value, last, metrics | loss.metrics | found, loss.messages)
             moved = moved or bool(passes)
             if not passes:
-                yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, advantages.messages)
+                yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, mixed.advantages.messages)
         if self.update.lags_too_far:
             self.rollouts.lower_ahead()
+            self.experience.draw_younger()
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.update.state_dict() | self.ledger.state_dict()
+        return self.update.state_dict() | self.ledger.state_dict() | self.experience.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.update.load_state_dict(state)
         self.ledger.load_state_dict(state)
+        self.experience.load_state_dict(state)
 
     def _weights(self, samples: ScoredSamples, beta: float, mesh: Mesh) -> PerSample | None:
         """Return exp(reward / beta) of this rank's samples, centered and normalised; None without beta."""

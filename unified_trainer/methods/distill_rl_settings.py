@@ -9,8 +9,7 @@ from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.distribution_matching import ScoreConfig
 from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.ranges import NonNegative, PeriodOrZero, Positive, Range, at_least
-from unified_trainer.rl.chunk_credit import CreditedGroupConfig
-from unified_trainer.rl.policy import PolicyConfig
+from unified_trainer.rl.experience_config import StoredGroupConfig
 from unified_trainer.rl.term_ledger import LedgerConfig
 
 
@@ -144,7 +143,7 @@ class GANTermConfig(TermConfig):
 
 
 @dataclass(frozen=True)
-class DistillRLConfig(PolicyConfig, CreditedGroupConfig):
+class DistillRLConfig(StoredGroupConfig):
     """Settings of the groups, of the policy and of each term."""
 
     matching: MatchingTermConfig = field(default_factory=MatchingTermConfig)
@@ -193,6 +192,8 @@ class DistillRLConfig(PolicyConfig, CreditedGroupConfig):
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
         self.credit.check(self, self, setup.sampler)
+        if self.experience.groups and not self.surrogate.weight:
+            raise UserError("algorithm.experience.groups needs algorithm.surrogate.weight above 0, whose term it is of")
         if setup.sampler.solver != "sde" or self.kernel != "auto":
             raise UserError(
                 "sampler.solver must be sde and algorithm.kernel auto for distill_rl: the policy is the student's own "

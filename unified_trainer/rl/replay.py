@@ -12,6 +12,7 @@ from unified_trainer.numerics.equal_rows import EqualRows
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.minibatches import Minibatch
+from unified_trainer.rl.past_streams import ages
 from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.types import Batch, Latents, PerSample, Rollout, take_rows
 
@@ -134,8 +135,9 @@ class ReplayCollector:
 def _first_states(samples: ScoredSamples) -> list[Hashable]:
     """Return a key for each sample; samples of equal keys have one prompt and, before the window, one state.
 
-    The key is prompt and version. A sample whose weights were swapped before the window has a key of its own, since it
-    is not known before which call the swap came.
+    The key is prompt, version and age. A sample whose weights were swapped before the window has a key of its own,
+    since it is not known before which call the swap came.
     """
-    rows = zip(samples.batch.prompt_ids, samples.versions.tolist(), samples.newer[:, 0].tolist(), strict=True)
-    return [(prompt, version, row if newer else None) for row, (prompt, version, newer) in enumerate(rows)]
+    batch, newer = samples.batch, samples.newer[:, 0].tolist()
+    made = zip(batch.prompt_ids, samples.versions.tolist(), ages(batch.sample_ids), strict=True)
+    return [(*key, row if newer[row] else None) for row, key in enumerate(made)]
