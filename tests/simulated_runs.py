@@ -18,6 +18,7 @@ PARTS = VIDEO | {"algorithm.batch-size": 2, "algorithm.micro-batch": 1}
 GROUPS = VIDEO | {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 1}
 GROUPS |= {"algorithm.rollout-batch": 2, "algorithm.update-batch": 1}
 SINGLES = GROUPS | {"algorithm.num-prompts": 4, "algorithm.num-samples": 1, "algorithm.prompts-per-update": 2}
+ON_CPU = {"algorithm.trajectories": "cpu", "algorithm.rollout-batch": 1}
 RUNS = {
     "dance_grpo": GROUPS | {"sampler.num-steps": 3, "algorithm.kl-coefficient": 0.1},
     "dmd2": PARTS | {"algorithm.student-every": 1, "sampler.num-steps": 2},
@@ -25,9 +26,9 @@ RUNS = {
     "finetune": CLIPS,
     "ode_init": PARTS | {"sampler.num-steps": 2},
     "consistency": CLIPS,
-    "dance_ppo": SINGLES | {"sampler.num-steps": 3},
-    "diffusion_nft": GROUPS | {"sampler.num-steps": 2},
-    "distill_rl": GROUPS | {"sampler.num-steps": 2},
+    "dance_ppo": SINGLES | {"sampler.num-steps": 3} | ON_CPU,
+    "diffusion_nft": GROUPS | {"sampler.num-steps": 2} | ON_CPU,
+    "distill_rl": GROUPS | {"sampler.num-steps": 2} | ON_CPU,
     "reward_gradient": PARTS | {"sampler.num-steps": 2},
 }
 SCORED = {"reward.kind": "sharpness", "reward.path": ""}  # a scorer in plain torch; its value does not matter here

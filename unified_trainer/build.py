@@ -114,12 +114,13 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         role, size = roles[plan.method.sampled_by], run.algorithm.rollout_batch
         if not run.rollouts.workers:
             sample = partial(plan.method.sample, run.algorithm, run.sampler, role)
-            parts["rollouts"] = LocalRollouts(sample, reward, size)
+            parts["rollouts"] = LocalRollouts(sample, reward, size, run.algorithm.trajectories)
         else:
             from unified_trainer.engine.rollouts import RemoteRollouts
 
             how = {"ahead": run.rollouts.ahead, "check_every": run.rollouts.check_every}
             how["half"] = run.rollouts.send == "bf16"
+            how["trajectories"] = run.algorithm.trajectories
             parts["rollouts"] = RemoteRollouts(workers, role, loader, mesh, size=size, **how)
     trainer = Trainer(
         plan.method(run.algorithm, run.sampler, **roles, **parts),

@@ -14,6 +14,8 @@ from torch import Tensor
 from unified_trainer.meter import phase
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.kept_rollout import KeptRollout, RolloutParts, join
+from unified_trainer.rl.rollout_config import TrajectoryPlace
 from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.shared_calls import kept_for_the_next_part
 from unified_trainer.types import Batch, Rollout
@@ -29,7 +31,7 @@ class ScoredSamples:
     """
 
     batch: Batch
-    rollout: Rollout
+    rollout: KeptRollout
     scores: Scores
     versions: Int[Tensor, " b"]  # of the weights that each sample began with; on the CPU
     newer: Int[Tensor, "b s"]  # of the weights that made each transition, minus `versions`: 0 without swaps; on the CPU
@@ -39,13 +41,13 @@ class ScoredSamples:
         order = list(range(len(self.batch)))
         for i, row in enumerate(rows):
             order[row] = len(order) + i
-        rollout = Rollout.cat([self.rollout, others.rollout]).take(order)
+        rollout = join([self.rollout, others.rollout]).take(order)
         scores = Scores.cat([self.scores, others.scores]).take(order)
         versions, newer = torch.cat([self.versions, others.versions]), torch.cat([self.newer, others.newer])
         return ScoredSamples(self.batch.cat(others.batch).take(order), rollout, scores, versions[order], newer[order])
 
 
-def no_swaps(rollout: Rollout) -> Int[Tensor, "b s"]:
+def no_swaps(rollout: KeptRollout) -> Int[Tensor, "b s"]:
     """Return `newer` of a rollout that one version of the weights made."""
     return torch.zeros(rollout.log_probs.shape, dtype=torch.int64)
 
@@ -92,18 +94,18 @@ class LocalRollouts:
 
     uniform = True
 
-    def __init__(self, sample: Sample, reward: Reward, size: int) -> None:
-        self._sample, self._reward, self._size = sample, reward, size
+    def __init__(self, sample: Sample, reward: Reward, size: int, trajectories: TrajectoryPlace = "device") -> None:
+        self._sample, self._reward, self._size, self._place = sample, reward, size, trajectories
 
     def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
-        rollouts, scores = [], []
-        parts = batch.split(self._size)
+        kept, scores, parts = RolloutParts(self._place, len(batch)), [], batch.split(self._size)
         with kept_for_the_next_part():
             for number, part in enumerate(parts, 1):
                 with phase("rollout", number, len(parts)):
-                    rollouts.append(self._sample(part, step, rng.restarted()))
-                scores.append(self._reward.score(rollouts[-1].x0, part.prompts, step))
-        rollout, versions = Rollout.cat(rollouts), torch.full((len(batch),), step)
+                    made = self._sample(part, step, rng.restarted())
+                    kept.add(made)
+                scores.append(self._reward.score(made.x0, part.prompts, step))
+        rollout, versions = kept.joined(), torch.full((len(batch),), step)
         return ScoredSamples(batch, rollout, Scores.cat(scores), versions, no_swaps(rollout))
 
     def metrics(self) -> dict[str, float]:

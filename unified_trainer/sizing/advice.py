@@ -6,6 +6,7 @@ from typing import Any
 from unified_trainer.cli.command_line import with_settings
 from unified_trainer.config import RunConfig, flat, plain
 from unified_trainer.errors import UserError
+from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sizing.estimate import estimate
 
@@ -52,6 +53,8 @@ def candidates(run: RunConfig, ranks: int) -> Iterator[Mapping[str, Any]]:
         yield {"validation.num_samples": fewest}
     if run.video.frames > 1:
         yield {"video.frames": (run.video.frames - 1) // 8 * 4 + 1}  # half of the latent frames
+    if isinstance(run.algorithm, RolloutConfig) and run.algorithm.trajectories == "device":
+        yield {"algorithm.trajectories": "cpu"}
     if not run.encoders.offload:
         yield {"encoders.offload": True}
     if ranks > 1 and not run.parallel.offload:

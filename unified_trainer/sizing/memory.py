@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from unified_trainer.config import RunConfig
 from unified_trainer.meter import Pass
+from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import Expert
 from unified_trainer.roles.optimizer import BUCKET
@@ -105,16 +106,16 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
     run, student = sizes.run, sizes.models["student"]
     gathered = max(one.gathered for one in held.values())
     text = FP32 * student.text_tokens * student.size.text_width
-    rollouts = float(counts.repeats * counts.kept * sizes.latent_bytes)
+    rollouts, part = _rollouts(counts, sizes)
     data = float(sizes.samples * (sizes.latent_bytes if run.trains_on == "clips" else 0))
     prompts, parts = float(sizes.samples * text), 2.0 * sizes.samples * text
     silent = [_without(counts, sizes, one) for one in _distinct(counts.passes) if not one.gradient]
     if silent:
         memory.phases["rollout"] = {
-            "activations": max(max(one.peak for one in silent), rollouts),  # joining the rollouts' parts copies them
+            "activations": max(max(one.peak for one in silent), part),  # the states of a part are joined at its end
             "gathered weights": gathered,
             "KV cache": _cache(sizes, counts),
-            "rollouts": rollouts,
+            "rollouts": rollouts + part,
             "prompts and clips": parts + data + (prompts if counts.kept else 0.0),
         }
     if counts.decoded:
@@ -317,6 +318,17 @@ def _sharded(counts: Counts, sizes: Sizes, passes: list[Pass]) -> float:
         return 0.0  # they are counted as a whole
     name, expert = seat_of(counts, next(one for one in passes if one.gradient))
     return _held(counts, sizes, name, expert, counts.roles[name].backbones[expert], base=True).gradients
+
+
+def _rollouts(counts: Counts, sizes: Sizes) -> tuple[float, float]:
+    """Return the bytes on the device of a step's rollout, and of the part of it that is being made."""
+    whole, algorithm = float(counts.kept * sizes.latent_bytes), sizes.run.algorithm
+    if not isinstance(algorithm, RolloutConfig):
+        return whole, 0.0
+    part = whole * min(1.0, algorithm.rollout_batch / sizes.samples)
+    if algorithm.trajectories == "cpu":
+        return 0.0, part
+    return whole, part if part < whole else 0.0  # a single part is the whole
 
 
 def _trains(name: str, passes: list[Pass]) -> bool:

@@ -183,6 +183,7 @@ def _share(algorithm: Any, ranks: int) -> tuple[Any, int]:
         return replace(algorithm, batch_size=size), per_update // size
     if not isinstance(algorithm, RolloutConfig):
         return algorithm, 1
+    algorithm = replace(algorithm, trajectories="device")  # where they are counted
     updates = counts["optimizer updates"]
     groups = max(1, algorithm.prompts_per_update // ranks)
     members = per_update // groups
