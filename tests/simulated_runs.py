@@ -1,6 +1,7 @@
 """Runs of the program on the simulated NPU, in a process of their own: `python simulated_runs.py FOLDER`.
 
-Prints, as JSON, what each run's last training step let the program wait for, by phase, and its operations in float64.
+Writes, as JSON, what each run's last training step let the program wait for, by phase, and its operations in float64;
+and what `simulated_phases` counts.
 """
 
 import json
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import simulated_npu
+import simulated_phases
 
 from unified_trainer.__main__ import main
 from unified_trainer.trainer import Trainer
@@ -66,3 +68,5 @@ if __name__ == "__main__":
         resumed = main(["--resume", str(folder / method), "--steps", "2"]) if method == "dmd2" and not code else 0
         results[method] = {"code": code, "resumed": resumed, **found}
     (folder / "found.json").write_text(json.dumps(results), encoding="utf-8")
+    if not sys.argv[2:]:
+        (folder / "phases.json").write_text(json.dumps(simulated_phases.phases()), encoding="utf-8")

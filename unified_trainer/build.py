@@ -114,7 +114,8 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         role, size = roles[plan.method.sampled_by], run.algorithm.rollout_batch
         if not run.rollouts.workers:
             sample = partial(plan.method.sample, run.algorithm, run.sampler, role)
-            parts["rollouts"] = LocalRollouts(sample, reward, size, run.algorithm.trajectories)
+            apart = run.encoders.offload or run.reward.offload
+            parts["rollouts"] = LocalRollouts(sample, reward, size, run.algorithm.trajectories, score_last=apart)
         else:
             from unified_trainer.engine.rollouts import RemoteRollouts
 

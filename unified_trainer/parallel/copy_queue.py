@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ class CopyQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._stream = self._module.Stream(device) if self._module else None
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream: Any = self._module.Stream(device) if self._module else None
 
     def to_cpu(self, x: Tensor) -> Tensor:
         """Return a copy in CPU memory, which holds the values once the queue has come to it."""

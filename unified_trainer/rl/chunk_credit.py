@@ -155,10 +155,11 @@ def _of_chunks(
     ranges, size, past = chunks.ranges(batch.latent_shape[1]), config.rollout_batch, credit.frames == "up_to"
     rows = [range(len(batch))[start : start + size] for start in range(0, len(batch), size)]
     prompts = [tuple(batch.prompts[row] for row in own) for own in rows]
-    parts = [
-        reward.score_chunks(rollout.end(own), named, ranges, past=past)
-        for own, named in zip(rows, prompts, strict=True)
-    ]
+    with reward.scoring():
+        parts = [
+            reward.score_chunks(rollout.end(own), named, ranges, past=past)
+            for own, named in zip(rows, prompts, strict=True)
+        ]
     returns = mesh.gather(chunk_returns(torch.cat(parts).cpu().double(), credit.discount))
     branches = None
     if credit.shared_chunks:

@@ -64,9 +64,10 @@ KeptRollout = Rollout | HostRollout
 
 def join(parts: Sequence[KeptRollout]) -> KeptRollout:
     """Return the samples of parts that are kept in one place, in order."""
-    if all(isinstance(part, HostRollout) for part in parts):
-        return HostRollout.cat(parts)
-    return Rollout.cat(parts)
+    hosted = [part for part in parts if isinstance(part, HostRollout)]
+    if len(hosted) == len(parts):
+        return HostRollout.cat(hosted)
+    return Rollout.cat([part for part in parts if isinstance(part, Rollout)])
 
 
 class RolloutParts:

@@ -1,7 +1,6 @@
 """Settings of a training step's rollout, and of how its samples divide into updates."""
 
 from dataclasses import dataclass
-
 from typing import Literal
 
 from unified_trainer.data.batch_plan import BatchPlan

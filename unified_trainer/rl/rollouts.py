@@ -3,6 +3,7 @@
 A method asks its `Rollouts` for the samples of a step and cannot tell who made them.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -94,8 +95,18 @@ class LocalRollouts:
 
     uniform = True
 
-    def __init__(self, sample: Sample, reward: Reward, size: int, trajectories: TrajectoryPlace = "device") -> None:
+    def __init__(
+        self,
+        sample: Sample,
+        reward: Reward,
+        size: int,
+        trajectories: TrajectoryPlace = "device",
+        *,
+        score_last: bool = False,
+    ) -> None:
+        """With `score_last` samples are scored when all are made: the networks of the reward come and go once."""
         self._sample, self._reward, self._size, self._place = sample, reward, size, trajectories
+        self._score_last = score_last
 
     def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
         kept, scores, parts = RolloutParts(self._place, len(batch)), [], batch.split(self._size)
@@ -104,9 +115,20 @@ class LocalRollouts:
                 with phase("rollout", number, len(parts)):
                     made = self._sample(part, step, rng.restarted())
                     kept.add(made)
-                scores.append(self._reward.score(made.x0, part.prompts, step))
+                if not self._score_last:
+                    scores.append(self._reward.score(made.x0, part.prompts, step))
         rollout, versions = kept.joined(), torch.full((len(batch),), step)
+        if self._score_last:
+            scores = self._scored(rollout, parts, step)
         return ScoredSamples(batch, rollout, Scores.cat(scores), versions, no_swaps(rollout))
+
+    def _scored(self, rollout: KeptRollout, parts: Sequence[Batch], step: int) -> list[Scores]:
+        ends = list(itertools.accumulate(map(len, parts)))
+        with self._reward.scoring():
+            return [
+                self._reward.score(rollout.end(range(end - len(part), end)), part.prompts, step)
+                for part, end in zip(parts, ends, strict=True)
+            ]
 
     def metrics(self) -> dict[str, float]:
         return {"reward/retried": float(self._reward.retried)} if self._reward.config.retries else {}

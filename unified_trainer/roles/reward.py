@@ -1,6 +1,7 @@
 """The reward role: it decodes the student's samples and scores their frames with a weighted set of scorers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from unified_trainer.models.base import Codec
 from unified_trainer.numerics.advantages import Ids, spread
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.base import RewardConfig, Scorer, ScorerConfig, of_images
+from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 from unified_trainer.types import Latents, PerSample, Video, take_rows
 
@@ -95,6 +97,15 @@ class VideoReward(RewardSum):
             raise ValueError(f"reward: scorers {', '.join(scorers)} for settings of {', '.join(self._configs)}")
         self.retried = 0  # calls that were repeated after a fault, in this process
 
+    @contextmanager
+    def in_use(self, names: Iterable[str]) -> Iterator[None]:
+        """Keep the networks of the named scorers on the device, where they are elsewhere between uses."""
+        with ExitStack() as stack:
+            for name in names:
+                if isinstance(scorer := self.scorers[name], OffloadedScorer):
+                    stack.enter_context(scorer.in_use())
+            yield
+
     @phase("score")
     def parts(self, video: Video, prompts: tuple[str, ...], names: Iterable[str]) -> Float[Tensor, "b r"]:
         """Return scale x score of decoded videos, a column for each named scorer.
@@ -150,6 +161,12 @@ class Reward(VideoReward):
         """Take the scorers as `VideoReward` does, and the codec that decodes."""
         super().__init__(scorers, config)
         self._codec = codec
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Keep the VAE and the networks of the reward on the device while many samples are scored."""
+        with self._codec.in_use(), self.in_use(self.weights):
+            yield
 
     @torch.no_grad()
     def score(self, x0: Latents, prompts: tuple[str, ...], step: int = 0) -> Scores:

@@ -55,7 +55,7 @@ class Sizes:
     run: RunConfig
     models: Mapping[str, Architecture]  # by role
     ranks: int
-    scorers: float = 0.0  # bytes of their weights
+    scorers: float = 0.0  # bytes of their weights, which are there only in a reward phase with reward.offload
     samples: int = 1  # of a step on this rank
     accumulation: int = 1  # backward passes of an update
     recompute: Mapping[str, Recompute] = field(default_factory=dict)  # of roles with a number of GiB for activations
@@ -122,6 +122,7 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
         samples, frames, gradient = max(counts.decoded, key=lambda one: (one[2], one[0] * one[1]))
         memory.phases["reward"] = {
             "VAE": _decoding(sizes, samples, frames, gradient=gradient),
+            "scorers": sizes.scorers if run.reward.offload else 0.0,
             "rollouts": rollouts,
             "prompts and clips": parts + data + (prompts if counts.kept else 0.0),
         }
@@ -156,6 +157,7 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
         memory.phases["validation"] = {
             "activations or VAE": max(max(one.peak for one in passes) + gathered + _cache(sizes, counts), decode),
             "videos": batch * frame,
+            "scorers": sizes.scorers if run.reward.offload else 0.0,
         }
     return memory
 
@@ -221,7 +223,7 @@ def _always(held: Iterable[Held], sizes: Sizes) -> dict[str, float]:
         "weights": sum(one.weights for one in networks),
         "moments": sum(one.moments for one in networks),
         "EMA": sum(one.ema for one in networks),
-        "scorers": sizes.scorers,
+        "scorers": 0.0 if sizes.run.reward.offload else sizes.scorers,
         "VAE": 0.0 if encoders.offload else float(vae),
     }
 

@@ -7,6 +7,7 @@ of a network or on the pixels of a frame, so that they hold for the real sizes.
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -241,6 +242,9 @@ class _Codec(Codec):
     folder = Path()
     text_fingerprint = video_fingerprint = ""
     text_tokens = TEXT_TOKENS
+
+    def in_use(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def decode(self, latents: Latents) -> Video:
         self.counts.decoded.append((len(latents), latents.shape[2], latents.requires_grad))
