@@ -114,8 +114,9 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         role, size = roles[plan.method.sampled_by], run.algorithm.rollout_batch
         if not run.rollouts.workers:
             sample = partial(plan.method.sample, run.algorithm, run.sampler, role)
-            apart = run.encoders.offload or run.reward.offload
-            parts["rollouts"] = LocalRollouts(sample, reward, size, run.algorithm.trajectories, score_last=apart)
+            # Scorers in another process answer while samples are made, for which the VAE comes once for each part.
+            last = reward.offloaded or (run.encoders.offload and not reward.apart)
+            parts["rollouts"] = LocalRollouts(sample, reward, size, run.algorithm.trajectories, score_last=last)
         else:
             from unified_trainer.engine.rollouts import RemoteRollouts
 

@@ -31,7 +31,7 @@ class Tied(nn.Module):
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
         self.second.weight = self.first.weight
         self.register_buffer("scale", torch.full((3,), 2.0))
-        self.register_buffer("half", torch.full((5,), 0.5, dtype=torch.bfloat16), persistent=False)
+        self.register_buffer("small", torch.full((5,), 0.5, dtype=torch.bfloat16), persistent=False)
 
     def forward(self, x):
         return self.scale * self.second(torch.tanh(self.first(x)))
@@ -57,7 +57,7 @@ def test_an_offloaded_network_is_on_the_device_only_while_it_is_used(monkeypatch
             assert devices(network) == {"meta"}
         assert devices(original) == {"cpu"} and original.first.weight is original.second.weight
         assert all(torch.equal(value, whole[key]) for key, value in original.state_dict().items())
-        assert original.half.tolist() == [0.5] * 5 and "half" not in original.state_dict()
+        assert original.small.tolist() == [0.5] * 5 and "small" not in original.state_dict()
     assert read == [1]
     with pytest.raises(RuntimeError, match="in use"), frozen.in_use():
         raise RuntimeError("in use")

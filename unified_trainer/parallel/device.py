@@ -171,8 +171,8 @@ def optimizer_kernels(device: torch.device) -> dict[str, bool]:
 
 
 def can_pin(device: torch.device) -> bool:
-    """Return whether CPU memory can be pinned for copies to this device."""
-    return device.type != "cpu"
+    """Return whether CPU memory can be pinned for copies to this device; to "meta" nothing is copied."""
+    return device.type not in ("cpu", "meta")
 
 
 def free_memory(device: torch.device) -> int:

@@ -131,6 +131,16 @@ class NetworkScorer:
 
 
 @dataclass(frozen=True)
+class ApartScorer:
+    """A scorer whose work is done in another process: its calls may come from another thread, one at a time."""
+
+    scorer: Scorer
+
+    def __call__(self, video: Video, prompts: Sequence[str]) -> PerSample:
+        return self.scorer(video, prompts)
+
+
+@dataclass(frozen=True)
 class ScorerKind:
     """A kind of scorer: how its settings are checked and how it is loaded.
 
@@ -150,6 +160,7 @@ class ScorerKind:
     per_frame: bool = False  # whether it scores images and reads `config.top_fraction`
     own_settings: bool = False  # whether it reads `config.settings`
     own_timeout: bool = False  # whether its calls end by themselves, so that reward.timeout does not count
+    apart: bool = False  # whether it scores in another process, which samples need not wait for; with own_timeout only
     # of `config.path`: texts that no prompt may hold; reads the tokenizer, and no weights
     special_tokens: Callable[[ScorerConfig], Sequence[str]] | None = None
 

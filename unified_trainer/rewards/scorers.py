@@ -14,6 +14,7 @@ from unified_trainer.errors import UserError
 from unified_trainer.models import hub
 from unified_trainer.plugins import installed, load_object
 from unified_trainer.rewards.base import (
+    ApartScorer,
     Features,
     NetworkScorer,
     RewardConfig,
@@ -55,7 +56,7 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
     """
     if config.python:
         load = partial(ScorerProcess, key=key, timeout=timeout)
-        return ScorerKind(config.kind, load, check_own_python, own_settings=True, own_timeout=True)
+        return ScorerKind(config.kind, load, check_own_python, own_settings=True, own_timeout=True, apart=True)
     if config.kind in KINDS:
         return KINDS[config.kind]
     if ":" in config.kind:
@@ -129,6 +130,8 @@ def load_scorers(
         scorer = kind.load(part, place)
         own = kind.features(scorer) if kind.features is not None else None
         scorers[name] = scorer if kind.own_timeout else limit(scorer, config.timeout, config.key(name))
+        if kind.apart:
+            scorers[name] = ApartScorer(scorer)
         if config.offload and isinstance(scorer, NetworkScorer):
             scorers[name] = offloaded = OffloadedScorer.of(scorers[name], scorer.networks, place)
             own = offloaded.features(own) if own is not None else None

@@ -4,7 +4,7 @@ A method asks its `Rollouts` for the samples of a step and cannot tell who made 
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,7 @@ from unified_trainer.rl.kept_rollout import KeptRollout, RolloutParts, join
 from unified_trainer.rl.rollout_config import TrajectoryPlace
 from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.shared_calls import kept_for_the_next_part
-from unified_trainer.types import Batch, Rollout
+from unified_trainer.types import Batch, Latents, Rollout
 
 Sample = Callable[[Batch, int, Streams], Rollout]  # batch, training step and its random numbers -> rollout
 
@@ -109,26 +109,44 @@ class LocalRollouts:
         self._score_last = score_last
 
     def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
-        kept, scores, parts = RolloutParts(self._place, len(batch)), [], batch.split(self._size)
+        kept, parts = RolloutParts(self._place, len(batch)), batch.split(self._size)
         with kept_for_the_next_part():
-            for number, part in enumerate(parts, 1):
-                with phase("rollout", number, len(parts)):
-                    made = self._sample(part, step, rng.restarted())
-                    kept.add(made)
-                if not self._score_last:
-                    scores.append(self._reward.score(made.x0, part.prompts, step))
+            made = self._made(parts, kept, step, rng)
+            if not self._score_last:
+                scores = self._scored(parts, made, step)
+            else:
+                for _ in made:
+                    pass
         rollout, versions = kept.joined(), torch.full((len(batch),), step)
         if self._score_last:
-            scores = self._scored(rollout, parts, step)
+            with self._reward.scoring():
+                scores = self._scored(parts, self._ends(parts, rollout), step)
         return ScoredSamples(batch, rollout, Scores.cat(scores), versions, no_swaps(rollout))
 
-    def _scored(self, rollout: KeptRollout, parts: Sequence[Batch], step: int) -> list[Scores]:
-        ends = list(itertools.accumulate(map(len, parts)))
-        with self._reward.scoring():
-            return [
-                self._reward.score(rollout.end(range(end - len(part), end)), part.prompts, step)
-                for part, end in zip(parts, ends, strict=True)
-            ]
+    def _made(self, parts: Sequence[Batch], kept: RolloutParts, step: int, rng: Streams) -> Iterator[Latents]:
+        """Make the samples of each part, keep them, and yield their final x0."""
+        for number, part in enumerate(parts, 1):
+            with phase("rollout", number, len(parts)):
+                made = self._sample(part, step, rng.restarted())
+                kept.add(made)
+                x0 = made.x0
+                del made  # its states are kept elsewhere while the next part is made
+            yield x0
+
+    def _ends(self, parts: Sequence[Batch], rollout: KeptRollout) -> Iterator[Latents]:
+        for part, end in zip(parts, itertools.accumulate(map(len, parts)), strict=True):
+            yield rollout.end(range(end - len(part), end))
+
+    def _scored(self, parts: Sequence[Batch], ends: Iterator[Latents], step: int) -> list[Scores]:
+        """Score each part; scorers in another process answer while the x0 of the next part is made."""
+        scores: list[Scores] = []
+        before: Callable[[], Scores] | None = None
+        for part, x0 in zip(parts, ends, strict=True):
+            finish = self._reward.begin(x0, part.prompts, step)
+            if before is not None:
+                scores.append(before())
+            before = finish
+        return [*scores, before()] if before is not None else scores
 
     def metrics(self) -> dict[str, float]:
         return {"reward/retried": float(self._reward.retried)} if self._reward.config.retries else {}

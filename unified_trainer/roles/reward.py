@@ -1,6 +1,7 @@
 """The reward role: it decodes the student's samples and scores their frames with a weighted set of scorers."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from unified_trainer.meter import phase
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.advantages import Ids, spread
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rewards.base import RewardConfig, Scorer, ScorerConfig, of_images
+from unified_trainer.rewards.base import ApartScorer, RewardConfig, Scorer, ScorerConfig, of_images
 from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 from unified_trainer.types import Latents, PerSample, Video, take_rows
@@ -95,7 +96,12 @@ class VideoReward(RewardSum):
         self.scorers = dict(scorers)
         if scorers.keys() != self._configs.keys():
             raise ValueError(f"reward: scorers {', '.join(scorers)} for settings of {', '.join(self._configs)}")
-        self.retried = 0  # calls that were repeated after a fault, in this process
+        self._repeated: list[str] = []  # scorers whose calls were repeated after a fault, in this process
+
+    @property
+    def retried(self) -> int:
+        """Calls that were repeated after a fault, in this process."""
+        return len(self._repeated)
 
     @contextmanager
     def in_use(self, names: Iterable[str]) -> Iterator[None]:
@@ -151,7 +157,7 @@ class VideoReward(RewardSum):
                         )
                         raise
                     calls += 1
-                    self.retried += 1
+                    self._repeated.append(name)  # from any thread
 
 
 class Reward(VideoReward):
@@ -161,6 +167,14 @@ class Reward(VideoReward):
         """Take the scorers as `VideoReward` does, and the codec that decodes."""
         super().__init__(scorers, config)
         self._codec = codec
+        # whether scorers have networks in CPU memory, and whether some are asked in another process
+        self.offloaded = any(isinstance(self.scorers[name], OffloadedScorer) for name in self.weights)
+        self._apart = [name for name in self.weights if isinstance(self.scorers[name], ApartScorer)]
+        self._thread = ThreadPoolExecutor(1, "apart") if self._apart else None  # one call at a time, in their order
+
+    @property
+    def apart(self) -> bool:
+        return bool(self._apart)
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
@@ -178,6 +192,30 @@ class Reward(VideoReward):
         video = self._decode(x0)
         parts, measured = self.parts(video, prompts, self.weights), step % self.config.statistics_every == 0
         return Scores(parts, statistics(video) if measured else {}, thumbnail(video))
+
+    @torch.no_grad()
+    def begin(self, x0: Latents, prompts: tuple[str, ...], step: int = 0) -> Callable[[], Scores]:
+        """Decode clean latents and begin to score them; the returned function waits and returns what `score` does.
+
+        Scorers that run in another process are asked in a thread, in the order of the calls. An exception of theirs is
+        raised by the returned function. Without such scorers everything is done at once.
+        """
+        if self._thread is None:
+            scores = self.score(x0, prompts, step)
+            return lambda: scores
+        video = self._decode(x0)
+        here = [name for name in self.weights if name not in self._apart]
+        answer = self._thread.submit(self.parts, video.cpu(), prompts, self._apart)
+        parts, measured = self.parts(video, prompts, here), step % self.config.statistics_every == 0
+        seen, small = statistics(video) if measured else {}, thumbnail(video)
+
+        def finish() -> Scores:
+            with phase("score"):
+                others = answer.result().to(parts.device)
+            order = [[*here, *self._apart].index(name) for name in self.weights]
+            return Scores(torch.cat([parts, others], 1)[:, order], seen, small)
+
+        return finish
 
     @torch.no_grad()
     def score_chunks(
