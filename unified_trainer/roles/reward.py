@@ -190,8 +190,8 @@ class Reward(VideoReward):
         Pixel statistics are computed in every `statistics_every`-th training `step`, and in step 0.
         """
         video = self._decode(x0)
-        parts, measured = self.parts(video, prompts, self.weights), step % self.config.statistics_every == 0
-        return Scores(parts, statistics(video) if measured else {}, thumbnail(video))
+        parts = self.parts(video, prompts, self.weights)
+        return Scores(parts, self._statistics(video, step), thumbnail(video))
 
     @torch.no_grad()
     def begin(self, x0: Latents, prompts: tuple[str, ...], step: int = 0) -> Callable[[], Scores]:
@@ -206,8 +206,7 @@ class Reward(VideoReward):
         video = self._decode(x0)
         here = [name for name in self.weights if name not in self._apart]
         answer = self._thread.submit(self.parts, video.cpu(), prompts, self._apart)
-        parts, measured = self.parts(video, prompts, here), step % self.config.statistics_every == 0
-        seen, small = statistics(video) if measured else {}, thumbnail(video)
+        parts, seen, small = self.parts(video, prompts, here), self._statistics(video, step), thumbnail(video)
 
         def finish() -> Scores:
             with phase("score"):
@@ -216,6 +215,9 @@ class Reward(VideoReward):
             return Scores(torch.cat([parts, others], 1)[:, order], seen, small)
 
         return finish
+
+    def _statistics(self, video: Video, step: int) -> dict[str, PerSample]:
+        return statistics(video) if step % self.config.statistics_every == 0 else {}
 
     @torch.no_grad()
     def score_chunks(
