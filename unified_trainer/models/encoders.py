@@ -26,7 +26,7 @@ class EncoderConfig:
     """Encode and decode larger frames in tiles of this many pixels a side, which overlap by a quarter and are blended,
     for less memory; a multiple of 64. Values change where tiles meet (docs/performance.md). 0 takes frames whole."""
     offload: bool = False
-    """Keep text encoder and VAE in pinned CPU memory, copied to the device while they are used: the VAE once for all
+    """Keep text encoder and VAE in CPU memory, copied to the device while they are used: the VAE once for all
     samples that a training step scores, which are then all made first. Changes no result."""
     cache: str = ""
     """Folder for the embeddings of prompts on a disk that all ranks share; several runs may share it too. By default

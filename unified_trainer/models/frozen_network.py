@@ -16,15 +16,20 @@ ALIGNED = 256  # bytes: where a weight begins in a buffer, as kernels want it
 class FrozenNetwork:
     """A frozen network that is read from its folder when it is first used, or by `load`.
 
-    With `offload` its weights stay in pinned CPU memory, and are copied to the device for each use; neither the program
-    nor later work waits for more than the copy. A phase that uses a network many times is itself a use, so that uses
+    With `offload` its weights stay in CPU memory and are copied to the device for each use; from pinned memory, neither
+    the program nor earlier work waits for the copy. A phase that uses a network many times is itself a use, so that uses
     within it copy nothing. The weights in CPU memory never change, so that at the end nothing is copied back. A copy is
     a new tensor: a graph that was recorded during the use keeps it until the backward pass.
     """
 
-    def __init__(self, read: Callable[[], nn.Module], device: torch.device, *, offload: bool) -> None:
-        """`read` returns the network with its weights."""
-        self._read, self._device = read, device
+    def __init__(
+        self, read: Callable[[], nn.Module], device: torch.device, *, offload: bool, pinned: bool = True
+    ) -> None:
+        """`read` returns the network with its weights.
+
+        Torch keeps pinned memory for later use: a network that is freed for good needs none.
+        """
+        self._read, self._device, self._pinned = read, device, pinned and can_pin(device)
         self._offload = offload and device.type != "cpu"
         self._network: nn.Module | None = None
         self._stored: _Stored | None = None
@@ -35,7 +40,7 @@ class FrozenNetwork:
         if self._network is None:
             network = self._read().eval().requires_grad_(False)
             if self._offload:
-                self._stored = _Stored(network, self._device)
+                self._stored = _Stored(network, self._device, pinned=self._pinned)
             self._network = network if self._offload else network.to(self._device)
         return self._network
 
@@ -59,9 +64,9 @@ class FrozenNetwork:
 
 
 class _Stored:
-    """All parameters and buffers of a network in CPU memory, packed into few pinned buffers."""
+    """All parameters and buffers of a network in CPU memory, packed into few buffers."""
 
-    def __init__(self, network: nn.Module, device: torch.device) -> None:
+    def __init__(self, network: nn.Module, device: torch.device, *, pinned: bool) -> None:
         self._device = device
         self._slots: list[tuple[nn.Module, str, int]] = []  # module, name in it, number of the tensor
         numbers: dict[int, int] = {}  # tied weights have one number
@@ -75,7 +80,7 @@ class _Stored:
                 self._slots.append((module, name, numbers[id(tensor)]))
         self._places, sizes = _packed([tensor.nbytes for tensor in tensors])
         self._types = [(tensor.dtype, tensor.shape, isinstance(tensor, nn.Parameter)) for tensor in tensors]
-        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=can_pin(device)) for size in sizes]
+        self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
         self.home = self._tensors(self._buffers)
         with torch.no_grad():
             for place, tensor in zip(self.home, tensors, strict=True):

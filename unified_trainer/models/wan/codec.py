@@ -93,7 +93,7 @@ class WanCodec:
         codec = cls(
             folder,
             read_tokenizer(AutoTokenizer, folder / "tokenizer", embedded),
-            FrozenNetwork(text_encoder, device, offload=config.offload),
+            FrozenNetwork(text_encoder, device, offload=config.offload, pinned=False),
             FrozenNetwork(vae, device, offload=config.offload),
             device,
             config,
