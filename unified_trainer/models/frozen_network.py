@@ -17,7 +17,7 @@ class FrozenNetwork:
     """A frozen network that is read from its folder when it is first used, or by `load`.
 
     With `offload` its weights stay in CPU memory and are copied to the device for each use; from pinned memory, neither
-    the program nor earlier work waits for the copy. A phase that uses a network many times is itself a use, so that uses
+    the program nor earlier work waits for the copy. A phase that uses a network often is itself a use, so that uses
     within it copy nothing. The weights in CPU memory never change, so that at the end nothing is copied back. A copy is
     a new tensor: a graph that was recorded during the use keeps it until the backward pass.
     """
