@@ -51,7 +51,7 @@ def counted_moves() -> Iterator[list[int]]:
         frozen_network._Stored.on_device = copy
 
 
-class Judge(nn.Module):
+class Colors(nn.Module):
     """A linear layer on the mean color, and a buffer that a state_dict leaves out."""
 
     def __init__(self) -> None:
@@ -64,22 +64,22 @@ class Judge(nn.Module):
 
 
 @functools.cache
-def whole_judge() -> dict[str, torch.Tensor]:
+def whole_network() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return Judge().state_dict()
+    return Colors().state_dict()
 
 
 def step(place: str, *, offload: bool) -> dict[str, object]:
     """Make and score four samples; return bytes on the device at each sample, at each score and after them."""
     device = torch.device(NPU, 0)
     codec = WanCodec.load(TINY / "wan", device, EncoderConfig(offload=offload))
-    judge = Judge()
-    judge.load_state_dict(whole_judge())
-    scorer = NetworkScorer(judge.score, (judge,))
+    colors = Colors()
+    colors.load_state_dict(whole_network())
+    scorer = NetworkScorer(colors.score, (colors,))
     if offload:
         scorer = OffloadedScorer.of(scorer, scorer.networks, device)
     else:
-        judge.to(device)
+        colors.to(device)
     found: dict[str, object] = {"sample": [], "score": []}
     with counted_bytes() as memory, counted_moves() as moves:
 
@@ -92,7 +92,7 @@ def step(place: str, *, offload: bool) -> dict[str, object]:
             states = torch.randn(len(part), STATES, *SHAPE, generator=random).to(NPU, non_blocking=True)
             return Rollout(states, torch.zeros(len(part), STATES - 1, device=NPU), states[:, -1] * 1, states[:, :0])
 
-        reward = Reward({"judge": scorer}, codec, RewardConfig(kind="judge", offload=offload))
+        reward = Reward({"colors": scorer}, codec, RewardConfig(kind="colors", offload=offload))
         reward._part = functools.partial(_noted, reward._part, found["score"], now)
         ids = tuple(range(4))
         empty = codec.text_condition([torch.zeros(1, 1)] * 4)
