@@ -4,6 +4,7 @@ x0 is one of the templates of its class, each equally likely, so that with x_t =
 E[x0 | x_t] = sum_k p_k T_k, p = softmax(-|x_t - (1 - sigma) T_k|^2 / (2 sigma^2)) over the templates of the class.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -68,6 +69,9 @@ class ClassCodec:
 
     def encode_ahead(self, prompts, mesh):
         return "classes need no text encoder"
+
+    def in_use(self):
+        return contextlib.nullcontext()
 
     def encode(self, video):
         return video

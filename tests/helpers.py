@@ -351,7 +351,8 @@ def dance_ppo(
 def reward_parts(method, config, sampler: SamplerConfig, role, reward: Reward, loader: Loader) -> dict[str, object]:
     """What a method that learns from the rewards of its samples is given; the role makes them in this process."""
     sample = functools.partial(method.sample, config, sampler, role)
-    return {"reward": reward, "loader": loader, "rollouts": LocalRollouts(sample, reward, config.rollout_batch)}
+    rollouts = LocalRollouts(sample, reward, config.rollout_batch, config.trajectories)
+    return {"reward": reward, "loader": loader, "rollouts": rollouts}
 
 
 class WatchedRollouts:

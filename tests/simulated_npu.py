@@ -9,6 +9,7 @@ not show.
 import sys
 import traceback
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -30,6 +31,33 @@ float64: Counter[tuple[str, str]] = Counter()  # by operation and line of the pa
 _kept: list[object] = []  # what must live as long as the device
 
 
+class Memory:
+    """Bytes of the tensors of the device, while `counting`: those that are there now, and the most at a time."""
+
+    def __init__(self) -> None:
+        self.counting, self.now, self.peak = False, 0, 0
+        self._users: Counter[int] = Counter()  # tensors of each storage
+
+    def add(self, tensor: "DeviceTensor") -> None:
+        if not self.counting:
+            return
+        storage = tensor.raw.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        self._users[place] += 1
+        if self._users[place] == 1:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+        weakref.finalize(tensor, self._remove, place, size)
+
+    def _remove(self, place: int, size: int) -> None:
+        self._users[place] -= 1
+        if not self._users[place]:
+            self.now -= size
+
+
+memory = Memory()
+
+
 class DeviceTensor(torch.Tensor):
     """A tensor of the simulated device; `raw` is its content."""
 
@@ -47,6 +75,7 @@ class DeviceTensor(torch.Tensor):
 
     def __init__(self, raw: torch.Tensor) -> None:
         self.raw = raw
+        memory.add(self)
 
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
@@ -55,6 +84,8 @@ class DeviceTensor(torch.Tensor):
     def new_tensor(self, data: Any, *, dtype=None, device=None, requires_grad: bool = False) -> torch.Tensor:
         _wait("copy of a number to the device")
         return DeviceTensor(torch.tensor(data, dtype=dtype or self.dtype))
+
+    def record_stream(self, _stream: object) -> None: ...
 
     def tolist(self) -> Any:
         _wait("tolist")
@@ -81,6 +112,7 @@ def install() -> None:
     _kept.append(library)
     for name in ("tensor", "as_tensor"):
         setattr(torch, name, _on_device(getattr(torch, name)))
+    torch.empty = _pageable(torch.empty)
     module = types.ModuleType("torch_npu")
     module.__spec__ = ModuleSpec("torch_npu", None)
     module.__version__ = torch.__version__
@@ -96,6 +128,11 @@ def _on_device(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
         return make(data, *args, **kwargs).to(device)
 
     return made
+
+
+def _pageable(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The device cannot pin memory; a copy from it is then no copy that nothing waits for, but it is counted as one."""
+    return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
 
 
 def _is_device(device: Any) -> bool:
@@ -166,9 +203,10 @@ def _count_waits(name: str, full_name: str, args: tuple, kwargs: dict, own: bool
             _wait("copy to the device")
     elif name == "copy_":
         to, source = (isinstance(x, DeviceTensor) for x in args[:2])
-        if source and not to:
+        non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+        if source and not to and not non_blocking:
             _wait("copy to the CPU")
-        elif to and not source and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+        elif to and not source and not non_blocking:
             _wait("copy to the device")
 
 

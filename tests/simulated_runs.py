@@ -1,6 +1,7 @@
 """Runs of the program on the simulated NPU, in a process of their own: `python simulated_runs.py FOLDER`.
 
-Prints, as JSON, what each run's last training step let the program wait for, by phase, and its operations in float64.
+Writes, as JSON, what each run's last training step let the program wait for, by phase, and its operations in float64;
+and what `simulated_phases` counts.
 """
 
 import json
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import simulated_npu
+import simulated_phases
 
 from unified_trainer.__main__ import main
 from unified_trainer.trainer import Trainer
@@ -18,6 +20,7 @@ PARTS = VIDEO | {"algorithm.batch-size": 2, "algorithm.micro-batch": 1}
 GROUPS = VIDEO | {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 1}
 GROUPS |= {"algorithm.rollout-batch": 2, "algorithm.update-batch": 1}
 SINGLES = GROUPS | {"algorithm.num-prompts": 4, "algorithm.num-samples": 1, "algorithm.prompts-per-update": 2}
+ON_CPU = {"algorithm.trajectories": "cpu", "algorithm.rollout-batch": 1}
 RUNS = {
     "dance_grpo": GROUPS | {"sampler.num-steps": 3, "algorithm.kl-coefficient": 0.1},
     "dmd2": PARTS | {"algorithm.student-every": 1, "sampler.num-steps": 2},
@@ -25,9 +28,9 @@ RUNS = {
     "finetune": CLIPS,
     "ode_init": PARTS | {"sampler.num-steps": 2},
     "consistency": CLIPS,
-    "dance_ppo": SINGLES | {"sampler.num-steps": 3},
-    "diffusion_nft": GROUPS | {"sampler.num-steps": 2},
-    "distill_rl": GROUPS | {"sampler.num-steps": 2},
+    "dance_ppo": SINGLES | {"sampler.num-steps": 3} | ON_CPU,
+    "diffusion_nft": GROUPS | {"sampler.num-steps": 2} | ON_CPU,
+    "distill_rl": GROUPS | {"sampler.num-steps": 2} | ON_CPU,
     "reward_gradient": PARTS | {"sampler.num-steps": 2},
 }
 SCORED = {"reward.kind": "sharpness", "reward.path": ""}  # a scorer in plain torch; its value does not matter here
@@ -65,3 +68,5 @@ if __name__ == "__main__":
         resumed = main(["--resume", str(folder / method), "--steps", "2"]) if method == "dmd2" and not code else 0
         results[method] = {"code": code, "resumed": resumed, **found}
     (folder / "found.json").write_text(json.dumps(results), encoding="utf-8")
+    if not sys.argv[2:]:
+        (folder / "phases.json").write_text(json.dumps(simulated_phases.phases()), encoding="utf-8")

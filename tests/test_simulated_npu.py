@@ -22,11 +22,16 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
-    folder: Path = tmp_path_factory.mktemp("simulated")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("simulated")
     environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, SCRIPT, folder], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder) -> dict:
     return json.loads((folder / "found.json").read_text(encoding="utf-8"))
 
 
@@ -57,6 +62,34 @@ def test_no_pass_of_a_step_waits_for_the_device(found, method):
             between[line.split(":")[0]] += count
     assert between == ({"roles/reward.py": 1, "rl/replay.py": 2} if method == "dance_grpo" else {}), waits
     assert sum(by_phase.values()) == WAITS[method], waits
+
+
+@pytest.mark.parametrize("method", ["dance_ppo", "diffusion_nft", "distill_rl"])
+def test_nothing_waits_for_copies_of_a_rollout_that_is_kept_in_cpu_memory(found, method):
+    lines = {line.split(":")[0] for _phase, _kind, line, _count in found[method]["waits"]}
+    assert "roles/learner.py" in lines and not lines & {"parallel/copy_queue.py", "rl/kept_rollout.py"}
+    assert not [wait for wait in found[method]["waits"] if wait[0] == "rollout"]
+
+
+def test_vae_and_scorer_are_on_the_device_only_while_the_samples_are_scored_and_come_once(folder):
+    phases = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
+    for place in ("device", "cpu"):
+        there, offloaded = (phases[f"{place}, {how}"] for how in ("there", "offloaded"))
+        assert there["moves"] == [] and len(offloaded["moves"]) == 2  # VAE and scorer, for four samples
+        weights = sum(offloaded["moves"])
+        assert min(offloaded["score"]) > weights > 20 * max(offloaded["sample"])
+        assert offloaded["after"] == there["after"]  # no byte of them is left; those of `there` are not counted
+        assert offloaded["scores"] == there["scores"]
+
+
+def test_a_rollout_in_cpu_memory_leaves_the_device(folder):
+    """Four samples of four states and an x0 of 256 bytes each; two rows of a state are read."""
+    phases = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
+    device, cpu = (phases[f"{place}, there"] for place in ("device", "cpu"))
+    assert device["after"] - cpu["after"] == 4 * 5 * 256
+    assert cpu["read"] == 2 * 256 and cpu["rows"] == device["rows"] and cpu["scores"] == device["scores"]
+    parts = device["sample"]  # before each part is made: the whole is there once, and the part before
+    assert parts[0] == 0 and max(parts) < 2 * 4 * 5 * 256
 
 
 def test_selective_recomputation_keeps_the_attention_of_torch_npu():

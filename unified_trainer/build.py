@@ -115,11 +115,14 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         role, size = roles[plan.method.sampled_by], run.algorithm.rollout_batch
         if not run.rollouts.workers:
             sample = partial(plan.method.sample, run.algorithm, run.sampler, role)
-            parts["rollouts"] = LocalRollouts(sample, reward, size)
+            # Scorers in another process answer while samples are made, for which the VAE comes once for each part.
+            last = reward.offloaded or (run.encoders.offload and not reward.apart)
+            parts["rollouts"] = LocalRollouts(sample, reward, size, run.algorithm.trajectories, score_last=last)
         else:
             from unified_trainer.engine.rollouts import RemoteRollouts
 
             how = {"ahead": run.rollouts.ahead, "check_every": run.rollouts.check_every}
+            how["trajectories"] = run.algorithm.trajectories
             sender = WeightSender(mesh, run.rollouts.transport, half=run.rollouts.send == "bf16")
             parts["rollouts"] = RemoteRollouts(workers, role, loader, mesh, sender, size=size, **how)
     trainer = Trainer(

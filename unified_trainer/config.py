@@ -68,11 +68,13 @@ RESUMABLE_KEYS = (
     "rollouts.timeout_minutes",
     "rollouts.check_every",
     "encoders.offload",
+    "reward.offload",
     "encoders.cache",
     "encoders.cache_memory_gib",
     "encoders.cache_disk_gib",
     "algorithm.micro_batch",
     "algorithm.rollout_batch",
+    "algorithm.trajectories",
     "algorithm.update_batch",
 )
 

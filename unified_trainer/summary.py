@@ -21,6 +21,8 @@ def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: So
     rows["VAE"] += f", tiles of {encoders.vae_tile} pixels" if encoders.vae_tile else ""
     for name, config in run.reward.named().items():
         rows["scorer " + name] = _scorer(config)
+    if run.reward.offload:
+        rows["networks of scorers"] = "in CPU memory between uses, of those that declare them"
     if not run.reward.named():
         rows["reward"] = "none: validations measure pixels alone"
     origin = run.prompts if run.trains_on == "prompts" else run.data.path

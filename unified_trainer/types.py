@@ -143,6 +143,18 @@ class Rollout:
         none = x0[:, None][:, :0]
         return cls(none, x0.new_zeros(len(x0), 0, dtype=widest(x0.device)), x0, none)
 
+    def state(self, number: int, rows: Sequence[int]) -> Latents:
+        """Return, of these samples, state `number`: that before the window's transition of this number."""
+        return take_rows(self.states[:, number], rows)
+
+    def end(self, rows: Sequence[int]) -> Latents:
+        """Return the final x0 of these samples."""
+        return take_rows(self.x0, rows)
+
+    def early_end(self, number: int, rows: Sequence[int]) -> Latents:
+        """Return, of these samples, the x0 that the call of the window's transition `number` predicted."""
+        return take_rows(self.early_x0[:, number], rows)
+
     def take(self, rows: Sequence[int]) -> "Rollout":
         """Return the samples of these rows, in this order."""
         return Rollout(**{f.name: take_rows(getattr(self, f.name), rows) for f in fields(self)})

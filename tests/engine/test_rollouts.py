@@ -54,11 +54,13 @@ class InstantScheduler:
 class Run:
     """Training steps that add 1 to the first weight, with samples from workers."""
 
-    def __init__(self, ray, ahead: int, plan: BatchPlan = PLAN, check_every: int = 0) -> None:
+    def __init__(
+        self, ray, ahead: int, plan: BatchPlan = PLAN, check_every: int = 0, trajectories: str = "device"
+    ) -> None:
         self.student, self.scheduler = trainable(), InstantScheduler(ray)
         self.loader = Loader(Prompts(CAPTIONS), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=ahead)
         group, sender = WorkerGroup(self.scheduler, {}), WeightSender(ALONE)
-        how = {"size": 3, "ahead": ahead, "check_every": check_every}
+        how = {"size": 3, "ahead": ahead, "check_every": check_every, "trajectories": trajectories}
         self.rollouts = RemoteRollouts(group, self.student, self.loader, ALONE, sender, **how)
         self.first = next(iter(self.student.weights.values())).data.view(-1)
         self.start = float(self.first[0])
@@ -70,7 +72,7 @@ class Run:
         samples = self.rollouts.samples(batch, step, Streams(0, step), self.check)
         assert samples.batch is batch
         (version,) = samples.versions.unique().tolist()
-        shown = samples.rollout.x0.unique().tolist()
+        shown = samples.rollout.end(range(len(batch))).unique().tolist()
         assert shown == [pytest.approx(self.start + version)]
         assert float(self.first[0]) == pytest.approx(self.start + step)
         self.first[0] += 1
@@ -79,14 +81,14 @@ class Run:
     def check(self, samples, maker: str) -> None:
         """The student has the weights that made the samples."""
         (version,) = samples.versions.unique().tolist()
-        assert samples.rollout.x0.unique().tolist() == [float(self.first[0])]
+        assert samples.rollout.end(range(len(samples.batch))).unique().tolist() == [float(self.first[0])]
         self.checks.append((maker, len(samples.batch), version))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_samples_are_always_as_many_steps_old(ray, ahead):
-    run = Run(ray, ahead)
+@pytest.mark.parametrize(("ahead", "trajectories"), [(0, "device"), (1, "cpu"), (3, "device")])
+def test_samples_are_always_as_many_steps_old(ray, ahead, trajectories):
+    run = Run(ray, ahead, trajectories=trajectories)
     assert [run.step(step) for step in range(6)] == [max(0, step - ahead) for step in range(6)]
     steps = [item.step for item in run.scheduler.items]
     assert steps == sorted([*range(6 + ahead)] * 2)  # two work items of three and one sample, each asked for once

@@ -15,7 +15,9 @@ from torch import nn
 from unified_trainer.data.prompts import training_captions
 from unified_trainer.data.tiny_world import TRAINING, draw_clip, render
 from unified_trainer.errors import UserError
-from unified_trainer.models.encoders import EncoderConfig, FrozenNetwork
+from unified_trainer.models import frozen_network
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.frozen_network import FrozenNetwork
 from unified_trainer.models.wan.codec import WanCodec
 
 META = torch.device("meta")
@@ -28,17 +30,21 @@ class Tied(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
         self.second.weight = self.first.weight
-        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("scale", torch.full((3,), 2.0))
+        self.register_buffer("small", torch.full((5,), 0.5, dtype=torch.bfloat16), persistent=False)
 
     def forward(self, x):
         return self.scale * self.second(torch.tanh(self.first(x)))
 
 
 def devices(network: nn.Module) -> set[str]:
-    return {value.device.type for value in network.state_dict().values()}
+    return {value.device.type for value in (*network.parameters(), *network.buffers())}
 
 
-def test_an_offloaded_network_is_on_the_device_only_while_it_is_used():
+@pytest.mark.parametrize("buffer", [1, 300, frozen_network.BUFFER])
+def test_an_offloaded_network_is_on_the_device_only_while_it_is_used(monkeypatch, buffer):
+    """However many buffers its weights are packed into."""
+    monkeypatch.setattr(frozen_network, "BUFFER", buffer)
     original = Tied()
     whole, read = copy.deepcopy(original.state_dict()), []
     frozen = FrozenNetwork(lambda: read.append(1) or original, META, offload=True)
@@ -51,6 +57,7 @@ def test_an_offloaded_network_is_on_the_device_only_while_it_is_used():
             assert devices(network) == {"meta"}
         assert devices(original) == {"cpu"} and original.first.weight is original.second.weight
         assert all(torch.equal(value, whole[key]) for key, value in original.state_dict().items())
+        assert original.small.tolist() == [0.5] * 5 and "small" not in original.state_dict()
     assert read == [1]
     with pytest.raises(RuntimeError, match="in use"), frozen.in_use():
         raise RuntimeError("in use")

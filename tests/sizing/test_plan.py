@@ -98,6 +98,26 @@ def test_a_run_that_does_not_fit_names_settings_that_help(capsys, monkeypatch):
     assert better == sorted(better, key=lambda one: one["peak_bytes"])
 
 
+@pytest.mark.slow
+def test_rollouts_and_scorers_are_counted_where_they_are(capsys, monkeypatch):
+    """64 samples of a rank, each with 21 tensors of 16 x 14 x 30 x 52 numbers; HPSv3 only while it scores."""
+    monkeypatch.setattr(memory, "pass_bytes", lambda *_, **_named: PassBytes(0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(memory, "decode_bytes", lambda *_, **_named: 0.0)
+    found = []
+    for settings in ([], ["--algorithm.trajectories", "cpu", "--reward.offload"]):
+        main(["plan", "--method", "dance_grpo", "--recipe", "wan2.1-1.3b", "--hardware", "8xH200", "--json", *settings])
+        found.append(json.loads(capsys.readouterr().out)["computed"]["memory_bytes_of_a_rank"])
+    sample = 21 * 4 * 16 * 14 * 30 * 52
+    there, moved = ({name: one.get("rollouts", 0) for name, one in each["phases"].items()} for each in found)
+    assert there["update of student"] == there["reward"] == 64 * sample and there["rollout"] == 65 * sample
+    assert moved["update of student"] == moved["reward"] == 0 and moved["rollout"] == sample
+    scorers = found[0]["always"]["scorers"]
+    assert scorers > 0 and found[1]["always"]["scorers"] == 0
+    of_phases = {name: one.get("scorers", 0) for name, one in found[1]["phases"].items()}
+    assert of_phases["reward"] == of_phases["validation"] == scorers
+    assert of_phases["update of student"] == of_phases["optimizer of student"] == of_phases["rollout"] == 0
+
+
 def test_a_model_of_unknown_size_is_refused(capsys):
     assert main(["plan", "--method", "finetune", "--recipe", "wan2.1-1.3b", "--student.path", "some/model"]) == 2
     assert "no sizes are known for it" in capsys.readouterr().err

@@ -18,12 +18,14 @@ from unified_trainer.meter import phase
 from unified_trainer.parallel.fsdp import cpu_copy
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.kept_rollout import HostRollout, KeptRollout, join
+from unified_trainer.rl.rollout_config import TrajectoryPlace
 from unified_trainer.rl.rollouts import Check, ScoredSamples, no_swaps
 from unified_trainer.roles.ema import exchanged
 from unified_trainer.roles.reward import Scores
 from unified_trainer.roles.role import Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
-from unified_trainer.types import Batch, Rollout
+from unified_trainer.types import Batch
 
 Asked = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]  # prompts, prompt ids and sample ids
 Ordered = list[tuple[WorkItem, Any]]  # a work item, and the scheduler's reply to come
@@ -51,9 +53,10 @@ class RemoteRollouts:
         size: int,
         ahead: int,
         check_every: int,
+        trajectories: TrajectoryPlace = "device",
     ) -> None:
         """Make at most `size` samples as one work item, and check those of a worker every `check_every` steps."""
-        self._sender = sender
+        self._sender, self._place = sender, trajectories
         self._group, self._role, self._loader, self._mesh = group, role, loader, mesh
         self._size, self._ahead, self._check_every = size, ahead, check_every
         self._checked: dict[str, int] = {}  # the training step in which samples of a worker were checked last
@@ -92,7 +95,7 @@ class RemoteRollouts:
             with nullcontext() if version == step else exchanged(self._role.weights, past[step - version - 1]):
                 check(ScoredSamples(part, rollouts[one], scores[one], versions[one], newer[one].amax(2)), makers[one])
         oldest = torch.cat([one.amin(2) for one in newer])  # of the chunks that a transition has
-        return ScoredSamples(batch, Rollout.cat(rollouts), Scores.cat(scores), torch.cat(versions), oldest)
+        return ScoredSamples(batch, join(rollouts), Scores.cat(scores), torch.cat(versions), oldest)
 
     def metrics(self) -> dict[str, float]:
         made = {}
@@ -157,7 +160,7 @@ class RemoteRollouts:
         items = [WorkItem(step, version, prompts[part], prompt_ids[part], sample_ids[part]) for part in parts]
         return [(item, self._group.scheduler.make.remote(item)) for item in items]
 
-    def _receive(self, item: WorkItem, reply: Any) -> tuple[Rollout, Scores, Tensor, str]:
+    def _receive(self, item: WorkItem, reply: Any) -> tuple[KeptRollout, Scores, Tensor, str]:
         """Return samples, scores, versions of transitions minus the ordered one [b, s, k], and who sampled."""
         try:
             while True:
@@ -175,7 +178,11 @@ class RemoteRollouts:
         for name, spent in (seconds | {"samples_gib": arrays.size(rollout, scores) / 2**30}).items():
             self._metrics[name] = self._metrics.get(name, 0.0) + spent
         device = self._mesh.device
-        made = arrays.to_rollout(rollout, device)
+        made: KeptRollout
+        if self._place == "cpu":
+            made = HostRollout.of(arrays.to_rollout(rollout, torch.device("cpu")), device)
+        else:
+            made = arrays.to_rollout(rollout, device)
         newer = no_swaps(made)[:, :, None]
         if "versions" in rollout:  # of transitions and chunks, equal for all samples
             newer = newer + (torch.from_numpy(rollout["versions"].copy()) - item.version)

@@ -129,7 +129,7 @@ class DiffusionNFT(Method):
         """advantage_clip times the loss at one noise level, plus the KL, weighted over the minibatch."""
         config = self.config
         rows = minibatch.rows.tolist()
-        batch, x0 = samples.batch.take(rows), take_rows(samples.rollout.x0, rows)
+        batch, x0 = samples.batch.take(rows), samples.rollout.end(rows)
         sigma = self.sampler.sigmas()[s]
         x_t = add_noise(x0, rng.noise(f"forward {s}", batch.sample_ids, batch.latent_shape).to(x0), sigma)
         velocity = policy_velocity(self.student, x_t, sigma, batch, self.sampler)

@@ -34,7 +34,7 @@ from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.reward import Reward, RewardSum
 from unified_trainer.roles.role import Frozen, Role, Trainable
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.types import Batch, PerSample, Rollout, take_rows
+from unified_trainer.types import Batch, PerSample, Rollout
 
 
 class DistillRL(Method):
@@ -158,11 +158,12 @@ class DistillRL(Method):
         rollout = samples.rollout
         for number in range(self.config.critic_updates):
             call = self.x0_terms.exit(rng)
-            x0 = rollout.x0 if call == self.sampler.num_steps - 1 else rollout.early_x0[:, call]
             for part in parts:
                 rows, own = part.tolist(), None if weights is None else weights[part]
                 batch = samples.batch.take(rows)
-                loss = self.matching.critic_loss(take_rows(x0, rows), batch, rng.numbered(number), own)
+                last = call == self.sampler.num_steps - 1
+                x0 = rollout.end(rows) if last else rollout.early_end(call, rows)
+                loss = self.matching.critic_loss(x0, batch, rng.numbered(number), own)
                 ess = {} if own is None else {"tilt_ess": own.mean() ** 2 / own.square().mean()}
                 yield Loss("critic", loss.value / len(parts), part is parts[-1], loss.metrics | ess)
 

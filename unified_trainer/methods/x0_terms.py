@@ -18,7 +18,7 @@ from unified_trainer.rl.updates import MinibatchLoss
 from unified_trainer.roles.reward import Reward, RewardSum
 from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling import SamplerConfig, policy_velocity, trainable_steps
-from unified_trainer.types import Batch, Latents, PerSample, take_rows
+from unified_trainer.types import Batch, Latents, PerSample
 
 
 class X0Terms:
@@ -64,8 +64,8 @@ class X0Terms:
         def one(call: int, rows: Tensor) -> MinibatchLoss:
             index, rollout = rows.tolist(), samples.rollout
             batch, value, metrics = samples.batch.take(index), torch.zeros(()), {}
-            x_t, sigma = take_rows(rollout.states[:, call], index), self.sigmas[call]
-            velocity = policy_velocity(self.student, x_t, sigma, batch, self.sampler, take_rows(rollout.x0, index))
+            x_t, sigma = rollout.state(call, index), self.sigmas[call]
+            velocity = policy_velocity(self.student, x_t, sigma, batch, self.sampler, rollout.end(index))
             x0 = x0_from_velocity(x_t, velocity, sigma)
             if (matching or gan) and call == exit_call:
                 own = None if match_weights is None else match_weights[rows]

@@ -197,6 +197,10 @@ class Codec(Protocol):
         """
         ...
 
+    def in_use(self) -> AbstractContextManager[None]:
+        """Keep the VAE on the device while the context lasts, where it is elsewhere between uses."""
+        ...
+
     def encode(self, video: Video) -> Latents:
         """Encode video to normalised latents: `normalise` of `encode_raw`."""
         ...

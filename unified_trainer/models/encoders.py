@@ -1,14 +1,9 @@
-"""Text encoder and VAE of a run: their settings, and a frozen network that takes memory only where it is used."""
+"""The settings of text encoder and VAE."""
 
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
-from torch import Tensor, nn
+from typing import Literal
 
 from unified_trainer.errors import UserError
 from unified_trainer.ranges import CountOrZero, Gibibytes
@@ -31,7 +26,8 @@ class EncoderConfig:
     """Encode and decode larger frames in tiles of this many pixels a side, which overlap by a quarter and are blended,
     for less memory; a multiple of 64. Values change where tiles meet (docs/performance.md). 0 takes frames whole."""
     offload: bool = False
-    """Keep text encoder and VAE in CPU memory, copied to the device while they are used. Changes no result."""
+    """Keep text encoder and VAE in CPU memory, copied to the device while they are used: the VAE once for all
+    samples that a training step scores, which are then all made first. Changes no result."""
     cache: str = ""
     """Folder for the embeddings of prompts on a disk that all ranks share; several runs may share it too. By default
     prompt_embeddings in the run directory."""
@@ -55,43 +51,3 @@ class EncoderConfig:
                     f"encoders.cache {self.cache} cannot be written into ({error.strerror}): name another folder, or "
                     "leave it out to use the run directory"
                 ) from error
-
-
-class FrozenNetwork:
-    """A frozen network that is read from its folder when it is first used, or by `load`.
-
-    With `offload` its weights stay in CPU memory and are copied to the device for each use. A copy is a new tensor: a
-    graph that was recorded during the use keeps it until the backward pass, and the weights in CPU memory never change.
-    """
-
-    def __init__(self, read: Callable[[], nn.Module], device: torch.device, *, offload: bool) -> None:
-        """`read` returns the network with its weights; buffers that a state_dict leaves out are not supported."""
-        self._read, self._device = read, device
-        self._home = torch.device("cpu") if offload else device
-        self._network: nn.Module | None = None
-
-    def load(self) -> nn.Module:
-        """Return the network, which is read unless it is in memory."""
-        if self._network is None:
-            self._network = self._read().to(self._home).eval().requires_grad_(False)
-        return self._network
-
-    @contextmanager
-    def in_use(self) -> Iterator[Any]:
-        """Give the network, with its weights on the device; a use within a use copies nothing."""
-        network = self.load()
-        if self._home == self._device:
-            yield network
-            return
-        held = network.state_dict(keep_vars=True)
-        distinct = {id(weight): weight for weight in held.values()}  # tied weights are copied once
-        copies: dict[int, Tensor] = {key: weight.to(self._device) for key, weight in distinct.items()}
-        network.load_state_dict({name: copies[id(weight)] for name, weight in held.items()}, assign=True)
-        try:
-            yield network
-        finally:
-            network.load_state_dict(held, assign=True)
-
-    def free(self) -> None:
-        """Remove the network from memory; the next use reads it again."""
-        self._network = None

@@ -177,8 +177,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def can_pin(device: torch.device) -> bool:
-    """Return whether CPU memory can be pinned for copies to this device."""
-    return device.type != "cpu"
+    """Return whether CPU memory can be pinned for copies to this device; to "meta" nothing is copied."""
+    return device.type not in ("cpu", "meta")
 
 
 def free_memory(device: torch.device) -> int:

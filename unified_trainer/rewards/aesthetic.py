@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from unified_trainer.errors import MissingFileError, UserError
 from unified_trainer.models.hub import component
 from unified_trainer.models.tensor_file import floating_shapes
-from unified_trainer.rewards.base import Scorer, ScorerConfig, check_path, of_images
+from unified_trainer.rewards.base import NetworkScorer, Scorer, ScorerConfig, check_path, of_images
 from unified_trainer.rewards.clip import CLIP
 from unified_trainer.rewards.own_settings import ScorerSettings, kind_of
 from unified_trainer.types import PerSample
@@ -44,7 +44,7 @@ class Aesthetic(ScorerSettings):
         def score(images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> PerSample:
             return head(clip.features(images))[:, 0]
 
-        return of_images(score, config.batch, config.top_fraction)
+        return NetworkScorer(of_images(score, config.batch, config.top_fraction), (clip.network, head))
 
 
 def load_head(file: Path, width: int) -> nn.Sequential:

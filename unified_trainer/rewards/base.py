@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from unified_trainer.errors import UserError
 from unified_trainer.ranges import Count, CountOrZero, Finite, Period, PositiveFraction, Range, Seconds
@@ -70,6 +70,10 @@ class RewardConfig(ScorerConfig):
     """Folder of the first scorer's weights; "tiny" is the embedded HPSv3, others are written by import-hpsv3."""
     scorers: dict[str, ScorerConfig] = field(default_factory=dict)
     """Further scorers by name: scorers.NAME.weight and so on."""
+    offload: bool = False
+    """Keep the networks of the scorers that declare theirs (docs/rewards.md) in pinned CPU memory, copied to the device
+    while samples are scored: once for all samples of a training step, which are then all made first. Changes no
+    result."""
     statistics_every: Period = 1
     """Training steps from one with pixel statistics of its rollout (pixels/NAME) to the next. The hacking monitor reads
     those of validations, which are always computed, and the diversity of every training step."""
@@ -116,6 +120,27 @@ class RewardConfig(ScorerConfig):
 
 
 @dataclass(frozen=True)
+class NetworkScorer:
+    """A scorer that declares the networks that it runs; it finds their device by their weights, at each call."""
+
+    score: Scorer
+    networks: tuple[nn.Module, ...]
+
+    def __call__(self, video: Video, prompts: Sequence[str]) -> PerSample:
+        return self.score(video, prompts)
+
+
+@dataclass(frozen=True)
+class ApartScorer:
+    """A scorer whose work is done in another process: its calls may come from another thread, one at a time."""
+
+    scorer: Scorer
+
+    def __call__(self, video: Video, prompts: Sequence[str]) -> PerSample:
+        return self.scorer(video, prompts)
+
+
+@dataclass(frozen=True)
 class ScorerKind:
     """A kind of scorer: how its settings are checked and how it is loaded.
 
@@ -124,7 +149,8 @@ class ScorerKind:
     """
 
     name: str  # the value of `kind` in the settings
-    load: Callable[[ScorerConfig, torch.device], Scorer]  # reads the weights of `config.path`; the device is given
+    # reads the weights of `config.path`; the device is given. A NetworkScorer declares its networks for reward.offload
+    load: Callable[[ScorerConfig, torch.device], Scorer]
     # (config, key, frames of a video): raises UserError, naming the key, for settings that cannot be; reads no weights.
     check: Callable[[ScorerConfig, str, int], None]
     min_frames: int = 1  # frames of a video that a score needs
@@ -134,6 +160,7 @@ class ScorerKind:
     per_frame: bool = False  # whether it scores images and reads `config.top_fraction`
     own_settings: bool = False  # whether it reads `config.settings`
     own_timeout: bool = False  # whether its calls end by themselves, so that reward.timeout does not count
+    apart: bool = False  # whether it scores in another process, which samples need not wait for; with own_timeout only
     # of `config.path`: texts that no prompt may hold; reads the tokenizer, and no weights
     special_tokens: Callable[[ScorerConfig], Sequence[str]] | None = None
 

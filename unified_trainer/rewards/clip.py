@@ -19,7 +19,7 @@ from unified_trainer.errors import UserError
 from unified_trainer.input_files import Schema, read_as
 from unified_trainer.models.folder import load_strictly, read_tokenizer
 from unified_trainer.models.hub import component
-from unified_trainer.rewards.base import Scorer, ScorerConfig, ScorerKind, check_path, of_images
+from unified_trainer.rewards.base import NetworkScorer, Scorer, ScorerConfig, ScorerKind, check_path, of_images
 from unified_trainer.types import PerSample
 
 SETTINGS = "preprocessor_config.json"
@@ -130,7 +130,8 @@ def _sizes(file: Path, settings: ImageSettings) -> tuple[int | None, tuple[int, 
 
 
 def _load(config: ScorerConfig, device: torch.device) -> Scorer:
-    return of_images(CLIP.load(Path(config.path), device, config.dtype).score, config.batch, config.top_fraction)
+    clip = CLIP.load(Path(config.path), device, config.dtype)
+    return NetworkScorer(of_images(clip.score, config.batch, config.top_fraction), (clip.network,))
 
 
 def _special_tokens(config: ScorerConfig) -> tuple[str, ...]:

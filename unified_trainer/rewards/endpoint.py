@@ -22,7 +22,7 @@ class Endpoint(ScorerSettings):
     token_variable: str = ""
     """Environment variable that holds the access token of the server; empty sends none."""
 
-    own_timeout = True
+    own_timeout = apart = True
 
     def check(self, config: ScorerConfig, key: str, frames: int) -> None:
         """Raise UserError, naming the key, for settings that cannot be."""

@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbeddin
 from unified_trainer.errors import NotFiniteError, UserError
 from unified_trainer.models.folder import read_tokenizer
 from unified_trainer.models.tensor_file import opened
-from unified_trainer.rewards.base import ScorerConfig, ScorerKind, of_images
+from unified_trainer.rewards.base import NetworkScorer, ScorerConfig, ScorerKind, of_images
 from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, check_folder, network_config
 from unified_trainer.rewards.hpsv3_network import HPSv3Network, Inputs, skeleton
 from unified_trainer.rewards.hpsv3_preprocessing import Images, Preprocessor, as_pil, special_tokens
@@ -107,8 +107,9 @@ def _folder(config: ScorerConfig) -> Path:
     return EMBEDDED if config.path == "tiny" else Path(config.path)
 
 
-def _load(config: ScorerConfig, device: torch.device) -> HPSv3Scorer:
-    return HPSv3Scorer(HPSv3.load(_folder(config), device, config.dtype), config.batch, config.top_fraction)
+def _load(config: ScorerConfig, device: torch.device) -> NetworkScorer:
+    hpsv3 = HPSv3.load(_folder(config), device, config.dtype)
+    return NetworkScorer(HPSv3Scorer(hpsv3, config.batch, config.top_fraction), (hpsv3.network,))
 
 
 def _check(config: ScorerConfig, key: str, frames: int) -> None:
@@ -120,7 +121,7 @@ KIND = ScorerKind(
     "hpsv3",
     _load,
     _check,
-    features=lambda scorer: scorer.hpsv3.features,
+    features=lambda scorer: scorer.score.hpsv3.features,
     per_frame=True,
     special_tokens=_special_tokens,
 )

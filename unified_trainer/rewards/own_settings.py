@@ -34,6 +34,7 @@ class ScorerSettings:
     files: ClassVar[tuple[str, ...]] = ()
     per_frame: ClassVar[bool] = False  # whether it scores images and reads `config.top_fraction`
     own_timeout: ClassVar[bool] = False  # whether its calls end by themselves, so that reward.timeout does not count
+    apart: ClassVar[bool] = False  # whether it scores in another process, which samples need not wait for
 
     def check(self, config: ScorerConfig, key: str, frames: int) -> None:
         """Raise UserError, naming the key, for settings that cannot be; called before any weight is read."""
@@ -61,6 +62,7 @@ def kind_of(name: str, declared: type[ScorerSettings]) -> ScorerKind:
         per_frame=declared.per_frame,
         own_settings=True,
         own_timeout=declared.own_timeout,
+        apart=declared.apart,
     )
 
 

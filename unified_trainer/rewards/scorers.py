@@ -13,7 +13,17 @@ from unified_trainer import rewards
 from unified_trainer.errors import UserError
 from unified_trainer.models import hub
 from unified_trainer.plugins import installed, load_object
-from unified_trainer.rewards.base import Features, RewardConfig, Scorer, ScorerConfig, ScorerKind, check_no_weights
+from unified_trainer.rewards.base import (
+    ApartScorer,
+    Features,
+    NetworkScorer,
+    RewardConfig,
+    Scorer,
+    ScorerConfig,
+    ScorerKind,
+    check_no_weights,
+)
+from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.own_settings import ScorerSettings, for_class, kind_of
 from unified_trainer.rewards.scorer_process import ScorerProcess, check_own_python
 from unified_trainer.rewards.time_limit import limited
@@ -46,7 +56,7 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
     """
     if config.python:
         load = partial(ScorerProcess, key=key, timeout=timeout)
-        return ScorerKind(config.kind, load, check_own_python, own_settings=True, own_timeout=True)
+        return ScorerKind(config.kind, load, check_own_python, own_settings=True, own_timeout=True, apart=True)
     if config.kind in KINDS:
         return KINDS[config.kind]
     if ":" in config.kind:
@@ -108,18 +118,24 @@ def load_scorers(
     """Load every scorer by its name, held-out ones too, and the image features of the first that has some.
 
     A scorer runs on `device` unless its settings name another one. `limit` gives a scorer without a timeout of its own
-    that of the reward, in seconds; it also gets the scorer's setting, for messages. Raise UserError for weights that
-    are missing or damaged.
+    that of the reward, in seconds; it also gets the scorer's setting, for messages. With `config.offload`, one that
+    declares its networks is an OffloadedScorer. Raise UserError for weights that are missing or damaged.
     """
     scorers: dict[str, Scorer] = {}
     features: Features | None = None
     for name, part in config.named().items():
         kind = scorer_kind(part, config.key(name), config.timeout)
         part = _with_files(part, config.key(name), kind)
-        scorer = kind.load(part, torch.device(part.device) if part.device else device)
+        place = torch.device(part.device) if part.device else device
+        scorer = kind.load(part, place)
+        own = kind.features(scorer) if kind.features is not None else None
         scorers[name] = scorer if kind.own_timeout else limit(scorer, config.timeout, config.key(name))
-        if features is None and kind.features is not None:
-            features = kind.features(scorer)
+        if kind.apart:
+            scorers[name] = ApartScorer(scorer)
+        if config.offload and isinstance(scorer, NetworkScorer):
+            scorers[name] = offloaded = OffloadedScorer.of(scorers[name], scorer.networks, place)
+            own = offloaded.features(own) if own is not None else None
+        features = features or own
     return scorers, features
 
 

@@ -151,10 +151,15 @@ def _of_chunks(
         raise UserError(
             "algorithm.credit.per_chunk needs the scorers in the training processes: set rollouts.workers 0"
         )
-    credit, batch, x0 = config.credit, samples.batch, samples.rollout.x0
-    ranges, size, past = chunks.ranges(x0.shape[2]), config.rollout_batch, credit.frames == "up_to"
-    rows = [slice(start, start + size) for start in range(0, len(batch), size)]
-    parts = [reward.score_chunks(x0[own], batch.prompts[own], ranges, past=past) for own in rows]
+    credit, batch, rollout = config.credit, samples.batch, samples.rollout
+    ranges, size, past = chunks.ranges(batch.latent_shape[1]), config.rollout_batch, credit.frames == "up_to"
+    rows = [range(len(batch))[start : start + size] for start in range(0, len(batch), size)]
+    prompts = [tuple(batch.prompts[row] for row in own) for own in rows]
+    with reward.scoring():
+        parts = [
+            reward.score_chunks(rollout.end(own), named, ranges, past=past)
+            for own, named in zip(rows, prompts, strict=True)
+        ]
     returns = mesh.gather(chunk_returns(torch.cat(parts).cpu().double(), credit.discount))
     branches = None
     if credit.shared_chunks:

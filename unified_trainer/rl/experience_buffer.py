@@ -21,6 +21,7 @@ from unified_trainer.parallel.fsdp import to_local, zero_rows
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.experience_config import ExperienceConfig
 from unified_trainer.rl.groups import Advantages, GroupConfig
+from unified_trainer.rl.kept_rollout import whole, with_stored
 from unified_trainer.rl.minibatches import Minibatch, plan_minibatches
 from unified_trainer.rl.past_streams import PastStreams, aged
 from unified_trainer.rl.rollouts import ScoredSamples
@@ -159,12 +160,12 @@ class ExperienceBuffer:
         messages = advantages.messages if skipped == advantages.metrics["skipped_updates"] else ()
         values = advantages.values
         if own:
-            stored, of_stored = self._stored(own, step, samples.rollout.x0.device)
+            stored, of_stored = self._stored(own, step)
             samples, values = _joined(samples, stored), torch.cat([values, of_stored])
         mixed = replace(advantages, values=values, minibatches=minibatches, metrics=metrics, messages=messages)
         return Mixed(samples, mixed, PastStreams(rng))
 
-    def _stored(self, own: Members, step: int, device: torch.device) -> tuple[ScoredSamples, PerSample]:
+    def _stored(self, own: Members, step: int) -> tuple[ScoredSamples, PerSample]:
         """Return this rank's samples of drawn groups, and their advantages."""
         index = torch.tensor(own).unbind(1)
         rows = {name: to_local(tensor)[index] for name, tensor in self._rows.items()}
@@ -173,8 +174,7 @@ class ExperienceBuffer:
         since, ids = (step - self._table["made_in"][groups]).tolist(), rows["sample_ids"].tolist()
         keys = [aged(key, age) for key, age in zip(ids, since, strict=True)]
         batch = self._loader.batch_of(self._table["prompt"][groups].tolist(), keys)
-        states, log_probs, x0 = (rows[name].to(device) for name in ("states", "log_probs", "x0"))
-        rollout = Rollout(states, log_probs, x0, x0[:, None][:, :0])
+        rollout = Rollout(rows["states"], rows["log_probs"], rows["x0"], rows["x0"][:, None][:, :0])
         return ScoredSamples(batch, rollout, _no_scores(len(ids)), rows["versions"], rows["newer"]), rows["advantages"]
 
     def _store(
@@ -199,11 +199,13 @@ class ExperienceBuffer:
         if not own:
             return
         made = [update * self._share + row for row, update, _ in own]
-        columns = {name: getattr(samples.rollout, name) for name in ("states", "x0", "log_probs")}
-        columns |= {"newer": samples.newer, "versions": samples.versions, "advantages": advantages.values}
-        columns["sample_ids"] = torch.tensor(samples.batch.sample_ids)
+        rollout = whole(samples.rollout.take(made))
+        columns = {name: getattr(rollout, name) for name in ("states", "x0", "log_probs")}
+        others = {"newer": samples.newer, "versions": samples.versions, "advantages": advantages.values}
+        others["sample_ids"] = torch.tensor(samples.batch.sample_ids)
+        columns |= {name: take_rows(column, made) for name, column in others.items()}
         for name, column in columns.items():
-            to_local(self._rows[name])[torch.tensor(own).unbind(1)] = take_rows(column, made).cpu()
+            to_local(self._rows[name])[torch.tensor(own).unbind(1)] = column.cpu()
 
     def _by_group(self, of_all: Tensor) -> Tensor:
         """Return what all ranks' samples have, rank by rank, as [places, updates, samples of a group]."""
@@ -213,10 +215,9 @@ class ExperienceBuffer:
 
 def _joined(fresh: ScoredSamples, stored: ScoredSamples) -> ScoredSamples:
     """Return both, without the scores and the early predictions of x0 that stored samples do not have."""
-    rollout = replace(fresh.rollout, early_x0=fresh.rollout.early_x0[:, :0])
     return ScoredSamples(
         fresh.batch.cat(stored.batch),
-        Rollout.cat([rollout, stored.rollout]),
+        with_stored(fresh.rollout, whole(stored.rollout)),
         _no_scores(len(fresh.batch) + len(stored.batch)),
         torch.cat([fresh.versions, stored.versions]),
         torch.cat([fresh.newer, stored.newer]),

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.numerics.chunk_credit import chunk_log_ratios
+from unified_trainer.numerics.equal_rows import EqualRows
 from unified_trainer.numerics.flow import widest
 from unified_trainer.numerics.kl import gaussian_kl
 from unified_trainer.numerics.objectives import (
@@ -27,7 +28,7 @@ from unified_trainer.rl.minibatches import Minibatch
 from unified_trainer.rl.on_policy_check import OnPolicyCheck
 from unified_trainer.rl.policy import PolicyConfig
 from unified_trainer.rl.reference_kl import ReferenceKL
-from unified_trainer.rl.replay import Replay, ReplayCollector, ReplayStats, Trajectories
+from unified_trainer.rl.replay import Replay, ReplayCollector, ReplayStats, Trajectories, Transition
 from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.rl.updates import LossAt, MinibatchLoss
 from unified_trainer.roles.role import Frozen, Trainable
@@ -169,8 +170,10 @@ class PolicyUpdate:
 
     def density(self, trajectories: Trajectories, rows: Tensor, s: int) -> tuple[PerSample, Latents, Tensor]:
         """Return log-density, mean and standard deviation of transition s under the present weights."""
-        batch, x_t, x_next, _, x0 = trajectories.transition(s, rows)
-        equal = trajectories.equal_rows(rows, s)
+        return self._density(trajectories.transition(s, rows), trajectories.equal_rows(rows, s), s)
+
+    def _density(self, made: Transition, equal: EqualRows | None, s: int) -> tuple[PerSample, Latents, Tensor]:
+        batch, x_t, x_next, _, x0 = made
         velocity = policy_velocity(self.student, x_t, self.policy.sigmas[s], batch, self.sampler, x0, equal)
         mean, std = self.policy.step(s, x_t, velocity)
         return self.policy.log_prob(x_next, mean, std), mean, std
@@ -178,8 +181,9 @@ class PolicyUpdate:
     def _replay(self, trajectories: Trajectories, rows: Tensor, s: int) -> Replay:
         """Compare transition s under the present weights with the rollout, the proximal policy and the reference."""
         config = self.config
-        log_prob, mean, std = self.density(trajectories, rows, s)
-        batch, x_t, x_next, log_prob_old, x0 = trajectories.transition(s, rows)
+        made, equal = trajectories.transition(s, rows), trajectories.equal_rows(rows, s)
+        log_prob, mean, std = self._density(made, equal, s)
+        batch, x_t, x_next, log_prob_old, x0 = made
         at = s - trajectories.window.start
         elements, lag = (
             math.prod(batch.latent_shape),
@@ -194,7 +198,7 @@ class PolicyUpdate:
         kl_old = gaussian_kl(mean.detach(), mean_old, std)
         kl = None
         if self.kl.in_loss:
-            kl = self.kl.of_transition(s, x_t, x_next, mean, batch, x0, trajectories.equal_rows(rows, s))
+            kl = self.kl.of_transition(s, x_t, x_next, mean, batch, x0, equal)
         shares = None
         if self._per_chunk:
             ranges = self.sampler.chunks.ranges(x_t.shape[2])

@@ -11,10 +11,13 @@ from torch import Tensor
 from unified_trainer.numerics.equal_rows import EqualRows
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.kept_rollout import KeptRollout
 from unified_trainer.rl.minibatches import Minibatch
 from unified_trainer.rl.past_streams import ages
 from unified_trainer.rl.rollouts import ScoredSamples
-from unified_trainer.types import Batch, Latents, PerSample, Rollout, take_rows
+from unified_trainer.types import Batch, Latents, PerSample, take_rows
+
+Transition = tuple[Batch, Latents, Latents, PerSample, Latents]  # batch, x_t, x_next, log-density, final x0
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Trajectories:
     """This rank's rollout: batch, states and log-probs of the window's transitions, RNG that redraws their noise."""
 
     batch: Batch
-    rollout: Rollout
+    rollout: KeptRollout
     window: range  # the stochastic transitions, which the rollout holds
     rng: Streams
     lags: Int[Tensor, "b s"]  # training steps between the weights that made a transition and the present ones; CPU
@@ -44,12 +47,11 @@ class Trajectories:
             return None
         return EqualRows.of(self.first_states[row] for row in rows.tolist())
 
-    def transition(self, s: int, rows: Tensor) -> tuple[Batch, Latents, Latents, PerSample, Latents]:
+    def transition(self, s: int, rows: Tensor) -> Transition:
         """Return the batch, x_t, x_next and log-density of transition s, and the final x0, of some samples."""
-        states, at, index = self.rollout.states, s - self.window.start, rows.tolist()
-        x_t, x_next = take_rows(states[:, at], index), take_rows(states[:, at + 1], index)
-        log_prob, x0 = take_rows(self.rollout.log_probs[:, at], index), take_rows(self.rollout.x0, index)
-        return self.batch.take(index), x_t, x_next, log_prob, x0
+        rollout, at, index = self.rollout, s - self.window.start, rows.tolist()
+        x_t, x_next, x0 = rollout.state(at, index), rollout.state(at + 1, index), rollout.end(index)
+        return self.batch.take(index), x_t, x_next, take_rows(rollout.log_probs[:, at], index), x0
 
     def noise(self, batch: Batch, s: int) -> Latents:
         """Redraw the noise of transition s for these samples; it is not stored."""

@@ -1,10 +1,13 @@
 """Settings of a training step's rollout, and of how its samples divide into updates."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.methods.base import MethodConfig
 from unified_trainer.ranges import Count, Positive
+
+TrajectoryPlace = Literal["device", "cpu"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,9 @@ class RolloutConfig(MethodConfig):
     """Samples generated, decoded and scored at a time, at most."""
     update_batch: Count = 32
     """Samples per backward pass, at most: a rank takes the largest size that divides its share of an update."""
+    trajectories: TrajectoryPlace = "device"
+    """Where the latents of a rollout are kept until its updates have read them: on the device, or in pinned CPU memory,
+    from where those of a backward pass are copied while the pass before runs. Changes no result."""
     init_same_noise: bool = False
     """Start all samples of a prompt from one initial noise instead of one each."""
     advantage_clip: Positive = 5.0

@@ -3,7 +3,8 @@
 A method asks its `Rollouts` for the samples of a step and cannot tell who made them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +15,11 @@ from torch import Tensor
 from unified_trainer.meter import phase
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.random import Streams
+from unified_trainer.rl.kept_rollout import KeptRollout, RolloutParts, join
+from unified_trainer.rl.rollout_config import TrajectoryPlace
 from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.shared_calls import kept_for_the_next_part
-from unified_trainer.types import Batch, Rollout
+from unified_trainer.types import Batch, Latents, Rollout
 
 Sample = Callable[[Batch, int, Streams], Rollout]  # batch, training step and its random numbers -> rollout
 
@@ -29,7 +32,7 @@ class ScoredSamples:
     """
 
     batch: Batch
-    rollout: Rollout
+    rollout: KeptRollout
     scores: Scores
     versions: Int[Tensor, " b"]  # of the weights that each sample began with; on the CPU
     newer: Int[Tensor, "b s"]  # of the weights that made each transition, minus `versions`: 0 without swaps; on the CPU
@@ -39,13 +42,13 @@ class ScoredSamples:
         order = list(range(len(self.batch)))
         for i, row in enumerate(rows):
             order[row] = len(order) + i
-        rollout = Rollout.cat([self.rollout, others.rollout]).take(order)
+        rollout = join([self.rollout, others.rollout]).take(order)
         scores = Scores.cat([self.scores, others.scores]).take(order)
         versions, newer = torch.cat([self.versions, others.versions]), torch.cat([self.newer, others.newer])
         return ScoredSamples(self.batch.cat(others.batch).take(order), rollout, scores, versions[order], newer[order])
 
 
-def no_swaps(rollout: Rollout) -> Int[Tensor, "b s"]:
+def no_swaps(rollout: KeptRollout) -> Int[Tensor, "b s"]:
     """Return `newer` of a rollout that one version of the weights made."""
     return torch.zeros(rollout.log_probs.shape, dtype=torch.int64)
 
@@ -92,19 +95,58 @@ class LocalRollouts:
 
     uniform = True
 
-    def __init__(self, sample: Sample, reward: Reward, size: int) -> None:
-        self._sample, self._reward, self._size = sample, reward, size
+    def __init__(
+        self,
+        sample: Sample,
+        reward: Reward,
+        size: int,
+        trajectories: TrajectoryPlace = "device",
+        *,
+        score_last: bool = False,
+    ) -> None:
+        """With `score_last` samples are scored when all are made: the networks of the reward come and go once."""
+        self._sample, self._reward, self._size, self._place = sample, reward, size, trajectories
+        self._score_last = score_last
 
     def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
-        rollouts, scores = [], []
-        parts = batch.split(self._size)
+        kept, parts = RolloutParts(self._place, len(batch)), batch.split(self._size)
         with kept_for_the_next_part():
-            for number, part in enumerate(parts, 1):
-                with phase("rollout", number, len(parts)):
-                    rollouts.append(self._sample(part, step, rng.restarted()))
-                scores.append(self._reward.score(rollouts[-1].x0, part.prompts, step))
-        rollout, versions = Rollout.cat(rollouts), torch.full((len(batch),), step)
+            made = self._made(parts, kept, step, rng)
+            if not self._score_last:
+                scores = self._scored(parts, made, step)
+            else:
+                for _ in made:
+                    pass
+        rollout, versions = kept.joined(), torch.full((len(batch),), step)
+        if self._score_last:
+            with self._reward.scoring():
+                scores = self._scored(parts, self._ends(parts, rollout), step)
         return ScoredSamples(batch, rollout, Scores.cat(scores), versions, no_swaps(rollout))
+
+    def _made(self, parts: Sequence[Batch], kept: RolloutParts, step: int, rng: Streams) -> Iterator[Latents]:
+        """Make the samples of each part, keep them, and yield their final x0."""
+        for number, part in enumerate(parts, 1):
+            with phase("rollout", number, len(parts)):
+                made = self._sample(part, step, rng.restarted())
+                kept.add(made)
+                x0 = made.x0
+                del made  # its states are kept elsewhere while the next part is made
+            yield x0
+
+    def _ends(self, parts: Sequence[Batch], rollout: KeptRollout) -> Iterator[Latents]:
+        for part, end in zip(parts, itertools.accumulate(map(len, parts)), strict=True):
+            yield rollout.end(range(end - len(part), end))
+
+    def _scored(self, parts: Sequence[Batch], ends: Iterator[Latents], step: int) -> list[Scores]:
+        """Score each part; scorers in another process answer while the x0 of the next part is made."""
+        scores: list[Scores] = []
+        before: Callable[[], Scores] | None = None
+        for part, x0 in zip(parts, ends, strict=True):
+            finish = self._reward.begin(x0, part.prompts, step)
+            if before is not None:
+                scores.append(before())
+            before = finish
+        return [*scores, before()] if before is not None else scores
 
     def metrics(self) -> dict[str, float]:
         return {"reward/retried": float(self._reward.retried)} if self._reward.config.retries else {}

@@ -1,6 +1,8 @@
 """The reward role: it decodes the student's samples and scores their frames with a weighted set of scorers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +14,8 @@ from unified_trainer.meter import phase
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.advantages import Ids, spread
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rewards.base import RewardConfig, Scorer, ScorerConfig, of_images
+from unified_trainer.rewards.base import ApartScorer, RewardConfig, Scorer, ScorerConfig, of_images
+from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 from unified_trainer.types import Latents, PerSample, Video, take_rows
 
@@ -93,7 +96,21 @@ class VideoReward(RewardSum):
         self.scorers = dict(scorers)
         if scorers.keys() != self._configs.keys():
             raise ValueError(f"reward: scorers {', '.join(scorers)} for settings of {', '.join(self._configs)}")
-        self.retried = 0  # calls that were repeated after a fault, in this process
+        self._repeated: list[str] = []  # scorers whose calls were repeated after a fault, in this process
+
+    @property
+    def retried(self) -> int:
+        """Calls that were repeated after a fault, in this process."""
+        return len(self._repeated)
+
+    @contextmanager
+    def in_use(self, names: Iterable[str]) -> Iterator[None]:
+        """Keep the networks of the named scorers on the device, where they are elsewhere between uses."""
+        with ExitStack() as stack:
+            for name in names:
+                if isinstance(scorer := self.scorers[name], OffloadedScorer):
+                    stack.enter_context(scorer.in_use())
+            yield
 
     @phase("score")
     def parts(self, video: Video, prompts: tuple[str, ...], names: Iterable[str]) -> Float[Tensor, "b r"]:
@@ -140,7 +157,7 @@ class VideoReward(RewardSum):
                         )
                         raise
                     calls += 1
-                    self.retried += 1
+                    self._repeated.append(name)  # from any thread
 
 
 class Reward(VideoReward):
@@ -150,6 +167,20 @@ class Reward(VideoReward):
         """Take the scorers as `VideoReward` does, and the codec that decodes."""
         super().__init__(scorers, config)
         self._codec = codec
+        # whether scorers have networks in CPU memory, and whether some are asked in another process
+        self.offloaded = any(isinstance(self.scorers[name], OffloadedScorer) for name in self.weights)
+        self._apart = [name for name in self.weights if isinstance(self.scorers[name], ApartScorer)]
+        self._thread = ThreadPoolExecutor(1, "apart") if self._apart else None  # one call at a time, in their order
+
+    @property
+    def apart(self) -> bool:
+        return bool(self._apart)
+
+    @contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Keep the VAE and the networks of the reward on the device while many samples are scored."""
+        with self._codec.in_use(), self.in_use(self.weights):
+            yield
 
     @torch.no_grad()
     def score(self, x0: Latents, prompts: tuple[str, ...], step: int = 0) -> Scores:
@@ -159,8 +190,34 @@ class Reward(VideoReward):
         Pixel statistics are computed in every `statistics_every`-th training `step`, and in step 0.
         """
         video = self._decode(x0)
-        parts, measured = self.parts(video, prompts, self.weights), step % self.config.statistics_every == 0
-        return Scores(parts, statistics(video) if measured else {}, thumbnail(video))
+        parts = self.parts(video, prompts, self.weights)
+        return Scores(parts, self._statistics(video, step), thumbnail(video))
+
+    @torch.no_grad()
+    def begin(self, x0: Latents, prompts: tuple[str, ...], step: int = 0) -> Callable[[], Scores]:
+        """Decode clean latents and begin to score them; the returned function waits and returns what `score` does.
+
+        Scorers that run in another process are asked in a thread, in the order of the calls. An exception of theirs is
+        raised by the returned function. Without such scorers everything is done at once.
+        """
+        if self._thread is None:
+            scores = self.score(x0, prompts, step)
+            return lambda: scores
+        video = self._decode(x0)
+        here = [name for name in self.weights if name not in self._apart]
+        answer = self._thread.submit(self.parts, video.cpu(), prompts, self._apart)
+        parts, seen, small = self.parts(video, prompts, here), self._statistics(video, step), thumbnail(video)
+
+        def finish() -> Scores:
+            with phase("score"):
+                others = answer.result().to(parts.device)
+            order = [[*here, *self._apart].index(name) for name in self.weights]
+            return Scores(torch.cat([parts, others], 1)[:, order], seen, small)
+
+        return finish
+
+    def _statistics(self, video: Video, step: int) -> dict[str, PerSample]:
+        return statistics(video) if step % self.config.statistics_every == 0 else {}
 
     @torch.no_grad()
     def score_chunks(

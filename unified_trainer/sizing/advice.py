@@ -6,6 +6,8 @@ from typing import Any
 from unified_trainer.cli.command_line import with_settings
 from unified_trainer.config import RunConfig, flat, plain
 from unified_trainer.errors import UserError
+from unified_trainer.registry import method_named
+from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sizing.estimate import estimate
 
@@ -52,8 +54,12 @@ def candidates(run: RunConfig, ranks: int) -> Iterator[Mapping[str, Any]]:
         yield {"validation.num_samples": fewest}
     if run.video.frames > 1:
         yield {"video.frames": (run.video.frames - 1) // 8 * 4 + 1}  # half of the latent frames
+    if isinstance(run.algorithm, RolloutConfig) and run.algorithm.trajectories == "device":
+        yield {"algorithm.trajectories": "cpu"}
     if not run.encoders.offload:
         yield {"encoders.offload": True}
+    if not run.reward.offload and method_named(run.method).uses_reward:
+        yield {"reward.offload": True}
     if ranks > 1 and not run.parallel.offload:
         yield {"parallel.offload": True}
     if run.parallel.replicate > 1:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from unified_trainer.config import RunConfig
 from unified_trainer.meter import Pass
+from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import Expert
 from unified_trainer.roles.optimizer import BUCKET
@@ -54,7 +55,7 @@ class Sizes:
     run: RunConfig
     models: Mapping[str, Architecture]  # by role
     ranks: int
-    scorers: float = 0.0  # bytes of their weights
+    scorers: float = 0.0  # bytes of their weights, which are there only in a reward phase with reward.offload
     samples: int = 1  # of a step on this rank
     accumulation: int = 1  # backward passes of an update
     recompute: Mapping[str, Recompute] = field(default_factory=dict)  # of roles with a number of GiB for activations
@@ -105,22 +106,23 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
     run, student = sizes.run, sizes.models["student"]
     gathered = max(one.gathered for one in held.values())
     text = FP32 * student.text_tokens * student.size.text_width
-    rollouts = float(counts.repeats * counts.kept * sizes.latent_bytes)
+    rollouts, part = _rollouts(counts, sizes)
     data = float(sizes.samples * (sizes.latent_bytes if run.trains_on == "clips" else 0))
     prompts, parts = float(sizes.samples * text), 2.0 * sizes.samples * text
     silent = [_without(counts, sizes, one) for one in _distinct(counts.passes) if not one.gradient]
     if silent:
         memory.phases["rollout"] = {
-            "activations": max(max(one.peak for one in silent), rollouts),  # joining the rollouts' parts copies them
+            "activations": max(max(one.peak for one in silent), part),  # the states of a part are joined at its end
             "gathered weights": gathered,
             "KV cache": _cache(sizes, counts),
-            "rollouts": rollouts,
+            "rollouts": rollouts + part,
             "prompts and clips": parts + data + (prompts if counts.kept else 0.0),
         }
     if counts.decoded:
         samples, frames, gradient = max(counts.decoded, key=lambda one: (one[2], one[0] * one[1]))
         memory.phases["reward"] = {
             "VAE": _decoding(sizes, samples, frames, gradient=gradient),
+            "scorers": sizes.scorers if run.reward.offload else 0.0,
             "rollouts": rollouts,
             "prompts and clips": parts + data + (prompts if counts.kept else 0.0),
         }
@@ -155,6 +157,7 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
         memory.phases["validation"] = {
             "activations or VAE": max(max(one.peak for one in passes) + gathered + _cache(sizes, counts), decode),
             "videos": batch * frame,
+            "scorers": sizes.scorers if run.reward.offload else 0.0,
         }
     return memory
 
@@ -220,7 +223,7 @@ def _always(held: Iterable[Held], sizes: Sizes) -> dict[str, float]:
         "weights": sum(one.weights for one in networks),
         "moments": sum(one.moments for one in networks),
         "EMA": sum(one.ema for one in networks),
-        "scorers": sizes.scorers,
+        "scorers": 0.0 if sizes.run.reward.offload else sizes.scorers,
         "VAE": 0.0 if encoders.offload else float(vae),
     }
 
@@ -317,6 +320,17 @@ def _sharded(counts: Counts, sizes: Sizes, passes: list[Pass]) -> float:
         return 0.0  # they are counted as a whole
     name, expert = seat_of(counts, next(one for one in passes if one.gradient))
     return _held(counts, sizes, name, expert, counts.roles[name].backbones[expert], base=True).gradients
+
+
+def _rollouts(counts: Counts, sizes: Sizes) -> tuple[float, float]:
+    """Return the bytes on the device of a step's rollout, and of the part of it that is being made."""
+    whole, algorithm = float(counts.kept * sizes.latent_bytes), sizes.run.algorithm
+    if not isinstance(algorithm, RolloutConfig):
+        return whole, 0.0
+    part = whole * min(1.0, algorithm.rollout_batch / sizes.samples)
+    if algorithm.trajectories == "cpu":
+        return 0.0, part
+    return whole, part if part < whole else 0.0  # a single part is the whole
 
 
 def _trains(name: str, passes: list[Pass]) -> bool:

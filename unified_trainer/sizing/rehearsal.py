@@ -7,7 +7,8 @@ of a network or on the pixels of a frame, so that they hold for the real sizes.
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -42,7 +43,7 @@ from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling import generate
 from unified_trainer.sizing.tracing import quiet_norms
 from unified_trainer.trainer import Trainer
-from unified_trainer.types import Batch, Latents, Trajectory, Video
+from unified_trainer.types import Batch, Latents, Rollout, Trajectory, Video
 
 CHANNELS, TEXT_TOKENS, TEXT_WIDTH, HEAD = 4, 2, 4, 6  # of the rehearsal; 6 is the least width of a head
 PROMPTS = 4096  # more than a step has
@@ -184,6 +185,7 @@ def _share(algorithm: Any, ranks: int) -> tuple[Any, int]:
         return replace(algorithm, batch_size=size), per_update // size
     if not isinstance(algorithm, RolloutConfig):
         return algorithm, 1
+    algorithm = replace(algorithm, trajectories="device")  # where they are counted
     updates = counts["optimizer updates"]
     groups = max(1, algorithm.prompts_per_update // ranks)
     members = per_update // groups
@@ -244,6 +246,9 @@ class _Codec(Codec):
     text_fingerprint = video_fingerprint = ""
     text_tokens = TEXT_TOKENS
 
+    def in_use(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def decode(self, latents: Latents) -> Video:
         self.counts.decoded.append((len(latents), latents.shape[2], latents.requires_grad))
         return latents[:, :3].expand(-1, -1, -1, 8, 8).sigmoid()
@@ -256,9 +261,9 @@ class _Rollouts(LocalRollouts):
 
     def samples(self, batch: Batch, step: int, rng: Streams, check: Any = None) -> ScoredSamples:
         found = super().samples(batch, step, rng, check)
-        one = found.rollout.x0[0].numel()
-        values = sum(getattr(found.rollout, f.name).numel() for f in fields(found.rollout))
-        self.counts.kept = self.counts.repeats * (values // one)
+        kept = cast(Rollout, found.rollout)  # that of a rehearsal is on the device
+        values = sum(x.numel() for x in (kept.states, kept.x0, kept.early_x0))
+        self.counts.kept = self.counts.repeats * (values // kept.x0[0].numel())
         return found
 
 

@@ -1,7 +1,8 @@
 """Wan's text encoder (UMT5) and VAE as a `Codec`, with the conditions that they make."""
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +18,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderMode
 
 from unified_trainer.errors import UserError
 from unified_trainer.input_files import read_as
-from unified_trainer.models.encoders import EncoderConfig, FrozenNetwork
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import check_described, fingerprint, load_strictly, read_tokenizer
+from unified_trainer.models.frozen_network import FrozenNetwork
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.models.wan.configs import TextEncoderConfig, vae_outline
 from unified_trainer.parallel.mesh import Mesh
@@ -91,7 +93,7 @@ class WanCodec:
         codec = cls(
             folder,
             read_tokenizer(AutoTokenizer, folder / "tokenizer", embedded),
-            FrozenNetwork(text_encoder, device, offload=config.offload),
+            FrozenNetwork(text_encoder, device, offload=config.offload, pinned=False),
             FrozenNetwork(vae, device, offload=config.offload),
             device,
             config,
@@ -159,6 +161,11 @@ class WanCodec:
                 ).to(self._device)
                 text = encoder(tokens.input_ids, tokens.attention_mask).last_hidden_state
                 yield text[0, tokens.attention_mask[0].bool()].cpu()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        with self._vae.in_use():
+            yield
 
     def encode(self, video: Video) -> Latents:
         return self.normalise(self.encode_raw(video))
