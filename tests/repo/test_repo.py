@@ -122,7 +122,7 @@ def test_methods_do_not_know_of_experts():
         r"except BaseException",
         r"torch\.load\(",
         r"\bsleep\(",
-        r"_target_",
+        r"\b_target_\b",
         r"is_i2v",
         r"\bTODO\b",
         r"\bFIXME\b",

@@ -81,7 +81,7 @@ def buckets_of(weights: Mapping[str, Tensor], *, half: bool = False) -> list[Buc
 
 @dataclass(frozen=True)
 class Weights:
-    """What a worker gets: either the buffers themselves, as NumPy arrays, or references by which it reads them."""
+    """The weights that a worker gets: the buffers themselves, as NumPy arrays, or references by which it reads them."""
 
     version: int
     signature: Signature

@@ -29,6 +29,8 @@ BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gl
 # Attention of torch_npu by name: these operations exist only where it is installed.
 NPU_ATTENTION = ("npu::npu_fusion_attention", "npu::npu_fusion_attention_v2", "npu::npu_fusion_attention_v3")
 RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # names by which Ray counts devices; it does not count a CPU as one
+# Of the compiler that torch.compile calls for devices of a kind: an environment variable, and its usual names.
+COMPILERS = {"cpu": ("CXX", ("g++",)), "cuda": ("CC", ("gcc", "clang"))}
 CONTROL_BACKEND = "gloo"  # of the control group, whose collectives run on the CPUs
 # Published dense bf16 matrix products of one device in TFLOP/s with fp32 sums, by words of its name; the first row that
 # matches counts. Vendors' data sheets print twice these numbers where they assume 2:4 sparsity.

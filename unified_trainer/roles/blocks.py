@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from unified_trainer.errors import UserError
+from unified_trainer.parallel.device import COMPILERS
 from unified_trainer.roles.recompute import Recompute, Recomputed, selective_policy
 
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
@@ -23,7 +24,8 @@ GRAPHS = 64
 
 def check_compiler(role: str, kind: str) -> None:
     """Raise UserError unless there is the compiler that Inductor calls for devices of this kind, of a compiled role."""
-    names = {"cpu": (os.environ.get("CXX", "g++"),), "cuda": (os.environ.get("CC", "gcc"), "clang")}.get(kind)
+    variable, usual = COMPILERS.get(kind, ("", ()))
+    names = (os.environ[variable],) if variable in os.environ else usual
     if names and not any(map(shutil.which, names)):
         raise UserError(
             f"{role}.compile needs a compiler, and {' or '.join(names)} is not on the PATH: install one "
