@@ -60,7 +60,7 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     # A saved run has all its settings; those that are newer keep the code's defaults, whatever its recipe says today.
     sections = load_recipe(recipe) if recipe and not sources.resumed else {}
     sampler = trained_sampler(sources.init_from) if sources.init_from else None
-    settings = merged(sections.get("common", {}), sections.get(name, {}))
+    settings = _without_other_path(merged(sections.get("common", {}), sections.get(name, {})), _given(argv, saved))
     layers = {
         f"recipe {recipe}": {**settings, "method": name, "recipe": recipe},
         f"--init-from {sources.init_from}": {"sampler": sampler} if sampler else {},
@@ -74,9 +74,23 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
 
 def _default_recipe(argv: Sequence[str], saved: Mapping[str, Any], run: RunConfig) -> str:
     """Return tiny, or "" where a role has a path of its own: the run's plan then asks for a recipe."""
-    flags = {name.removeprefix("--").replace("-", "_"): values[0] for name, values in split(argv) if values}
-    given = {**saved, **flags}
+    given = _given(argv, saved)
     return "tiny" if {given.get(f"{role}.path", "") for role in run.roles} <= {"", "tiny"} else ""
+
+
+def _given(argv: Sequence[str], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a saved file and the flags set, by key; of a flag with several values the first one."""
+    flags = {name.removeprefix("--").replace("-", "_"): values[0] for name, values in split(argv) if values}
+    return {**saved, **flags}
+
+
+def _without_other_path(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's settings without the path of its first scorer if `given` sets a scorer of another kind."""
+    reward = recipe.get("reward", {})
+    kind = given.get("reward.kind", "")
+    if not kind or kind == (reward.get("kind") or "hpsv3"):
+        return dict(recipe)
+    return {**recipe, "reward": {key: value for key, value in reward.items() if key != "path"}}
 
 
 @dataclass(frozen=True)

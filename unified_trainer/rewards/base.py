@@ -146,8 +146,9 @@ def check_path(config: ScorerConfig, key: str, frames: int) -> None:
 
 def check_no_weights(config: ScorerConfig, key: str, frames: int) -> None:
     """Check a kind without weights: raise UserError for a path or a device, which it would not use."""
-    if config.path or config.device:
-        raise UserError(f"{key}: {config.kind} has no weights; set {key}.path '' and leave {key}.device out")
+    for name, value in (("path", config.path), ("device", config.device)):
+        if value:
+            raise UserError(f"{key}.{name} {value}: {config.kind} has no weights; leave it out, or set it to ''")
 
 
 def of_images(
