@@ -173,6 +173,17 @@ def test_an_error_inside_a_file_keeps_its_traceback(tmp_path, text, error):
         with pytest.raises(error) as caught:
             load_object(f"{file}:NAME", "key")
         assert not isinstance(caught.value, UserError) and str(caught.traceback[-1].path) == str(file)
+        assert caught.value.__notes__ == [f"while working on key {file}:NAME"]
+
+
+def test_a_scorer_whose_package_is_missing_may_have_a_python_of_its_own(tmp_path):
+    (tmp_path / "broken.py").write_text("import absent_of_all\n")
+    kind = f"{tmp_path / 'broken.py'}:score"
+    with pytest.raises(ModuleNotFoundError) as caught:
+        check_reward(RewardConfig(scorers={"own": ScorerConfig(kind=kind)}), 5)
+    setting, hint = caught.value.__notes__
+    assert setting == f"while working on reward.scorers.own.kind {kind}"
+    assert hint.startswith("install absent_of_all here, or set reward.scorers.own.python")
 
 
 def test_the_scorer_of_the_guide(tmp_path):
