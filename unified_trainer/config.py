@@ -95,7 +95,7 @@ class ValidationConfig:
     """Frames between two that enter the Frechet distance, which is measured in the tiny world only."""
     prompts: str = ""
     """File with one prompt per line, or a .jsonl, .csv or .parquet file; "tiny": captions of the tiny world that are
-    not trained on. By default the first prompts of the training set."""
+    not trained on. Empty takes the first training prompts."""
     prompts_column: str = ""
     """Column of a .jsonl, .csv or .parquet file of prompts; by default prompt, caption or text."""
     num_videos: CountOrZero = 4

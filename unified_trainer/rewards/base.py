@@ -64,8 +64,8 @@ class RewardConfig(ScorerConfig):
     """The settings of a reward: those of its first scorer, and of more scorers by name."""
 
     kind: str = ""
-    """Kind of the first scorer, which the settings at this level describe; its name is the kind, or the NAME of it. By
-    default hpsv3 if a path is given; without kind and path there is no first scorer."""
+    """Kind of the first scorer, which the settings at this level describe. The scorer is called by its kind, or by NAME
+    for file.py:NAME. By default hpsv3 if a path is given; without kind and path there is no first scorer."""
     path: str = ""
     """Folder of the first scorer's weights; "tiny" is the embedded HPSv3, others are written by import-hpsv3."""
     scorers: dict[str, ScorerConfig] = field(default_factory=dict)
