@@ -26,6 +26,11 @@ def written(folder, name, content: str | bytes):
     return file
 
 
+def run_like(folder):
+    (folder / "checkpoints").mkdir()
+    return written(folder, "config.yaml", "").parent
+
+
 def model(folder, file, field, value):
     edit(copy_of(WAN, folder / "wan") / file, field, value)
     return ["--student.path", str(folder / "wan")]
@@ -61,6 +66,10 @@ CASES = {
         ["--validation.prompts", "a.txt: line 1 holds <|Reward|>"],
     ),
     "student too long": (lambda f: ["--student.path", LONG], ["File name too long"]),
+    "student is a run": (
+        lambda f: ["--student.path", str(run_like(f))],
+        ["is a run: start trained roles from its weights with --init-from", "export"],
+    ),
     "student index list": (
         lambda f: ["--student.path", str(written(f, "model_index.json", "[]").parent)],
         ["model_index.json must hold a JSON object, not a list"],

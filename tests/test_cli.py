@@ -178,8 +178,9 @@ def test_another_pipeline_is_named(refused, wan):
         (["--reward.scorers.clip.weight", "1"], "reward.scorers.clip.path must be the folder of a clip scorer, not ''"),
         (["--reward.scorers.a.kind", "clip", "--reward.scorers.a.path", "nowhere"], "nowhere/preprocessor_config.json"),
         (["--reward.device", "abacus"], "reward.device 'abacus' is no device that torch knows"),
-        (["--reward.kind", "clip"], "reward.path must be the folder of a clip scorer, not 'tiny'"),
-        (["--reward.kind", "sharpness"], "reward: sharpness has no weights; set reward.path ''"),
+        (["--reward.kind", "clip"], "reward.path must be the folder of a clip scorer, not ''"),
+        (["--reward.kind", "sharpness", "--reward.path", "tiny"], "reward.path tiny: sharpness has no weights; leave"),
+        (["--reward.kind", "sharpness", "--reward.device", "cpu"], "reward.device cpu: sharpness has no weights"),
         (
             ["--reward.scorers.motion-energy.weight", "1"],
             "motion_energy needs at least 2 frames of a video",

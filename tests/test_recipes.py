@@ -218,7 +218,7 @@ def test_a_path_in_a_config_file_needs_a_recipe_too(models, tmp_path):
 
 def test_a_model_that_no_recipe_fits_is_told_all(tmp_path):
     folder = model_folder(tmp_path / "odd", 1, {"num_layers": 7})
-    with pytest.raises(ConfigError, match=r"none was made for it; have tiny, .*wan2\.2-a14b$"):
+    with pytest.raises(ConfigError, match=r"write your own, --recipe my_recipe\.yaml .* have tiny, .*wan2\.2-a14b$"):
         check(parsed("--method", "dmd2", "--student.path", folder), ALONE)
 
 

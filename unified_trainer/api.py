@@ -17,7 +17,7 @@ from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.sample import draw_latents
 from unified_trainer.commands.train import begin
 from unified_trainer.commands.train import train as train_run
-from unified_trainer.config import RunConfig
+from unified_trainer.config import RunConfig, flat
 from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
@@ -37,8 +37,10 @@ def configure(recipe: str, method: str, settings: Mapping[str, Any] | None = Non
     that names a wrong key or value.
     """
     settings = settings or {}
+    kind = flat(settings).get("reward.kind")
     words = [f"--recipe={recipe}", f"--method={method}"]
     words += [f"--init-from={settings['init_from']}"] if settings.get("init_from") else []
+    words += [f"--reward.kind={kind}"] if kind else []  # a scorer of another kind has not the recipe's path
     return with_settings(parse(words), settings, "settings")
 
 

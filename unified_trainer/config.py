@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 import yaml
 
-from unified_trainer import renamed
+from unified_trainer import renamed, run_paths
 from unified_trainer.config_checksum import is_edited, with_checksum
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.engine.config import RayConfig, WorkerConfig
@@ -98,7 +98,7 @@ class ValidationConfig:
     """Frames between two that enter the Frechet distance, which is measured in the tiny world only."""
     prompts: str = ""
     """File with one prompt per line, or a .jsonl, .csv or .parquet file; "tiny": captions of the tiny world that are
-    not trained on. By default the first prompts of the training set."""
+    not trained on. Empty takes the first training prompts."""
     prompts_column: str = ""
     """Column of a .jsonl, .csv or .parquet file of prompts; by default prompt, caption or text."""
     num_videos: CountOrZero = 4
@@ -245,10 +245,15 @@ def run_class(method: type[Method]) -> type[RunConfig]:
 
 
 def save(run: RunConfig, file: Path) -> None:
-    """Write the resolved settings atomically; --config FILE runs them again."""
-    building = file.with_suffix(".tmp")
+    """Write the resolved settings atomically; --config FILE runs them again.
+
+    Over the file of a resumed run, relative paths that were found from the folder of its start stay relative.
+    """
+    building, tree = file.with_suffix(".tmp"), plain(run)
+    if file.exists():
+        tree = run_paths.as_typed(tree, flat(read_yaml(file)), file.parent)
     with building.open("w", encoding="utf-8") as opened:
-        opened.write(with_checksum(yaml.safe_dump(plain(run), sort_keys=False)))
+        opened.write(with_checksum(yaml.safe_dump(tree, sort_keys=False)))
         opened.flush()
         os.fsync(opened.fileno())
     building.replace(file)
@@ -273,7 +278,7 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     ConfigError if one would change what a step computes, unless --allow names it; also if the file was edited by hand,
     unless --allow names EDITED.
     """
-    saved, edited = flat(read_yaml(file)), is_edited(file.read_text(encoding="utf-8"))
+    saved, edited = run_paths.located(flat(read_yaml(file)), file.parent), is_edited(file.read_text(encoding="utf-8"))
     scorers = [key.split(".")[2] for key in saved if key.startswith("reward.scorers.")]
     defaults = flat(plain(type(run)(reward=RewardConfig(scorers=dict.fromkeys(scorers, ScorerConfig())))))
     new, old = flat(plain(run)), renamed.translate_settings(saved, run.method, defaults)

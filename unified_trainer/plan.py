@@ -163,8 +163,15 @@ def check_complete(run: RunConfig) -> None:
     if not run.recipe:
         name, path = next((name, path) for name, path in paths.items() if path not in ("", "tiny"))
         fitting = [recipe for recipe in recipes() if fits(recipe, name, path)]
-        choice = f"have {', '.join(fitting)}" if fitting else f"none was made for it; have {', '.join(recipes())}"
-        raise ConfigError(f"--{name}.path {path} needs a --recipe that was made for this model: {choice}")
+        if fitting:
+            raise ConfigError(
+                f"--{name}.path {path} needs a --recipe that was made for this model: have {', '.join(fitting)}"
+            )
+        raise ConfigError(
+            f"--{name}.path {path} needs a --recipe, and none was made for this model: write your own, --recipe "
+            "my_recipe.yaml (CONTRIBUTING.md), or look at the settings of one for another model, which is taken with a "
+            f"warning: have {', '.join(recipes())}"
+        )
     wanted = [("--student.path", "a diffusers pipeline folder", paths["student"])]
     if method.uses_reward:
         wanted.append(("--reward.path", "a folder that import-hpsv3 wrote", run.reward.named()))

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.errors import MissingFileError, UserError, working_on
 
 
 def installed(kind: Literal["methods", "families", "scorers"]) -> dict[str, EntryPoint]:
@@ -26,13 +26,15 @@ def load_object(spec: str, key: str) -> Any:
 
     A module is imported. A file is executed once per process, under a module name that depends on its path alone, so
     that its objects are the same for every spec that names it. Raise UserError if the form is wrong or if the file, the
-    module or the name is missing; an exception inside the file or module keeps its traceback.
+    module or the name is missing; an exception inside the file or module keeps its traceback, which ends with
+    the setting.
     """
     place, _, name = spec.rpartition(":")
     is_file = place.endswith(".py")
     if not (name.isidentifier() and (is_file or all(part.isidentifier() for part in place.split(".")))):
         raise UserError(f"{key} {spec!r} must be package.module:NAME or path/to/file.py:NAME")
-    module = _execute(Path(place), key) if is_file else _import(place, key)
+    with working_on(f"{key} {spec}"):
+        module = _execute(Path(place), key) if is_file else _import(place, key)
     try:
         return vars(module)[name]
     except KeyError as error:

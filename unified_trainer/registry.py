@@ -82,6 +82,11 @@ def family_of(role: str, path: str) -> tuple[Family, Path]:
     try:
         name = read_as(PipelineIndex, index).class_name
     except MissingFileError as error:
+        if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+            raise MissingFileError(
+                f"{role}.path {path} is a run: start trained roles from its weights with --init-from {path}, or write "
+                f"a pipeline folder with `python -m unified_trainer export {path} DIR` and give that"
+            ) from error
         raise MissingFileError(f"{error}: {role}.path must be a diffusers pipeline folder") from error
     if name not in FAMILIES:
         offered = installed("families")

@@ -5,18 +5,22 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from unified_trainer.checkpoint import manifest
-from unified_trainer.checkpoint.init_from import roles_in
+from unified_trainer.checkpoint.init_from import check_same, roles_in, shapes_of
 from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.methods.base import Method
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import family_of, open_model
 from unified_trainer.role_adapters import adapters_of
+from unified_trainer.roles.adapter import inject
+from unified_trainer.roles.backbone import adapter_weights
 from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import Expert, ExpertLayout, layout_of
+from unified_trainer.roles.headed import Headed
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
@@ -98,17 +102,36 @@ def check_roles(run: RunConfig, roles: Mapping[str, RolePlan], mesh: Mesh) -> No
 
 
 def _check_init_from(run: RunConfig, roles: Mapping[str, RolePlan]) -> None:
-    """Refuse an adapter made elsewhere whose effect the checkpoint of --init-from would replace."""
+    """Refuse a checkpoint of --init-from with other weights, or one that would replace an adapter made elsewhere."""
+    if not run.init_from or run.resume:  # a resumed run may have outlived the run that it started from
+        return
     given = [
         name
         for name, role in roles.items()
         if role.starts or (role.merged and role.trainable is not None and not role.trainable.adapter.rank)
     ]
-    if not given or not run.init_from or run.resume:  # a resumed run may have outlived the run that it started from
-        return
     held = roles_in(manifest.find(run.init_from)[1])
     if both := [name for name in given if name in held]:
         raise ConfigError(f"{both[0]}.adapter.path and --init-from both give the weights of {both[0]}: leave one out")
+    trained = {name: role for name, role in roles.items() if issubclass(role.kind, Trainable)}
+    check_same({name: weight_shapes(name, role) for name, role in trained.items()}, run.init_from)
+
+
+def weight_shapes(name: str, role: RolePlan) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the weights that a role trains, as in its checkpoints, without memory for them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for expert in role.layout.trained:
+        model = open_model(name, role.path, role.layout.components[expert], causal=issubclass(role.kind, Causal))
+        if role.config.adapter.rank:
+            key = Role.key(name, expert)
+            inject(model, key, role.config.adapter, torch.device("meta"))
+            own = shapes_of(adapter_weights(model.network, key))
+        else:
+            own = shapes_of(dict(model.network.named_parameters()))
+        if issubclass(role.kind, Headed):
+            own |= role.kind.head_shapes(model)
+        found |= {f"{expert}/{key}" if expert else key: shape for key, shape in own.items()}
+    return found
 
 
 def without_adapter(roles: Mapping[str, RolePlan]) -> str:

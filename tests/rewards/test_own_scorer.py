@@ -9,6 +9,8 @@ from helpers import CPU, REPO, SMALL, run
 from safetensors.torch import save_file
 
 from unified_trainer.__main__ import main
+from unified_trainer.api import configure
+from unified_trainer.cli.command_line import parse
 from unified_trainer.errors import UserError
 from unified_trainer.plugins import load_object
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
@@ -99,7 +101,7 @@ def test_its_scores_are_those_of_the_file(probe):
         ("COLOR_PROBE", {"path": ""}, r"reward\.scorers\.own\.path must be the folder of a .*COLOR_PROBE scorer"),
         ("COLOR_PROBE", {"frames": "first"}, "needs at least 2 frames of a video, but sees 1"),
         ("COLOR_PROBE", {"device": "abacus"}, r"reward\.scorers\.own\.device 'abacus' is no device that torch knows"),
-        ("brightness", {}, r"reward\.scorers\.own: .*brightness has no weights"),
+        ("brightness", {}, r"reward\.scorers\.own\.path .*brightness has no weights"),
         ("NUMBER", {}, r"reward\.scorers\.own\.kind .*NUMBER is a int; expected a function of videos"),
         ("Path", {}, r"reward\.scorers\.own\.kind .*Path is a type; expected a function of .*, a class with __call__"),
         ("COLOR_PROBE", {"top_fraction": 0.5}, r"own\.top_fraction: .*COLOR_PROBE does not score frames one by one"),
@@ -171,6 +173,17 @@ def test_an_error_inside_a_file_keeps_its_traceback(tmp_path, text, error):
         with pytest.raises(error) as caught:
             load_object(f"{file}:NAME", "key")
         assert not isinstance(caught.value, UserError) and str(caught.traceback[-1].path) == str(file)
+        assert caught.value.__notes__ == [f"while working on key {file}:NAME"]
+
+
+def test_a_scorer_whose_package_is_missing_may_have_a_python_of_its_own(tmp_path):
+    (tmp_path / "broken.py").write_text("import absent_of_all\n")
+    kind = f"{tmp_path / 'broken.py'}:score"
+    with pytest.raises(ModuleNotFoundError) as caught:
+        check_reward(RewardConfig(scorers={"own": ScorerConfig(kind=kind)}), 5)
+    setting, hint = caught.value.__notes__
+    assert setting == f"while working on reward.scorers.own.kind {kind}"
+    assert hint.startswith("install absent_of_all here, or set reward.scorers.own.python")
 
 
 def test_the_scorer_of_the_guide(tmp_path):
@@ -181,3 +194,21 @@ def test_the_scorer_of_the_guide(tmp_path):
     videos = torch.rand(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     means = videos[:, 0].flatten(1).mean(1)
     torch.testing.assert_close(score(videos, ["a red circle", "a blue one"]), means * torch.tensor([1.0, -1.0]))
+
+
+def test_a_scorer_of_another_kind_does_not_get_the_path_of_the_recipes_scorer(tmp_path, monkeypatch):
+    """The command of docs/bring_your_own.md on the default recipe, which sets the path of its own scorer."""
+    (words,) = re.findall(r"`--reward\.kind (my_reward\.py:score)`", (REPO / "docs/bring_your_own.md").read_text())
+    (tmp_path / "my_reward.py").write_text("def score(videos, prompts):\n    return videos.flatten(1).mean(1)\n")
+    (tmp_path / "mine.yaml").write_text(f"reward: {{kind: '{words}'}}\n")
+    monkeypatch.chdir(tmp_path)
+    method = ("--method", "dance_grpo")
+    for flags in (("--reward.kind", words), (f"--reward.kind={words}",), ("--config", "mine.yaml")):
+        reward = parse([*method, *flags]).reward
+        assert (reward.kind, reward.path, reward.frames) == (words, "", "every")
+        check_reward(reward, 17)
+    assert configure("tiny", "dance_grpo", {"reward": {"kind": words}}).reward.path == ""
+    assert parse([*method, "--reward.kind", "hpsv3"]).reward.path == "tiny"
+    own = parse([*method, "--reward.kind", words, "--reward.path", "tiny"]).reward
+    with pytest.raises(UserError, match=r"reward\.path tiny: my_reward\.py:score has no weights; leave it out"):
+        check_reward(own, 17)

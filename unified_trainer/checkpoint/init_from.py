@@ -9,6 +9,7 @@ from unified_trainer.checkpoint.dcp import load, shapes
 from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec, damage, find
 from unified_trainer.parallel.mesh import Mesh
 
+Shapes = Mapping[str, tuple[int, ...]]  # of weights, by name
 ADAPTER = ".lora_"  # part of the names of adapter weights
 UNDER_WAY = "rollouts"  # state with the weights of samples that are made ahead of training: no role
 
@@ -24,12 +25,26 @@ def initialise(roles: Mapping[str, Mapping[str, Tensor]], spec: str | Path, mesh
     kinds = _kinds(roles, folder, metadata, spec)
     if fault := damage(folder, mesh, kinds.values()):
         raise CheckpointError(f"{folder}: {fault}; choose another step with {Spec.of(spec).run}@STEP")
-    for name, kind in kinds.items():
-        held = {key.removeprefix(f"{kind}/"): tuple(shape) for key, shape in shapes(folder, kind).items()}
-        _check_same(name, {key: tuple(tensor.shape) for key, tensor in roles[name].items()}, held, folder, spec)
+    check_same({name: shapes_of(weights) for name, weights in roles.items()}, spec)
     weights = {f"{kind}/{key}": tensor.detach() for name, kind in kinds.items() for key, tensor in roles[name].items()}
     load(folder, weights, mesh)
     return _description(roles, kinds, folder, metadata)
+
+
+def check_same(roles: Mapping[str, Shapes], spec: str | Path) -> None:
+    """Raise CheckpointError unless RUN[@step][:ema] has the same tensors, for each role that both have.
+
+    `roles` maps a role's name to the shapes of its weights. Headers of files are read, and no weight.
+    """
+    folder, _ = find(spec)
+    for name, kind in _kinds(roles, folder, spec).items():
+        held = {key.removeprefix(f"{kind}/"): tuple(shape) for key, shape in shapes(folder, kind).items()}
+        _check_same(name, roles[name], held, folder, spec)
+
+
+def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of weights by their names."""
+    return {key: tuple(weight.shape) for key, weight in weights.items()}
 
 
 def roles_in(metadata: Manifest) -> list[str]:
@@ -49,9 +64,7 @@ def _kinds(roles: Mapping[str, object], folder: Path, metadata: Manifest, spec: 
     return {name: f"{name}/ema" if name in with_ema else f"{name}/weights" for name in common}
 
 
-def _check_same(
-    role: str, own: Mapping[str, tuple[int, ...]], held: Mapping[str, tuple[int, ...]], folder: Path, spec: str | Path
-) -> None:
+def _check_same(role: str, own: Shapes, held: Shapes, folder: Path, spec: str | Path) -> None:
     """Raise CheckpointError unless a role has the same tensors in the same shapes here and in the checkpoint."""
     experts = [sorted({key.split("/")[0] for key in keys if "/" in key}) for keys in (held, own)]
     adapters = [any(ADAPTER in key for key in keys) for keys in (held, own)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unified_trainer import renamed
+from unified_trainer import renamed, run_paths
 from unified_trainer.checkpoint.dcp import trained_sampler
 from unified_trainer.cli.flags import UnknownFlagError, apply, split, words_of
 from unified_trainer.cli.settings import Setting, settings_of
@@ -38,7 +38,8 @@ def _accepted(run: RunConfig) -> RunConfig:
     """Return a run whose families are known from here on; ConfigError for --allow without the run it is about."""
     if run.allow and not run.resume:
         raise ConfigError(f"--allow {run.allow[0]} is for --resume: leave it out, or name the run to continue")
-    add_families(run.families)
+    with run_paths.naming_origin(run.resume, "Call from the folder that has it"):
+        add_families(run.families)
     return run
 
 
@@ -49,15 +50,17 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     """
     sources = _Sources.read(argv)
     saved = flat(read_yaml(sources.saved, "" if sources.resumed else "--config")) if sources.saved else {}
+    saved = run_paths.located(saved, sources.saved.parent) if sources.saved else saved
     name = sources.method or str(saved.get("method", "dance_grpo"))
     if str(saved.get("method", name)) != name:
         raise ConfigError(f"{sources.saved} is a run of {saved['method']}, not of {name}: leave --method out")
-    run = run_class(method_named(name))()
+    with run_paths.naming_origin(sources.run, "Call from the folder that has it"):
+        run = run_class(method_named(name))()
     recipe = sources.recipe or str(saved.get("recipe", "")) or _default_recipe(argv, saved, run)
     # A saved run has all its settings; those that are newer keep the code's defaults, whatever its recipe says today.
     sections = load_recipe(recipe) if recipe and not sources.resumed else {}
     sampler = trained_sampler(sources.init_from) if sources.init_from else None
-    settings = merged(sections.get("common", {}), sections.get(name, {}))
+    settings = _without_other_path(merged(sections.get("common", {}), sections.get(name, {})), _given(argv, saved))
     layers = {
         f"recipe {recipe}": {**settings, "method": name, "recipe": recipe},
         f"--init-from {sources.init_from}": {"sampler": sampler} if sampler else {},
@@ -71,9 +74,23 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
 
 def _default_recipe(argv: Sequence[str], saved: Mapping[str, Any], run: RunConfig) -> str:
     """Return tiny, or "" where a role has a path of its own: the run's plan then asks for a recipe."""
-    flags = {name.removeprefix("--").replace("-", "_"): values[0] for name, values in split(argv) if values}
-    given = {**saved, **flags}
+    given = _given(argv, saved)
     return "tiny" if {given.get(f"{role}.path", "") for role in run.roles} <= {"", "tiny"} else ""
+
+
+def _given(argv: Sequence[str], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a saved file and the flags set, by key; of a flag with several values the first one."""
+    flags = {name.removeprefix("--").replace("-", "_"): values[0] for name, values in split(argv) if values}
+    return {**saved, **flags}
+
+
+def _without_other_path(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's settings without the path of its first scorer if `given` sets a scorer of another kind."""
+    reward = recipe.get("reward", {})
+    kind = given.get("reward.kind", "")
+    if not kind or kind == (reward.get("kind") or "hpsv3"):
+        return dict(recipe)
+    return {**recipe, "reward": {key: value for key, value in reward.items() if key != "path"}}
 
 
 @dataclass(frozen=True)
@@ -115,6 +132,11 @@ class _Sources:
     saved: Path | None
     resumed: bool  # whether the saved file is that of --resume
     init_from: str | None
+
+    @property
+    def run(self) -> Path | None:
+        """The run directory to continue."""
+        return self.saved.parent if self.saved is not None and self.resumed else None
 
     @classmethod
     def read(cls, argv: Sequence[str]) -> "_Sources":

@@ -21,6 +21,9 @@ from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.experts import Expert, ExpertLayout
 from unified_trainer.roles.headed import Headed
 from unified_trainer.roles.role import RoleConfig, Trainable, TrainableConfig
+from unified_trainer.run_paths import naming_origin
+
+WAY_OUT = "Call from the folder that has it; export, sample, rollout and serve also take --base DIR"
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,10 @@ def load_role(
     if causal and run.sampler.chunks.causal:
         kind = CausalStudent
     path = str(base) if base else role_path(run, method, role)
-    if hub.is_hub_id(path):
-        path = fetch_pipeline(path, f"{role}.path")
-    loaded = _read(run, metadata, role, kind, run.roles[role], path, mesh)
+    with naming_origin(file.parent, WAY_OUT):
+        if hub.is_hub_id(path):
+            path = fetch_pipeline(path, f"{role}.path")
+        loaded = _read(run, metadata, role, kind, run.roles[role], path, mesh)
     return dataclasses.replace(loaded, said=initialise({role: loaded.role.weights}, spec, mesh))
 
 

@@ -27,6 +27,7 @@ from unified_trainer.parallel.mesh import Mesh, peer_lost
 from unified_trainer.plan import check_complete
 from unified_trainer.registry import add_families
 from unified_trainer.reporting.page import write_report
+from unified_trainer.run_paths import naming_origin
 from unified_trainer.terminal import say
 from unified_trainer.tracking.environment import note_environment
 from unified_trainer.tracking.tracker import Tracker
@@ -152,8 +153,10 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
         check_complete(run)  # before anything is downloaded
     output = run.resume or run.output or _free_folder(run.method)
     assert_equal(mesh, _compared(run, output))
-    run = fetched(run, mesh)
-    with claimed(output, mesh) as note, memory_advice(run):
+    way_out = "Call from the folder that has it, or give --{key} PATH --allow {key}"
+    with naming_origin(run.resume, way_out):
+        run = fetched(run, mesh)
+    with claimed(output, mesh) as note, memory_advice(run), naming_origin(run.resume, way_out):
         changed = settings.check_resumable(run, output / "config.yaml") if run.resume else []
         if not run.resume and (output / "config.yaml").exists():
             raise ConfigError(

@@ -64,8 +64,8 @@ class RewardConfig(ScorerConfig):
     """The settings of a reward: those of its first scorer, and of more scorers by name."""
 
     kind: str = ""
-    """Kind of the first scorer, which the settings at this level describe; its name is the kind, or the NAME of it. By
-    default hpsv3 if a path is given; without kind and path there is no first scorer."""
+    """Kind of the first scorer, which the settings at this level describe. The scorer is called by its kind, or by NAME
+    for file.py:NAME. By default hpsv3 if a path is given; without kind and path there is no first scorer."""
     path: str = ""
     """Folder of the first scorer's weights; "tiny" is the embedded HPSv3, others are written by import-hpsv3."""
     scorers: dict[str, ScorerConfig] = field(default_factory=dict)
@@ -173,8 +173,9 @@ def check_path(config: ScorerConfig, key: str, frames: int) -> None:
 
 def check_no_weights(config: ScorerConfig, key: str, frames: int) -> None:
     """Check a kind without weights: raise UserError for a path or a device, which it would not use."""
-    if config.path or config.device:
-        raise UserError(f"{key}: {config.kind} has no weights; set {key}.path '' and leave {key}.device out")
+    for name, value in (("path", config.path), ("device", config.device)):
+        if value:
+            raise UserError(f"{key}.{name} {value}: {config.kind} has no weights; leave it out, or set it to ''")
 
 
 def of_images(

@@ -60,7 +60,7 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
     if config.kind in KINDS:
         return KINDS[config.kind]
     if ":" in config.kind:
-        found = load_object(config.kind, f"{key}.kind")
+        found = _loaded(config.kind, key)
     else:
         offered = installed("scorers")
         if config.kind not in offered:
@@ -81,6 +81,15 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
             "with __call__, a class derived from ScorerSettings, or a ScorerKind"
         )
     return ScorerKind(config.kind, lambda _config, _device: _plain(found), check_no_weights)
+
+
+def _loaded(kind: str, key: str) -> Any:
+    try:
+        return load_object(kind, f"{key}.kind")
+    except ModuleNotFoundError as error:
+        if not isinstance(error, UserError):
+            error.add_note(f"install {error.name} here, or set {key}.python to a Python that has it (docs/rewards.md)")
+        raise
 
 
 def check_reward(config: RewardConfig, frames: int) -> None:

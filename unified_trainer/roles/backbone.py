@@ -35,6 +35,12 @@ from unified_trainer.roles.recompute import Recompute, Recomputed
 NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights alone
 
 
+def adapter_weights(network: nn.Module, role: str) -> dict[str, nn.Parameter]:
+    """Return the adapter of a role on a network, by peft's names, which are without the role's."""
+    mine = f".{role}."
+    return {key.replace(mine, "."): p for key, p in network.named_parameters() if mine in key}
+
+
 class Backbone:
     """A model with the adapters of its roles.
 
@@ -99,10 +105,8 @@ class Backbone:
 
     def own_weights(self, role: str) -> dict[str, nn.Parameter]:
         """Return the role's adapter by peft's names, or without one every weight of the model, frozen ones too."""
-        if role not in self.adapters:
-            return dict(self.model.network.named_parameters())
-        mine = f".{role}."
-        return {key.replace(mine, "."): p for key, p in self.model.network.named_parameters() if mine in key}
+        network = self.model.network
+        return adapter_weights(network, role) if role in self.adapters else dict(network.named_parameters())
 
     @property
     def parameters(self) -> int:

@@ -5,6 +5,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.fsdp import exchange_gradients, shard
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import Expert, ExpertPair, Pick, by_expert, route
@@ -25,6 +26,11 @@ class Headed(Trainable):
             expert: _zero_linear(network) for expert, network in by_expert(networks).items()
         }
         super().__init__(name, networks, config)
+
+    @classmethod
+    def head_shapes(cls, model: VideoModel) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the head's weights on a model, by their names in checkpoints."""
+        return {f"{cls.head}.weight": (1, model.feature_size), f"{cls.head}.bias": (1,)}
 
     def _own_weights(self, expert: Expert) -> dict[str, nn.Parameter]:
         head = {f"{self.head}.{key}": p for key, p in self._heads[expert].named_parameters()}

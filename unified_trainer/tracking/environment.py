@@ -13,6 +13,7 @@ from typing import Any
 
 from unified_trainer.parallel.device import device_name, driver_versions
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run_paths import ENVIRONMENT, FOLDER
 
 PACKAGES = ("unified-trainer", "torch", "diffusers", "transformers", "accelerate", "peft")
 PACKAGE = Path(__file__).parent
@@ -21,7 +22,7 @@ GIT_SECONDS = 10  # that git may take, on a slow file system
 
 def note_environment(folder: Path, argv: Sequence[str], seed: int, step: int, mesh: Mesh) -> None:
     """Append one JSON object to environment.jsonl: the start of a run, or its continuation after `step` steps."""
-    with (folder / "environment.jsonl").open("a", encoding="utf-8") as file:
+    with (folder / ENVIRONMENT).open("a", encoding="utf-8") as file:
         file.write(json.dumps(environment(argv, seed, step, mesh), ensure_ascii=False) + "\n")
 
 
@@ -30,6 +31,7 @@ def environment(argv: Sequence[str], seed: int, step: int, mesh: Mesh) -> dict[s
     return {
         "time": datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
         "step": step,
+        FOLDER: str(Path.cwd()),
         "command": shlex.join(["python", "-m", "unified_trainer", *argv]),
         "seed": seed,
         "host": socket.gethostname(),
