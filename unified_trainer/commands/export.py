@@ -210,7 +210,7 @@ def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
         alone = f"num_inference_steps={sampler.num_steps}, {_guidance(sampler.guidance_scale)}"
         how = f"With the scheduler alone, sample with {alone}"
         if sampler.solver == "sde" and sampler.num_steps > 1:
-            how += "; its noise differs from run to run"
+            how += "; the noise of its sde then comes from torch.manual_seed, not from the generator of the pipeline"
     if loaded.family.exported_pipeline is not None:
         how = f"Its {PIPELINE} makes the videos of `sample`: README.md shows how. {how}"
     return {
