@@ -21,8 +21,9 @@ def read_columns(file: Path, key: str, *choices: Sequence[str], way_out: str = "
     """Return for each row its place, "line 3" or "row 3", and some columns.
 
     Each choice gives the names that one of the columns may have, the likeliest first; the file has one of them, the
-    first row's, in every row. `key` is the setting that names the file, for messages; `way_out` ends the message about an absent column. Raise UserError, naming file and line,
-    for a file that cannot be read, lacks a column, or holds no text there.
+    first row's, in every row. `key` is the setting that names the file, for messages; `way_out` ends the message about
+    an absent column. Raise UserError, naming file and line, for a file that cannot be read, lacks a column, or holds no
+    text there.
     """
     place = f"{key} {file}"
     if file.suffix == ".parquet":
