@@ -183,7 +183,7 @@ class Run:
         Raise DiskFull, a UserError, if there is no space: earlier checkpoints then stay.
         """
         trainer = self._built.trainer
-        self._saver.save(self.steps_done, trainer.tensors(), trainer.metadata({}))
+        self._saver.save(self.steps_done, trainer.tensors(), trainer.metadata({}), last=True)
         self._saver.finish(self.steps_done)
         return self.folder / "checkpoints" / f"step_{self.steps_done}"
 

@@ -245,6 +245,7 @@ class Trainer:
                 self.validation_started = validations.start(start)
             saver.needed_before = self._needed_before
             saver.forget(start)  # what a process that was killed had no time for
+            saver.look_for_room(self.tensors())
             done = start
             if is_due(start, last=start == steps):
                 response = take_effect(start, saved=start > 0)
@@ -275,7 +276,8 @@ class Trainer:
                     if saving:
                         tracker.show_phase("checkpoint")
                         about = self.metadata({}, validation_pending=validating, response=response)
-                        saver.save(done, self.tensors(), about)
+                        final = stop or done == steps or (response is not None and response.stops)
+                        saver.save(done, self.tensors(), about, last=final)
                     ends = stop or response is not None
                     if validating and (done == steps or not (ends and validation_lag)):  # else --resume starts it
                         self.validation_started = validations.start(done)

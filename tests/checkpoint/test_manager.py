@@ -250,12 +250,34 @@ def test_a_full_disk_is_said_and_leaves_the_last_checkpoint(small_disk, monkeypa
     assert checkpoint.newest_sound(small_disk, ALONE)[0].name == "step_3"
 
 
-def test_the_last_step_must_be_saved(small_disk):
-    fill(small_disk, leave=2**19)
-    with saver(small_disk / "checkpoints") as one:
-        one.save(5, state(1.0, 2**18), {})
-        with pytest.raises(DiskFull, match=rf"step 5 could not be saved: free space in .* then --resume {small_disk}"):
+@pytest.mark.parametrize("earlier", [True, False])
+def test_the_last_step_must_be_saved(small_disk, earlier):
+    """The error says what --resume would begin with, and no line promises further training."""
+    said: list[str] = []
+    with saver(small_disk / "checkpoints", said=said) as one:
+        if earlier:
+            one.save(3, state(1.0, 2**18), {})
+        fill(small_disk, leave=2**19)
+        one.save(4, state(1.0, 2**18), {})
+        one.save(5, state(1.0, 2**18), {}, last=True)
+        begins = "goes on from step 3" if earlier else "has no checkpoint and starts over"
+        with pytest.raises(DiskFull, match=rf"free space in .* then --resume {small_disk}, which {begins}$"):
             one.finish(5)
+    assert ["Training continues" in line for line in said] == [True, False]
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_said_at_the_start(tmp_path, monkeypatch):
+    """Before the folder is there, of tensors and of what is written besides them; to the byte."""
+    said: list[str] = []
+    needed = 4 * 2**18 + 8 + 2**20
+    with saver(tmp_path / "run" / "checkpoints", said=said) as one:
+        for free in (needed, needed - 1):
+            asked = lambda path, free=free: shutil._ntuple_diskusage(2**40, 0, free)  # noqa: E731
+            monkeypatch.setattr(shutil, "disk_usage", asked)
+            one.look_for_room(state(1.0, 2**18))
+            assert bool(said) == (free < needed)
+    assert said == [said[0]] and "it takes 2.0 MiB, 2.0 MiB are free. Without more space no step" in said[0]
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])

@@ -100,6 +100,8 @@ def test_an_adapter_alone_in_pefts_layout(adapted, tmp_path):
         "pytorch_lora_weights.safetensors",
         *BESIDE,
     }
+    of_the_run = {(path.is_dir(), path.stat().st_mode) for path in adapted.rglob("*")}
+    assert {(path.is_dir(), path.stat().st_mode) for path in (tmp_path / "alone").rglob("*")} <= of_the_run
     network = WanTransformer3DModel.from_pretrained(WAN / "transformer")
     base = velocity(network)
     PeftModel.from_pretrained(network, tmp_path / "alone")

@@ -189,7 +189,7 @@ def test_bad_videos_are_listed_and_skipped(tmp_path, capsys):
     (folder / "2.mkv").write_bytes((folder / "2.mkv").read_bytes()[:400])
     assert called(folder, tmp_path / "out") == 0
     said = capsys.readouterr().out
-    assert "1 clips in" in said and "1 of them new" in said and "2 videos skipped" in said
+    assert "1 clip in" in said and "1 of them new" in said and "clips per second" in said and "2 videos skipped" in said
     lines = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
     assert [line["file"] for line in lines] == ["1.mkv", "2.mkv"]
     assert lines[0]["reason"] == "no caption: 1.txt is missing or empty"
@@ -283,6 +283,15 @@ def test_another_encoder_is_refused(videos, encoded, capsys, tmp_path):
     config = json.loads((wan / "vae" / "config.json").read_text())
     (wan / "vae" / "config.json").write_text(json.dumps(config | {"latents_mean": [0.5] * 16}))
     assert "their vae is 'wan fp32" in refused(capsys, videos, encoded, "--recipe", "tiny", "--model", wan)
+
+
+def test_a_refusal_of_the_first_video_binds_no_settings(tmp_path, capsys):
+    folder = drawn(tmp_path / "in", 2)
+    (folder / "0.txt").unlink()
+    assert "0.txt is missing" in refused(capsys, folder, tmp_path / "out", "--strict")
+    assert called(folder, tmp_path / "out", "--sampler.negative-prompt", "blurred") == 0
+    assert "1 video skipped" in capsys.readouterr().out
+    assert "their negative_prompt is 'blurred'" in refused(capsys, folder, tmp_path / "out")
 
 
 def test_a_folder_of_something_else_is_refused(videos, capsys, tmp_path):

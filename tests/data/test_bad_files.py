@@ -51,6 +51,7 @@ TABLES = {
     "no JSON": ("jsonl", b'{"prompt": "a"}\nb\n', "line 2 is not JSON"),
     "list": ("jsonl", b"[1]\n", "line 1 must hold a JSON object, not a list"),
     "no column": ("jsonl", b'{"prompt": "a"}\n\n{"words": "b"}\n', "line 3 has no column prompt"),
+    "mixed columns": ("jsonl", b'{"text": "a"}\n{"caption": "b"}\n', "line 2 has no column text, only caption"),
     "no columns": ("jsonl", b"{}\n", "line 1 has no column prompt"),
     "null": ("jsonl", b'{"prompt": null}\n', "line 1 holds None instead of a text"),
     "number": ("jsonl", b'{"prompt": 3}\n', "line 1 holds 3 instead of a text"),

@@ -193,17 +193,17 @@ def test_a_damaged_file_is_written_again(tmp_path, damage):
 def test_a_writer_that_is_killed_leaves_no_embedding(tmp_path, monkeypatch):
     """It ends in the middle of a file, as by a signal: nothing after that runs."""
 
-    def killed(tensors, file, metadata):
-        write(tensors, file, metadata)
+    def killed(file, tensors, metadata):
+        write(file, tensors, metadata)
         cut(file)
         raise KeyboardInterrupt
 
-    write, asked = prompt_embeddings.save_file, []
-    monkeypatch.setattr(prompt_embeddings, "save_file", killed)
+    write, asked = prompt_embeddings.write_tensors, []
+    monkeypatch.setattr(prompt_embeddings, "write_tensors", killed)
     with pytest.raises(KeyboardInterrupt):
         of_size(asked, tmp_path).encode_ahead(["1"], ALONE)
     assert not list(tmp_path.rglob("*.safetensors")) and list(tmp_path.rglob("*.tmp"))
-    monkeypatch.setattr(prompt_embeddings, "save_file", write)
+    monkeypatch.setattr(prompt_embeddings, "write_tensors", write)
     assert of_size(asked, tmp_path).encode_ahead(["1"], ALONE) == Counts(0, 1, 0)
     assert values(of_size(asked, tmp_path).rows(["1"])) == [1] and asked == ["1", "1"]
 

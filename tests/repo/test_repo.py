@@ -168,6 +168,13 @@ def test_only_one_file_names_accelerators():
     assert [name_of(path) for path in naming] == ["unified_trainer/parallel/device.py"]
 
 
+def test_only_one_file_writes_safetensors():
+    """The library writes with mode 0600; models/tensor_file.py leaves the umask to decide. Diffusers calls it too."""
+    assert [name_of(path) for path, text in TEXTS.items() if re.search(r"\bsave_file\b|serialize_file", text)] == [
+        "unified_trainer/models/tensor_file.py"
+    ]
+
+
 def test_tests_do_not_sleep_or_mock():
     texts = {path: path.read_text(encoding="utf-8") for path in TESTS}
     assert not [name_of(p) for p, text in texts.items() if re.search(r"\bsleep\(|unittest\.mock|MagicMock", text)]

@@ -45,7 +45,7 @@ def save(
     is left behind.
     """
     folder, building = root / f"step_{step}", root / f".step_{step}.tmp"
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    size = bytes_needed(tensors)
     _on_main(mesh, root, lambda: _make_room(root, building, size))
     try:
         for kind, part in _by_kind(tensors).items():
@@ -60,6 +60,11 @@ def save(
             shutil.rmtree(building, ignore_errors=True)
         raise
     return folder
+
+
+def bytes_needed(tensors: Mapping[str, Tensor]) -> int:
+    """Return the free bytes that a checkpoint of these tensors takes, of all ranks together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + HEADERS
 
 
 def record(root: Path, step: int, metadata: Mapping[str, Any], mesh: Mesh) -> None:
@@ -144,8 +149,8 @@ def _make_room(root: Path, building: Path, size: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     remove_unfinished(root)
     free = shutil.disk_usage(root).free
-    if free < size + HEADERS:
-        raise OSError(errno.ENOSPC, f"{(size + HEADERS) / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free")
+    if free < size:
+        raise OSError(errno.ENOSPC, f"{size / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free")
     building.mkdir()
 
 

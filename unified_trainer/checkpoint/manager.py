@@ -1,5 +1,6 @@
 """When a checkpoint is written, which ones are kept, and what happens if one cannot be written."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -68,8 +69,10 @@ class Saver:
         """Wait for the write in progress, unless KeyboardInterrupt (a second Ctrl-C) ends the run."""
         self._thread.shutdown(wait=kind is not KeyboardInterrupt)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-        """Write a checkpoint, or start to write a copy of the tensors.
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], *, last: bool = False
+    ) -> None:
+        """Write a checkpoint, or start to write a copy of the tensors; no step follows the `last`, and `finish` does.
 
         A full disk is a printed warning, and training continues. Other failures are raised here, or by `check` and
         `wait` if the write is asynchronous. If a tensor holds NaN or inf on any rank, nothing is written and all ranks
@@ -79,7 +82,7 @@ class Saver:
         self._check_finite(step, tensors)
         if self._asynchronous:
             tensors = self._staged(tensors)
-        self._do(self._save, step, tensors, metadata)
+        self._do(self._save, step, tensors, metadata, last)
 
     def record(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Replace metadata of a checkpoint, after its write; then remove what need not be kept.
@@ -108,13 +111,28 @@ class Saver:
         for one in pending:
             one.result()
 
+    def look_for_room(self, tensors: Mapping[str, Tensor]) -> None:
+        """Say a warning if there is no space for a checkpoint of these tensors now; a shared disk may be freed."""
+        place = next(path for path in (self._root, *self._root.parents) if path.is_dir())
+        free, needed = shutil.disk_usage(place).free, checkpoint.bytes_needed(tensors)
+        if free < needed:
+            self._say(
+                f"warning: no space for a checkpoint in {self._root}: it takes {needed / 2**20:.1f} MiB, "
+                f"{free / 2**20:.1f} MiB are free. Without more space no step of this run is saved"
+            )
+
     def finish(self, step: int) -> None:
         """Wait for the write of the run's last step; raise DiskFull if it could not be saved."""
         self.wait()
-        if not (self._root / f"step_{step}").is_dir():
-            raise DiskFull(
-                f"step {step} could not be saved: free space in {self._root}, then --resume {self._root.parent}"
-            )
+        if (self._root / f"step_{step}").is_dir():
+            return
+        run, earlier = self._root.parent, manifest.folders(self._root)[-1:]
+        way_out = (
+            f"then --resume {run}, which goes on from step {manifest.step_of(earlier[0])}"
+            if earlier
+            else f"then --resume {run}, which has no checkpoint and starts over"
+        )
+        raise DiskFull(f"step {step} could not be saved: free space in {self._root}, {way_out}")
 
     def _staged(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a copy in CPU memory; on an accelerator the next save of tensors of the same names uses it again."""
@@ -143,11 +161,12 @@ class Saver:
             "learning rate of its role, or look at the last batches"
         )
 
-    def _save(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    def _save(self, step: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], last: bool) -> None:
         try:
             checkpoint.save(self._root, step, tensors, self._mesh, metadata)
         except DiskFull as full:
-            self._say(f"warning: step {step} is not saved: {full}. Training continues; earlier checkpoints are kept")
+            goes_on = "" if last else ". Training continues; earlier checkpoints are kept"
+            self._say(f"warning: step {step} is not saved: {full}{goes_on}")
             self._unsaved.add(step)
             return
         self.forget(step)

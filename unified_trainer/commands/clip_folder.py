@@ -21,6 +21,7 @@ from unified_trainer.errors import UserError
 WHAT = "encoded clips"
 ABOUT = "preprocess.json"
 SKIPPED = "skipped.jsonl"
+PLURALS = {"clip": "clips", "prompt": "prompts", "trajectory": "trajectories", "video": "videos"}
 GROUP_BYTES = 8 * 2**20  # of a row group at most, where a row is smaller
 GROUPS = 8  # of a file at least, where it has as many rows
 
@@ -107,6 +108,11 @@ class ClipFolder:
             raise UserError(f"{self._building} cannot be written ({error}): free space, and call again") from error
 
 
+def is_empty(folder: Path) -> bool:
+    """Return whether a folder holds no file of rows, as after a call that was refused: any settings then fit it."""
+    return not any(folder.glob("clips-*.parquet"))
+
+
 def add_row(written: ClipFolder, row: Mapping[str, object], progress: ItemProgress) -> None:
     """Add a row, count it, and say which file it completes."""
     complete = written.add(row)
@@ -115,7 +121,12 @@ def add_row(written: ClipFolder, row: Mapping[str, object], progress: ItemProgre
         progress.note(f"{complete.name} is complete")
 
 
-def summarise(progress: ItemProgress, what: str, out: Path, new: int, rest: str) -> None:
-    """Say what the folder holds at the end of a call, and how fast the new rows were made."""
-    speed = f", {progress.rate:.3g} per second" if new else ""
-    progress.say(f"{what} in {out}, {new} of them new{speed}{rest}")
+def summarise(progress: ItemProgress, rows: int, kind: str, out: Path, new: int, skipped: int = 0) -> None:
+    """Say how many rows, each a `kind`, the folder holds at the end of a call, and the speed of it.
+
+    The speed counts videos that were skipped too.
+    """
+    kinds = PLURALS[kind]
+    speed = f", {progress.rate:.3g} {kinds} per second" if new else ""
+    left_out = f", {skipped} {'video' if skipped == 1 else PLURALS['video']} skipped" if skipped else ""
+    progress.say(f"{rows} {kind if rows == 1 else kinds} in {out}, {new} of them new{speed}{left_out}")

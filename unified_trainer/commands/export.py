@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 from peft import LoraConfig, PeftModel
-from safetensors.torch import save_file
 from torch import Tensor
 
 from unified_trainer import config as settings
@@ -22,6 +21,7 @@ from unified_trainer.commands.scheduler import SAMPLER, euler_scheduler, sampler
 from unified_trainer.errors import OutputExistsError, UserError, writing
 from unified_trainer.input_files import read_json
 from unified_trainer.models.base import Family, VideoModel
+from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.terminal import say
@@ -86,7 +86,6 @@ def export(
         about = _about(loaded, role, run)
         (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         write_model_card(loaded, Spec.of(run), folder, out.name, dtype, adapters)
-        folder.chmod(0o755)
         folder.replace(out)
     say(f"{out}: {loaded.said}. {about['how']}")
 
@@ -132,7 +131,7 @@ def _write_for_diffusers(weights: Mapping[str, Tensor], alpha: float, config: Lo
     named = {f"transformer.{key}": weight.detach().contiguous() for key, weight in weights.items()}
     facts = {"r": config.r, "lora_alpha": alpha, "target_modules": sorted(config.target_modules)}
     metadata = json.dumps({f"transformer.{key}": value for key, value in facts.items()})
-    save_file(named, file, metadata={"format": "pt", "lora_adapter_metadata": metadata})
+    write_tensors(file, named, {"format": "pt", "lora_adapter_metadata": metadata})
 
 
 def _write_published(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
@@ -142,7 +141,7 @@ def _write_published(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
     for expert in loaded.layout.trained:
         named = loaded.family.published_adapter(*loaded.role.adapter(expert))
         file = f"{names[expert]}.safetensors"
-        save_file(named, folder / file, metadata={"format": "pt"})
+        write_tensors(folder / file, named, {"format": "pt"})
         written.append(AdapterFile(loaded.components[expert], file))
     return written
 
@@ -211,7 +210,7 @@ def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
         alone = f"num_inference_steps={sampler.num_steps}, {_guidance(sampler.guidance_scale)}"
         how = f"With the scheduler alone, sample with {alone}"
         if sampler.solver == "sde" and sampler.num_steps > 1:
-            how += "; its noise differs from run to run"
+            how += "; the noise of its sde then comes from torch.manual_seed, not from the generator of the pipeline"
     if loaded.family.exported_pipeline is not None:
         how = f"Its {PIPELINE} makes the videos of `sample`: README.md shows how. {how}"
     return {

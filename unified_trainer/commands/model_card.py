@@ -12,6 +12,8 @@ import yaml
 from unified_trainer.checkpoint.manifest import Spec, folders, step_of
 from unified_trainer.commands.load_run import LoadedRole
 from unified_trainer.commands.scheduler import SAMPLER
+from unified_trainer.config import RunConfig
+from unified_trainer.registry import method_named
 
 PROMPT = "a red circle moving left"  # of the example
 CARD, SHEET = "README.md", "contact_sheet.png"
@@ -101,11 +103,6 @@ def _facts(loaded: LoadedRole, spec: Spec, base: str, method: str, dtype: str) -
         f"adapter of rank {adapter.rank}, alpha {adapter.alpha or adapter.rank:g}" if adapter.rank else "all trained"
     )
     chunks = f", {sampler.chunks.chunk_frames} latent frames at a time" if sampler.chunks.causal else ""
-    scorers = [
-        f"{name} ({'' if one.kind == name else _last_name(one.kind) + ', '}"
-        + (f"weight {one.weight:g})" if one.weight else "held out)")
-        for name, one in run.reward.named().items()
-    ]
     facts = {
         "base model": base + (f", with {Path(adapter.path).name} merged into it" if adapter.merge else ""),
         "method": f"{method}, step {loaded.metadata['step']}",
@@ -114,9 +111,22 @@ def _facts(loaded: LoadedRole, spec: Spec, base: str, method: str, dtype: str) -
         "sampler": f"{sampler.solver}, {sampler.num_steps} steps at noise levels {levels}{chunks}",
         "guidance scale": str(sampler.guidance_scale),
         "videos": f"{video.frames} frames of {video.width} x {video.height} pixels, {video.fps:g} per second",
-        "reward": ", ".join(scorers),
+        "reward": _reward(run),
     }
     return {key: value for key, value in facts.items() if value}
+
+
+def _reward(run: RunConfig) -> str:
+    """Return the scorers of a run; "" if nothing was scored."""
+    learns = method_named(run.method).uses_reward
+    scorers = [
+        f"{name} ({'' if one.kind == name else _last_name(one.kind) + ', '}"
+        + (f"weight {one.weight:g})" if one.weight else "held out)")
+        for name, one in run.reward.named().items()
+    ]
+    if not scorers or not (learns or run.validate_every):
+        return ""
+    return ("" if learns else "measured only: ") + ", ".join(scorers)
 
 
 def _validation(run: Path, step: int) -> tuple[int, dict[str, float], Path | None]:

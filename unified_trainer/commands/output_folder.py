@@ -25,14 +25,15 @@ def check_output(folder: Path, about: str, what: str) -> None:
         raise OutputExistsError(f"{folder} exists and is no folder of {what}; choose another one or remove it")
 
 
-def begin_output(folder: Path, about: str, settings: Mapping[str, Any], what: str) -> None:
+def begin_output(folder: Path, about: str, settings: Mapping[str, Any], what: str, *, empty: bool = False) -> None:
     """Begin a folder by writing its file `about`; OutputExistsError if it holds anything of other settings.
 
-    `what` names the content of such folders in messages.
+    `what` names the content of such folders in messages. One that is `empty`, with nothing in it that depends on
+    settings, is begun again.
     """
     check_output(folder, about, what)
     settings = json.loads(json.dumps(settings))
-    if not (folder / about).is_file():
+    if empty or not (folder / about).is_file():
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / about, json.dumps(settings, indent=1) + "\n")

@@ -10,7 +10,7 @@ from unified_trainer.cli.command_line import parse
 from unified_trainer.cli.settings import RunFlags
 from unified_trainer.exit_codes import DOES_NOT_FIT
 from unified_trainer.ranges import CountOrZero, PositiveFraction
-from unified_trainer.sizing.advice import better_settings
+from unified_trainer.sizing.advice import Better, better_settings
 from unified_trainer.sizing.estimate import Estimate, estimate
 from unified_trainer.sizing.hardware import RESERVE, Hardware, read_hardware
 from unified_trainer.terminal import console, printable, say
@@ -50,16 +50,16 @@ def plan(
     found = estimate(run, machine.count)
     peak = found.memory.total(found.memory.peak)
     fits = peak <= machine.usable
-    better = [] if fits else better_settings(run, machine.count, peak)
+    alone, together = ([], None) if fits else better_settings(run, machine.count, peak, machine.usable)
     if json:
-        say(json_format.dumps(_plain(found, machine, mfu, fits=fits, better=better), indent=1))
+        say(json_format.dumps(_plain(found, machine, mfu, fits=fits, alone=alone, together=together), indent=1))
     else:
-        _print(found, machine, mfu, fits=fits, better=better)
+        _print(found, machine, mfu, fits=fits, alone=alone, together=together)
     return 0 if fits else DOES_NOT_FIT
 
 
 def _plain(
-    found: Estimate, machine: Hardware, mfu: float, *, fits: bool, better: list[tuple[str, float]]
+    found: Estimate, machine: Hardware, mfu: float, *, fits: bool, alone: list[Better], together: Better | None
 ) -> dict[str, Any]:
     memory = found.memory
     return {
@@ -87,12 +87,19 @@ def _plain(
             "fits": fits,
             "seconds_of_a_step": found.seconds(machine, mfu),
             "device_hours": found.device_hours(machine, mfu),
-            "better_settings": [{"flags": flags, "peak_bytes": peak} for flags, peak in better],
+            "better_settings": [_entry(one) for one in alone],
+            "better_settings_together": _entry(together) if together else None,
         },
     }
 
 
-def _print(found: Estimate, machine: Hardware, mfu: float, *, fits: bool, better: list[tuple[str, float]]) -> None:
+def _entry(one: Better) -> dict[str, Any]:
+    return {"flags": one.flags, "peak_bytes": one.peak}
+
+
+def _print(
+    found: Estimate, machine: Hardware, mfu: float, *, fits: bool, alone: list[Better], together: Better | None
+) -> None:
     screen = console()
     if not screen.is_terminal:
         screen.width = WIDTH
@@ -124,8 +131,13 @@ def _print(found: Estimate, machine: Hardware, mfu: float, *, fits: bool, better
         say(f"fits {machine.count} x {machine.name}: {memory.peak} needs {need} of {have} GiB")
         return
     say(f"does not fit {machine.count} x {machine.name}, because {memory.peak} needs {need} of {have} GiB")
-    for flags, peak in better:
-        say(f"  {flags}: peak {_gib(peak)} GiB")
+    for flags, lower in alone:
+        say(f"  {flags}: peak {_gib(lower)} GiB")
+    if not alone or alone[0].peak > machine.usable:
+        say("none of these alone fits" if alone else "no single setting lowers the peak by a hundredth of it")
+    if together is not None:
+        fitting = "fits" if together.peak <= machine.usable else "does not fit"
+        say(f"together {together.flags}: peak {_gib(together.peak)} GiB, which {fitting}")
 
 
 def _parts(parts: dict[str, float]) -> str:

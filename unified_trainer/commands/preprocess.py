@@ -12,7 +12,7 @@ import tyro
 from unified_trainer.checkpoint.run_lock import claimed
 from unified_trainer.cli.command_line import parse
 from unified_trainer.cli.settings import RunFlags
-from unified_trainer.commands.clip_folder import ABOUT, SKIPPED, WHAT, ClipFolder, add_row, summarise
+from unified_trainer.commands.clip_folder import ABOUT, SKIPPED, WHAT, ClipFolder, add_row, is_empty, summarise
 from unified_trainer.commands.output_folder import begin_output, check_output
 from unified_trainer.commands.progress import ItemProgress
 from unified_trainer.commands.teacher_trajectories import write_trajectories
@@ -117,7 +117,7 @@ def preprocess(
         if videos:
             about["vae"] = codec.video_fingerprint
             about |= {f"video.{name}": value for name, value in vars(run.video).items()}
-        begin_output(out, ABOUT, about, WHAT)
+        begin_output(out, ABOUT, about, WHAT, empty=is_empty(out))
         schema = (T2V if videos else TEXT_ONLY).with_metadata({TEXT_ENCODER: codec.text_fingerprint})
         written = ClipFolder(out, schema, rows_per_file)
         if not use_negative_prompt(out, negative, codec):
@@ -187,7 +187,7 @@ def _write_videos(
         new = len(left) - len(skipped)
         if not done and not new:
             raise UserError(f"none of the {len(videos)} videos could be used: {out / SKIPPED} says why")
-        summarise(progress, f"{len(done) + new} clips", out, new, f", {len(skipped)} videos skipped")
+        summarise(progress, len(done) + new, "clip", out, new, len(skipped))
 
 
 def _write_prompts(prompts: Sequence[str], written: ClipFolder, codec: Codec, out: Path) -> None:
@@ -202,4 +202,4 @@ def _write_prompts(prompts: Sequence[str], written: ClipFolder, codec: Codec, ou
                 add_row(written, text_only_row(name, prompt, padded), progress)
         finally:
             written.finish()
-        summarise(progress, f"{len(done) + len(left)} prompts", out, len(left), "")
+        summarise(progress, len(done) + len(left), "prompt", out, len(left))

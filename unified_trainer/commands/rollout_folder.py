@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from pydantic import Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from unified_trainer.commands.output_folder import begin_output, write_text
 from unified_trainer.errors import MissingFileError, OutputExistsError, UserError, writing
 from unified_trainer.input_files import Schema, checked, read_json
 from unified_trainer.models.base import Codec
+from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
 from unified_trainer.types import Latents, Video
 
@@ -101,7 +101,7 @@ class RolloutFolder:
         """Write a part's latents atomically."""
         building, x0 = self.file(part).with_suffix(".tmp"), x0.float().cpu().contiguous()
         with writing(self.file(part)):
-            save_file({"x0": x0}, building, metadata={CHECKSUM: _checksum(x0)})
+            write_tensors(building, {"x0": x0}, {CHECKSUM: _checksum(x0)})
             building.replace(self.file(part))
 
     def latents(self, part: int) -> Latents:

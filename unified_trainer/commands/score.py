@@ -25,6 +25,8 @@ def score(
 ) -> None:
     """Add the scores of another reward to a folder that the command rollout wrote; called again, it continues.
 
+    Only such a folder: it holds latents and their prompts. Videos in mp4 files are not scored.
+
     Args:
         folder: Folder that the command rollout wrote.
         reward: YAML file with a section reward, as in a recipe.

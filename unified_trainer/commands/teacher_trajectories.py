@@ -10,7 +10,7 @@ import torch
 
 from unified_trainer.build import EMBEDDINGS
 from unified_trainer.checkpoint.run_lock import claimed
-from unified_trainer.commands.clip_folder import ABOUT, WHAT, ClipFolder, add_row, summarise
+from unified_trainer.commands.clip_folder import ABOUT, WHAT, ClipFolder, add_row, is_empty, summarise
 from unified_trainer.commands.output_folder import begin_output, check_output
 from unified_trainer.commands.progress import ItemProgress
 from unified_trainer.config import ConfigError, RunConfig
@@ -50,7 +50,7 @@ def write_trajectories(
     with claimed(out, mesh):
         encoders = replace(run.encoders, cache=run.encoders.cache or str(out / EMBEDDINGS))
         codec, negative = plan.family.codec(plan.folder, mesh.device, encoders), run.sampler.negative_prompt
-        begin_output(out, ABOUT, _about(plan, ode, codec), WHAT)
+        begin_output(out, ABOUT, _about(plan, ode, codec), WHAT, empty=is_empty(out))
         written = ClipFolder(out, ODE.with_metadata({TEXT_ENCODER: codec.text_fingerprint}), rows_per_file)
         done = set(written.captions().values())
         left = [prompt for prompt in plan.prompts if prompt not in done]
@@ -66,7 +66,7 @@ def write_trajectories(
                     _write(left, written, teacher, ode, plan, codec, progress)
             finally:
                 written.finish()
-            summarise(progress, f"{len(done) + len(left)} trajectories", out, len(left), "")
+            summarise(progress, len(done) + len(left), "trajectory", out, len(left))
 
 
 def _write(

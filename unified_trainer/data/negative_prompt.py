@@ -4,11 +4,11 @@ from pathlib import Path
 
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
+from unified_trainer.models.tensor_file import write_tensors
 
 FILE = "negative_prompt.safetensors"  # one tensor, NAME; metadata: the prompt, and the fingerprint of its text encoder
 NAME = "embedding"
@@ -17,7 +17,7 @@ NAME = "embedding"
 def write_negative_prompt(folder: Path, prompt: str, embedding: Float[Tensor, "n d"], text_encoder: str) -> None:
     """Write the embedding of a prompt atomically, with the fingerprint of what made it."""
     building = folder / f"{FILE}.tmp"
-    save_file({NAME: embedding.contiguous()}, building, {"prompt": prompt, "text_encoder": text_encoder})
+    write_tensors(building, {NAME: embedding.contiguous()}, {"prompt": prompt, "text_encoder": text_encoder})
     building.replace(folder / FILE)
 
 

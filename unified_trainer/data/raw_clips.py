@@ -1,5 +1,6 @@
 """Clips from video files, decoded and encoded when a run starts, for sets that fit in memory."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from unified_trainer.data.video_reader import VideoError, read_clips, to_video
 from unified_trainer.models.base import Codec
 
 WORKERS = 4  # threads that decode
+NAMED = 8  # videos that an error names
 
 
 def holds_videos(path: Path) -> bool:
@@ -22,20 +24,26 @@ def holds_videos(path: Path) -> bool:
 
 
 def checked_videos(path: Path) -> tuple[CaptionedVideo, ...]:
-    """Return the videos of data.path; VideoError names one that is not there or has no caption."""
+    """Return the videos of data.path; VideoError names those that are not there or have no caption."""
     videos = find_videos(path, "data.path")
-    for video in videos:
-        if video.fault:
-            raise VideoError(f"data.path {path}: {video.file}: {video.fault}")
+    _refuse(path, [f"{video.file}: {video.fault}" for video in videos if video.fault])
     return videos
 
 
 def encode_videos(path: Path, codec: Codec, size: VideoConfig) -> Clips:
-    """Decode and encode the first clip of each video; VideoError names the first one that cannot be used."""
-    encoded = []
+    """Decode and encode the first clip of each video; VideoError names those that cannot be used."""
+    encoded, faults = [], []
     videos = checked_videos(path)
     for _, clip in read_clips(videos, size, WORKERS):
         if isinstance(clip, VideoError):
-            raise VideoError(f"data.path {path}: {clip}")
-        encoded.append(codec.encode(to_video(clip)).cpu())
+            faults.append(str(clip))
+        elif not faults:
+            encoded.append(codec.encode(to_video(clip)).cpu())
+    _refuse(path, faults)
     return Clips(tuple(video.caption for video in videos), torch.cat(encoded))
+
+
+def _refuse(path: Path, faults: Sequence[str]) -> None:
+    if faults:
+        more = f"; and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
+        raise VideoError(f"data.path {path}: {'; '.join(faults[:NAMED])}{more}")

@@ -20,9 +20,10 @@ INVISIBLE = ("Cc", "Cf")  # controls, and formats such as zero-width spaces
 def read_columns(file: Path, key: str, *choices: Sequence[str], way_out: str = "") -> list[tuple[str, tuple[str, ...]]]:
     """Return for each row its place, "line 3" or "row 3", and some columns.
 
-    Each choice gives the names that one of the columns may have, the likeliest first. `key` is the setting that names
-    the file, for messages; `way_out` ends the message about an absent column. Raise UserError, naming file and line,
-    for a file that cannot be read, lacks a column, or holds no text there.
+    Each choice gives the names that one of the columns may have, the likeliest first; the file has one of them, the
+    first row's, in every row. `key` is the setting that names the file, for messages; `way_out` ends the message about
+    an absent column. Raise UserError, naming file and line, for a file that cannot be read, lacks a column, or holds no
+    text there.
     """
     place = f"{key} {file}"
     if file.suffix == ".parquet":
@@ -32,9 +33,8 @@ def read_columns(file: Path, key: str, *choices: Sequence[str], way_out: str = "
     else:
         numbered = [(f"line {i}", line) for i, line in enumerate(read_text(file, key).split("\n"), 1) if line.strip()]
         rows = [(where, parse_object(line, f"{place}: {where}")) for where, line in numbered]
-    return [
-        (where, tuple(_text(row, choice, f"{place}: {where}", way_out) for choice in choices)) for where, row in rows
-    ]
+    columns = [_pick(row, choice, f"{place}: {where}", way_out) for where, row in rows[:1] for choice in choices]
+    return [(where, tuple(_text(row, name, f"{place}: {where}", way_out) for name in columns)) for where, row in rows]
 
 
 def unreadable(text: str) -> str:
@@ -103,8 +103,8 @@ def _pick(names: Iterable[str], choice: Sequence[str], place: str, way_out: str)
     return found[0]
 
 
-def _text(row: dict[str, object], choice: Sequence[str], place: str, way_out: str) -> str:
-    value = row[_pick(row, choice, place, way_out)]
+def _text(row: dict[str, object], name: str, place: str, way_out: str) -> str:
+    value = row[_pick(row, (name,), place, way_out)]
     if not isinstance(value, str):
         raise UserError(f"{place} holds {value!r} instead of a text")
     refuse_unreadable(value, place)

@@ -83,6 +83,9 @@ class DiffusersModel:
                 weight.data = weight.data.to(dtype)
         self.network.register_to_config(_name_or_path="")
         self.network.save_pretrained(folder / component, max_shard_size=max_shard_size)
+        mode = (folder / component / self.network.config_name).stat().st_mode
+        for file in (folder / component).glob("*.safetensors"):  # written with mode 0600 whatever the umask is
+            file.chmod(mode)
         self.network.float()
 
     def compiled_inputs(self, *inputs: Any) -> tuple[Any, ...]:

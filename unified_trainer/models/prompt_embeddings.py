@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from unified_trainer.errors import UserError
 from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.parallel.mesh import Mesh
 
 NAME = "embedding"  # of the tensor in a file
@@ -131,7 +131,7 @@ def _write(file: Path, prompt: str, embedding: Embedding) -> None:
     building = file.with_suffix(f".{uuid.uuid4().hex}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({NAME: embedding}, building, {"prompt": prompt, "crc32": _crc32(embedding)})
+        write_tensors(building, {NAME: embedding}, {"prompt": prompt, "crc32": _crc32(embedding)})
         building.replace(file)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):

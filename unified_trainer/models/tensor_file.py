@@ -1,16 +1,29 @@
-"""Safetensors files: errors name the file, and the types of their tensors are checked from the header alone."""
+"""Safetensors files: errors name the file, types are checked from the header alone, and the umask decides who reads."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from unified_trainer.errors import UserError
 from unified_trainer.input_files import check_file
 
 FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file of contiguous tensors, with the permissions that any new file has there.
+
+    Raises OSError or SafetensorError if it cannot be written.
+    """
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file, dict(metadata) if metadata else None)  # it replaces the file by one of mode 0600
+    file.chmod(mode)
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from unified_trainer.errors import NotFiniteError
 from unified_trainer.meter import Meter, Pass
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import VideoModel
+from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.parallel.fsdp import (
     ROUNDED,
     average_gradients,
@@ -158,7 +158,7 @@ class Backbone:
         """Write the role's adapter in peft's layout: adapter_config.json and adapter_model.safetensors."""
         weights = {f"base_model.model.{key}": p.detach().contiguous() for key, p in self.weights(role).items()}
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        write_tensors(folder / "adapter_model.safetensors", weights, {"format": "pt"})
         lora_config(self.model, self.adapters[role]).save_pretrained(str(folder))
 
     def _count(self, _network: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:

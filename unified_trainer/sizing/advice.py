@@ -1,7 +1,7 @@
 """The settings that lower a run's peak memory most, found by estimating the run with each of them."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from unified_trainer.cli.command_line import with_settings
 from unified_trainer.config import RunConfig, flat, plain
@@ -12,20 +12,50 @@ from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sizing.estimate import estimate
 
 BEST = 3  # settings that are named
+LEAST = 0.01  # of the peak that a setting must lower to be named
 RANK = 16  # of the adapters that are tried
 
 
-def better_settings(run: RunConfig, ranks: int, peak: float) -> list[tuple[str, float]]:
-    """Return up to BEST settings as flags, each with the peak in bytes that it alone gives, lowest first."""
+class Better(NamedTuple):
+    """Settings as flags, and the peak in bytes with them."""
+
+    flags: str
+    peak: float
+
+
+def better_settings(run: RunConfig, ranks: int, peak: float, usable: float) -> tuple[list[Better], Better | None]:
+    """Return up to BEST settings, each with the peak that it alone gives, lowest first; and those of them together.
+
+    A setting that lowers the peak by less than LEAST of it is left out. The second is None if one of them alone fits
+    into `usable` bytes, or if there are fewer than two.
+    """
     found = []
     for settings in candidates(run, ranks):
-        try:
-            memory = estimate(with_settings(run, settings, "plan"), ranks).memory
-        except UserError:
-            continue  # a setting that this run cannot have
-        if (lower := memory.total(memory.peak)) < peak:
-            found.append((" ".join(_flag(key, value) for key, value in settings.items()), lower))
-    return sorted(found, key=lambda one: one[1])[:BEST]
+        lower = _peak(run, settings, ranks)
+        if lower is not None and lower <= (1 - LEAST) * peak:
+            found.append((settings, lower))
+    found = sorted(found, key=lambda one: one[1])[:BEST]
+    alone = [_better(settings, lower) for settings, lower in found]
+    if len(found) < 2 or alone[0].peak <= usable:
+        return alone, None
+    joined: dict[str, Any] = {}
+    for settings, _ in reversed(found):  # of two values of one setting the better one stays
+        joined |= settings
+    together = _peak(run, joined, ranks)
+    return alone, None if together is None or together >= alone[0].peak else _better(joined, together)
+
+
+def _peak(run: RunConfig, settings: Mapping[str, Any], ranks: int) -> float | None:
+    """Return the peak in bytes with these settings; None if the run cannot have them."""
+    try:
+        memory = estimate(with_settings(run, settings, "plan"), ranks).memory
+    except UserError:
+        return None
+    return memory.total(memory.peak)
+
+
+def _better(settings: Mapping[str, Any], peak: float) -> Better:
+    return Better(" ".join(_flag(key, value) for key, value in settings.items()), peak)
 
 
 def candidates(run: RunConfig, ranks: int) -> Iterator[Mapping[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from unified_trainer.commands.evaluation.checkpoints import Checkpoint
@@ -29,6 +29,7 @@ from unified_trainer.data.video_files import to_uint8, write_mp4
 from unified_trainer.errors import writing
 from unified_trainer.input_files import read_json
 from unified_trainer.models.base import Codec
+from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.numerics.frechet import frame_features
 from unified_trainer.rewards.base import Features, RewardConfig
 from unified_trainer.rewards.pixels import statistics, thumbnail
@@ -132,7 +133,7 @@ def measure(
     calls, seconds = network_calls(checkpoint.run.sampler, source.latent_shape[1]), source.seconds
     key = _key(checkpoint, plan, reward.config, source.device.type)
     with writing(folder):
-        save_file(joined, folder / FEATURES)
+        write_tensors(folder / FEATURES, joined)
     held = {"key": key, "calls": calls, "seconds": seconds, "rows": rows}
     write_text(folder / FILE, json.dumps(held, indent=1, ensure_ascii=False) + "\n")
     return Measured(folder, rows, seconds, calls, joined)

@@ -1,0 +1,30 @@
+"""The settings that plan names: those that help, and together if none of them alone is enough."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from unified_trainer.cli.command_line import parse
+from unified_trainer.sizing import advice
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("usable", "fits_alone"), [(85.0, True), (60.0, False)])
+def test_what_lowers_nothing_is_left_out_and_the_rest_is_tried_together(monkeypatch, usable, fits_alone):
+    """Made-up peaks: half of the frames save 20 of 100, averages on the CPU 15, moments in bf16 half a one."""
+    run = parse(["--method", "finetune", "--recipe", "tiny", "--student.ema-decay", "0.9", "--video.frames", "17"])
+
+    def estimated(changed, ranks):
+        saved = 20 * (changed.video.frames < 17) + 15 * (changed.roles["student"].ema_device == "cpu")
+        saved += 0.5 * (changed.roles["student"].moments == "bf16")
+        memory = SimpleNamespace(peak="rollout", total=lambda phase: 100.0 - saved)
+        return SimpleNamespace(memory=memory)
+
+    monkeypatch.setattr(advice, "estimate", estimated)
+    alone, together = advice.better_settings(run, 1, 100.0, usable)
+    assert [one.peak for one in alone] == [80.0, 85.0]
+    assert alone[0].flags == "--video.frames 9" and alone[1].flags == "--student.ema-device cpu"
+    if fits_alone:
+        assert together is None
+    else:
+        assert together.peak == 65.0 and all(one.flags in together.flags for one in alone)
