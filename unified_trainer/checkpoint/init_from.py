@@ -36,8 +36,8 @@ def check_same(roles: Mapping[str, Shapes], spec: str | Path) -> None:
 
     `roles` maps a role's name to the shapes of its weights. Headers of files are read, and no weight.
     """
-    folder, _ = find(spec)
-    for name, kind in _kinds(roles, folder, spec).items():
+    folder, metadata = find(spec)
+    for name, kind in _kinds(roles, folder, metadata, spec).items():
         held = {key.removeprefix(f"{kind}/"): tuple(shape) for key, shape in shapes(folder, kind).items()}
         _check_same(name, roles[name], held, folder, spec)
 
