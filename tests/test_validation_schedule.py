@@ -82,10 +82,10 @@ def test_a_run_that_is_cut_off_makes_the_validation_again(tmp_path, later, monke
     late(monkeypatch)
     original, folder = Saver.save, tmp_path / "run"
 
-    def fail(self, step, *rest):
+    def fail(self, step, *rest, **named):
         if step == 4:
             raise RuntimeError("the process ends here")
-        original(self, step, *rest)
+        original(self, step, *rest, **named)
 
     monkeypatch.setattr(Saver, "save", fail)
     with pytest.raises(RuntimeError, match="the process ends here"):
