@@ -1,6 +1,5 @@
 """The command evaluate: scores of the same samples as rollout and score, reuse, and what is refused."""
 
-import csv
 import gc
 import json
 import shutil
@@ -8,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from evaluating import refused, table
 from helpers import SHARP_AND_DARK, SMALL, TWO_PROMPTS, flags
 
 from unified_trainer.__main__ import main
@@ -46,19 +46,6 @@ def output(run, reward, tmp_path_factory):
     flags = ("--seeds", "0", "1", "--reward", str(reward), "--output", str(folder))
     assert main(["evaluate", *chosen, *ASKED, *flags]) == 0
     return folder
-
-
-def table(output, name: str) -> list[dict]:
-    with (output / name).open(encoding="utf-8", newline="") as opened:
-        return list(csv.DictReader(opened))
-
-
-def refused(capsys, *words: object) -> str:
-    capsys.readouterr()
-    assert main(["evaluate", *map(str, words)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    return said
 
 
 @pytest.mark.parametrize(("spec", "name"), [("@2", "run@2"), (":ema", "run@2:ema")])

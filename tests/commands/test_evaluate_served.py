@@ -1,12 +1,12 @@
 """The command evaluate with a student behind HTTP: the numbers of its checkpoint, and what is refused."""
 
-import csv
 import json
 import urllib.request
 from contextlib import contextmanager
 
 import pytest
 from answering import answering
+from evaluating import refused, table
 from helpers import SMALL, flags
 
 from unified_trainer.__main__ import main
@@ -57,19 +57,6 @@ def url(run):
 def about(url):
     with urllib.request.urlopen(f"{url}/health") as answer:
         return json.load(answer)
-
-
-def table(output, name: str) -> list[dict]:
-    with (output / name).open(encoding="utf-8", newline="") as opened:
-        return list(csv.DictReader(opened))
-
-
-def refused(capsys, *words: object) -> str:
-    capsys.readouterr()
-    assert main(["evaluate", *map(str, words)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    return said
 
 
 def test_a_served_student_measures_what_its_checkpoint_does(run, url, tmp_path, monkeypatch):
