@@ -101,6 +101,7 @@ _LIKE_TEACHER = Healthy(
 )
 _DIVERSE = replace(_LIKE_TEACHER, high=3.0)
 _ALARM = Healthy(high=0.0, advice="Look at the samples; train the critic more or lower student.learning_rate.")
+_YOUNGER = "make samples less ahead, or lower algorithm.experience.max_age for stored groups"
 HEALTHY: dict[str, Healthy] = {
     "reward_std": _CONSTANT,
     "reward_std_in_groups": Healthy(
@@ -114,8 +115,8 @@ HEALTHY: dict[str, Healthy] = {
         excluded=True,
         advice="Lower student.learning_rate, or bound it with algorithm.trust_region.",
     ),
-    "zero_gradient_fraction/lag_LAG": Healthy(high=0.2, advice="Set algorithm.correction, or make samples less ahead."),
-    "ess/lag_LAG": Healthy(low=0.5, excluded=True, advice="Few samples carry the update: make samples less ahead."),
+    "zero_gradient_fraction/lag_LAG": Healthy(high=0.2, advice=f"Set algorithm.correction, {_YOUNGER}."),
+    "ess/lag_LAG": Healthy(low=0.5, excluded=True, advice=f"Few samples carry the update: {_YOUNGER}."),
     "importance_weight_truncated": Healthy(
         high=0.1, excluded=True, advice="Raise algorithm.weight_max, or make samples less ahead."
     ),
