@@ -44,7 +44,8 @@ from unified_trainer.cli.command_line import parse
 from unified_trainer.data.clips import Clips, DataConfig, VideoConfig
 from unified_trainer.meter import Meter
 from unified_trainer.models.base import Codec
-from unified_trainer.models.wan.codec import WanCondition
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.wan.codec import WanCodec, WanCondition
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.device import (
     Timeline,
@@ -221,6 +222,15 @@ def methods(bench: Bench) -> None:
                 bench.row("step", f"{name}, {video}", lambda m=method, v=video, f=flags: _step(bench, m, v, f.split()))
 
 
+def vae(bench: Bench) -> None:
+    """Decoding of one sample, by precision and memory layout."""
+    for precision in ("fp32", "bf16"):
+        for last in (False, True):
+            config = EncoderConfig(vae_precision=precision, vae_channels_last=last)
+            name = f"decode {bench.scale.small}, {precision}, {'channels last' if last else 'contiguous'}"
+            bench.row("vae", name, lambda c=config: _decode(bench, c))
+
+
 def log_ratio(bench: Bench) -> None:
     """The log-ratio of replayed transitions before any weight has changed: what rounding alone makes of it."""
     for precision in ("bf16", "fp32"):
@@ -231,7 +241,7 @@ def log_ratio(bench: Bench) -> None:
             bench.row("log-ratio", name, lambda f=flags: _log_ratio(bench, f.split()))
 
 
-SECTIONS = {f.__name__: f for f in (network, attention, methods, log_ratio, compiled)}
+SECTIONS = {f.__name__: f for f in (network, attention, methods, vae, log_ratio, compiled)}
 
 
 class _Passes:
@@ -302,6 +312,20 @@ def _attention(bench: Bench, video: Video, kernel: str) -> dict[str, Any]:
     with _attention_kernel(bench, kernel):
         taken = fastest(device, work)
     return bench.rate(taken, 3 * 4 * size.width * video.tokens**2, video.tokens)
+
+
+def _decode(bench: Bench, config: EncoderConfig) -> dict[str, Any]:
+    """Measure the decoding of one sample, without gradient."""
+    device = bench.mesh.device
+    codec = WanCodec.load(bench.model, device, config)
+    draw = torch.Generator(device).manual_seed(0)
+    latents = torch.randn(1, *bench.scale.small.latent_shape, device=device, generator=draw)
+
+    @torch.no_grad()
+    def work() -> None:
+        codec.decode(latents)
+
+    return {"ms": 1000 * fastest(device, work), "peak_gib": peak_memory(device)}
 
 
 def _run(bench: Bench, method: str, video: Video, flags: list[str]) -> Built:
@@ -392,7 +416,7 @@ def main(out: Path, toy: bool = False, only: tuple[str, ...] = (), minutes: floa
     Args:
         out: Folder for bench.json and bench.md.
         toy: Take a narrow network and small videos.
-        only: Sections to run, of network, attention, methods, log_ratio and compiled; all by default.
+        only: Sections to run, of network, attention, methods, vae, log_ratio and compiled; all by default.
         minutes: Time after which no further row is begun.
     """
     end = time.monotonic() + 60 * minutes

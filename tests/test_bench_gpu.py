@@ -51,13 +51,14 @@ def test_the_toy_run(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_gpu, "ROUNDS", 1)
     repeat = recorded_calls.Call.repeat
     monkeypatch.setattr(recorded_calls.Call, "repeat", lambda call: (seen.append(call), repeat(call)))
-    bench_gpu.main(tmp_path, toy=True, only=("network", "attention", "methods", "log_ratio"))
+    bench_gpu.main(tmp_path, toy=True, only=("network", "attention", "methods", "vae", "log_ratio"))
     written = json.loads((tmp_path / "bench.json").read_text())
     rows = {row["name"]: row for row in written["rows"]}
     assert not any("failed" in row for row in written["rows"])
     forward, both = rows["32x32x5, forward"], rows["32x32x5, forward and backward, recomputing full"]
     # MATH: products of the input's layers have no gradient of their input counted apart, so a pass is exactly thrice.
     assert both["model_tflop"] == pytest.approx(3 * forward["model_tflop"])
+    assert rows["decode 32x32x5, bf16, channels last"]["ms"] > 0
     step = rows["dmd2, adapters, 32x32x9"]
     assert step["calls"] == len(seen) and sum(call.grad for call in seen) >= 2
     assert all(call.half for call in seen if call.name == "WanModel.velocity")

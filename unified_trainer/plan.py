@@ -139,7 +139,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
     check_roles(run, roles, mesh)
-    run.encoders.check()
+    run.encoders.check(mesh.device.type)
     if any(role.trainable and not isinstance(role.trainable.activation_memory, str) for role in roles.values()):
         activations = estimate(run, mesh.size).activations
         roles |= {name: replace(roles[name], recompute=one.recompute) for name, one in activations.items()}

@@ -19,6 +19,7 @@ def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: So
     rows["VAE"] = encoders.vae_precision + (", in CPU memory between uses" if encoders.offload else "")
     rows["VAE"] += ", one sample at a time" if encoders.vae_slicing else ""
     rows["VAE"] += f", tiles of {encoders.vae_tile} pixels" if encoders.vae_tile else ""
+    rows["VAE"] += ", channels last" if encoders.vae_channels_last else ""
     for name, config in run.reward.named().items():
         rows["scorer " + name] = _scorer(config)
     if run.reward.offload:

@@ -17,7 +17,7 @@ from unified_trainer.data.tiny_world import TRAINING, draw_clip, render
 from unified_trainer.errors import UserError
 from unified_trainer.models import frozen_network
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.frozen_network import FrozenNetwork
+from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.wan.codec import WanCodec
 
 META = torch.device("meta")
@@ -165,7 +165,50 @@ def test_each_tile_has_its_own_feature_cache_and_one_tile_is_the_whole_frame():
     assert video.shape == (1, 3, 9, 112, 64)
     torch.testing.assert_close(video[..., :48, :48], alone[..., :48, :48], atol=2e-6, rtol=0)
     with pytest.raises(UserError, match=r"encoders\.vae_tile must be a multiple of 64, or 0, not 80"):
-        EncoderConfig(vae_tile=80).check()
+        EncoderConfig(vae_tile=80).check("cpu")
+
+
+def test_channels_last_change_values_by_rounding():
+    """Encoding, decoding with its gradient, and decoding chunk by chunk; most convolutions get channels last."""
+    last = WanCodec.load(WAN, CPU, EncoderConfig(vae_channels_last=True))
+    layouts = []
+    for layer in last._vae.load().modules():
+        if isinstance(layer, nn.Conv3d):
+            assert layer.weight.is_contiguous(memory_format=torch.channels_last_3d)
+            layer.register_forward_pre_hook(lambda _layer, inputs: layouts.append(_has_channels_last(inputs[0])))
+        elif isinstance(layer, nn.Conv2d):
+            assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+    latents = torch.randn(2, 16, 3, 2, 2)
+    leaves = [latents.clone().requires_grad_() for _ in range(2)]
+    videos = [one.decode(leaf) for one, leaf in zip((last, tiny_codec()), leaves, strict=True)]
+    assert sum(layouts) > 0.75 * len(layouts) > 0
+    for video in videos:
+        video.sum().backward()
+    torch.testing.assert_close(videos[0], videos[1], atol=5e-6, rtol=0)
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(last.decoder()(latents), videos[1].detach(), atol=5e-6, rtol=0)
+    frames = videos[1].detach()
+    torch.testing.assert_close(last.encode(frames), tiny_codec().encode(frames), atol=1e-4, rtol=1e-4)
+
+
+def _has_channels_last(x: torch.Tensor) -> bool:
+    """Whether the channels of a position follow each other, which a tensor without extent in space shows in no way."""
+    return x.shape[1] > 1 and x.stride(1) == 1 and x[0, 0].numel() > 1
+
+
+def test_an_offloaded_network_keeps_its_layout():
+    network = channels_last(nn.Sequential(nn.Conv3d(4, 6, 3), nn.Conv2d(4, 6, 3)))
+    strides = [layer.weight.stride() for layer in network]
+    assert strides == [(108, 1, 36, 12, 4), (36, 1, 12, 4)]
+    frozen = FrozenNetwork(lambda: network, META, offload=True)
+    with frozen.in_use() as used:
+        assert [layer.weight.stride() for layer in used] == strides
+    assert [layer.weight.stride() for layer in network] == strides
+
+
+def test_channels_last_are_refused_on_an_npu():
+    with pytest.raises(UserError, match=r"encoders\.vae_channels_last: an NPU has no memory layout"):
+        EncoderConfig(vae_channels_last=True).check("npu")
 
 
 def fingerprint_of(folder, **settings) -> str:

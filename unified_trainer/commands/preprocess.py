@@ -94,19 +94,18 @@ def preprocess(
         raise UserError("--every-state and --seed are for trajectories of a teacher: add --trajectories")
     size = {"frames": frames, "height": height, "width": width, "fps": fps}
     run = _settings(recipe, config, method or ("ode_init" if trajectories else "finetune"), model, size, settings)
+    mesh = _one_process(device)
     if trajectories:
-        mesh = _one_process(device)
         run = replace(run, seed=seed)
         write_trajectories(run, source, out, mesh, every_state=every_state, rows_per_file=rows_per_file)
         return
-    run.encoders.check()
+    run.encoders.check(mesh.device.type)
     path = run.roles["student"].path
     family, folder = family_of("--model", fetch_pipeline(path, "--model") if is_hub_id(path) else path)
     family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     prompts = read_prompts(source, "SOURCE").prompts if source.suffix == ".txt" else ()
     videos = () if prompts else find_videos(source, "SOURCE", captions)
     check_output(out, ABOUT, WHAT)
-    mesh = _one_process(device)
     with claimed(out, mesh) as note:
         if note:
             say(note)

@@ -25,6 +25,9 @@ class EncoderConfig:
     vae_tile: CountOrZero = 0
     """Encode and decode larger frames in tiles of this many pixels a side, which overlap by a quarter and are blended,
     for less memory; a multiple of 64. Values change where tiles meet (docs/performance.md). 0 takes frames whole."""
+    vae_channels_last: bool = False
+    """Hold the VAE's convolutions with channels last in memory, the order that most convolution kernels work in.
+    Values change by rounding. Not for an NPU."""
     offload: bool = False
     """Keep text encoder and VAE in CPU memory, copied to the device while they are used: the VAE once for all
     samples that a training step scores, which are then all made first. Changes no result."""
@@ -37,8 +40,15 @@ class EncoderConfig:
     """Embeddings on disk, in GiB. The run's prompts are encoded before the first step as far as they fit; the text
     encoder is then removed from memory, and read again only for a prompt that did not fit."""
 
-    def check(self) -> None:
-        """Raise UserError for a wrong tile and for a folder that cannot be written into; create the folder."""
+    def check(self, kind: str) -> None:
+        """Raise UserError for settings that a device of this kind cannot run; create the folder of the cache.
+
+        Raise it also for a wrong tile and for a folder that cannot be written into.
+        """
+        if self.vae_channels_last and kind == "npu":
+            raise UserError(
+                "encoders.vae_channels_last: an NPU has no memory layout with channels last for video: leave it out"
+            )
         if self.vae_tile % TILE_UNIT:
             raise UserError(f"encoders.vae_tile must be a multiple of {TILE_UNIT}, or 0, not {self.vae_tile}")
         if self.cache:

@@ -11,6 +11,16 @@ from unified_trainer.parallel.device import can_pin
 
 BUFFER = 2**30  # bytes of CPU memory that are copied at a time; torch rounds pinned memory up to a power of two
 ALIGNED = 256  # bytes: where a weight begins in a buffer, as kernels want it
+LAST = {nn.Conv2d: torch.channels_last, nn.Conv3d: torch.channels_last_3d}  # the layout of each kind of convolution
+
+
+def channels_last(network: nn.Module) -> nn.Module:
+    """Hold the weights of all convolutions of images and videos with channels last; their outputs are held so too."""
+    for module in network.modules():
+        for kind, layout in LAST.items():
+            if isinstance(module, kind):
+                module.weight.data = module.weight.data.contiguous(memory_format=layout)
+    return network
 
 
 class FrozenNetwork:
@@ -79,7 +89,9 @@ class _Stored:
                     tensors.append(tensor)
                 self._slots.append((module, name, numbers[id(tensor)]))
         self._places, sizes = _packed([tensor.nbytes for tensor in tensors])
-        self._types = [(tensor.dtype, tensor.shape, isinstance(tensor, nn.Parameter)) for tensor in tensors]
+        strides = [torch.empty_like(one, device="meta").stride() for one in tensors]  # dense, in the same order
+        kinds = zip(tensors, strides, strict=True)
+        self._types = [(one.dtype, one.shape, stride, isinstance(one, nn.Parameter)) for one, stride in kinds]
         self._buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
         self.home = self._tensors(self._buffers)
         with torch.no_grad():
@@ -98,8 +110,8 @@ class _Stored:
 
     def _tensors(self, buffers: list[Tensor]) -> list[Tensor]:
         found: list[Tensor] = []
-        for (number, start, size), (dtype, shape, trained) in zip(self._places, self._types, strict=True):
-            tensor = buffers[number][start : start + size].view(dtype).view(shape)
+        for (number, start, size), (dtype, shape, stride, trained) in zip(self._places, self._types, strict=True):
+            tensor = buffers[number][start : start + size].view(dtype).as_strided(shape, stride)
             found.append(nn.Parameter(tensor, requires_grad=False) if trained else tensor)
         return found
 

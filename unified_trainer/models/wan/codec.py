@@ -20,7 +20,7 @@ from unified_trainer.errors import UserError
 from unified_trainer.input_files import read_as
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import check_described, fingerprint, load_strictly, read_tokenizer
-from unified_trainer.models.frozen_network import FrozenNetwork
+from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.models.wan.configs import TextEncoderConfig, vae_outline
 from unified_trainer.parallel.mesh import Mesh
@@ -88,7 +88,7 @@ class WanCodec:
                 network.enable_slicing()
             if config.vae_tile:
                 network.enable_tiling(*[config.vae_tile] * 2, *[config.vae_tile * 3 // 4] * 2)
-            return network
+            return channels_last(network) if config.vae_channels_last else network
 
         codec = cls(
             folder,
