@@ -114,7 +114,7 @@ class Model:
         return self.network(x_t, sigma.float(), cond.label)
 
     @contextmanager
-    def features(self):
+    def features(self, *, alone=False):
         seen = []
         handle = self.network.layers[1].register_forward_hook(lambda _m, _i, output: seen.append(output[:, None]))
         yield seen

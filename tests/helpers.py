@@ -96,8 +96,8 @@ def tiny_codec() -> WanCodec:
     return WanCodec.load(WAN, CPU, EncoderConfig())
 
 
-def small_model(seed: int = 0, heads: int = 2) -> WanModel:
-    """A fresh Wan transformer of two blocks, the same for the same seed."""
+def small_model(seed: int = 0, heads: int = 2, layers: int = 2) -> WanModel:
+    """A fresh Wan transformer of few blocks, the same for the same seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         network = WanTransformer3DModel(
@@ -109,7 +109,7 @@ def small_model(seed: int = 0, heads: int = 2) -> WanModel:
             text_dim=32,
             freq_dim=16,
             ffn_dim=32,
-            num_layers=2,
+            num_layers=layers,
             rope_max_seq_len=16,
         )
     return WanModel(network)

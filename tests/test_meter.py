@@ -11,6 +11,7 @@ from helpers import (
     FEW_STEPS,
     LATENT_SHAPE,
     SMALL,
+    WAN,
     adapted,
     dance_grpo,
     frozen,
@@ -31,6 +32,7 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.experts import ExpertPair
 from unified_trainer.roles.role import Role, RoleConfig, Trainable, TrainableConfig
+from unified_trainer.roles.value import Value
 from unified_trainer.sampling import SamplerConfig, generate, predict_chunks
 
 pytestmark = pytest.mark.slow
@@ -96,6 +98,23 @@ def test_a_backward_pass_is_twice_the_forward_pass(checkpointing):
         rows = {role.network.patch_embedding: 4 * TOKENS, embedder.text_embedder.linear_1: 4 * texts}
         rows[embedder.time_embedder.linear_1] = 4
         assert both.flops - torchs == sum(2 * layer.weight.numel() * count for layer, count in rows.items())
+
+
+def test_a_value_is_counted_up_to_the_features():
+    """Three blocks of five, and the output layer, through which nothing goes back. Heads are not counted."""
+    role = Value("value", Backbone(WanModel.load(WAN, CPU), ALONE, trained=True), TrainableConfig())
+    role._heads[""].weight.data.fill_(1.0)
+    at = (noise(), torch.linspace(0.2, 0.95, 4, dtype=torch.float64), condition())
+    with torch.no_grad():
+        forward, torchs = counted(lambda: role.value(*at))
+        whole, _ = counted(lambda: role.velocity(*at))
+    head = 2 * 4 * role.network.config.num_attention_heads * role.network.config.attention_head_dim
+    assert forward.flops == torchs - head and 0.6 < forward.flops / whole.flops < 0.65
+    both, torchs = counted(lambda: role.value(*at).sum().backward())
+    embedder, texts = role.network.condition_embedder, condition().text.shape[1]
+    rows = {role.network.patch_embedding: 4 * TOKENS, embedder.text_embedder.linear_1: 4 * texts}
+    rows[embedder.time_embedder.linear_1] = 4
+    assert both.flops - (torchs - 3 * head) == sum(2 * layer.weight.numel() * n for layer, n in rows.items())
 
 
 def test_a_pass_whose_gradient_is_never_asked_for_is_forward_only():

@@ -30,6 +30,7 @@ class Pass:
     tokens: int  # latent tokens of all samples
     rows: Mapping[str, int]  # rows that a matrix is multiplied with, by the kind of its layer
     attention: int  # FLOPs of the forward pass in products of two activations
+    to_features: bool = False  # whether it ends at the features of the middle block
 
 
 class Meter:

@@ -54,7 +54,7 @@ class ElementFeatures(Model):
     feature_size = SIZE
 
     @contextmanager
-    def features(self):
+    def features(self, *, alone=False):
         seen = []
         handle = self.network.register_forward_hook(lambda _m, inputs, _o: seen.append(inputs[0].flatten(1)[:, None]))
         yield seen

@@ -24,6 +24,7 @@ from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.gradient_products import gradient_products
 from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.roles.value import Value
 
 MESHES = {
     "sharded": ParallelConfig(),
@@ -109,6 +110,17 @@ def gathered(mesh: Mesh, *, half: bool) -> torch.Tensor:
     return torch.tensor([count.bytes, sum(p.numel() for p in whole), len(whole)])
 
 
+def gathered_for_values(mesh: Mesh) -> torch.Tensor:
+    """Bytes gathered for a velocity, for a value of the same network, and in both for the weights of a block."""
+    role = Value("value", Backbone(small_model(layers=4), mesh, trained=True), TrainableConfig())
+    found, inputs = [], (torch.zeros(1, *LATENT_SHAPE), torch.tensor([0.5]), tiny_codec().encode_text(CAPTIONS[:1]))
+    for one in (role.velocity, role.value):
+        with torch.no_grad(), Gathered() as count:
+            one(*inputs)
+        found.append(count.bytes)
+    return torch.tensor([*found, 4 * sum(p.numel() for p in role.network.blocks[3].parameters())])
+
+
 def compiled(mesh: Mesh) -> dict[str, torch.Tensor]:
     """What a student of compiled blocks gives, and the number of its graphs."""
     blocks.BACKEND = "aot_eager"  # Inductor's kernels round otherwise
@@ -145,6 +157,7 @@ def work(folder: Path) -> None:
         if name != "replicated":
             tensors |= {f"{name}/compiled/{key}": value for key, value in compiled(mesh).items()}
     tensors["gathered/half"], tensors["gathered/float"] = gathered(first, half=True), gathered(first, half=False)
+    tensors["gathered/values"] = gathered_for_values(first)
     back = load(student(first), folder / "one" / f"step_{UPDATES}", first)
     tensors |= {f"back/{key}": value for key, value in back.items()}
     if first.is_main:

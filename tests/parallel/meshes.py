@@ -165,7 +165,7 @@ def two_adapters(mesh: Mesh, other: str) -> tuple[Backbone, TrainableConfig]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are the point
         adapters = {"student": adapter, other: adapter}
-        backbone = Backbone(small_model(0), mesh, adapters=adapters, recompute="full")
+        backbone = Backbone(small_model(layers=3), mesh, adapters=adapters, recompute="full")
     return backbone, TrainableConfig(**MOVING, adapter=adapter)
 
 
@@ -218,7 +218,7 @@ def policy_gradient(student: Trainable, chunks: ChunkConfig, micro_batch: int):
 
 def dance_ppo(mesh: Mesh, micro_batch: int = 1) -> tuple[DancePPO, dict[str, Trainable], Clips]:
     student = own("student", RecordingTrainable, mesh, small_model())
-    return with_values(student, own("value", RecordingValue, mesh, small_model(1)), micro_batch)
+    return with_values(student, own("value", RecordingValue, mesh, small_model(1, layers=4)), micro_batch)
 
 
 def dance_ppo_adapters(mesh: Mesh, micro_batch: int = 1) -> tuple[DancePPO, dict[str, Trainable], Clips]:

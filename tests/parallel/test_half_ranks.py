@@ -71,6 +71,12 @@ def test_half_of_the_bytes_are_gathered(two):
     assert 0.4 * exact < half <= 0.5 * exact
 
 
+def test_blocks_behind_the_features_are_not_gathered_for_a_value(two):
+    """The last one of four."""
+    velocity, value, block = two["gathered/values"].tolist()
+    assert 1 <= (velocity - value) / block < 1.05  # with padding
+
+
 def test_inner_products_of_gradients_count_every_weight_once(two):
     torch.testing.assert_close(two["sharded/products"], two["replicated/products"], rtol=1e-6, atol=0)
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from helpers import ALONE, LATENT_SHAPE, assert_same, gradients, small_batch, small_model, weights
+from helpers import ALONE, CPU, LATENT_SHAPE, WAN, assert_same, gradients, small_batch, small_model, weights
 
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import ExpertPair
@@ -44,6 +45,27 @@ def test_the_head_reads_the_mean_token_of_the_middle_block():
     with role.running() as model, model.features() as seen:
         model.velocity(X_T, SIGMA, cond)
     torch.testing.assert_close(role.value(X_T, SIGMA, cond), 0.5 * seen[0].mean(1).sum(1))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_blocks_behind_the_features_do_not_run(recompute):
+    """Value and gradient are those of a pass through all five blocks of the tiny world; the next pass runs them all."""
+    network, cond = WanModel.load(WAN, CPU), small_batch(4).cond
+    role = Value("value", Backbone(network, ALONE, trained=True, recompute=recompute), TrainableConfig())
+    role._heads[""].weight.data.fill_(1.0)
+    runs = []
+    for number, block in enumerate(network.network.blocks):
+        block.register_forward_hook(lambda _block, _inputs, _output, number=number: runs.append(number))
+    found = []
+    for value in (role.value, lambda *inputs: role.velocity_and_head(*inputs)[1]):
+        values = value(X_T, SIGMA, cond)
+        role.network.zero_grad()
+        values.sum().backward()
+        found.append((values.detach(), gradients(role.network)))
+    assert runs[:3] == [0, 1, 2] and runs.count(3) == runs.count(4) == 1
+    assert torch.equal(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
+    assert not any(key.startswith(("blocks.3.", "blocks.4.")) for key in found[0][1])
 
 
 def test_the_gradient_ends_at_the_features():

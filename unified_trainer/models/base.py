@@ -49,8 +49,11 @@ class VideoModel(Protocol):
         """The number of channels of `features`."""
         ...
 
-    def features(self) -> AbstractContextManager[list[Tensor]]:
-        """Inside the context, every pass appends its middle block's output [b, tokens, feature_size] to the list."""
+    def features(self, *, alone: bool = False) -> AbstractContextManager[list[Tensor]]:
+        """Inside the context, every pass appends its middle block's output [b, tokens, feature_size] to the list.
+
+        With `alone` the blocks behind the middle one do not run, and the velocity means nothing.
+        """
         ...
 
     def read(self, mesh: Mesh, merged: AdapterFile | None = None) -> None:
@@ -73,7 +76,10 @@ class VideoModel(Protocol):
         ...
 
     def layer_kind(self, layer: str) -> str:
-        """Return the kind of a linear or convolution layer by its name: a key of the rows of `pass_size`."""
+        """Return the kind of a linear or convolution layer by its name: a key of the rows of `pass_size`.
+
+        Layers behind all blocks may be of kind "output": nothing goes back through them in a pass to the features.
+        """
         ...
 
     def pass_size(self, *inputs: Tensor) -> PassSize:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -14,6 +14,7 @@ from unified_trainer.errors import UserError
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.folder import outline, read_weights
+from unified_trainer.parallel.fsdp import nothing_ahead_of
 from unified_trainer.parallel.mesh import Mesh
 
 
@@ -50,14 +51,30 @@ class DiffusersModel:
         raise NotImplementedError
 
     @contextmanager
-    def features(self) -> Iterator[list[Tensor]]:
+    def features(self, *, alone: bool = False) -> Iterator[list[Tensor]]:
         seen: list[Tensor] = []
-        middle = self.blocks[len(self.blocks) // 2]
-        handle = middle.register_forward_hook(lambda _module, _inputs, output: seen.append(self.whole(output)))
+        middle = len(self.blocks) // 2
+        hook = self.blocks[middle].register_forward_hook(lambda _block, _inputs, y: seen.append(self.whole(y)))
         try:
-            yield seen
+            with self._ending_at(middle) if alone else nullcontext():
+                yield seen
         finally:
-            handle.remove()
+            hook.remove()
+
+    @contextmanager
+    def _ending_at(self, last: int) -> Iterator[None]:
+        """Let the network see shorter lists of its blocks, up to block `last`. All blocks stay its modules."""
+        blocks = self.blocks
+        lists = {name: part for name, part in self.network.named_children() if isinstance(part, nn.ModuleList)}
+        left = {id(block) for block in blocks[last + 1 :]}
+        attributes = vars(self.network)  # are found before modules of the same name
+        attributes.update({name: [block for block in part if id(block) not in left] for name, part in lists.items()})
+        try:
+            with nothing_ahead_of(blocks[last], blocks[last + 1 : last + 2]):
+                yield
+        finally:
+            for name in lists:
+                del attributes[name]
 
     def whole(self, tokens: Tensor) -> Tensor:
         """Return the tokens of all sequence ranks, of those that this rank holds."""

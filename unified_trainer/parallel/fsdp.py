@@ -3,7 +3,8 @@
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from zlib import crc32
 
 import torch
@@ -50,6 +51,18 @@ def shard(network: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, *, half: 
     for first, second in itertools.pairwise(blocks):
         first.set_modules_to_forward_prefetch([second])
         second.set_modules_to_backward_prefetch([first])
+
+
+@contextmanager
+def nothing_ahead_of(block: nn.Module, following: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, a pass that ends with this block does not gather the weights of the one block that follows, if any."""
+    if isinstance(block, FSDPModule):
+        block.set_modules_to_forward_prefetch([])
+    try:
+        yield
+    finally:
+        if isinstance(block, FSDPModule):
+            block.set_modules_to_forward_prefetch([*following])
 
 
 def _not_rounded(network: nn.Module) -> set[nn.Parameter]:

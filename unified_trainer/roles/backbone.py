@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.adapter import AdapterConfig, inject, lora_config
 from unified_trainer.roles.blocks import prepare_blocks
 from unified_trainer.roles.recompute import Recompute, Recomputed
+from unified_trainer.types import Condition, Latents, PerSample
 
 NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights alone
 
@@ -81,6 +83,7 @@ class Backbone:
             _hold_in_bf16(model.network)
         self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
         self._running, self._role = "", ""
+        self._features: list[Tensor] | None = None  # of a pass that ends at them
         self._switch(NO_ADAPTER)
         if mesh.config.sequence > 1:
             model.share_tokens(mesh)
@@ -122,6 +125,16 @@ class Backbone:
         with self._adapter(role if role in self.adapters else NO_ADAPTER):
             yield self.model
 
+    def features(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Float[Tensor, "b n d"]:
+        """Return the features of the role that runs, from a pass that ends there."""
+        with self.model.features(alone=True) as seen:
+            self._features = seen
+            try:
+                self.model.velocity(x_t, sigma, cond)
+            finally:
+                self._features = None
+        return seen[-1]
+
     def exchange_gradients(self, *, last: bool) -> None:
         """Set before a backward pass whether an update follows it: only then are the gradients reduced over ranks."""
         exchange_gradients(self.model.network, last=last, mesh=self.mesh)
@@ -162,7 +175,7 @@ class Backbone:
         lora_config(self.model, self.adapters[role]).save_pretrained(str(folder))
 
     def _count(self, _network: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-        """Count tokens and FLOPs of a pass, and the FLOPs of its backward pass when a gradient reaches its output.
+        """Count tokens and FLOPs of a pass, and the FLOPs of its backward pass when a gradient reaches its end.
 
         A product with a matrix of p weights takes 2 p FLOPs a row, and as many for the gradient of its input and for
         that of the matrix where it is trained; attention takes twice its own in the backward pass. What activation
@@ -171,20 +184,22 @@ class Backbone:
         meter = Meter.current()
         if meter is None:
             return
-        size, ranks = self.model.pass_size(*inputs), self.mesh.config.sequence
+        size, ranks, features = self.model.pass_size(*inputs), self.mesh.config.sequence, self._features
+        first = output[0] if isinstance(output, tuple) else output
+        end = first if features is None else features[-1]
         forward, backward = size.attention, 2 * size.attention
         for matrix in self._matrices:
-            if matrix.adapter in ("", self._running):
+            if matrix.adapter in ("", self._running) and (features is None or not matrix.behind):
                 products = 2 * matrix.weights * size.rows[matrix.kind]
                 forward += products
-                backward += (1 + matrix.trained) * products
+                if features is None or matrix.kind != "output":
+                    backward += (1 + matrix.trained) * products
         meter.add(size.tokens / ranks, forward / ranks)
-        first = output[0] if isinstance(output, tuple) else output
         if meter.note is not None:
-            rows = dict(size.rows)
-            meter.note(Pass(self._role, first.requires_grad, len(first), size.tokens, rows, size.attention))
-        if first.requires_grad:
-            first.register_hook(lambda _gradient: meter.add(0, backward / ranks))
+            sizes = (len(first), size.tokens, dict(size.rows), size.attention)
+            meter.note(Pass(self._role, end.requires_grad, *sizes, to_features=features is not None))
+        if end.requires_grad:
+            end.register_hook(lambda _gradient: meter.add(0, backward / ranks))
 
     @contextmanager
     def _adapter(self, adapter: str) -> Iterator[None]:
@@ -211,15 +226,18 @@ class _Matrices:
     kind: str  # a key of PassSize.rows
     adapter: str  # the adapter that they belong to, or "" for the model's own
     trained: bool
+    behind: bool  # whether a pass that ends at the features does not run them
     weights: int
 
 
 def _matrices(model: VideoModel) -> list[_Matrices]:
-    found: dict[tuple[str, str, bool], int] = {}
+    found: dict[tuple[str, str, bool, bool], int] = {}
+    behind = {layer for block in model.blocks[len(model.blocks) // 2 + 1 :] for layer in block.modules()}
     for name, layer in model.network.named_modules():
         if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             base, is_lora, adapter = name.partition(".lora_")
-            key = (model.layer_kind(base), adapter.partition(".")[2] if is_lora else "", layer.weight.requires_grad)
+            role = adapter.partition(".")[2] if is_lora else ""
+            key = (model.layer_kind(base), role, layer.weight.requires_grad, layer in behind)
             found[key] = found.get(key, 0) + layer.weight.numel()
     return [_Matrices(*key, weights) for key, weights in found.items()]
 

@@ -46,10 +46,24 @@ class Headed(Trainable):
         def call(expert: Expert, pick: Pick) -> tuple[Latents, Float[Tensor, " m"]]:
             with self.running(expert) as model, model.features() as seen:
                 velocity = model.velocity(pick(x_t), pick(sigma), cond.map(pick))
-            return velocity, self._heads[expert](seen[-1].float().mean(1))[:, 0]
+            return velocity, self._head(expert, seen[-1])
 
         velocity, output = route(self._row_masks(sigma), call)
         return velocity, output
+
+    def head_alone(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Float[Tensor, " b"]:
+        """Return the output of the head for each sample, from a pass that ends at the features."""
+
+        def call(expert: Expert, pick: Pick) -> tuple[Float[Tensor, " m"]]:
+            with self.running(expert):
+                features = self.backbones[expert].features(pick(x_t), pick(sigma), cond.map(pick))
+            return (self._head(expert, features),)
+
+        (output,) = route(self._row_masks(sigma), call)
+        return output
+
+    def _head(self, expert: Expert, features: Float[Tensor, "m n d"]) -> Float[Tensor, " m"]:
+        return self._heads[expert](features.float().mean(1))[:, 0]
 
 
 def _zero_linear(backbone: Backbone) -> nn.Linear:

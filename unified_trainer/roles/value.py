@@ -7,11 +7,11 @@ from unified_trainer.types import Condition, Latents, PerSample
 class Value(Headed):
     """A network that is trained through its head alone, from the student's weights or with an adapter on them.
 
-    The blocks behind the features have no gradient and stay as they were read.
+    The blocks behind the features do not run and stay as they were read.
     """
 
     head = "value"
 
     def value(self, x_t: Latents, sigma: PerSample, cond: Condition) -> PerSample:
         """Return the predicted reward at (x_t, sigma, prompt), one number per sample; 0 before the first update."""
-        return self.velocity_and_head(x_t, sigma, cond)[1]
+        return self.head_alone(x_t, sigma, cond)

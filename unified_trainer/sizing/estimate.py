@@ -135,6 +135,8 @@ def _flops(one: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
     model, config = sizes.models[name], sizes.run.roles.get(name)
     trained = expert in counts.plans[name].layout.trained
     rank = config.adapter.rank if trained and isinstance(config, TrainableConfig) else 0
+    layers = model.size.layers_to_features if one.to_features else model.size.layers
+    repeated = min(recompute_of(name, expert, counts, sizes).full, layers) / layers  # the first blocks are
     frames = one.tokens / one.samples
     pairs = one.attention / (4 * HEAD * one.samples) - frames * TEXT_TOKENS
     found = pass_flops(
@@ -142,10 +144,11 @@ def _flops(one: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
         int(frames * frame),
         model.text_tokens,
         rank=rank,
-        repeated=recompute_of(name, expert, counts, sizes).full / model.size.layers if trained else 0.0,
+        repeated=repeated if trained else 0.0,
         pairs=pairs * frame**2,
         text_keys=model.text_tokens if one.rows["text keys"] else 0,
         times=1 if one.rows["times"] == one.samples else int(frames * frame),
+        to_features=one.to_features,
     )
     return found.times(one.samples)
 
@@ -164,7 +167,9 @@ def _sent(counts: Counts, sizes: Sizes) -> float:
         seat = seat_of(counts, one)
         network = held.get(seat) or next(iter(held.values()))
         gathers = 2 if one.gradient and sizes.run.parallel.reshard_after_forward else 1
-        total += share * gathers * ring * network.sent
+        size = sizes.models[seat[0]].size
+        blocks = size.layers_to_features / size.layers if one.to_features else 1.0
+        total += share * gathers * ring * network.sent * blocks
     updates = {loss[-1].role for loss in counts.losses if loss and any(one.gradient for one in loss)}
     reduced = sum(FP32 * one.trained for seat, one in held.items() if any(role.startswith(seat[0]) for role in updates))
     return total + 2 * ring * reduced

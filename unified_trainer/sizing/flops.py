@@ -44,6 +44,11 @@ class TransformerSize:
         patch = 2 * self.channels * self.patch * d + d + self.channels * self.patch
         return self.layers * block + text + time + 6 * d * d + 6 * d + 2 * d + patch
 
+    @property
+    def layers_to_features(self) -> int:
+        """The number of blocks up to the middle one, whose output the features are."""
+        return self.layers // 2 + 1
+
     def adapter(self, rank: int) -> int:
         """Return the number of weights of an adapter on all attention and feed-forward matrices."""
         return self.layers * rank * (8 * 2 * self.width + 2 * (self.width + self.ffn))
@@ -84,6 +89,7 @@ def pass_flops(
     pairs: float | None = None,
     text_keys: int | None = None,
     times: int = 1,
+    to_features: bool = False,
 ) -> PassFLOPs:
     """Return the FLOPs of one pass over a sample of `tokens` latent tokens and `text_tokens` tokens of text.
 
@@ -91,21 +97,23 @@ def pass_flops(
     `repeated` is the share of the blocks that the backward pass computes again as a whole; selective recomputation
     repeats only the second factors of adapters, which are not counted. Of a causal pass, `pairs` are the pairs of query
     and key, `text_keys` the text tokens whose keys are not cached, and `times` the noise levels of a sample; by default
-    all tokens attend to all, at one noise level.
+    all tokens attend to all, at one noise level. A pass to the features runs the blocks up to the middle one, and its
+    backward pass begins there.
     """
     d, f, n, t = size.width, size.ffn, tokens, text_tokens
+    layers = size.layers_to_features if to_features else size.layers
     keys, pairs = t if text_keys is None else text_keys, n * n if pairs is None else pairs
     block = 2 * (n * (6 * d * d + 2 * d * f) + keys * 2 * d * d)
     pixels = n * 2 * size.channels * size.patch * d
     outside = 2 * (pixels + t * (size.text_width * d + d * d) + times * (size.frequencies * d + 7 * d * d))
-    attention = 4 * d * size.layers * (pairs + n * t)
-    adapter = 2 * size.layers * rank * (n * (6 * 2 * d + 2 * (d + f)) + keys * 2 * 2 * d)
-    products = size.layers * block + outside
+    attention = 4 * d * layers * (pairs + n * t)
+    adapter = 2 * layers * rank * (n * (6 * 2 * d + 2 * (d + f)) + keys * 2 * 2 * d)
+    products = layers * block + outside
     trained = 1 if rank else 2
-    blocks = size.layers * block + attention + adapter
+    blocks = layers * block + attention + adapter
     return PassFLOPs(
         forward=products + attention + adapter,
-        backward=trained * products + 2 * attention + 2 * adapter,
+        backward=trained * (products - (pixels if to_features else 0)) + 2 * attention + 2 * adapter,
         recompute=repeated * blocks,
         attention=attention,
         flash=0.5 * attention,

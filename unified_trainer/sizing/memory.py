@@ -5,7 +5,7 @@ the activations of the passes that run together.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unified_trainer.config import RunConfig
 from unified_trainer.meter import Pass
@@ -267,14 +267,15 @@ def recompute_of(name: str, expert: Expert, counts: Counts, sizes: Sizes) -> Rec
 def _network(counts: Counts, sizes: Sizes, one: Pass) -> Network:
     name, expert = seat_of(counts, one)
     config, backbone = counts.plans[name].config, counts.roles[name].backbones[expert]
-    rank = _rank(sizes, name)
+    rank, model, recompute = _rank(sizes, name), sizes.models[name], recompute_of(name, expert, counts, sizes)
+    layers = model.size.layers_to_features if one.to_features else model.size.layers
     return Network(
-        frozen_config(dict(sizes.models[name].transformer)),
+        frozen_config({**model.transformer, "num_layers": layers}),
         config.precision,
         backbone.half,
         rank=rank,
         trained=_trained(counts, name, expert) and not rank,
-        recompute=recompute_of(name, expert, counts, sizes),
+        recompute=replace(recompute, full=min(recompute.full, layers)),
     )
 
 

@@ -52,6 +52,8 @@ class WanModel(DiffusersModel):
         return self.network(x_t, time, cond.text, return_dict=False)[0].float()
 
     def layer_kind(self, layer: str) -> str:
+        if layer == "proj_out":
+            return "output"
         if layer.startswith("condition_embedder."):
             return "text" if "text_embedder" in layer else "times"
         return "text keys" if ".attn2.to_k" in layer or ".attn2.to_v" in layer else "tokens"
@@ -63,7 +65,8 @@ class WanModel(DiffusersModel):
     def _size(self, x: Latents, time: Tensor, text: Tensor, tokens: int, *, pairs: int, text_keys: int) -> PassSize:
         """Size of a pass with `tokens` a sample, `pairs` of query and key, and `text_keys` computed and not cached."""
         count, texts = len(x), text.shape[1]
-        rows = {"tokens": count * tokens, "times": time.numel(), "text": count * texts, "text keys": count * text_keys}
+        rows = {"tokens": count * tokens, "output": count * tokens, "times": time.numel()}
+        rows |= {"text": count * texts, "text keys": count * text_keys}
         attention = 4 * self.feature_size * len(self.blocks) * count * (pairs + tokens * texts)
         return PassSize(count * tokens, rows, attention)
 
