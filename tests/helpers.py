@@ -516,8 +516,8 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def shell(*words: str, cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
+def shell(*words: str, cwd: Path = REPO, **extra: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=300)
 
 
 def setup_of(

@@ -18,11 +18,9 @@ def ray():
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
     cluster.connect(RayConfig(), cores=16)
     import ray
-    from ray.experimental.rdt import util
 
     yield ray
     ray.shutdown()
-    util.transport_managers.clear()  # NIXL's thread polls without a pause: it would take a core from all later tests
     with warnings.catch_warnings(action="ignore", category=ResourceWarning):
         gc.collect()  # Ray does not wait for the processes that it has ended
     os.environ.clear()

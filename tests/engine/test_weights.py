@@ -1,25 +1,19 @@
 """Weights as they travel to workers, through the object store and straight from memory to memory."""
 
 import os
-import signal
+import sys
+from pathlib import Path
 
+import direct_weights
 import pytest
 import torch
-from helpers import ALONE
+from direct_weights import weights
+from helpers import ALONE, REPO, shell
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reader import Reader
 
 from unified_trainer.engine import weights as module
 from unified_trainer.engine.weights import PIECE, Weights, WeightSender, checksum
-
-
-def weights() -> dict[str, torch.Tensor]:
-    return {
-        "a": torch.arange(6.0).view(2, 3).t(),  # not contiguous
-        "b": torch.tensor([1e-3, float("inf")], dtype=torch.bfloat16),
-        "c": torch.tensor(7),
-    }
 
 
 def zeros() -> dict[str, torch.Tensor]:
@@ -95,31 +89,11 @@ def test_weights_of_another_model_are_refused(name, other):
 
 @pytest.mark.slow
 @pytest.mark.kill
-def test_weights_go_straight_from_memory_to_memory(ray):
+def test_weights_go_straight_from_memory_to_memory():
     """A worker reads a version as it was when it was sent, whatever training does meanwhile, as long as it is needed.
 
     A killed worker, started again, reads it too; a changed byte is refused.
     """
-    trained, sender = weights(), WeightSender(ALONE, "nixl")
-    reader = ray.remote(Reader).options(num_cpus=0, max_restarts=-1, max_task_retries=-1).remote(trained)
-    references, expected = [], []
-    for version, oldest in ((0, 0), (1, 0), (2, 1)):  # the third one is written over the first one
-        references.append(sender.send(version, trained, oldest))
-        expected.append({name: weight.clone() for name, weight in trained.items()})
-        trained["a"] += 1  # in place, as an optimizer does
-        if version == 1:
-            assert same(ray.get(reader.take.remote(references[0])), expected[0])
-    memory = [buffer.data_ptr() for shared in sender._shared.values() for buffer, _ in shared]
-    assert len(set(memory)) == 2 and sender.size == 64
-    assert same(ray.get(reader.take.remote(references[2])), expected[2])
-    os.kill(ray.get(reader.pid.remote()), signal.SIGKILL)
-    assert same(ray.get(reader.take.remote(references[1])), expected[1])
-    sender._shared[2][0][0][5] ^= 1
-    with pytest.raises(RuntimeError, match="weights of version 2 were damaged"):
-        ray.get(reader.take.remote(references[2]))
-    half = WeightSender(ALONE, "nixl", half=True).send(0, trained, 0)
-    assert same(ray.get(reader.take.remote(half)), trained | {"a": trained["a"].bfloat16().float()})
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    path = os.pathsep.join([str(REPO), str(Path(__file__).parent)])
+    done = shell(sys.executable, direct_weights.__file__, PYTHONPATH=path)
+    assert done.returncode == 0, done.stdout + done.stderr
