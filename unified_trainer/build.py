@@ -26,7 +26,7 @@ from unified_trainer.guards.teacher_probe import TeacherProbe
 from unified_trainer.methods.base import Method
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.agreement import assert_equal
-from unified_trainer.parallel.device import attention_order, require_memory, use_attention
+from unified_trainer.parallel.device import attention_order, require_memory, use_attention, use_tf32
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import RunPlan, check
 from unified_trainer.registry import add_families, family_of, method_named, open_model
@@ -151,6 +151,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     encoded = _encode_ahead(run, codec, source, lambda: [*validated, *loader.prompts(run.steps)], mesh)
     kernels = ", ".join(attention_order(run.parallel.attention, mesh.device)) or "torch's order of kernels"
     rows = summary(run, plan, roles, source) | {"attention": kernels}
+    rows |= {"TF32": run.parallel.tf32} if mesh.device.type == "cuda" else {}
     rows |= places
     notes = (*_notes(mesh, run), *encoded, *plan.notes)
     stop = workers.stop if workers is not None else None
@@ -188,10 +189,11 @@ def build_evaluation(run: RunConfig, device: torch.device, prompts: Sequence[str
 
 
 def _in_worker(run: RunConfig, device: torch.device) -> tuple[RunConfig, type[Method]]:
-    """Return run and method as a process of one device sees them that Ray started; set its attention kernel."""
+    """Return run and method as a process of one device sees them that Ray started; set how it computes."""
     add_families(run.families)
     method = method_named(run.method)
     use_attention(run.parallel.attention, device)
+    use_tf32(run.parallel.tf32)
     return fetched(replace(run, parallel=ParallelConfig()), Mesh(device)), method  # that of the training processes
 
 

@@ -18,6 +18,7 @@ from unified_trainer.errors import UserError
 
 Device = Literal["auto", "cuda", "npu", "cpu"]
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
+TF32 = Literal["none", "convolutions", "all"]
 ATTENTION = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -157,6 +158,12 @@ def use_attention(choice: Attention, device: torch.device) -> None:
     _chosen_attention.close()
     if order := attention_order(choice, device):
         _chosen_attention.enter_context(sdpa_kernel([ATTENTION[name] for name in order], set_priority=True))
+
+
+def use_tf32(where: TF32) -> None:
+    """Set which float32 operations round their inputs to TF32 on a GPU, in the whole process, until the next call."""
+    torch.backends.cuda.matmul.allow_tf32 = where == "all"
+    torch.backends.cudnn.allow_tf32 = where != "none"
 
 
 def has_flex_attention(device: torch.device) -> bool:

@@ -14,10 +14,12 @@ from unified_trainer.errors import UserError
 from unified_trainer.parallel.device import (
     BACKENDS,
     CONTROL_BACKEND,
+    TF32,
     Attention,
     Device,
     pick_device,
     use_attention,
+    use_tf32,
 )
 from unified_trainer.ranges import Count, CountOrZero, Minutes
 
@@ -46,6 +48,9 @@ class ParallelConfig:
     attention: Attention = "auto"
     """Kernel of unmasked attention that is tried first; `auto` takes cuDNN's on Hopper and Blackwell, and torch's own
     choice elsewhere."""
+    tf32: TF32 = "convolutions"
+    """Float32 operations that round their inputs to TF32 (10 bits of mantissa) on a GPU, which is faster: none;
+    convolutions, such as those of a VAE in fp32, which is torch's default; or all, with matrix products."""
     timeout_minutes: Minutes = 30.0
     """Minutes that a rank waits for the others before the run fails."""
 
@@ -123,6 +128,7 @@ class Mesh:
         local = environment_number("LOCAL_RANK", 0)
         picked = pick_device(device, local)
         use_attention(config.attention, picked)
+        use_tf32(config.tf32)
         if size == 1:
             return cls(picked, config=config)
         timeout = timedelta(minutes=config.timeout_minutes)
@@ -155,6 +161,7 @@ class Mesh:
         """Return the mesh of this process alone, on the device of its local rank if torchrun started it."""
         picked = pick_device(device, environment_number("LOCAL_RANK", 0))
         use_attention("auto", picked)
+        use_tf32("convolutions")
         return cls(picked)
 
     def leave(self) -> None:
