@@ -1,7 +1,8 @@
 """Short runs of every method give the metrics of tests/golden/runs.json, which scripts/make_golden_runs.py writes.
 
 Losses and gradient norms must agree to 1e-4. Runs without AVX and oneDNN's newer instructions differ by at most 1e-5
-there, and by 2e-4 in rewards and other values that follow from samples.
+there, and by 2e-4 in rewards and other values that follow from samples. A mean of log-ratios of both signs cancels: from one
+processor to another it differs by 1e-8.
 """
 
 import json
@@ -43,5 +44,5 @@ def test_a_golden_run_keeps_its_numbers(name, run_folder):
             if EXACT.fullmatch(key.removeprefix("train/")):
                 assert step[key] == value, key
             else:
-                tolerance = 1e-4 if LOSSES.fullmatch(key) else 1e-3
-                assert step[key] == pytest.approx(value, rel=tolerance, abs=1e-8), (row["step"], key)
+                tolerance, least = 1e-4 if LOSSES.fullmatch(key) else 1e-3, 1e-7 if key.endswith("log_ratio") else 1e-8
+                assert step[key] == pytest.approx(value, rel=tolerance, abs=least), (row["step"], key)
