@@ -1,8 +1,8 @@
 """Short runs of every method give the metrics of tests/golden/runs.json, which scripts/make_golden_runs.py writes.
 
 Losses and gradient norms must agree to 1e-4. Runs without AVX and oneDNN's newer instructions differ by at most 1e-5
-there, and by 2e-4 in rewards and other values that follow from samples. A mean of log-ratios of both signs cancels: from one
-processor to another it differs by 1e-8.
+there, and by 2e-4 in rewards and other values that follow from samples. A mean of log-ratios of both signs cancels: it
+differs by 1e-8 from one processor to another.
 """
 
 import json

@@ -138,6 +138,11 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_prompts(run.reward, (captions, lambda number: f"data.path: {place(number)}"))
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
+    if run.parallel.attention == "sage" and isinstance(run.algorithm, PolicyConfig):
+        raise ConfigError(
+            "parallel.attention sage rounds to 8 bits in the rollout and not in the update, which would train on other "
+            "samples than the policy's: take flash_3, or leave it at auto"
+        )
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type)
     if any(role.trainable and not isinstance(role.trainable.activation_memory, str) for role in roles.values()):

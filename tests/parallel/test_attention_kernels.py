@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from unified_trainer.__main__ import main
 from unified_trainer.errors import UserError
+from unified_trainer.parallel import device as device_module
 from unified_trainer.parallel.device import attention_order, use_attention
 
 CPU = torch.device("cpu")
@@ -53,15 +54,20 @@ def test_the_chosen_kernel_runs(choice, flash):
         ("flash", 9, "flash cudnn efficient math"),
         ("efficient", 8, "efficient cudnn flash math"),
         ("math", 9, "math"),
+        ("flash_3", 9, "flash_3 cudnn flash efficient math"),
+        ("sage", 8, "sage"),
     ],
 )
 def test_order_by_generation(monkeypatch, choice, generation, order):
     """The other kernels follow the chosen one, which does not support every call; `math` allows no other."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
+    monkeypatch.setattr(device_module, "_check_other", lambda choice: None)
     assert attention_order(choice, torch.device("cuda")) == order.split()
 
 
-@pytest.mark.parametrize(("choice", "device"), [("cudnn", "cpu"), ("efficient", "cpu"), ("flash", "mps")])
+@pytest.mark.parametrize(
+    ("choice", "device"), [("cudnn", "cpu"), ("efficient", "cpu"), ("flash", "mps"), ("sage", "cpu")]
+)
 def test_a_kernel_that_the_device_lacks(choice, device):
     with pytest.raises(UserError, match=f"^parallel.attention {choice} does not run on {device}: leave it at auto$"):
         attention_order(choice, torch.device(device))

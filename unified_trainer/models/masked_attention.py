@@ -1,13 +1,19 @@
-"""Attention masked by latent frame: FlexAttention, which skips blocks of tokens, or a dense mask."""
+"""Attention with and without a mask by latent frame, and the kernels that compute it.
+
+A mask is FlexAttention's, which skips blocks of tokens, or dense.
+"""
 
 import functools
 from collections.abc import Callable
 
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+
+from unified_trainer.parallel.device import other_attention
 
 Queries = Float[Tensor, "b q heads d"]
 Keys = Float[Tensor, "b k heads d"]
@@ -18,6 +24,8 @@ BLOCK = 128  # tokens of a block that FlexAttention computes or skips
 
 def attend(query: Queries, key: Keys, value: Keys, mask: Mask | None) -> Queries:
     """Compute softmax(query key / sqrt(d)) value over the keys that the mask allows; None allows all."""
+    if mask is None and other_attention() and query.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+        return dispatch_attention_fn(query, key, value, backend=other_attention())
     by_head = (part.transpose(1, 2) for part in (query, key, value))
     if isinstance(mask, BlockMask):
         return _compiled_flex_attention()(*by_head, block_mask=mask).transpose(1, 2)

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from unified_trainer.errors import UserError
 
 Device = Literal["auto", "cuda", "npu", "cpu"]
-Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
+Attention = Literal["auto", "cudnn", "flash", "efficient", "math", "flash_3", "flash_4", "sage"]
 TF32 = Literal["none", "convolutions", "all"]
 ATTENTION = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -25,7 +25,10 @@ ATTENTION = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# Kernels of other packages by the names of diffusers' attention dispatcher, where they have no backward pass.
+OTHER_ATTENTION = {"flash_3": "_flash_3", "flash_4": "flash_4_hub", "sage": "sage"}
 _chosen_attention = ExitStack()  # torch keeps the order of kernels until this is closed
+_chosen_other: list[str] = []  # the dispatcher's name of a kernel of another package, if one is chosen
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gloo"}
 # Attention of torch_npu by name: these operations exist only where it is installed.
 NPU_ATTENTION = ("npu::npu_fusion_attention", "npu::npu_fusion_attention_v2", "npu::npu_fusion_attention_v3")
@@ -140,10 +143,14 @@ def attention_order(choice: Attention, device: torch.device) -> Sequence[str]:
 
     The first that supports a call's precision, shape and mask computes it: the text encoder and the VAE in float32 need
     another one than a transformer in bf16. `auto` prefers cuDNN on Hopper and Blackwell, where it is the fastest
-    (pytorch issue 142132). UserError for a kernel that the device cannot have.
+    (pytorch issue 142132). A kernel of another package is first for passes in bf16 without gradient, and left out
+    elsewhere. UserError for a kernel that the device cannot have or that is not installed.
     """
     if choice == "math":
         return ["math"]
+    if choice in OTHER_ATTENTION and device.type == "cuda":
+        _check_other(choice)
+        return [choice, *attention_order("auto", device)]
     here = ["flash", "math"] if device.type == "cpu" else ["cudnn", "flash", "efficient", "math"]
     if choice == "auto":
         newer = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
@@ -155,9 +162,27 @@ def attention_order(choice: Attention, device: torch.device) -> Sequence[str]:
 
 def use_attention(choice: Attention, device: torch.device) -> None:
     """Let scaled_dot_product_attention try kernels in `attention_order`, in the whole process, until the next call."""
+    order = [name for name in attention_order(choice, device) if name in ATTENTION]
     _chosen_attention.close()
-    if order := attention_order(choice, device):
+    _chosen_other[:] = [OTHER_ATTENTION[choice]] if choice in OTHER_ATTENTION else []
+    if order:
         _chosen_attention.enter_context(sdpa_kernel([ATTENTION[name] for name in order], set_priority=True))
+
+
+def other_attention() -> str:
+    """Return the name, in diffusers' dispatcher, of the kernel of another package that is chosen, or "" for none."""
+    return _chosen_other[0] if _chosen_other else ""
+
+
+def _check_other(choice: str) -> None:
+    """Raise UserError unless diffusers can use the kernel; the package of `flash_4` is fetched by diffusers here."""
+    from diffusers.models.attention_dispatch import attention_backend  # seconds, for those who choose such a kernel
+
+    try:
+        with attention_backend(OTHER_ATTENTION[choice]):
+            pass
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"parallel.attention {choice}: {error}; or leave it at auto") from error
 
 
 def use_tf32(where: TF32) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from diffusers.models.transformers.transformer_wan import WanAttention
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -95,9 +95,8 @@ def joined_inputs(*inputs: Any) -> tuple[Any, ...]:
 
 def _own_inputs(layer: int, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a block's inputs with what is its own of the pass and of the text's cache."""
-    x, encoder, time, now = inputs
-    if not isinstance(now, Pass):
-        return inputs
+    x, encoder, time, angles = inputs
+    now = angles if isinstance(angles, Pass) else Pass(*angles)
     past = [chunk.own[layer] for chunk in now.past]
     own = LayerPass(now.cos, now.sin, now.mask, past, _list_of(now.recorded, layer), now.mesh, now.tokens)
     text = _list_of(now.text, layer)
@@ -133,7 +132,7 @@ class _SelfAttention:
         return _project_out(attn, heads_to_tokens(out, now.mesh) if now.mesh else out)
 
 
-class _TextAttention(WanAttnProcessor):
+class _TextAttention:
     """Cross-attention that caches the text's keys and values for a rollout.
 
     A pass with gradient computes them again: the cached ones have no graph to the projections that made them.
@@ -143,13 +142,18 @@ class _TextAttention(WanAttnProcessor):
         self, attn: WanAttention, x: Tensor, text: Tensor | LayerText, _mask: None = None, _rope: None = None
     ) -> Float[Tensor, "b n width"]:
         if not isinstance(text, LayerText):
-            return super().__call__(attn, x, text, None, None)
-        if len(text.cached) == 0:
-            key, value = attn.norm_k(attn.to_k(text.encoder)), attn.to_v(text.encoder)
-            text.cached.append((key.to(value).unflatten(2, (attn.heads, -1)), value.unflatten(2, (attn.heads, -1))))
-        ((key, value),) = text.cached
+            key, value = _keys_and_values(attn, text)
+        else:
+            if len(text.cached) == 0:
+                text.cached.append(_keys_and_values(attn, text.encoder))
+            ((key, value),) = text.cached
         query = attn.norm_q(attn.to_q(x)).to(value).unflatten(2, (attn.heads, -1))
         return _project_out(attn, attend(query, key, value, None))
+
+
+def _keys_and_values(attn: WanAttention, text: Tensor) -> tuple[Keys, Keys]:
+    key, value = attn.norm_k(attn.to_k(text)), attn.to_v(text)
+    return key.to(value).unflatten(2, (attn.heads, -1)), value.unflatten(2, (attn.heads, -1))
 
 
 def _project_out(attn: WanAttention, heads: Heads) -> Float[Tensor, "b n width"]:

@@ -1,0 +1,119 @@
+"""Attention kernels of other packages: in bf16 passes without gradient, and nowhere else.
+
+None of them runs on a CPU: diffusers' dispatcher, which calls them, has its plain kernel in their place here.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from helpers import ALONE, CAPTIONS, CPU, LATENT_SHAPE, SMALL, gradients, small_causal, small_model, tiny_codec
+from torch import Tensor
+
+from unified_trainer.cli.command_line import parse
+from unified_trainer.errors import UserError
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.parallel import device
+from unified_trainer.parallel.device import attention_order, use_attention
+from unified_trainer.plan import check
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.causal import CausalStudent
+from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
+
+CUDA = torch.device("cuda")
+X_T = torch.randn(2, *LATENT_SHAPE, generator=torch.Generator().manual_seed(0))
+SIGMA = torch.tensor([0.3, 0.7])
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Iterator[list[tuple[torch.dtype, ...]]]:
+    """The dtypes of queries, keys and values of each call of the kernel, which is chosen from here on."""
+    seen, kernel = [], AttentionBackendName._NATIVE_MATH
+    plain = _AttentionBackendRegistry._backends[kernel]
+
+    def counted(query, key, value, **more):
+        seen.append((query.dtype, key.dtype, value.dtype))
+        return plain(query, key, value, **more)
+
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, kernel, counted)
+    monkeypatch.setitem(device.OTHER_ATTENTION, "flash_3", kernel.value)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    use_attention("flash_3", CUDA)
+    yield seen
+    use_attention("auto", CPU)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch
+
+
+def velocity(role: Trainable | Frozen) -> Tensor:
+    return role.velocity(X_T, SIGMA, tiny_codec().encode_text(CAPTIONS[:2]))
+
+
+def teacher(precision: str) -> Frozen:
+    return Frozen("teacher", Backbone(small_model(), ALONE), RoleConfig(precision=precision))
+
+
+def student(precision: str = "bf16", **more: object) -> Trainable:
+    return Trainable(
+        "student", Backbone(small_model(), ALONE, trained=True, **more), TrainableConfig(precision=precision)
+    )
+
+
+def test_a_pass_in_bf16_without_gradient_takes_it(calls):
+    """Self-attention and cross-attention of both blocks, all three inputs in bf16."""
+    found = velocity(teacher("bf16"))
+    assert calls == [(torch.bfloat16,) * 3] * 4
+    use_attention("auto", CPU)
+    torch.testing.assert_close(found, velocity(teacher("bf16")), rtol=0.02, atol=0.02)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_pass_with_gradient_does_not(calls, recompute):
+    """Also where the backward pass computes activations again: velocity and gradients are those of torch's kernels."""
+    found = []
+    for choice in ("flash_3", "auto"):
+        use_attention(choice, CUDA)
+        role = student(recompute=recompute)
+        out = velocity(role)
+        out.square().mean().backward()
+        found.append((out.detach(), gradients(role.network)))
+    assert not calls
+    assert torch.equal(found[0][0], found[1][0])
+    for key, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][key]), key
+
+
+def test_a_pass_in_fp32_does_not(calls):
+    with torch.no_grad():
+        found = [velocity(teacher("fp32")), velocity(student("fp32"))]
+    assert not calls
+    use_attention("auto", CPU)
+    assert torch.equal(found[0], velocity(teacher("fp32"))) and torch.equal(found[0], found[1])
+
+
+def test_a_causal_rollout_takes_it_with_cached_keys(calls):
+    """The second chunk's queries attend to both chunks' keys."""
+    role = CausalStudent("student", Backbone(small_causal(), ALONE, trained=True), TrainableConfig(precision="bf16"))
+    condition, chunks = tiny_codec().encode_text(CAPTIONS[:1]), ChunkConfig(chunk_frames=1)
+    cache = role.open_cache(condition, condition, chunks, 1.0, SIGMA)
+    with torch.no_grad():
+        for frame in range(2):
+            cache.velocity(X_T[:1, :, frame : frame + 1], SIGMA[0])
+            cache.append(X_T[:1, :, frame : frame + 1])
+    assert calls and set(calls) == {(torch.bfloat16,) * 3}
+
+
+def test_one_that_is_not_installed_is_refused():
+    with pytest.raises(UserError, match=r"^parallel\.attention sage: .*sageattention.*; or leave it at auto$"):
+        attention_order("sage", CUDA)
+
+
+def test_a_policy_is_not_sampled_with_8_bits():
+    run = parse([*SMALL["dance_grpo"], "--parallel.attention", "sage"])
+    with pytest.raises(
+        UserError, match=r"parallel\.attention sage rounds to 8 bits in the rollout and not in the update"
+    ):
+        check(run, ALONE)
