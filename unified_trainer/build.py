@@ -26,7 +26,7 @@ from unified_trainer.guards.teacher_probe import TeacherProbe
 from unified_trainer.methods.base import Method
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.agreement import assert_equal
-from unified_trainer.parallel.device import attention_order, require_memory, use_attention, use_tf32
+from unified_trainer.parallel.device import attention_order, has_tf32, require_memory, use_attention, use_tf32
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.plan import RunPlan, check
 from unified_trainer.registry import add_families, family_of, method_named, open_model
@@ -151,7 +151,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     encoded = _encode_ahead(run, codec, source, lambda: [*validated, *loader.prompts(run.steps)], mesh)
     kernels = ", ".join(attention_order(run.parallel.attention, mesh.device)) or "torch's order of kernels"
     rows = summary(run, plan, roles, source) | {"attention": kernels}
-    rows |= {"TF32": run.parallel.tf32} if mesh.device.type == "cuda" else {}
+    rows |= {"TF32": run.parallel.tf32} if has_tf32(mesh.device) else {}
     rows |= places
     notes = (*_notes(mesh, run), *encoded, *plan.notes)
     stop = workers.stop if workers is not None else None

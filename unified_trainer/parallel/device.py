@@ -185,6 +185,11 @@ def _check_other(choice: str) -> None:
         raise UserError(f"parallel.attention {choice}: {error}; or leave it at auto") from error
 
 
+def has_tf32(device: torch.device) -> bool:
+    """Return whether `use_tf32` counts on this device."""
+    return device.type == "cuda"
+
+
 def use_tf32(where: TF32) -> None:
     """Set which float32 operations round their inputs to TF32 on a GPU, in the whole process, until the next call."""
     torch.backends.cuda.matmul.allow_tf32 = where == "all"
