@@ -207,7 +207,7 @@ def test_an_offloaded_network_keeps_its_layout():
 
 
 def test_channels_last_are_refused_on_an_npu():
-    with pytest.raises(UserError, match=r"encoders\.vae_channels_last: an NPU has no memory layout"):
+    with pytest.raises(UserError, match=r"encoders\.vae_channels_last: npu has no memory layout"):
         EncoderConfig(vae_channels_last=True).check("npu")
 
 

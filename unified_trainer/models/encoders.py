@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from unified_trainer.errors import UserError
+from unified_trainer.parallel.device import has_channels_last
 from unified_trainer.ranges import CountOrZero, Gibibytes
 
 TILE_UNIT = 64  # pixels: three quarters of a tile are whole latents of VAEs with up to 16 pixels a latent
@@ -45,10 +46,8 @@ class EncoderConfig:
 
         Raise it also for a wrong tile and for a folder that cannot be written into.
         """
-        if self.vae_channels_last and kind == "npu":
-            raise UserError(
-                "encoders.vae_channels_last: an NPU has no memory layout with channels last for video: leave it out"
-            )
+        if self.vae_channels_last and not has_channels_last(kind):
+            raise UserError(f"encoders.vae_channels_last: {kind} has no memory layout with channels last: leave it out")
         if self.vae_tile % TILE_UNIT:
             raise UserError(f"encoders.vae_tile must be a multiple of {TILE_UNIT}, or 0, not {self.vae_tile}")
         if self.cache:

@@ -185,6 +185,11 @@ def _check_other(choice: str) -> None:
         raise UserError(f"parallel.attention {choice}: {error}; or leave it at auto") from error
 
 
+def has_channels_last(kind: str) -> bool:
+    """Return whether devices of a kind have tensors of videos with channels last in memory."""
+    return kind != "npu"
+
+
 def has_tf32(device: torch.device) -> bool:
     """Return whether `use_tf32` counts on this device."""
     return device.type == "cuda"
