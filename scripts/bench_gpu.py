@@ -42,12 +42,14 @@ from unified_trainer import plan
 from unified_trainer.build import Built
 from unified_trainer.cli.command_line import parse
 from unified_trainer.data.clips import Clips, DataConfig, VideoConfig
+from unified_trainer.errors import UserError
 from unified_trainer.meter import Meter
 from unified_trainer.models.base import Codec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec, WanCondition
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.device import (
+    OTHER_ATTENTION,
     Timeline,
     attention_order,
     device_name,
@@ -148,7 +150,7 @@ class Bench:
                 traceback.print_exc()
                 found = {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         self.rows.append({"section": section, "name": name, **found})
-        Console().print(f"{section}: {name}: {_in_words(found)}", markup=False, highlight=False)
+        Console().print(f"{section}: {name}: {_in_words(found)}", markup=False, highlight=False, soft_wrap=True)
         (self.out / "bench.json").write_text(json.dumps({"environment": self.environment, "rows": self.rows}, indent=1))
         (self.out / "bench.md").write_text(markdown(self.environment, self.rows))
 
@@ -197,10 +199,12 @@ def network(bench: Bench) -> None:
 
 
 def attention(bench: Bench) -> None:
-    """Self-attention of one layer by kernel, and a forward pass of the network with each."""
+    """Self-attention of one layer by kernel of torch; a forward pass of the network with each, and with others."""
+    others = [kernel for kernel in OTHER_ATTENTION if _is_installed(bench, kernel)]
     for video in (bench.scale.small, bench.scale.large):
         for kernel in _kernels(bench, video):
             bench.row("attention", f"{video}, one layer, {kernel}", lambda v=video, k=kernel: _attention(bench, v, k))
+        for kernel in (*_kernels(bench, video), *others):
             with _attention_kernel(bench, kernel):
                 bench.row("attention", f"{video}, forward, {kernel}", _Passes(bench, video).forward)
 
@@ -288,6 +292,14 @@ class _Passes:
 def _kernels(bench: Bench, video: Video) -> list[str]:
     known = attention_order("flash", bench.mesh.device) if bench.mesh.device.type in ("cpu", "cuda") else []
     return [kernel for kernel in known if kernel != "math" or video.tokens <= QUADRATIC_TOKENS]
+
+
+def _is_installed(bench: Bench, kernel: str) -> bool:
+    try:
+        attention_order(kernel, bench.mesh.device)
+    except UserError:
+        return False
+    return True
 
 
 @contextmanager

@@ -59,6 +59,10 @@ def test_the_toy_run(tmp_path, monkeypatch):
     # MATH: products of the input's layers have no gradient of their input counted apart, so a pass is exactly thrice.
     assert both["model_tflop"] == pytest.approx(3 * forward["model_tflop"])
     assert rows["decode 32x32x5, bf16, channels last"]["ms"] > 0
+    assert [name for name in rows if "32x32x9, forward, " in name] == [
+        "32x32x9, forward, flash",
+        "32x32x9, forward, math",
+    ]
     step = rows["dmd2, adapters, 32x32x9"]
     assert step["calls"] == len(seen) and sum(call.grad for call in seen) >= 2
     assert all(call.half for call in seen if call.name == "WanModel.velocity")
