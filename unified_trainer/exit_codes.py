@@ -3,10 +3,8 @@
 import atexit
 import errno
 import os
-import signal
 import sys
 from collections.abc import Callable
-from threading import current_thread, main_thread
 from typing import NoReturn
 
 from unified_trainer.errors import UserError
@@ -24,12 +22,7 @@ SHOWN = 200  # characters of a path that a message repeats
 
 
 def exit_code(work: Callable[[], int]) -> int:
-    """Return the exit code of `work`, or of what it raises; an exception that is not the user's to fix is raised.
-
-    A rank of several that fails says so before it obeys SIGTERM, which torchrun sends when another rank has ended.
-    """
-    if where() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and current_thread() is main_thread():
-        signal.signal(signal.SIGTERM, _end_unless_failing)
+    """Return the exit code of `work`, or of what it raises; an exception that is not the user's to fix is raised."""
     try:
         return work()
     except UserError as error:
@@ -51,13 +44,6 @@ def exit_code(work: Callable[[], int]) -> int:
         sys.stderr.write("stopped\n")
         sys.stderr.flush()
         os._exit(INTERRUPTED)
-
-
-def _end_unless_failing(number: int, _frame: object) -> None:
-    """End the process as a signal does by itself; while an exception is on its way, it ends with its message soon."""
-    if sys.exc_info()[1] is None:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
 
 
 def end(code: int) -> NoReturn:

@@ -28,6 +28,7 @@ from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
 from unified_trainer.rewards.scorers import check_prompts, check_reward
 from unified_trainer.rl.chunk_credit import CreditedGroupConfig
 from unified_trainer.rl.policy import PolicyConfig
+from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.role_plan import RolePlan, check_roles, plan_roles, role_path, without_adapter
 from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.sizing.estimate import estimate
@@ -138,7 +139,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_prompts(run.reward, (captions, lambda number: f"data.path: {place(number)}"))
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])
-    if run.parallel.attention == "sage" and isinstance(run.algorithm, PolicyConfig):
+    if run.parallel.attention == "sage" and isinstance(run.algorithm, RolloutConfig):
         raise ConfigError(
             "parallel.attention sage rounds to 8 bits in the rollout and not in the update, which would train on other "
             "samples than the policy's: take flash_3, or leave it at auto"

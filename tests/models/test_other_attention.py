@@ -40,6 +40,7 @@ def calls(monkeypatch) -> Iterator[list[tuple[torch.dtype, ...]]]:
     monkeypatch.setitem(device.OTHER_ATTENTION, "flash_3", kernel.value)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     use_attention("flash_3", CUDA)
+    device._chosen_other["cpu"] = kernel.value
     yield seen
     use_attention("auto", CPU)
 
@@ -74,13 +75,13 @@ def test_a_pass_in_bf16_without_gradient_takes_it(calls):
 def test_a_pass_with_gradient_does_not(calls, recompute):
     """Also where the backward pass computes activations again: velocity and gradients are those of torch's kernels."""
     found = []
-    for choice in ("flash_3", "auto"):
-        use_attention(choice, CUDA)
+    for _ in range(2):
         role = student(recompute=recompute)
         out = velocity(role)
         out.square().mean().backward()
         found.append((out.detach(), gradients(role.network)))
-    assert not calls
+        assert not calls
+        use_attention("auto", CPU)
     assert torch.equal(found[0][0], found[1][0])
     for key, gradient in found[0][1].items():
         assert torch.equal(gradient, found[1][1][key]), key
@@ -109,6 +110,20 @@ def test_a_causal_rollout_takes_it_with_cached_keys(calls):
 def test_one_that_is_not_installed_is_refused():
     with pytest.raises(UserError, match=r"^parallel\.attention sage: .*sageattention.*; or leave it at auto$"):
         attention_order("sage", CUDA)
+
+
+def test_every_kernel_is_one_of_diffusers():
+    known = _AttentionBackendRegistry._backends
+    assert all(AttentionBackendName(name) in known for name in device.OTHER_ATTENTION.values())
+
+
+def test_what_is_computed_on_the_cpu_besides_has_torchs_kernels(calls):
+    """As the rehearsal that plans a number of GiB for activations, in a run on a GPU."""
+    del device._chosen_other["cpu"]
+    use_attention("flash_3", CUDA)
+    more = ["--student.precision", "bf16", "--student.activation-memory", "1", "--steps", "2"]
+    check(parse([*SMALL["dance_grpo"], *more]), ALONE)
+    assert not calls
 
 
 def test_a_policy_is_not_sampled_with_8_bits():

@@ -68,6 +68,36 @@ def test_the_blocks_behind_the_features_do_not_run(recompute):
     assert not any(key.startswith(("blocks.3.", "blocks.4.")) for key in found[0][1])
 
 
+def test_a_pass_that_fails_leaves_the_network_whole():
+    role, cond = (
+        Value("value", Backbone(WanModel.load(WAN, CPU), ALONE, trained=True), TrainableConfig()),
+        small_batch(4).cond,
+    )
+    expected = role.velocity(X_T, SIGMA, cond)
+    hook = role.network.blocks[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        role.value(X_T, SIGMA, cond)
+    hook.remove()
+    assert len(role.network.blocks) == 5 and torch.equal(role.velocity(X_T, SIGMA, cond), expected)
+
+
+def test_a_network_that_holds_its_blocks_elsewhere_runs_them_all():
+    """Its value is the same; a family whose network is a wrapper has it so."""
+    model, cond = WanModel.load(WAN, CPU), small_batch(4).cond
+    role = Value("value", Backbone(model, ALONE, trained=True), TrainableConfig())
+    role._heads[""].weight.data.fill_(1.0)
+    expected, runs = role.value(X_T, SIGMA, cond), []
+    model.network.blocks[4].register_forward_hook(lambda *_: runs.append(4))
+    held = torch.nn.Module()
+    held.blocks = model.network.blocks
+    del model.network.blocks
+    model.network.add_module("held", held)
+    model.network.__class__ = type(
+        "Wrapped", (type(model.network),), {"blocks": property(lambda self: self.held.blocks)}
+    )
+    assert torch.equal(role.value(X_T, SIGMA, cond), expected) and runs == [4]
+
+
 def test_the_gradient_ends_at_the_features():
     """The middle block of two is the last one: only what follows the blocks has no gradient."""
     role = value_role(head=1.0)

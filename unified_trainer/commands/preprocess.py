@@ -28,7 +28,7 @@ from unified_trainer.input_files import read_yaml
 from unified_trainer.models.base import Codec
 from unified_trainer.models.hub import is_hub_id
 from unified_trainer.parallel.device import Device
-from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.ranges import Count, FramesOrZero, PixelsOrZero, Seed, at_least
 from unified_trainer.registry import family_of
 from unified_trainer.terminal import say
@@ -94,7 +94,7 @@ def preprocess(
         raise UserError("--every-state and --seed are for trajectories of a teacher: add --trajectories")
     size = {"frames": frames, "height": height, "width": width, "fps": fps}
     run = _settings(recipe, config, method or ("ode_init" if trajectories else "finetune"), model, size, settings)
-    mesh = _one_process(device)
+    mesh = _one_process(device, run.parallel)
     if trajectories:
         run = replace(run, seed=seed)
         write_trajectories(run, source, out, mesh, every_state=every_state, rows_per_file=rows_per_file)
@@ -127,8 +127,8 @@ def preprocess(
             _write_prompts(prompts, written, codec, out)
 
 
-def _one_process(device: Device) -> Mesh:
-    mesh = Mesh.join(device)
+def _one_process(device: Device, parallel: ParallelConfig) -> Mesh:
+    mesh = Mesh.join(device, ParallelConfig(attention=parallel.attention, tf32=parallel.tf32))
     if mesh.size > 1:
         raise UserError("preprocess is one process: give each of several a source of its own and a folder in OUT")
     return mesh

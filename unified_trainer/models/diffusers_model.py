@@ -14,7 +14,7 @@ from unified_trainer.errors import UserError
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.folder import outline, read_weights
-from unified_trainer.parallel.fsdp import nothing_ahead_of
+from unified_trainer.parallel.fsdp import without_forward_prefetch
 from unified_trainer.parallel.mesh import Mesh
 
 
@@ -22,7 +22,8 @@ class DiffusersModel:
     """Base of the models of a family whose networks are diffusers classes.
 
     A family sets `network_class` and `adapter_layers` and defines `blocks`, `feature_size`, `velocity` and `example`,
-    which VideoModel describes.
+    which VideoModel describes. A value function runs the first blocks alone where the lists of blocks are attributes of
+    the network, over which its forward iterates.
     """
 
     network_class: ClassVar[type[ModelMixin]]
@@ -67,10 +68,13 @@ class DiffusersModel:
         blocks = self.blocks
         lists = {name: part for name, part in self.network.named_children() if isinstance(part, nn.ModuleList)}
         left = {id(block) for block in blocks[last + 1 :]}
+        if not left <= {id(block) for part in lists.values() for block in part}:
+            yield  # all blocks run
+            return
         attributes = vars(self.network)  # are found before modules of the same name
         attributes.update({name: [block for block in part if id(block) not in left] for name, part in lists.items()})
         try:
-            with nothing_ahead_of(blocks[last], blocks[last + 1 : last + 2]):
+            with without_forward_prefetch(blocks[last], blocks[last + 1 : last + 2]):
                 yield
         finally:
             for name in lists:

@@ -11,13 +11,13 @@ from unified_trainer.parallel.device import can_pin
 
 BUFFER = 2**30  # bytes of CPU memory that are copied at a time; torch rounds pinned memory up to a power of two
 ALIGNED = 256  # bytes: where a weight begins in a buffer, as kernels want it
-LAST = {nn.Conv2d: torch.channels_last, nn.Conv3d: torch.channels_last_3d}  # the layout of each kind of convolution
+LAYOUTS = {nn.Conv2d: torch.channels_last, nn.Conv3d: torch.channels_last_3d}  # the layout of each kind of convolution
 
 
 def channels_last(network: nn.Module) -> nn.Module:
     """Hold the weights of all convolutions of images and videos with channels last; their outputs are held so too."""
     for module in network.modules():
-        for kind, layout in LAST.items():
+        for kind, layout in LAYOUTS.items():
             if isinstance(module, kind):
                 module.weight.data = module.weight.data.contiguous(memory_format=layout)
     return network

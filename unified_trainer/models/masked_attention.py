@@ -24,8 +24,9 @@ BLOCK = 128  # tokens of a block that FlexAttention computes or skips
 
 def attend(query: Queries, key: Keys, value: Keys, mask: Mask | None) -> Queries:
     """Compute softmax(query key / sqrt(d)) value over the keys that the mask allows; None allows all."""
-    if mask is None and other_attention() and query.dtype == torch.bfloat16 and not torch.is_grad_enabled():
-        return dispatch_attention_fn(query, key, value, backend=other_attention())
+    other = other_attention(query.device)
+    if other and mask is None and query.dtype == torch.bfloat16 and not torch.is_grad_enabled():
+        return dispatch_attention_fn(query, key, value, backend=other)
     by_head = (part.transpose(1, 2) for part in (query, key, value))
     if isinstance(mask, BlockMask):
         return _compiled_flex_attention()(*by_head, block_mask=mask).transpose(1, 2)

@@ -28,7 +28,7 @@ ATTENTION = {
 # Kernels of other packages by the names of diffusers' attention dispatcher, where they have no backward pass.
 OTHER_ATTENTION = {"flash_3": "_flash_3", "flash_4": "flash_4_hub", "sage": "sage"}
 _chosen_attention = ExitStack()  # torch keeps the order of kernels until this is closed
-_chosen_other: list[str] = []  # the dispatcher's name of a kernel of another package, if one is chosen
+_chosen_other: dict[str, str] = {}  # kind of device -> the dispatcher's name of a kernel of another package
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl", "cpu": "gloo"}
 # Attention of torch_npu by name: these operations exist only where it is installed.
 NPU_ATTENTION = ("npu::npu_fusion_attention", "npu::npu_fusion_attention_v2", "npu::npu_fusion_attention_v3")
@@ -164,29 +164,45 @@ def use_attention(choice: Attention, device: torch.device) -> None:
     """Let scaled_dot_product_attention try kernels in `attention_order`, in the whole process, until the next call."""
     order = [name for name in attention_order(choice, device) if name in ATTENTION]
     _chosen_attention.close()
-    _chosen_other[:] = [OTHER_ATTENTION[choice]] if choice in OTHER_ATTENTION else []
+    _chosen_other.clear()
+    if choice in OTHER_ATTENTION:
+        _chosen_other[device.type] = OTHER_ATTENTION[choice]
     if order:
         _chosen_attention.enter_context(sdpa_kernel([ATTENTION[name] for name in order], set_priority=True))
 
 
-def other_attention() -> str:
-    """Return the name, in diffusers' dispatcher, of the kernel of another package that is chosen, or "" for none."""
-    return _chosen_other[0] if _chosen_other else ""
+def other_attention(device: torch.device) -> str:
+    """Return the name, in diffusers' dispatcher, of the kernel of another package that is chosen, or "" for none.
+
+    It is chosen for the devices of one kind: what a process computes on its CPU besides has torch's kernels.
+    """
+    return _chosen_other.get(device.type, "")
+
+
+def has_other_attention() -> bool:
+    """Return whether a kernel of another package is chosen."""
+    return bool(_chosen_other)
 
 
 def _check_other(choice: str) -> None:
-    """Raise UserError unless diffusers can use the kernel; the package of `flash_4` is fetched by diffusers here."""
+    """Raise UserError unless diffusers can use the kernel; it fetches that of `flash_4` from the hub here."""
     from diffusers.models.attention_dispatch import attention_backend  # seconds, for those who choose such a kernel
 
     try:
         with attention_backend(OTHER_ATTENTION[choice]):
             pass
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"parallel.attention {choice}: {error}; or leave it at auto") from error
+    except Exception as error:  # of other packages, and of the network
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"parallel.attention {choice}: {said}; or leave it at auto") from error
+
+
+def rounds_products() -> bool:
+    """Return whether matrix products in float32 round their inputs to TF32."""
+    return torch.backends.cuda.matmul.allow_tf32
 
 
 def has_channels_last(kind: str) -> bool:
-    """Return whether devices of a kind have tensors of videos with channels last in memory."""
+    """Return whether devices of a kind support torch's channels_last_3d."""
     return kind != "npu"
 
 

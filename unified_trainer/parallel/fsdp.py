@@ -54,7 +54,7 @@ def shard(network: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, *, half: 
 
 
 @contextmanager
-def nothing_ahead_of(block: nn.Module, following: Sequence[nn.Module]) -> Iterator[None]:
+def without_forward_prefetch(block: nn.Module, following: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, a pass that ends with this block does not gather the weights of the one block that follows, if any."""
     if isinstance(block, FSDPModule):
         block.set_modules_to_forward_prefetch([])

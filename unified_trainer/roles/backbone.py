@@ -98,7 +98,7 @@ class Backbone:
         self._whole = [p for p in trained_weights if not is_sharded(p)] if mesh.size > 1 else []
         for role, file in (starts or {}).items():
             self._start(role, file)
-        self._matrices = _matrices(model)
+        self._matrices, self._depth = _matrices(model), len(model.blocks)
         model.network.register_forward_hook(self._count)
 
     def weights(self, role: str) -> dict[str, nn.Parameter]:
@@ -185,11 +185,12 @@ class Backbone:
         if meter is None:
             return
         size, ranks, features = self.model.pass_size(*inputs), self.mesh.config.sequence, self._features
+        shorter = len(self.model.blocks) < self._depth
         first = output[0] if isinstance(output, tuple) else output
         end = first if features is None else features[-1]
         forward, backward = size.attention, 2 * size.attention
         for matrix in self._matrices:
-            if matrix.adapter in ("", self._running) and (features is None or not matrix.behind):
+            if matrix.adapter in ("", self._running) and not (shorter and matrix.behind):
                 products = 2 * matrix.weights * size.rows[matrix.kind]
                 forward += products
                 if features is None or matrix.kind != "output":

@@ -88,7 +88,10 @@ def _compiled(
         try:
             return graph(*inputs_of(*inputs))
         except torch._dynamo.exc.Unsupported as error:
-            raise UserError(f"a block cannot be compiled as one graph: set compile to false ({error.msg})") from error
+            raise UserError(
+                "a block cannot be compiled as one graph: set compile to false, or parallel.attention to auto if it is "
+                f"a kernel of another package ({error.msg})"
+            ) from error
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             raise UserError(
                 f"compiled blocks need more than {GRAPHS} graphs, one for each batch size, video size, adapter and "

@@ -23,6 +23,7 @@ from unified_trainer.models.folder import check_described, fingerprint, load_str
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.models.wan.configs import TextEncoderConfig, vae_outline
+from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.suggestions import multiples_near
 from unified_trainer.types import DTYPES, Latents, Video
@@ -64,7 +65,8 @@ class WanCodec:
         self._text_tokens = min(MAX_TEXT_TOKENS, tokenizer.model_max_length)
         self._text_precision = config.text_precision
         self._vae_settings = config.vae_precision + (f" tiles {config.vae_tile}" if config.vae_tile else "")
-        settings = (config.text_precision, device.type, self._text_tokens)
+        settings: tuple[str | int, ...] = (config.text_precision, device.type, self._text_tokens)
+        settings += ("tf32",) if rounds_products() and config.text_precision == "fp32" else ()
         self._embeddings = PromptEmbeddings(self._embed, f"{_identity(folder)} {settings}", config)
         statistics = [self._outline.config.latents_mean, self._outline.config.latents_std]
         self._mean, self._std = torch.tensor(statistics).view(2, 1, -1, 1, 1, 1).to(device)

@@ -15,7 +15,7 @@ from unified_trainer.models.wan.attention import joined_inputs, set_attention
 from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.ulysses import SharedTokens
 from unified_trainer.numerics.flow import widest
-from unified_trainer.parallel.device import other_attention
+from unified_trainer.parallel.device import has_other_attention
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.types import Latents, PerFrame, PerSample
 
@@ -36,7 +36,7 @@ class WanModel(DiffusersModel):
     def __init__(self, network: WanTransformer3DModel, folder: Path | None = None) -> None:
         super().__init__(network, folder)
         self._shared: SharedTokens | None = None
-        if other_attention():
+        if has_other_attention():
             set_attention(network.blocks)
 
     @classmethod
