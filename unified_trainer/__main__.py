@@ -1,6 +1,10 @@
 """The command line: python -m unified_trainer."""
 
 import gc
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without their traceback
 
 COLLECTS = gc.isenabled()
 gc.disable()  # until everything is imported: it would look at the same objects over and over, a fifth of the start
@@ -105,4 +109,6 @@ def run_cli() -> None:
 
 
 if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run_cli()

@@ -425,6 +425,13 @@ def test_another_method_is_refused(copied, capsys):
 # An output that exists.
 
 
+def test_a_run_is_not_continued_in_another_directory(copied, tmp_path, capsys):
+    before = files_of(copied)
+    message = refused(capsys, "--resume", str(copied), "--steps", "9", "--output", str(tmp_path / "other"))
+    assert f"--output {tmp_path / 'other'}: --resume continues a run in its own directory, {copied}" in message
+    assert f"--init-from {copied}" in message and files_of(copied) == before and not (tmp_path / "other").exists()
+
+
 @pytest.mark.slow
 def test_an_existing_run_is_never_overwritten(copied, capsys):
     before = files_of(copied)

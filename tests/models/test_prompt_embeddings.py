@@ -17,6 +17,7 @@ from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.prompt_embeddings import Counts, PromptEmbeddings
 from unified_trainer.models.wan import codec as wan
 from unified_trainer.models.wan.codec import WanCodec
+from unified_trainer.parallel.device import use_tf32
 
 pytestmark = pytest.mark.slow  # seconds together
 
@@ -141,7 +142,7 @@ def test_prompts_beyond_the_disk_s_bound_are_encoded_when_they_are_drawn(tmp_pat
 
 
 def test_another_encoder_s_embeddings_are_not_taken(tmp_path, loads):
-    """One weight changes and every size stays; or the tokenizer's length, or the precision."""
+    """One weight changes and every size stays; or the tokenizer's length, the precision, or the rounding to TF32."""
     path, cache = tmp_path / "wan", tmp_path / "cache"
     shutil.copytree(WAN, path)
     before = opened(cache, path)
@@ -154,6 +155,10 @@ def test_another_encoder_s_embeddings_are_not_taken(tmp_path, loads):
     assert "0 encoded before, 5 now" in after.encode_ahead(PROMPTS, ALONE)
     assert torch.equal(text(after), text(opened(path=path))) and not torch.equal(text(after), text(before))
     assert "0 encoded before, 5 now" in opened(cache, path, text_precision="bf16").encode_ahead(PROMPTS, ALONE)
+    use_tf32("all")
+    rounded = opened(cache, path)
+    use_tf32("convolutions")
+    assert "0 encoded before, 5 now" in rounded.encode_ahead(PROMPTS, ALONE)
     settings = path / "tokenizer" / "tokenizer_config.json"
     settings.write_text(settings.read_text().replace("16", "15"))
     assert "0 encoded before, 5 now" in opened(cache, path).encode_ahead(PROMPTS, ALONE)

@@ -184,11 +184,14 @@ def test_the_command_runs_lists_every_run_below_a_folder(tmp_path, capsys):
     make_run(tmp_path / "x" / "one", videos=0)
     damaged = make_run(tmp_path / "two", "--method", "dmd2", videos=0)
     (damaged / "metrics.jsonl").write_text("{\n")
-    assert find_runs(tmp_path) == [tmp_path / "two", tmp_path / "x" / "one"]
+    wrong = make_run(tmp_path / "three", "--method", "dmd2", videos=0)
+    (wrong / "config.yaml").write_text("{: [\n")
+    assert find_runs(tmp_path) == [tmp_path / "three", tmp_path / "two", tmp_path / "x" / "one"]
     assert main(["runs", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (row,) = [line for line in lines if "x/one" in line]
     for words in ("dance_grpo", "finished", "10/10", "3, best 3 @ 10", "40, best 40 @ 10"):
         assert words in row
-    assert any("two" in line and "unreadable" in line for line in lines)
+    for name in ("two", "three"):
+        assert any(name in line and "unreadable" in line for line in lines)
     assert main(["runs", str(tmp_path / "x" / "one" / "validation")]) == 2

@@ -222,7 +222,7 @@ def test_an_exception_is_not_retried_and_a_fault_is(file, codec):
 
 @pytest.mark.slow
 def test_a_missing_score_is_an_error(file):
-    with pytest.raises(ScorerError, match=r"scores of shape \[2\] for 3 videos, expected one number for each"):
+    with pytest.raises(UserError, match=r"kind: it gave scores of shape \[2\] for 3 videos, expected one number for"):
         started(file, "short")(VIDEO, PROMPTS)
 
 
@@ -350,8 +350,17 @@ def test_what_only_the_file_tells_is_refused_when_it_is_loaded(file, name, chang
 
 
 def test_a_file_that_cannot_be_loaded_keeps_its_traceback(file):
+    file.write_text("1 / 0\n")
+    with pytest.raises(ScorerError, match="ZeroDivisionError: division by zero"):
+        started(file, "red")
+
+
+def test_a_package_that_its_python_lacks_is_named(file):
     file.write_text("import absent_of_all\n")
-    with pytest.raises(ScorerError, match="ModuleNotFoundError: No module named 'absent_of_all'"):
+    message = (
+        r"^reward\.scorers\.own\.python: .* needs the package absent_of_all, which .* does not have: install it there$"
+    )
+    with pytest.raises(UserError, match=message):
         started(file, "red")
 
 

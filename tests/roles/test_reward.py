@@ -1,5 +1,7 @@
 """The reward: which frames are scored, their mean, the scale, and no silent numbers."""
 
+import sys
+
 import pytest
 import torch
 from helpers import CAPTIONS, LATENT_SHAPE, ScriptedScorer, mean_score, reward_of
@@ -194,6 +196,24 @@ def test_a_failure_that_stays_keeps_its_traceback_and_names_its_scorer_and_promp
     failed, at_work = caught.value.__notes__
     assert failed.startswith("reward: scorer weak failed 3 times")
     assert at_work == f"while working on scorer weak, prompts {', '.join(map(repr, PROMPTS))}"
+
+
+def test_a_scorer_that_ends_the_program_is_an_error_that_names_it(codec):
+    def leaving(video, prompts):
+        sys.exit(3)
+
+    one = reward_set(codec, {"weak": leaving}, retries=2, weak={})
+    with pytest.raises(RuntimeError, match=r"^the scorer called sys\.exit\(3\), which would end the run") as caught:
+        of_video(one, VIDEO, PROMPTS)
+    assert caught.value.__notes__[0].startswith("while working on scorer weak")
+
+
+@pytest.mark.parametrize("frames", ["all", "first"])
+def test_a_scorer_that_changes_its_videos_is_refused(codec, frames):
+    """Others would score what it left."""
+    one = reward_set(codec, {"weak": lambda video, _: video.mul_(0).flatten(1).sum(1)}, weak={"frames": frames})
+    with pytest.raises(UserError, match=r"^reward: weak changed the videos that it was given.*videos\.clone\(\)$"):
+        of_video(one, VIDEO.clone(), PROMPTS)
 
 
 def test_an_error_of_a_scorer_names_the_first_prompts_of_many(codec):

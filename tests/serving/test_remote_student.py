@@ -132,6 +132,7 @@ def test_videos_of_8_bits_and_mp4_files(student):
         ({"seeds": [0, 2**63]}, "seeds must be a list of integers of 64 bits"),
         ({"seeds": 3}, "seeds must be a list of integers"),
         ({"encoding": "gif"}, "encoding must be float32, uint8 or mp4, not 'gif'"),
+        ({"encodng": "mp4"}, "key of a request 'encodng' is not known; did you mean encoding?"),
     ],
 )
 def test_a_wrong_request_is_answered_with_its_fault(student, change, message):

@@ -111,4 +111,5 @@ def _held(folder: Path, holder: str) -> RunFolderError:
 
 
 def _unwritable(folder: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(f"{folder} cannot be written into ({error.strerror}); choose another --output")
+    way_out = "choose another --output, or resume a copy of the run"
+    return RunFolderError(f"{folder} cannot be written into ({error.strerror}); {way_out}")

@@ -9,7 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from unified_trainer.errors import MissingFileError
-from unified_trainer.reporting.run_folder import RunFolderUnreadableError, RunRecord, find_runs, read_run
+from unified_trainer.reporting.metrics_reader import MetricsReader
+from unified_trainer.reporting.run_folder import METRICS, RunFolderUnreadableError, RunRecord, find_runs
+from unified_trainer.reporting.run_watch import readable
 from unified_trainer.reporting.status import Status, best_of, status_of
 from unified_trainer.terminal import console, printable
 from unified_trainer.tracking.tracker import VALIDATED
@@ -47,7 +49,7 @@ def runs(folder: Annotated[Path, tyro.conf.Positional] = Path("runs")) -> None:
 def _row(folder: Path, name: str) -> list[tuple[str, str]]:
     """Return the cells of a run as text and style; a run that cannot be read says why."""
     try:
-        run = read_run(folder)
+        run = readable(folder, MetricsReader(folder / METRICS))
     except RunFolderUnreadableError as error:
         return [(name, ""), ("", ""), ("", ""), (f"unreadable: {error}", "red")]
     status = status_of(run)

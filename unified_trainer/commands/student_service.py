@@ -17,7 +17,10 @@ from unified_trainer.models.base import Codec
 from unified_trainer.serving.batch_queue import Batcher
 from unified_trainer.serving.video_json import to_json
 from unified_trainer.serving.web_server import Service, texts
+from unified_trainer.suggestions import must_know
 from unified_trainer.types import Video
+
+KEYS = ("protocol", "prompts", "seeds", "encoding")  # of a request
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ def student_service(
 
 def _read(asked: dict[str, Any]) -> Wanted:
     """Return what a request asks for; raise UserError for one that cannot be generated."""
+    for key in asked:
+        must_know("key of a request", key, KEYS)
     prompts, seeds, encoding = texts(asked, "prompts"), asked.get("seeds"), asked.get("encoding", "float32")
     if not prompts:
         raise UserError("prompts must not be empty")

@@ -45,7 +45,7 @@ def train(run: RunConfig, argv: Sequence[str], store: Store | None = None) -> in
     cluster.connect(run.ray, run.ray.cpus * run.ray.ranks + run.rollouts.cores)
     from unified_trainer.engine.launch import launch
 
-    folder = run.resume or run.output or _free_folder(run.method)
+    folder = _folder(run)
     return launch(train_in_actor, run if run.resume else replace(run, output=folder), folder, argv)
 
 
@@ -151,7 +151,7 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
     """
     if run.recipe:
         check_complete(run)  # before anything is downloaded
-    output = run.resume or run.output or _free_folder(run.method)
+    output = _folder(run)
     assert_equal(mesh, _compared(run, output))
     way_out = "Call from the folder that has it, or give --{key} PATH --allow {key}"
     with naming_origin(run.resume, way_out):
@@ -203,6 +203,16 @@ def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:
     said = f"{folder} is at step {run.steps} of {run.steps}: nothing to do; raise --steps to go on"
     say(said, quiet=not mesh.is_main)
     return True
+
+
+def _folder(run: RunConfig) -> Path:
+    """Return the directory of the run; ConfigError for another one than that of the run that is continued."""
+    if run.resume and run.output and run.output.resolve() != run.resume.resolve():
+        raise ConfigError(
+            f"--output {run.output}: --resume continues a run in its own directory, {run.resume}; leave --output out, "
+            f"resume a copy of the directory, or begin a new run with its weights: --init-from {run.resume}"
+        )
+    return run.resume or run.output or _free_folder(run.method)
 
 
 def _free_folder(method: str) -> Path:

@@ -75,7 +75,12 @@ def load(file: str, name: str, settings: dict[str, Any]) -> Callable[[Any, list[
         raise WrongSettingError(f"kind: {file} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        raise WrongSettingError(
+            f"python: {file} needs the package {error.name}, which {sys.executable} does not have: install it there"
+        ) from error
     if name not in vars(module):
         raise WrongSettingError(f"kind: {file} defines no {name}")
     found = vars(module)[name]
@@ -92,13 +97,15 @@ def load(file: str, name: str, settings: dict[str, Any]) -> Callable[[Any, list[
 
 
 def score(scorer: Callable[[Any, list[str]], Any], prompts: list[str], videos: Any) -> list[float]:
-    """Return the scores of videos; raise ValueError unless there is one for each."""
+    """Return the scores of videos; raise WrongSettingError unless there is one for each."""
     import torch
 
     with torch.no_grad():
         scores = torch.as_tensor(scorer(videos, prompts), dtype=torch.float64)
     if scores.shape != (len(videos),):
-        raise ValueError(f"scores of shape {list(scores.shape)} for {len(videos)} videos, expected one number for each")
+        raise WrongSettingError(
+            f"kind: it gave scores of shape {list(scores.shape)} for {len(videos)} videos, expected one number for each"
+        )
     return scores.tolist()
 
 

@@ -124,8 +124,13 @@ class VideoReward(RewardSum):
         return torch.stack(columns, 1) if columns else video.new_zeros(len(video), 0)
 
     def _part(self, name: str, video: Video, prompts: tuple[str, ...]) -> PerSample:
-        config = self._configs[name]
+        config, version = self._configs[name], _version(video)
         score = self._call(name, video[:, :, :: config.stride(video.shape[2])], prompts)
+        if _version(video) != version:
+            raise UserError(
+                f"reward: {name} changed the videos that it was given, which other scorers read too: let it work on "
+                "videos.clone()"
+            )
         wanted = f"expected one real number for each of {len(video)} videos"
         if not isinstance(score, Tensor):
             raise UserError(f"reward: {name} gave a {type(score).__name__}, {wanted}")
@@ -149,15 +154,24 @@ class VideoReward(RewardSum):
                     return self.scorers[name](clips, prompts)
                 except UserError:
                     raise
+                except SystemExit as ended:
+                    raise RuntimeError(
+                        f"the scorer called sys.exit({ended.code!r}), which would end the run"
+                    ) from ended
                 except FAULTS as fault:
                     if calls > self.config.retries:
                         fault.add_note(
-                            f"reward: scorer {name} failed {calls} times; a fault that may pass is retried with a "
-                            "higher reward.retries"
+                            f"reward: scorer {name} failed {calls} time{'s' * (calls > 1)}; a fault that may pass is "
+                            "retried with a higher reward.retries"
                         )
                         raise
                     calls += 1
                     self._repeated.append(name)  # from any thread
+
+
+def _version(video: Video) -> int:
+    """Return how often a video, or a part of it, was changed in place; inference tensors do not count it."""
+    return 0 if video.is_inference() else video._version
 
 
 class Reward(VideoReward):
