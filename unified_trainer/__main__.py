@@ -40,6 +40,8 @@ from unified_trainer.terminal import console, say
 
 if COLLECTS:
     gc.enable()
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 COMMANDS: dict[str, Callable[..., int | None]] = {
     "evaluate": evaluate,
@@ -109,6 +111,4 @@ def run_cli() -> None:
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     run_cli()
