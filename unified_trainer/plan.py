@@ -27,7 +27,6 @@ from unified_trainer.renamed import METRICS
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
 from unified_trainer.rewards.scorers import check_prompts, check_reward
 from unified_trainer.rl.chunk_credit import CreditedGroupConfig
-from unified_trainer.rl.policy import PolicyConfig
 from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.role_plan import RolePlan, check_roles, plan_roles, role_path, without_adapter
 from unified_trainer.roles.blocks import check_compiler
@@ -248,12 +247,6 @@ def _check_workers(run: RunConfig, method: type[Method], device: str) -> None:
         raise ConfigError(
             "rollouts.send bf16 needs student.precision bf16: else workers compute otherwise than training"
         )
-    if run.rollouts.swap and not isinstance(algorithm, PolicyConfig):
-        raise ConfigError(
-            f"rollouts.swap must be off for {run.method}, whose samples have no transitions with a density"
-        )
-    if run.rollouts.swap and isinstance(algorithm, CreditedGroupConfig) and algorithm.credit.shared_chunks:
-        raise ConfigError("rollouts.swap needs algorithm.credit.shared_chunks 0: the samples of a branch would differ")
     scored_here = run.validate_every and not run.rollouts.evaluation_workers
     per_chunk = isinstance(algorithm, CreditedGroupConfig) and algorithm.credit.per_chunk
     if run.rollouts.workers and not scored_here and per_chunk:

@@ -29,7 +29,6 @@ from unified_trainer.roles.causal import CausalStudent, KVCache
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.shared_calls import Velocity, shared_velocity
 from unified_trainer.types import Batch, Condition, Latents, Rollout
-from unified_trainer.weight_swaps import exchange_weights, note_transition
 
 Solver = Literal["ode", "sde"]
 Draw = Callable[[int], Latents]  # noise of transition s; number num_steps is the context noise of a causal student
@@ -169,8 +168,7 @@ def rollout(
 
     `draw(s)` is the noise of transition s. The last transition goes to the clean prediction without noise: it has no
     density and cannot be in the window. A causal student samples every chunk so; state s then joins all chunks at their
-    step s. `keep_x0` also keeps the x0 that the call of each transition predicts. Weights may be exchanged before every
-    call, or before every chunk (`weight_swaps`).
+    step s. `keep_x0` also keeps the x0 that the call of each transition predicts.
 
     Rows that are `equal`, of one noise and condition, stay so until the window's first transition adds its noise: up to
     there, and for a causal student in the first chunk, a call is made once for all of them.
@@ -180,21 +178,19 @@ def rollout(
     if not sampler.chunks.causal:
         return walk(share(functools.partial(_velocity_of, role, sampler)), noise, draw=draw)
     draw = functools.cache(draw)
-    sigmas, cache, parts = sampler.sigmas()[:-1], None, []
+    sigmas, parts = sampler.sigmas()[:-1], []
 
     def open_cache(rows: Batch) -> KVCache:
         return role.open_cache(rows.cond, rows.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
 
+    cache = open_cache(batch)
+
     def first_velocity(rows: Batch) -> Velocity:
-        return (cache if rows is batch and cache is not None else open_cache(rows)).velocity
+        return (cache if rows is batch else open_cache(rows)).velocity
 
     for start, stop in sampler.chunks.ranges(noise.shape[2]):
         own = slice(start, stop)
-        if exchange_weights() or cache is None:  # after an exchange the keys of finished chunks are computed anew
-            cache = open_cache(batch)
-            for part in parts:
-                cache.append(part.x0)
-            velocity = cache.velocity if parts else share(first_velocity)
+        velocity = cache.velocity if parts else share(first_velocity)
         part = walk(velocity, noise[:, :, own], draw=lambda s, own=own: draw(s)[:, :, own])
         parts.append(part)
         if stop < noise.shape[2]:
@@ -270,8 +266,6 @@ def _policy_walk(
     x0_before = None  # the prediction before, for second-order steps after the window
     for s in range(sampler.num_steps - 1):
         detail(f"step {s + 1}/{sampler.num_steps}")
-        if not sampler.chunks.causal:
-            exchange_weights()
         v = velocity(x_t, sigmas[s])
         if s not in window:
             x_next = policy.euler_step(s, x_t, v, x0_before)
@@ -285,12 +279,9 @@ def _policy_walk(
         x_t = mean + std * draw(s).to(mean)
         states.append(x_t)
         log_probs.append(policy.log_prob(x_t, mean, std))
-        note_transition(s)
         if keep_x0:
             early.append(x0_from_velocity(states[-2], v, sigmas[s]))
     detail(f"step {sampler.num_steps}/{sampler.num_steps}")
-    if not sampler.chunks.causal:
-        exchange_weights()
     x0 = x0_from_velocity(x_t, velocity(x_t, sigmas[-2]), sigmas[-2])
     transitions = torch.stack(states, 1)
     return Rollout(transitions, torch.stack(log_probs, 1), x0, torch.stack(early, 1) if early else transitions[:, :0])

@@ -10,15 +10,13 @@ from helpers import ALONE, SMALL, flags
 from unified_trainer.build import build, build_sampling
 from unified_trainer.cli.command_line import parse
 from unified_trainer.engine.rollouts import RemoteRollouts
-from unified_trainer.engine.weights import Weights, WeightSender
-from unified_trainer.engine.workers import NewerWeights, Worker, WorkerGroup, placed, worker_needs
+from unified_trainer.engine.weights import WeightSender
+from unified_trainer.engine.workers import Worker, WorkerGroup, placed, worker_needs
 from unified_trainer.rl.on_policy_check import ReplayError
-from unified_trainer.rl.replay import Trajectories
 from unified_trainer.rl.rollouts import Sampling
 
 pytestmark = pytest.mark.slow
 
-NONE = NewerWeights("")  # of a run without swaps
 NO_GPU = {"rollouts.workers": 1, "rollouts.gpus": 0, "rollouts.reward-workers": 1}
 FAST = [*SMALL["dance_grpo"], *flags({"device": "cpu", "student.learning-rate": 3e-3})]
 PPO = [*SMALL["dance_ppo"], *FAST[-4:]]
@@ -71,12 +69,11 @@ class Here:
         return self.ray.put(([self.ray.put(rollout), self.ray.put(scores)], {}, maker))
 
 
-def trainer_with(ray, words: list[str], fault, ahead: int, newer=NONE, half: bool = False):
-    """A run of a worker whose network is built by `fault`; `newer` gives it weights in the middle of its samples."""
+def trainer_with(ray, words: list[str], fault, ahead: int, half: bool = False):
+    """A run of a worker whose network is built by `fault`."""
     run = parse(words)
     trainer = build(run, ALONE).trainer
-    run = dataclasses.replace(run, rollouts=dataclasses.replace(run.rollouts, swap=newer is not NONE))
-    worker = Worker(fault, run, str(Path.cwd()), torch.get_num_threads(), True, True, newer)
+    worker = Worker(fault, run, str(Path.cwd()), torch.get_num_threads(), True, True)
     group, how = WorkerGroup(Here(ray, worker), {}), {"size": 2, "ahead": ahead, "check_every": 1}
     student = trainer.roles["student"]
     trainer.method.rollouts = RemoteRollouts(
@@ -91,7 +88,7 @@ def test_a_worker_without_a_device_of_its_own_computes_on_the_cpu(ray):
     sampler, scorer = worker_needs(run, "cuda")
     assert sampler == {"CPU": 1.0} and scorer == {"CPU": 1.0, "GPU": 1.0}
     assert placed(run, scorer).device == "cuda"
-    worker = Worker(right, placed(run, sampler), str(Path.cwd()), torch.get_num_threads(), True, False, NONE)
+    worker = Worker(right, placed(run, sampler), str(Path.cwd()), torch.get_num_threads(), True, False)
     assert worker._sampling.device.type == "cpu"
 
 
@@ -140,34 +137,3 @@ def test_a_worker_with_stale_weights_is_named(ray, ahead):
     with pytest.raises(ReplayError, match="of version 1: the log-ratio is"):
         trainer.step(1 + ahead)
     assert all(torch.equal(weight, before[key]) for key, weight in trainer.roles["student"].weights.items())
-
-
-class Planted:
-    """Much larger weights, of the next version, that are there from the third of the four network calls on."""
-
-    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
-        self.larger, self.calls = {key: 1.5 * weight.detach() for key, weight in weights.items()}, 0
-
-    def __call__(self, version: int) -> Weights | None:
-        self.calls += 1
-        return WeightSender(ALONE).pack(version + 1, self.larger, 0) if self.calls % 4 == 3 else None
-
-
-def test_transitions_after_a_swap_lag_less_and_are_not_compared(ray, monkeypatch):
-    """They are replayed with the weights that the work item began with, which did not make them."""
-    words = [*FAST, "--algorithm.timestep-fraction", "1"]
-    planted = Planted(build(parse(words), ALONE).trainer.roles["student"].weights)
-    trainer, seen = trainer_with(ray, words, right, 1, planted), []
-    original = Trajectories.of
-
-    def noted(samples, step, *rest, **how):
-        seen.append((samples, original(samples, step, *rest, **how).lags))
-        return original(samples, step, *rest, **how)
-
-    monkeypatch.setattr(Trajectories, "of", noted)
-    for step in range(2):
-        trainer.step(step)
-    samples, lags = seen[-1]  # those that are trained; before come those that are compared
-    assert samples.versions.tolist() == [0] * 4 and samples.newer.tolist() == [[0, 0, 1]] * 4
-    assert lags.tolist() == [[1, 1, 0]] * 4
-    assert trainer.method.rollouts.metrics()["swapped"] == 2.0  # work items

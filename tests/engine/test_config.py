@@ -14,7 +14,6 @@ from unified_trainer.errors import UserError
 pytestmark = pytest.mark.slow  # seconds together
 
 GRPO = SMALL["dance_grpo"]
-SWAP = ["--rollouts.workers", "1", "--rollouts.ahead", "1", "--rollouts.swap"]
 BESIDE = ["--rollouts.evaluation-workers", "1", "--validate-every", "2", "--student.ema-decay", "0.5"]
 
 
@@ -25,7 +24,6 @@ BESIDE = ["--rollouts.evaluation-workers", "1", "--validate-every", "2", "--stud
         (["--rollouts.reward-workers", "1"], "rollouts.reward_workers needs rollouts.workers above 0"),
         (["--rollouts.workers", "1", "--rollouts.send", "bf16"], "rollouts.send bf16 needs student.precision bf16"),
         (["--rollouts.transport", "nixl"], "nixl needs rollouts.workers or rollouts.evaluation_workers above 0"),
-        (["--rollouts.workers", "1", "--rollouts.swap"], "rollouts.swap needs rollouts.ahead above 0"),
         (["--rollouts.evaluation-workers", "1"], "rollouts.evaluation_workers has nothing to validate"),
         (["--rollouts.evaluation-lag", "1"], "rollouts.evaluation_lag needs rollouts.evaluation_workers above 0"),
         ([*BESIDE, "--rollouts.evaluation-lag", "3"], "must be at most validate_every (2)"),
@@ -43,12 +41,6 @@ def test_methods_that_train_through_their_samples_take_none(tmp_path, capsys, me
     words = ["--method", method, "--recipe", "tiny", "--rollouts.workers", "1", "--output", str(tmp_path / "run")]
     assert main(words) == 2
     assert f"rollouts.workers must be 0 for {method}" in capsys.readouterr().err
-
-
-def test_swaps_need_transitions_with_a_density(tmp_path, capsys):
-    words = ["--method", "diffusion_nft", *GRPO[2:], "--sampler.guidance-scale", "1", "--output", str(tmp_path / "run")]
-    assert main([*words, *SWAP]) == 2
-    assert "rollouts.swap must be off for diffusion_nft" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -196,13 +196,3 @@ def test_the_validation_of_a_worker_that_dies_is_made_again(ray, group, tmp_path
     assert [ray.get(measured).tolist() for measured, _ in replies] == [[0, 2], [4, 6], [8, 10]]
     assert [took for _, took in replies] == [{"calls": 1.0}] * 3
     assert ray.get(scheduler.deaths.remote()) == 1
-
-
-@pytest.mark.slow
-def test_a_worker_that_asks_gets_weights_only_if_they_are_newer(ray, group):
-    scheduler = group(1)
-    assert ray.get(scheduler.newer.remote(-1)) == []
-    for version in (3, 4):
-        publish(ray, scheduler, version, float(version), step=4, oldest=3)
-    asked = {version: ray.get(scheduler.newer.remote(version)) for version in (2, 3, 4, 5)}
-    assert {version: ray.get(found) for version, found in asked.items()} == {2: [4.0], 3: [4.0], 4: [], 5: []}

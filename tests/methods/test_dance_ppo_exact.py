@@ -19,7 +19,7 @@ from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_ppo import DancePPO, DancePPOConfig
 from unified_trainer.numerics.flow import x0_from_velocity
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.rollouts import ScoredSamples, no_swaps
+from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.reward import RewardConfig, RewardSum, Scores
 from unified_trainer.roles.role import Trainable, TrainableConfig
@@ -113,7 +113,7 @@ class LinearReward:
         parts = true_value(rollout.states[:, -1], LAST)[:, None]
         versions = torch.full((len(batch),), step - self.age)
         scores = Scores(parts, {}, torch.zeros(len(batch), 1))
-        return ScoredSamples(batch, rollout, scores, versions, no_swaps(rollout))
+        return ScoredSamples(batch, rollout, scores, versions)
 
     def metrics(self):
         return {}

@@ -29,7 +29,7 @@ from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.dynamic_sampling import collect_samples
-from unified_trainer.rl.rollouts import ScoredSamples, no_swaps
+from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.roles.reward import Scores
 from unified_trainer.types import Rollout
 
@@ -55,7 +55,7 @@ class EqualRewards:
         x0 = torch.tensor(batch.sample_ids).float().view(-1, 1, 1, 1, 1).expand(-1, *LATENT_SHAPE)
         scores = Scores(rewards[:, None], {"of": rewards}, rewards[:, None])
         made = Rollout.from_x0(x0)
-        return ScoredSamples(batch, made, scores, torch.full((len(batch),), step), no_swaps(made))
+        return ScoredSamples(batch, made, scores, torch.full((len(batch),), step))
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -19,7 +19,7 @@ from unified_trainer.rl.experience_buffer import ExperienceBuffer
 from unified_trainer.rl.experience_config import ExperienceConfig
 from unified_trainer.rl.groups import Advantages, AllSamples
 from unified_trainer.rl.policy_update import PolicyUpdate
-from unified_trainer.rl.rollouts import ScoredSamples, no_swaps
+from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.roles.reward import Scores
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.sampling import SamplerConfig
@@ -68,7 +68,7 @@ def samples_of(loader: Loader, x_0: torch.Tensor, x_1: torch.Tensor, log_prob: t
     rollout = Rollout(torch.stack([x_0, x_1], 1), log_prob[:, None], x_1, x_1[:, None][:, :0])
     none = torch.zeros(len(x_1), 0)
     made = torch.full((len(x_1),), step)
-    return ScoredSamples(loader.batch(step), rollout, Scores(none, {}, none), made, no_swaps(rollout))
+    return ScoredSamples(loader.batch(step), rollout, Scores(none, {}, none), made)
 
 
 def advantages_of(values: torch.Tensor, *, useful: bool) -> Advantages:

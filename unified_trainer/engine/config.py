@@ -31,10 +31,6 @@ class WorkerConfig:
     ahead: CountOrZero = 0
     """Training steps that samples are made ahead of training, with weights that are as many steps old. 0 makes them
     with the present weights; 1 lets sampling and training overlap."""
-    swap: bool = False
-    """Take the newest weights between two network calls of a sample, or between two chunks of a causal student
-    (experimental). Transitions keep the version of the weights that made them. Samples then depend on the speed of
-    workers: such a run cannot be repeated bit for bit."""
     send: Literal["exact", "bf16"] = "exact"
     """Precision in which trained weights are sent to rollout workers: exact, or bf16, which halves the bytes and needs
     student.precision bf16. Samples then differ from those without workers by rounding in bf16 (experimental)."""
@@ -90,8 +86,6 @@ class WorkerConfig:
         for name in ("ahead", "reward_workers"):
             if getattr(self, name) and not self.workers:
                 raise UserError(f"rollouts.{name} needs rollouts.workers above 0")
-        if self.swap and not self.ahead:
-            raise UserError("rollouts.swap needs rollouts.ahead above 0: else no weights are newer than a sample's")
         if self.evaluation_workers and not validate_every:
             raise UserError("rollouts.evaluation_workers has nothing to validate: set validate_every")
         if self.evaluation_lag and not self.evaluation_workers:

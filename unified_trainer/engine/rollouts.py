@@ -20,7 +20,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.kept_rollout import HostRollout, KeptRollout, join
 from unified_trainer.rl.rollout_config import TrajectoryPlace
-from unified_trainer.rl.rollouts import Check, ScoredSamples, no_swaps
+from unified_trainer.rl.rollouts import Check, ScoredSamples
 from unified_trainer.roles.ema import exchanged
 from unified_trainer.roles.reward import Scores
 from unified_trainer.roles.role import Trainable
@@ -34,10 +34,9 @@ Ordered = list[tuple[WorkItem, Any]]  # a work item, and the scheduler's reply t
 class RemoteRollouts:
     """The samples of step k come from the weights after max(0, k - ahead) steps, whoever makes them and whenever.
 
-    Without `rollouts.swap` a run is therefore a function of its settings and of `ahead`: the number of workers, their
-    speed, kills and resumes change no number. With it, workers may finish samples with newer weights. It is the
-    capacity rule of AReaL (arXiv:2505.24298) at equality, in whole training steps. A method may lower `ahead`; samples
-    that are under way by then keep the weights that they were ordered with.
+    A run is therefore a function of its settings and of `ahead`: the number of workers, their speed, kills and resumes
+    change no number. It is the capacity rule of AReaL (arXiv:2505.24298) at equality, in whole training steps. A method
+    may lower `ahead`; samples that are under way by then keep the weights that they were ordered with.
     """
 
     uniform = False
@@ -88,14 +87,13 @@ class RemoteRollouts:
             ordered = self._order(step, step, asked)
         with phase("rollout"):
             received = (self._receive(item, reply) for item, reply in ordered)
-            rollouts, scores, newer, makers = zip(*received, strict=True)
+            rollouts, scores, makers = zip(*received, strict=True)
         versions = [torch.full((len(item.prompts),), item.version) for item, _ in ordered]
         if check is not None and (one := self._due(makers, step)) is not None:
             part, version = batch.split(self._size)[one], ordered[one][0].version  # the version of all ranks
             with nullcontext() if version == step else exchanged(self._role.weights, past[step - version - 1]):
-                check(ScoredSamples(part, rollouts[one], scores[one], versions[one], newer[one].amax(2)), makers[one])
-        oldest = torch.cat([one.amin(2) for one in newer])  # of the chunks that a transition has
-        return ScoredSamples(batch, join(rollouts), Scores.cat(scores), torch.cat(versions), oldest)
+                check(ScoredSamples(part, rollouts[one], scores[one], versions[one]), makers[one])
+        return ScoredSamples(batch, join(rollouts), Scores.cat(scores), torch.cat(versions))
 
     def metrics(self) -> dict[str, float]:
         made = {}
@@ -160,8 +158,8 @@ class RemoteRollouts:
         items = [WorkItem(step, version, prompts[part], prompt_ids[part], sample_ids[part]) for part in parts]
         return [(item, self._group.scheduler.make.remote(item)) for item in items]
 
-    def _receive(self, item: WorkItem, reply: Any) -> tuple[KeptRollout, Scores, Tensor, str]:
-        """Return samples, scores, versions of transitions minus the ordered one [b, s, k], and who sampled."""
+    def _receive(self, item: WorkItem, reply: Any) -> tuple[KeptRollout, Scores, str]:
+        """Return samples, scores and the worker that sampled."""
         try:
             while True:
                 references, seconds, maker = ray.get(reply)
@@ -183,8 +181,4 @@ class RemoteRollouts:
             made = HostRollout.of(arrays.to_rollout(rollout, torch.device("cpu")), device)
         else:
             made = arrays.to_rollout(rollout, device)
-        newer = no_swaps(made)[:, :, None]
-        if "versions" in rollout:  # of transitions and chunks, equal for all samples
-            newer = newer + (torch.from_numpy(rollout["versions"].copy()) - item.version)
-            self._metrics["swapped"] = self._metrics.get("swapped", 0.0) + float(newer.any())
-        return made, arrays.to_scores(scores, device), newer, maker
+        return made, arrays.to_scores(scores, device), maker

@@ -178,11 +178,6 @@ class Scheduler:
         self._made.pop(item, None)
         return await self.make(item)
 
-    async def newer(self, version: int) -> list[ObjectRef]:
-        """Return a reference to the newest weights in a list that is empty unless they are newer than `version`."""
-        newest = max(self._weights, default=version)
-        return [self._weights[newest]] if newest > version else []
-
     async def deaths(self) -> int:
         """Return how many workers have died so far."""
         return sum(pool.deaths for pool in {self._makers, self._scorers, self._evaluators})

@@ -4,8 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.rollouts import Sampling
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.validation_samples import SampleMaker
-from unified_trainer.weight_swaps import WeightSwaps
 
 Build = Callable[[RunConfig, torch.device, bool, bool], Sampling]  # run, device, whether it samples, whether it scores
 # Run, device and prompts of validation -> the student, and what makes and measures its samples.
@@ -38,41 +36,16 @@ BuildEvaluation = Callable[[RunConfig, torch.device, Sequence[str]], tuple[Weigh
 CALLS = 10_000  # requests that the scheduler leads at a time
 
 
-@dataclass(frozen=True)
-class NewerWeights:
-    """Asks the scheduler of this name for weights that are newer than those of a version."""
-
-    scheduler: str
-
-    def __call__(self, version: int) -> Weights | None:
-        """Return the newest weights, or None if they are not newer."""
-        found = ray.get(ray.get_actor(self.scheduler, cluster.NAMESPACE).newer.remote(version))
-        return ray.get(found[0]) if found else None
-
-
 class Worker:
     """Makes samples with the weights that come with the work, or scores them.
 
-    It keeps nothing that a restart could lose: every result follows from the arguments, and with `rollouts.swap` from
-    the newer weights that it took.
+    It keeps nothing that a restart could lose: every result follows from the arguments.
     """
 
-    def __init__(
-        self,
-        build: Build,
-        run: RunConfig,
-        folder: str,
-        threads: int,
-        samples: bool,
-        scores: bool,
-        newer: Callable[[int], Weights | None],
-    ) -> None:
-        """`folder` is the working directory of the run, and `threads` the CPU threads of a training process.
-
-        `newer` gives weights that are newer than those of a version, if there are some, for `rollouts.swap`.
-        """
+    def __init__(self, build: Build, run: RunConfig, folder: str, threads: int, samples: bool, scores: bool) -> None:
+        """`folder` is the working directory of the run, and `threads` the CPU threads of a training process."""
         _settle(folder, threads)
-        self._run, self._version, self._newer = run, -1, newer
+        self._run, self._version = run, -1
         self._sampling = build(run, pick_device(run.device, 0), samples, scores)  # Ray shows it no other device
         self._name = f"{place()}, process {os.getpid()}"
 
@@ -81,13 +54,12 @@ class Worker:
         return signature(self._sampling.weights), place()
 
     def make(self, item: WorkItem, weights: Weights) -> tuple[tuple[str, Costs], Arrays]:
-        """Return who made the rollout of a work item with these weights, what it took, and the rollout.
-
-        With swaps, the rollout has an array `versions` of the weights that made each transition of each chunk, [s, k].
-        """
+        """Return who made the rollout of a work item with these weights, what it took, and the rollout."""
         begun = time.perf_counter()
         if item.version != self._version:
-            self._copy(weights)
+            self._version = -1  # while they are copied
+            weights.copy_to(self._sampling.weights)
+            self._version = weights.version
         copied = time.perf_counter()
         batch = make_batch(
             self._sampling.codec,
@@ -98,24 +70,10 @@ class Worker:
             sample_ids=list(item.sample_ids),
         )
         assert self._sampling.sample is not None, "a reward worker was asked for samples"
-        swaps = WeightSwaps(self._version, self._take_newer)
         streams = Streams(self._run.seed, item.step, self._sampling.device)
-        with swaps.use() if self._run.rollouts.swap else nullcontext():
-            rollout = arrays.of_rollout(self._sampling.sample(batch, item.step, streams))
-        rollout |= {"versions": swaps.versions} if self._run.rollouts.swap else {}
+        rollout = arrays.of_rollout(self._sampling.sample(batch, item.step, streams))
         took = {"worker_seconds/copy_weights": copied - begun, "worker_seconds/rollout": time.perf_counter() - copied}
         return (self._name, took), rollout
-
-    def _copy(self, weights: Weights) -> None:
-        self._version = -1  # while they are copied
-        weights.copy_to(self._sampling.weights)
-        self._version = weights.version
-
-    def _take_newer(self, version: int) -> int:
-        """Take newer weights than those of a version, if there are some, and return the version that is there now."""
-        if (weights := self._newer(version)) is not None:
-            self._copy(weights)
-        return self._version
 
     def score(self, item: WorkItem, rollout: Arrays) -> tuple[Costs, dict[str, Any]]:
         """Return the scores of the samples of a work item."""
@@ -198,12 +156,8 @@ class WorkerGroup:
         if mesh.is_main:
             scorers_begin, last = config.workers, config.workers + config.reward_workers
             scores = not config.reward_workers
-            makers = [
-                _worker(Worker, run, need, build, True, scores, NewerWeights(name)) for need in needs[:scorers_begin]
-            ]
-            scorers = [
-                _worker(Worker, run, need, build, False, True, NewerWeights(name)) for need in needs[scorers_begin:last]
-            ]
+            makers = [_worker(Worker, run, need, build, True, scores) for need in needs[:scorers_begin]]
+            scorers = [_worker(Worker, run, need, build, False, True) for need in needs[scorers_begin:last]]
             evaluators = [_worker(EvaluationWorker, run, need, build_evaluation, prompts) for need in needs[last:]]
             pools = {"rollout": makers, "reward": scorers, "evaluation": evaluators}
             workers = {f"{kind} worker {i}": one for kind, pool in pools.items() for i, one in enumerate(pool)}

@@ -34,7 +34,7 @@ GROUPS: dict[str, str] = {
     "Pixels": """pixels/NAME validation/pixels/NAME validation/pixels/NAME_std pixels/diversity
         validation/pixels/diversity""",
     "Run": """rollbacks seconds seconds/NAME seconds/weights worker_seconds/copy_weights worker_seconds/rollout
-        worker_seconds/score worker_samples_per_second samples_gib swapped weights_gib worker_deaths
+        worker_seconds/score worker_samples_per_second samples_gib weights_gib worker_deaths
         validation/worker_deaths samples_per_second tokens_per_second model_flops_per_second mfu peak_memory_gib_max""",
 }
 # Metrics that one chart shows together while there is one run: the chart's title by the documented name.

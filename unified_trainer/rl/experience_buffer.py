@@ -59,7 +59,6 @@ class ExperienceBuffer:
             "states": ((transitions + 1, *latent), torch.float32),
             "x0": (latent, torch.float32),
             "log_probs": ((transitions,), floats),
-            "newer": ((transitions,), torch.int64),
             "versions": ((), torch.int64),
             "sample_ids": ((), torch.int64),
             "advantages": ((), torch.float32),
@@ -175,7 +174,7 @@ class ExperienceBuffer:
         keys = [aged(key, age) for key, age in zip(ids, since, strict=True)]
         batch = self._loader.batch_of(self._table["prompt"][groups].tolist(), keys)
         rollout = Rollout(rows["states"], rows["log_probs"], rows["x0"], rows["x0"][:, None][:, :0])
-        return ScoredSamples(batch, rollout, _no_scores(len(ids)), rows["versions"], rows["newer"]), rows["advantages"]
+        return ScoredSamples(batch, rollout, _no_scores(len(ids)), rows["versions"]), rows["advantages"]
 
     def _store(
         self, samples: ScoredSamples, advantages: Advantages, present: Float[Tensor, "places updates depth"], step: int
@@ -201,7 +200,7 @@ class ExperienceBuffer:
         made = [update * self._share + row for row, update, _ in own]
         rollout = whole(samples.rollout.take(made))
         columns = {name: getattr(rollout, name) for name in ("states", "x0", "log_probs")}
-        others = {"newer": samples.newer, "versions": samples.versions, "advantages": advantages.values}
+        others = {"versions": samples.versions, "advantages": advantages.values}
         others["sample_ids"] = torch.tensor(samples.batch.sample_ids)
         columns |= {name: take_rows(column, made) for name, column in others.items()}
         for name, column in columns.items():
@@ -220,7 +219,6 @@ def _joined(fresh: ScoredSamples, stored: ScoredSamples) -> ScoredSamples:
         with_stored(fresh.rollout, whole(stored.rollout)),
         _no_scores(len(fresh.batch) + len(stored.batch)),
         torch.cat([fresh.versions, stored.versions]),
-        torch.cat([fresh.newer, stored.newer]),
     )
 
 

@@ -87,17 +87,12 @@ class PolicyUpdate:
 
     @torch.no_grad()
     def check_worker(self, window: range, trained: list[int], rng: Streams, samples: ScoredSamples, maker: str) -> None:
-        """Replay samples of a worker with the weights that made them, which the student has during this call.
-
-        Transitions that newer weights made, after a swap, are replayed but not compared.
-        """
+        """Replay samples of a worker with the weights that made them, which the student has during this call."""
         version = int(samples.versions[0])
         trajectories = self.trajectories(samples, version, window, rng)
         for rows in torch.arange(len(samples.batch)).split(self._update_batch):
             for s in trained:
                 replay = self._replay(trajectories, rows, s)
-                if bool(samples.newer[rows, s - window.start].any()):
-                    continue
                 self.on_policy.worker(replay, self.policy.mean_gain(s), self.policy.std(s), maker, version)
 
     def begin(
@@ -185,10 +180,8 @@ class PolicyUpdate:
         log_prob, mean, std = self._density(made, equal, s)
         batch, x_t, x_next, log_prob_old, x0 = made
         at = s - trajectories.window.start
-        elements, lag = (
-            math.prod(batch.latent_shape),
-            trajectories.lags[rows, at].to(log_prob.device, non_blocking=True),
-        )
+        elements = math.prod(batch.latent_shape)
+        lag = trajectories.lags[rows].to(log_prob.device, non_blocking=True)
         log_ratio = log_prob - log_prob_old
         mean_old = x_next - std * trajectories.noise(batch, s)
         ratio = guarded_log_ratio(log_ratio, mean, mean_old, std) if config.guard else log_ratio

@@ -28,7 +28,7 @@ class Trajectories:
     rollout: KeptRollout
     window: range  # the stochastic transitions, which the rollout holds
     rng: Streams
-    lags: Int[Tensor, "b s"]  # training steps between the weights that made a transition and the present ones; CPU
+    lags: Int[Tensor, " b"]  # training steps between the weights that made a sample and the present ones; CPU
     start_log_probs: Float[Tensor, "b s"]  # log-densities at the start of the training step, where they are computed
     first_states: Sequence[Hashable] = ()  # a key per sample; equal keys: equal state before the window. Empty: no key
 
@@ -37,7 +37,7 @@ class Trajectories:
         cls, samples: ScoredSamples, step: int, window: range, rng: Streams, *, same_noise: bool = False
     ) -> "Trajectories":
         """Return the rollout of training step `step`."""
-        lags = step - (samples.versions[:, None] + samples.newer)
+        lags = step - samples.versions
         state = _first_states(samples) if same_noise else ()
         return cls(samples.batch, samples.rollout, window, rng, lags, samples.rollout.log_probs, state)
 
@@ -137,9 +137,7 @@ class ReplayCollector:
 def _first_states(samples: ScoredSamples) -> list[Hashable]:
     """Return a key for each sample; samples of equal keys have one prompt and, before the window, one state.
 
-    The key is prompt, version and age. A sample whose weights were swapped before the window has a key of its own,
-    since it is not known before which call the swap came.
+    The key is prompt, version and age.
     """
-    batch, newer = samples.batch, samples.newer[:, 0].tolist()
-    made = zip(batch.prompt_ids, samples.versions.tolist(), ages(batch.sample_ids), strict=True)
-    return [(*key, row if newer[row] else None) for row, key in enumerate(made)]
+    batch = samples.batch
+    return list(zip(batch.prompt_ids, samples.versions.tolist(), ages(batch.sample_ids), strict=True))

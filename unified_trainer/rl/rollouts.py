@@ -34,8 +34,7 @@ class ScoredSamples:
     batch: Batch
     rollout: KeptRollout
     scores: Scores
-    versions: Int[Tensor, " b"]  # of the weights that each sample began with; on the CPU
-    newer: Int[Tensor, "b s"]  # of the weights that made each transition, minus `versions`: 0 without swaps; on the CPU
+    versions: Int[Tensor, " b"]  # of the weights that made each sample; on the CPU
 
     def replaced(self, rows: Sequence[int], others: "ScoredSamples") -> "ScoredSamples":
         """Return these samples with the first of the others in the given rows."""
@@ -44,13 +43,8 @@ class ScoredSamples:
             order[row] = len(order) + i
         rollout = join([self.rollout, others.rollout]).take(order)
         scores = Scores.cat([self.scores, others.scores]).take(order)
-        versions, newer = torch.cat([self.versions, others.versions]), torch.cat([self.newer, others.newer])
-        return ScoredSamples(self.batch.cat(others.batch).take(order), rollout, scores, versions[order], newer[order])
-
-
-def no_swaps(rollout: KeptRollout) -> Int[Tensor, "b s"]:
-    """Return `newer` of a rollout that one version of the weights made."""
-    return torch.zeros(rollout.log_probs.shape, dtype=torch.int64)
+        versions = torch.cat([self.versions, others.versions])[order]
+        return ScoredSamples(self.batch.cat(others.batch).take(order), rollout, scores, versions)
 
 
 Check = Callable[[ScoredSamples, str], None]  # samples of one process, and which one it is
@@ -121,7 +115,7 @@ class LocalRollouts:
         if self._score_last:
             with self._reward.scoring():
                 scores = self._scored(parts, self._ends(parts, rollout), step)
-        return ScoredSamples(batch, rollout, Scores.cat(scores), versions, no_swaps(rollout))
+        return ScoredSamples(batch, rollout, Scores.cat(scores), versions)
 
     def _made(self, parts: Sequence[Batch], kept: RolloutParts, step: int, rng: Streams) -> Iterator[Latents]:
         """Make the samples of each part, keep them, and yield their final x0."""
