@@ -66,9 +66,6 @@ PLAIN = {
     "critic tilt": Kind(f"{TILT} {RATE} {CHOSEN['tilt']}", steps(TILTED), "dmd2"),
     "dmd2, then reward_gradient": Kind(f"{BY_GRADIENT} {RATE} {CHOSEN['gradient']}", steps(GRADIENT), "dmd2"),
     "self_forcing, then dance_grpo": Kind(f"--method dance_grpo {RATE} {CHOSEN['dance']}", 12, "self_forcing"),
-    "self_forcing, then dance_grpo by chunk": Kind(
-        f"--method dance_grpo {RATE} {CHOSEN['dance']} --algorithm.credit.per-chunk", 12, "self_forcing"
-    ),
     "joint from self_forcing": Kind(f"--method distill_rl {RATE} {CHOSEN['joint']}", 8, "self_forcing"),
     "joint from the base": Kind(
         f"--method distill_rl {RATE} {CHOSEN['joint']}", steps(JOINT) + round(DMD2_STEPS * DMD2 / JOINT)

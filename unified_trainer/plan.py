@@ -26,7 +26,6 @@ from unified_trainer.registry import family_of, method_named
 from unified_trainer.renamed import METRICS
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
 from unified_trainer.rewards.scorers import check_prompts, check_reward
-from unified_trainer.rl.chunk_credit import CreditedGroupConfig
 from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.role_plan import RolePlan, check_roles, plan_roles, role_path, without_adapter
 from unified_trainer.roles.blocks import check_compiler
@@ -242,15 +241,10 @@ def _check_guards(run: RunConfig, method: type[Method]) -> None:
 
 def _check_workers(run: RunConfig, method: type[Method], device: str) -> None:
     run.rollouts.check(bool(method.sampled_by), run.method, run.validate_every)
-    algorithm = run.algorithm
     if run.rollouts.send == "bf16" and run.roles["student"].precision != "bf16":
         raise ConfigError(
             "rollouts.send bf16 needs student.precision bf16: else workers compute otherwise than training"
         )
-    scored_here = run.validate_every and not run.rollouts.evaluation_workers
-    per_chunk = isinstance(algorithm, CreditedGroupConfig) and algorithm.credit.per_chunk
-    if run.rollouts.workers and not scored_here and per_chunk:
-        raise ConfigError("algorithm.credit.per_chunk needs scorers in the training processes: set rollouts.workers 0")
     for name, count in (("workers", run.rollouts.workers), ("evaluation_workers", run.rollouts.evaluation_workers)):
         if count:
             check_installed(f"rollouts.{name}")

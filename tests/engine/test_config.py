@@ -43,16 +43,6 @@ def test_methods_that_train_through_their_samples_take_none(tmp_path, capsys, me
     assert f"rollouts.workers must be 0 for {method}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "more", [["--validate-every", "0"], ["--validate-every", "1", "--rollouts.evaluation-workers", "1"]]
-)
-def test_rewards_per_chunk_need_scorers_in_the_training_process(tmp_path, capsys, more):
-    causal = ["--algorithm.credit.per-chunk", "--sampler.chunks.chunk-frames", "1"]
-    words = [*GRPO, *causal, "--rollouts.workers", "1", *more, "--output", str(tmp_path / "run")]
-    assert main(words) == 2
-    assert "algorithm.credit.per_chunk needs scorers in the training processes" in capsys.readouterr().err
-
-
 def test_without_ray_installed_the_error_says_how(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main([*GRPO, "--output", str(tmp_path / "run"), "--rollouts.workers", "1"]) == 2

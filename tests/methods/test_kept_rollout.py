@@ -11,7 +11,6 @@ from helpers import FEW_STEPS, StubbornScorer, assert_same, dance_grpo, dance_pp
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.dance_ppo import DancePPOConfig
 from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.rl.experience_config import ExperienceConfig
 from unified_trainer.rl.kept_rollout import HostRollout, RolloutParts, join
 from unified_trainer.types import Rollout
 
@@ -27,12 +26,6 @@ def grpo(place: str):
     return dance_grpo(
         DanceGRPOConfig(**GROUPS | WIDE | changes), scorer=scorer, reference=frozen("reference", seed=3), moves=True
     )
-
-
-def stored(place: str):
-    """With a stored group in the second step, which joins the fresh ones where they are kept."""
-    config = DanceGRPOConfig(**GROUPS | WIDE, experience=ExperienceConfig(groups=1), trajectories=place)
-    return dance_grpo(config, moves=True)
 
 
 def ppo(place: str):
@@ -61,7 +54,7 @@ def rewarded(place: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("maker", [grpo, stored, ppo, nft, distilled, rewarded])
+@pytest.mark.parametrize("maker", [grpo, ppo, nft, distilled, rewarded])
 def test_training_is_the_same_bit_for_bit_wherever_the_rollout_is_kept(maker):
     here, there = maker("device"), maker("cpu")
     for step in range(2):

@@ -23,7 +23,6 @@ from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rl.experience_config import ExperienceConfig
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sampling import SamplerConfig
 from unified_trainer.trainer import Trainer
@@ -47,18 +46,8 @@ MATCHING = DMD2Config(batch_size=4, micro_batch=1, guidance_scale=2.0, student_e
 DYNAMIC_SAMPLING = DanceGRPOConfig(
     **SIZES | {"prompts_per_update": 2}, timestep_fraction=0.5, dynamic_sampling_rounds=2
 )
-# Each update of the second step has one stored group more: of the second prompt, which both ranks hold, or of one rank.
-EXPERIENCE = DanceGRPOConfig(
-    num_prompts=6,
-    num_samples=2,
-    prompts_per_update=3,
-    rollout_batch=2,
-    update_batch=2,
-    timestep_fraction=0.5,
-    experience=ExperienceConfig(groups=1, depth=2),
-)
 # dmd2_shared: adapters over one base, recomputed activations.
-METHODS = ("finetune", "dance_grpo", "dance_ppo", "dynamic_sampling", "experience", "dmd2", "dmd2_shared")
+METHODS = ("finetune", "dance_grpo", "dance_ppo", "dynamic_sampling", "dmd2", "dmd2_shared")
 PROGRAM = SMALL["dance_grpo"] + flags(
     {"steps": 2, "validate-every": 2, "validation.num-videos": 1, "student.ema-decay": 0.5}
     | {"algorithm.update-batch": 2, "algorithm.rollout-batch": 2}
@@ -76,8 +65,6 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
     if method == "dynamic_sampling":
         first = dance_grpo(DYNAMIC_SAMPLING).loader.batch(0).prompts[0]
         return dance_grpo(DYNAMIC_SAMPLING, scorer=StubbornScorer({first}), **recorder)
-    if method == "experience":
-        return dance_grpo(EXPERIENCE, **recorder)
     scorer, sampler = ScriptedScorer(()), SamplerConfig(num_steps=4, guidance_scale=2.0)
     if method == "dance_ppo":
         one = dance_ppo(PPO, sampler=sampler, scorer=scorer, head=0.3, **recorder)
@@ -89,10 +76,9 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
 
 
 def gradients(method: str, mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The gradients of the updates of one training step, or of two where samples are stored, and the last metrics."""
+    """The gradients of the updates of one training step, and its metrics."""
     one = trainer(method, mesh)
-    for step in range(2 if method == "experience" else 1):
-        metrics = one.step(step)
+    metrics = one.step(0)
     flat = {
         f"{name}/{i}/{key}": gradient
         for name, role in one.roles.items()

@@ -41,19 +41,6 @@ def test_calls_and_flops_are_those_of_a_real_step(method):
 
 
 @pytest.mark.slow
-def test_an_experience_buffer_is_in_the_checkpoint():
-    """Depth 3 for four samples, each with three states and x0."""
-    flags = ["--method", "dance_grpo", *SMALL, *GROUPS]
-    off, on = (
-        bench_plan.predicted([*flags, *more])[0]
-        for more in ([], ["--algorithm.experience.groups", "1", "--algorithm.experience.depth", "3"])
-    )
-    size = 3 * 4 * 4 * off.sizes.latent_bytes
-    assert on.checkpoint - off.checkpoint == size
-    assert on.notes[-1].startswith(f"experience buffer: {size / 2**30:.3g} GiB") and on.calls == off.calls
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["finetune, adapter", "dmd2"])
 def test_memory_is_within_a_tenth_of_a_real_step(name, tmp_path):
     flags = bench_plan.flags_of(name, tmp_path)

@@ -11,12 +11,9 @@ from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.chunk_credit import rollout_streams, transition_advantages
 from unified_trainer.rl.dynamic_sampling import collect_samples
-from unified_trainer.rl.experience_buffer import ExperienceBuffer
-from unified_trainer.rl.experience_config import StoredGroupConfig
-from unified_trainer.rl.groups import compute_advantages
-from unified_trainer.rl.policy import sample_policy
+from unified_trainer.rl.groups import GroupConfig, compute_advantages
+from unified_trainer.rl.policy import PolicyConfig, sample_policy
 from unified_trainer.rl.policy_update import PolicyUpdate
 from unified_trainer.rl.rollouts import Rollouts
 from unified_trainer.rl.updates import update_losses
@@ -27,12 +24,11 @@ from unified_trainer.types import Batch, Rollout
 
 
 @dataclass(frozen=True)
-class DanceGRPOConfig(StoredGroupConfig):
+class DanceGRPOConfig(PolicyConfig, GroupConfig):
     """Settings of the policy, of its update and of the groups."""
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
-        self.credit.check(self, self, setup.sampler)
         if self.kl_in == "reward" and self.advantage == "gdpo":
             raise UserError(
                 "algorithm.kl_in must be loss for algorithm.advantage gdpo, which compares each reward alone"
@@ -63,51 +59,38 @@ class DanceGRPO(Method):
         reference: Frozen | None = None,
     ) -> None:
         self.config, self.reward, self.loader, self.rollouts = config, reward, loader, rollouts
-        self.sampler = sampler
-        how = {"per_chunk": config.credit.per_chunk, "same_noise": config.init_same_noise}
-        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, **how)
-        self.experience = ExperienceBuffer(
-            config.experience, config, loader, config.window.size or sampler.num_steps - 1
-        )
+        same = config.init_same_noise
+        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, same_noise=same)
 
     @staticmethod
     def sample(
         config: DanceGRPOConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
     ) -> Rollout:
-        drawn = rollout_streams(config, sampler, batch, rng)
-        return sample_policy(config, sampler, role, batch, step, drawn, same_noise=config.init_same_noise)
+        return sample_policy(config, sampler, role, batch, step, rng, same_noise=config.init_same_noise)
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # all samples of the rank: groups are compared before the first update
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         window, trained = self.update.transitions(step, rng)
-        drawn = rollout_streams(self.config, self.sampler, batch, rng)
-        check = partial(self.update.check_worker, window, trained, drawn)
+        check = partial(self.update.check_worker, window, trained, rng)
         samples, collected = collect_samples(
             self.config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh, check
         )
-        trajectories = self.update.trajectories(samples, step, window, drawn)
+        trajectories = self.update.trajectories(samples, step, window, rng)
         penalty, kl_metrics = self.update.kl.penalty(trajectories, mesh)
         advantages = compute_advantages(
             self.config, self.reward, samples.scores, penalty, samples.batch, self.loader, mesh
         )
-        mixed = self.experience.mix(samples, advantages, step, drawn)
-        samples, advantages = mixed.samples, mixed.advantages
-        trajectories = self.update.trajectories(samples, step, window, mixed.rng)
         metrics = advantages.metrics | collected | kl_metrics | self.update.transition_metrics(window, trained)
-        values = transition_advantages(
-            self.config, self.sampler, self.reward, samples, advantages.values, trained, mesh
-        )
+        values = advantages.values[:, None].expand(-1, len(trained))
         start_update = self.update.begin(trajectories, values, trained, advantages.minibatches, mesh)
         yield from update_losses(advantages, trained, start_update, metrics)
         if self.update.lags_too_far:
             self.rollouts.lower_ahead()
-            self.experience.draw_younger()
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.update.state_dict() | self.experience.state_dict()
+        return self.update.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.update.load_state_dict(state)
-        self.experience.load_state_dict(state)

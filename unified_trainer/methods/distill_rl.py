@@ -20,9 +20,7 @@ from unified_trainer.methods.x0_terms import X0Terms
 from unified_trainer.numerics.advantages import tilt_weights
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.chunk_credit import rollout_streams, transition_advantages
 from unified_trainer.rl.dynamic_sampling import collect_samples
-from unified_trainer.rl.experience_buffer import ExperienceBuffer
 from unified_trainer.rl.groups import compute_advantages, gather_ids
 from unified_trainer.rl.minibatches import Minibatch
 from unified_trainer.rl.policy import sample_policy
@@ -74,11 +72,8 @@ class DistillRL(Method):
         gan = {"gan_weight": config.gan.weight, "gan_critic_weight": config.gan.critic_weight}
         self.matching = DistributionMatching(config.matching, teacher, critic, **gan)
         self.x0_terms = X0Terms(config, sampler, student, self.matching, reward)
-        how = {"per_chunk": config.credit.per_chunk, "same_noise": config.init_same_noise}
-        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, **how)
-        self.experience = ExperienceBuffer(
-            config.experience, config, loader, config.window.size or sampler.num_steps - 1
-        )
+        same = config.init_same_noise
+        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, same_noise=same)
         self.ledger = TermLedger(config.ledger, config.weights, student)
 
     @staticmethod
@@ -86,7 +81,7 @@ class DistillRL(Method):
         config: DistillRLConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
     ) -> Rollout:
         how = {"same_noise": config.init_same_noise, "keep_x0": config.matching.exits == "all"}
-        return sample_policy(config, sampler, role, batch, step, rollout_streams(config, sampler, batch, rng), **how)
+        return sample_policy(config, sampler, role, batch, step, rng, **how)
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # all samples of the rank: groups are compared before the first update
@@ -94,22 +89,19 @@ class DistillRL(Method):
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         config = self.config
         window, transitions = self.update.transitions(step, rng)
-        drawn = rollout_streams(config, self.sampler, batch, rng)
-        check = partial(self.update.check_worker, window, transitions, drawn)
+        check = partial(self.update.check_worker, window, transitions, rng)
         samples, collected = collect_samples(
             config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh, check
         )
-        trajectories = self.update.trajectories(samples, step, window, drawn)
+        trajectories = self.update.trajectories(samples, step, window, rng)
         penalty, kl_metrics = self.update.kl.penalty(trajectories, mesh)
         advantages = compute_advantages(config, self.reward, samples.scores, penalty, samples.batch, self.loader, mesh)
-        mixed = self.experience.mix(samples, advantages, step, drawn)  # for the surrogate alone
         shared = collected | kl_metrics | self.update.transition_metrics(window, transitions)
-        metrics = mixed.advantages.metrics | shared
+        metrics = advantages.metrics | shared
         critic_weights = self._weights(samples, -config.tilt.beta_at(step), mesh)
         match_weights = self._weights(samples, config.matching.reward_beta, mesh)
-        of_mixed, updates = mixed.advantages.values, mixed.advantages.minibatches
-        values = transition_advantages(config, self.sampler, self.reward, mixed.samples, of_mixed, transitions, mesh)
-        trajectories = self.update.trajectories(mixed.samples, step, window, mixed.rng)
+        updates = advantages.minibatches
+        values = advantages.values[:, None].expand(-1, len(transitions))
         start_update = self.update.begin(trajectories, values, transitions, updates, mesh)
         rows_of = torch.arange(len(samples.batch)).chunk(len(updates))
         moved = False  # whether the student has changed since the rollout
@@ -128,18 +120,16 @@ class DistillRL(Method):
                 yield Loss("student", loss.value, last, metrics | loss.metrics | found, loss.messages)
             moved = moved or bool(passes)
             if not passes:
-                yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, mixed.advantages.messages)
+                yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, advantages.messages)
         if self.update.lags_too_far:
             self.rollouts.lower_ahead()
-            self.experience.draw_younger()
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.update.state_dict() | self.ledger.state_dict() | self.experience.state_dict()
+        return self.update.state_dict() | self.ledger.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.update.load_state_dict(state)
         self.ledger.load_state_dict(state)
-        self.experience.load_state_dict(state)
 
     def _weights(self, samples: ScoredSamples, beta: float, mesh: Mesh) -> PerSample | None:
         """Return exp(reward / beta) of this rank's samples, centered and normalised; None without beta."""

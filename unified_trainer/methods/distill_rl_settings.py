@@ -9,7 +9,8 @@ from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.distribution_matching import ScoreConfig
 from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.ranges import NonNegative, PeriodOrZero, Positive, Range, at_least
-from unified_trainer.rl.experience_config import StoredGroupConfig
+from unified_trainer.rl.groups import GroupConfig
+from unified_trainer.rl.policy import PolicyConfig
 from unified_trainer.rl.term_ledger import LedgerConfig
 
 
@@ -143,7 +144,7 @@ class GANTermConfig(TermConfig):
 
 
 @dataclass(frozen=True)
-class DistillRLConfig(StoredGroupConfig):
+class DistillRLConfig(PolicyConfig, GroupConfig):
     """Settings of the groups, of the policy and of each term."""
 
     matching: MatchingTermConfig = field(default_factory=MatchingTermConfig)
@@ -191,9 +192,6 @@ class DistillRLConfig(StoredGroupConfig):
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
-        self.credit.check(self, self, setup.sampler)
-        if self.experience.groups and not self.surrogate.weight:
-            raise UserError("algorithm.experience.groups needs algorithm.surrogate.weight above 0, whose term it is of")
         if setup.sampler.solver != "sde" or self.kernel != "auto":
             raise UserError(
                 "sampler.solver must be sde and algorithm.kernel auto for distill_rl: the policy is the student's own "

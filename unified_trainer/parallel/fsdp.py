@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from unified_trainer.parallel.device import can_pin
 from unified_trainer.parallel.mesh import Mesh
@@ -176,17 +176,6 @@ def local_part(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
-
-
-def zero_rows(shape: Sequence[int], dtype: torch.dtype, mesh: Mesh) -> Tensor:
-    """Return zeros in CPU memory whose rows are divided evenly over the data ranks, in order of `data_rank`.
-
-    The number of rows must be divisible by that of the data ranks. A checkpoint of it loads on another number of ranks.
-    """
-    if mesh.samples is None:
-        return torch.zeros(*shape, dtype=dtype)
-    own = torch.empty(shape[0] // mesh.data_size, *shape[1:], dtype=dtype, device="meta")
-    return torch.zeros_like(DTensor.from_local(own, mesh.samples, [Shard(0), Replicate()]), device="cpu")
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -51,11 +51,6 @@ class Streams:
         streams.shared = copy.deepcopy(self.shared)
         return streams
 
-    def earlier(self, steps: int) -> "Streams":
-        """Return the streams of the training step this many steps before, with nothing drawn yet from `shared`."""
-        seed, step = self._step_key
-        return Streams(seed, step - steps, self._device)
-
     def numbered(self, number: int) -> "Streams":
         """Return the streams of one of several equal draws in a step: other numbers by name, the same `shared`.
 

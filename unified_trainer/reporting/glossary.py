@@ -14,8 +14,7 @@ OTHER = "Other metrics"  # of methods and scorers outside the package
 GROUPS: dict[str, str] = {
     "Reward and advantages": """reward reward_std reward_std_in_groups reward_std_between_groups reward/NAME
         reward/NAME_std_in_groups reward/retried frac_zero_advantage frac_zero_std_groups frac_below_threshold_groups
-        skipped_updates resampled_groups failed_groups experience_stored experience_groups
-        experience_age lag lag_max""",
+        skipped_updates resampled_groups failed_groups lag lag_max""",
     "Policy update": """log_ratio log_ratio_abs_max approx_kl approx_kl/S log_ratio_noise_floor
         log_ratio_noise_floor/S clip_fraction zero_gradient_fraction u_mean u_p50 u_p90 u_p99 ess approx_kl/lag_LAG
         clip_fraction/lag_LAG zero_gradient_fraction/lag_LAG ess/lag_LAG importance_weight importance_weight_truncated
@@ -101,7 +100,7 @@ _LIKE_TEACHER = Healthy(
 )
 _DIVERSE = replace(_LIKE_TEACHER, high=3.0)
 _ALARM = Healthy(high=0.0, advice="Look at the samples; train the critic more or lower student.learning_rate.")
-_YOUNGER = "make samples less ahead, or lower algorithm.experience.max_age for stored groups"
+_YOUNGER = "make samples less ahead"
 HEALTHY: dict[str, Healthy] = {
     "reward_std": _CONSTANT,
     "reward_std_in_groups": Healthy(

@@ -57,16 +57,6 @@ class GroupConfig(RolloutConfig):
 
 
 @dataclass(frozen=True)
-class AllSamples:
-    """A training step's samples of all ranks, rank by rank, on the CPU."""
-
-    ids: Int[Tensor, " all"]  # of prompts
-    rewards: PerSample
-    advantages: PerSample  # before they are clipped
-    useful: Bool[Tensor, " all"]  # left by the filters
-
-
-@dataclass(frozen=True)
 class Advantages:
     """The advantages of a training step's samples, and the minibatches of its updates."""
 
@@ -74,7 +64,6 @@ class Advantages:
     minibatches: list[list[Minibatch]]  # of each update; empty for an update without any advantage
     metrics: dict[str, float]
     messages: tuple[str, ...]  # names skipped updates, if any
-    of_all: AllSamples
 
 
 def compute_advantages(
@@ -130,8 +119,7 @@ def compute_advantages(
     metrics |= reward.metrics(gathered, ids)
     start = mesh.data_rank * len(batch)
     mine = advantages[start : start + len(batch)].clamp(-config.advantage_clip, config.advantage_clip)
-    of_all = AllSamples(ids, rewards, advantages, useful)
-    return Advantages(mine.float(), minibatches, metrics, (message,) if skipped else (), of_all)
+    return Advantages(mine.float(), minibatches, metrics, (message,) if skipped else ())
 
 
 def reward_metrics(rewards: PerSample, ids: Int[Tensor, " all"]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Where the rollout of a training step is kept until its updates have read it: on the device, or in CPU memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float
@@ -68,24 +68,6 @@ def join(parts: Sequence[KeptRollout]) -> KeptRollout:
     if len(hosted) == len(parts):
         return HostRollout.cat(hosted)
     return Rollout.cat([part for part in parts if isinstance(part, Rollout)])
-
-
-def whole(rollout: KeptRollout) -> Rollout:
-    """Return the rollout with all samples in one tensor of each field, where they are kept."""
-    if isinstance(rollout, Rollout):
-        return rollout
-    states, x0, early = map(torch.stack, (rollout.states, rollout.x0, rollout.early_x0))
-    return Rollout(states, rollout.log_probs, x0, early)
-
-
-def with_stored(fresh: KeptRollout, stored: Rollout) -> KeptRollout:
-    """Return fresh samples, then stored ones from CPU memory, where the fresh ones are kept; none has an early x0."""
-    device = fresh.log_probs.device
-    if isinstance(fresh, HostRollout):
-        early = tuple(x0[:0] for x0 in fresh.early_x0)
-        return HostRollout.cat([replace(fresh, early_x0=early), HostRollout.of(stored, device)])
-    moved = Rollout(**{f.name: getattr(stored, f.name).to(device) for f in fields(Rollout)})
-    return Rollout.cat([replace(fresh, early_x0=fresh.early_x0[:, :0]), moved])
 
 
 class RolloutParts:

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.numerics.chunk_credit import chunk_log_ratios
 from unified_trainer.numerics.equal_rows import EqualRows
 from unified_trainer.numerics.flow import widest
 from unified_trainer.numerics.kl import gaussian_kl
@@ -47,18 +46,17 @@ class PolicyUpdate:
         reference: Frozen | None,
         update_batch: int,
         *,
-        per_chunk: bool = False,
         same_noise: bool = False,
     ) -> None:
         """`update_batch` is the number of samples per pass of a KL of whole rollouts, and of a check.
 
-        `per_chunk` gives each chunk of a causal student a ratio of its own, for advantages of chunks. With `same_noise`
-        the samples of a prompt have one initial noise: the call of the window's first transition is replayed once for
-        all of them, as the rollout made it, unless the student is causal and each attends to chunks of its own.
+        With `same_noise` the samples of a prompt have one initial noise: the call of the window's first transition is
+        replayed once for all of them, as the rollout made it, unless the student is causal and each attends to chunks
+        of its own.
         """
         self.config, self.sampler, self.student, self.policy = config, sampler, student, config.policy(sampler)
         self.kl = ReferenceKL(config.kl_settings(update_batch), sampler, self.policy, reference)
-        self._per_chunk, self._same_noise = per_chunk, same_noise and not sampler.chunks.causal
+        self._same_noise = same_noise and not sampler.chunks.causal
         self.on_policy, self._update_batch = OnPolicyCheck(student.config.precision), update_batch
         self.lags_too_far = False  # whether ess of this training step is below its floor, equal on all ranks
         self._ess_unread = False  # whether ess of this training step is still to be compared with its floor
@@ -98,15 +96,14 @@ class PolicyUpdate:
     def begin(
         self,
         trajectories: Trajectories,
-        advantages: Float[Tensor, "b trained"] | Float[Tensor, "b trained k"],
+        advantages: Float[Tensor, "b trained"],
         trained: list[int],
         updates: list[list[Minibatch]],
         mesh: Mesh,
     ) -> Callable[[list[Minibatch]], LossAt]:
         """Begin a training step; return what starts each of its updates, for `update_losses`.
 
-        The advantages are of each sample, or of each of its chunks, at each trained transition. Call it before any
-        weight of the step changes.
+        The advantages are of each sample at each trained transition. Call it before any weight of the step changes.
         """
         lagging, self.lags_too_far = mesh.any(bool(trajectories.lags.any())), False
         self._ess_unread = lagging
@@ -133,7 +130,7 @@ class PolicyUpdate:
     def _start_update(
         self,
         trajectories: Trajectories,
-        advantages: Float[Tensor, "b trained"] | Float[Tensor, "b trained k"],
+        advantages: Float[Tensor, "b trained"],
         trained: list[int],
         mesh: Mesh,
         minibatches: list[Minibatch],
@@ -192,16 +189,7 @@ class PolicyUpdate:
         kl = None
         if self.kl.in_loss:
             kl = self.kl.of_transition(s, x_t, x_next, mean, batch, x0, equal)
-        shares = None
-        if self._per_chunk:
-            ranges = self.sampler.chunks.ranges(x_t.shape[2])
-            shares = torch.tensor([(stop - begin) / x_t.shape[2] for begin, stop in ranges])
-            shares = shares.to(log_ratio, non_blocking=True)
-            # One chunk is the clip, whose old log-density is the rollout's to the last bit.
-            by_chunk = chunk_log_ratios(self.policy, x_next, mean, mean_old, std, ranges)
-            ratio = by_chunk if len(ranges) > 1 else ratio[:, None]
-            proximal = proximal[:, None]
-        return Replay(log_ratio, ratio - proximal, kl_old, kl, self._clip(s, elements), weight, lag, shares)
+        return Replay(log_ratio, ratio - proximal, kl_old, kl, self._clip(s, elements), weight, lag)
 
     @torch.no_grad()
     def _sequence(self, trajectories: Trajectories, minibatch: Minibatch, trained: list[int]) -> dict[int, PerSample]:
@@ -213,7 +201,7 @@ class PolicyUpdate:
     def _loss(
         self,
         replay: Replay,
-        advantage: PerSample | Float[Tensor, "b k"],
+        advantage: PerSample,
         minibatch: Minibatch,
         s: int,
         sequence: dict[int, PerSample],
@@ -226,7 +214,7 @@ class PolicyUpdate:
             steps = [replay.ratio if other == s else ratio for other, ratio in sequence.items()]
             objective = len(steps) * self._surrogate(torch.stack(steps, 1), advantage, replay.clip)
         else:
-            objective = replay.weight * replay.of_clip(self._surrogate(replay.ratio, advantage, replay.clip))
+            objective = replay.weight * self._surrogate(replay.ratio, advantage, replay.clip)
         if config.trust_region:
             leaves = leaves_trust_region(replay.ratio, advantage, replay.kl_old, config.trust_region)
             objective = objective.masked_fill(leaves, 0.0)

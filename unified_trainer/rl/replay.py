@@ -13,7 +13,6 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rl.kept_rollout import KeptRollout
 from unified_trainer.rl.minibatches import Minibatch
-from unified_trainer.rl.past_streams import ages
 from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.types import Batch, Latents, PerSample, take_rows
 
@@ -68,18 +67,12 @@ class Replay:
     """One transition of a minibatch's samples, with the present weights against those of the rollout."""
 
     log_ratio: PerSample  # log pi(x_next | x_t) now minus at the rollout, averaged over elements
-    ratio: PerSample | Float[Tensor, "m k"]  # the log-ratio that the objective reads: log_ratio, guarded, to the
-    # proximal policy, or of each chunk
+    ratio: PerSample  # the log-ratio that the objective reads: log_ratio, guarded, or to the proximal policy
     kl_old: PerSample  # KL per element between the policies of the rollout and of now
     kl_reference: PerSample | None  # KL to the reference, where the loss has one
     clip: tuple[float, float]  # how far below and above 1 the ratio may go
     weight: PerSample  # importance weight of the objective; 1 without a correction
     lag: Int[Tensor, " b"]  # training steps between the weights of the rollout and the present ones
-    shares: Float[Tensor, " k"] | None = None  # of each chunk in the latent frames, for ratios of chunks
-
-    def of_clip(self, objective: PerSample | Float[Tensor, "m k"]) -> PerSample:
-        """Return the objective of each sample: of its chunks, the mean over the latent frames."""
-        return objective if self.shares is None else (self.shares * objective).sum(1)
 
 
 @dataclass(frozen=True)
@@ -116,15 +109,12 @@ class ReplayCollector:
 
     _rows: list[Tensor] = field(default_factory=list)  # one [m, 8] for each minibatch of each transition
 
-    def add(self, replay: Replay, advantage: PerSample | Float[Tensor, "m k"], minibatch: Minibatch) -> None:
-        """Add one transition of a minibatch; each chunk with a ratio of its own is a row."""
+    def add(self, replay: Replay, advantage: PerSample, minibatch: Minibatch) -> None:
+        """Add one transition of a minibatch."""
         kl = torch.zeros_like(replay.kl_old) if replay.kl_reference is None else replay.kl_reference
         real = minibatch.real.to(replay.kl_old, non_blocking=True)
         columns = (replay.log_ratio, replay.ratio, replay.kl_old, kl, replay.weight, replay.lag, advantage, real)
-        by_chunk = replay.ratio.reshape(len(real), -1)
-        columns = tuple(column.detach().to(real, non_blocking=True).reshape(len(real), -1) for column in columns)
-        rows = [column.expand_as(by_chunk).flatten() for column in columns]
-        self._rows.append(torch.stack(rows, 1))
+        self._rows.append(torch.stack([column.detach().to(real, non_blocking=True) for column in columns], 1))
 
     def gathered(self, mesh: Mesh, transitions: int) -> ReplayStats:
         """Return the replays of all ranks in float64 on the CPU, without padding."""
@@ -135,9 +125,5 @@ class ReplayCollector:
 
 
 def _first_states(samples: ScoredSamples) -> list[Hashable]:
-    """Return a key for each sample; samples of equal keys have one prompt and, before the window, one state.
-
-    The key is prompt, version and age.
-    """
-    batch = samples.batch
-    return list(zip(batch.prompt_ids, samples.versions.tolist(), ages(batch.sample_ids), strict=True))
+    """Return a key for each sample, prompt and version; samples of equal keys have one state before the window."""
+    return list(zip(samples.batch.prompt_ids, samples.versions.tolist(), strict=True))

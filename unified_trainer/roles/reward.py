@@ -233,23 +233,6 @@ class Reward(VideoReward):
     def _statistics(self, video: Video, step: int) -> dict[str, PerSample]:
         return statistics(video) if step % self.config.statistics_every == 0 else {}
 
-    @torch.no_grad()
-    def score_chunks(
-        self, x0: Latents, prompts: tuple[str, ...], ranges: Sequence[tuple[int, int]], *, past: bool
-    ) -> Float[Tensor, "b k"]:
-        """Return the reward of each chunk of latent frames, by the frames that it adds to the video.
-
-        With `past`, the reward of the video up to the end of the chunk. The decoder of a causal codec makes the frames
-        of a chunk from it and the chunks before it.
-        """
-        decode, rewards, seen = self._codec.decoder(), [], []
-        for start, stop in ranges:
-            with phase("decode"):
-                seen.append(decode(x0[:, :, start:stop]))
-            video = torch.cat(seen, 2) if past else seen[-1]
-            rewards.append(self.total(self.parts(video, prompts, self.weights)))
-        return torch.stack(rewards, 1)
-
     def score_with_gradient(self, x0: Latents, prompts: tuple[str, ...]) -> PerSample:
         """Return the reward with its gradient to x0, through the decoder and the scorers.
 

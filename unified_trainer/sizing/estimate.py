@@ -8,7 +8,6 @@ from unified_trainer.config import RunConfig
 from unified_trainer.errors import UserError
 from unified_trainer.meter import Pass
 from unified_trainer.registry import method_named
-from unified_trainer.rl.experience_config import StoredGroupConfig
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.sizing.activation_plan import ActivationPlan, activation_plans
 from unified_trainer.sizing.architecture import HPSV3_WEIGHTS, architecture_of
@@ -81,7 +80,6 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     share, frame_tokens = counts.repeats / counts.steps, height * width // patch
     passes = [(one, _flops(one, sizes, counts, frame_tokens)) for one in counts.passes]
     held = held_networks(counts, sizes)
-    stored, said = _experience(sizes)
     return Estimate(
         run=run,
         ranks=ranks,
@@ -94,23 +92,9 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         model_flops=data_ranks * share * sum(f.trained if one.gradient else f.forward for one, f in passes),
         executed_flops=data_ranks * share * sum(f.executed if one.gradient else f.forward for one, f in passes),
         sent=_sent(counts, sizes),
-        checkpoint=sum(one.stored for one in held.values()) + data_ranks * stored,
+        checkpoint=sum(one.stored for one in held.values()),
         activations=activations,
-        notes=(*map(str, activations.values()), *notes, *said),
-    )
-
-
-def _experience(sizes: Sizes) -> tuple[float, tuple[str, ...]]:
-    """Return the bytes of the experience buffer in the CPU memory of a rank, and what is to be said of it."""
-    algorithm = sizes.run.algorithm
-    if not (isinstance(algorithm, StoredGroupConfig) and algorithm.experience.groups):
-        return 0.0, ()
-    states = (algorithm.window.size or sizes.run.sampler.num_steps - 1) + 2  # with the one before, and x0
-    size = float(algorithm.experience.depth * sizes.samples * states * sizes.latent_bytes)
-    more = algorithm.experience.groups / algorithm.prompts_per_update
-    return size, (
-        f"experience buffer: {size / 2**30:.3g} GiB of CPU memory on each rank; stored groups add up to {more:.0%} to "
-        "the samples of an update, which is not counted",
+        notes=(*map(str, activations.values()), *notes),
     )
 
 

@@ -30,7 +30,6 @@ from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.registry import method_named
 from unified_trainer.rewards.base import RewardConfig
-from unified_trainer.rl.experience_config import ExperienceConfig, StoredGroupConfig
 from unified_trainer.rl.policy import PolicyConfig
 from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.rl.rollouts import LocalRollouts, ScoredSamples
@@ -198,8 +197,6 @@ def _share(algorithm: Any, ranks: int) -> tuple[Any, int]:
             break
     else:
         repeats = 1
-    if isinstance(algorithm, StoredGroupConfig):
-        algorithm = replace(algorithm, experience=ExperienceConfig())
     share = {"num_prompts": groups * updates, "prompts_per_update": groups, "num_samples": members}
     return replace(algorithm, **share), repeats
 
