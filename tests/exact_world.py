@@ -20,7 +20,7 @@ from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.models.base import PassSize
-from unified_trainer.numerics.flow import add_noise, shift_sigma, velocity_from_x0
+from unified_trainer.numerics.flow import add_noise, shift_sigma
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
@@ -154,7 +154,8 @@ class Posterior(nn.Module):
         distance = (x[:, None] - (1 - sigma[:, None]) * self.templates).square().sum(-1)
         other = (torch.arange(CLASSES * EACH) // EACH != label[:, None]) & (label[:, None] != ANY)
         posterior = (-distance / (2 * sigma**2)).masked_fill(other, -torch.inf).softmax(-1)
-        return velocity_from_x0(x_t, (posterior @ self.templates).view_as(x_t), sigma[:, 0])
+        x0 = (posterior @ self.templates).view_as(x_t)
+        return (x_t - x0) / sigma.view(-1, *[1] * (x_t.ndim - 1))
 
 
 class Learner(nn.Module):

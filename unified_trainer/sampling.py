@@ -161,19 +161,18 @@ def rollout(
     window: range,
     draw: Draw,
     *,
-    keep_x0: bool = False,
     equal: EqualRows | None = None,
 ) -> Rollout:
     """Sample with the policy's noise in the transitions of `window` and none elsewhere, and keep those transitions.
 
     `draw(s)` is the noise of transition s. The last transition goes to the clean prediction without noise: it has no
     density and cannot be in the window. A causal student samples every chunk so; state s then joins all chunks at their
-    step s. `keep_x0` also keeps the x0 that the call of each transition predicts.
+    step s.
 
     Rows that are `equal`, of one noise and condition, stay so until the window's first transition adds its noise: up to
     there, and for a causal student in the first chunk, a call is made once for all of them.
     """
-    walk = functools.partial(_policy_walk, sampler=sampler, policy=policy, window=window, keep_x0=keep_x0)
+    walk = functools.partial(_policy_walk, sampler=sampler, policy=policy, window=window)
     share = functools.partial(shared_velocity, role, batch, equal, window.start + 1)
     if not sampler.chunks.causal:
         return walk(share(functools.partial(_velocity_of, role, sampler)), noise, draw=draw)
@@ -197,8 +196,8 @@ def rollout(
             cache.append(part.x0)
     fractions = [part.states.shape[3] / noise.shape[2] for part in parts]
     log_probs = sum(fraction * part.log_probs for fraction, part in zip(fractions, parts, strict=True))
-    states, early = torch.cat([part.states for part in parts], 3), torch.cat([part.early_x0 for part in parts], 3)
-    return Rollout(states, log_probs, torch.cat([part.x0 for part in parts], 2), early)
+    states = torch.cat([part.states for part in parts], 3)
+    return Rollout(states, log_probs, torch.cat([part.x0 for part in parts], 2))
 
 
 def trainable_steps(student: Trainable, sampler: SamplerConfig) -> list[int]:
@@ -260,9 +259,8 @@ def _policy_walk(
     policy: Policy,
     window: range,
     draw: Draw,
-    keep_x0: bool,
 ) -> Rollout:
-    sigmas, states, log_probs, early = sampler.sigmas(), [], [], []
+    sigmas, states, log_probs = sampler.sigmas(), [], []
     x0_before = None  # the prediction before, for second-order steps after the window
     for s in range(sampler.num_steps - 1):
         detail(f"step {s + 1}/{sampler.num_steps}")
@@ -279,12 +277,9 @@ def _policy_walk(
         x_t = mean + std * draw(s).to(mean)
         states.append(x_t)
         log_probs.append(policy.log_prob(x_t, mean, std))
-        if keep_x0:
-            early.append(x0_from_velocity(states[-2], v, sigmas[s]))
     detail(f"step {sampler.num_steps}/{sampler.num_steps}")
     x0 = x0_from_velocity(x_t, velocity(x_t, sigmas[-2]), sigmas[-2])
-    transitions = torch.stack(states, 1)
-    return Rollout(transitions, torch.stack(log_probs, 1), x0, torch.stack(early, 1) if early else transitions[:, :0])
+    return Rollout(torch.stack(states, 1), torch.stack(log_probs, 1), x0)
 
 
 def _context(x0: Latents, sampler: SamplerConfig, draw: Draw) -> Latents:

@@ -128,20 +128,16 @@ class Batch:
 class Rollout:
     """The s stochastic transitions of b samples and their final latents, in float32; log_probs in the widest dtype of
     the device: float64, on an NPU float32.
-
-    A rollout that keeps the predictions of x0 has one for each transition; any other has none.
     """
 
     states: Float[Tensor, "b s_plus_1 c t h w"]  # before the first transition and after each
     log_probs: Float[Tensor, "b s"]  # log-density of each transition, averaged over its elements
     x0: Latents  # final prediction of the clean latents
-    early_x0: Float[Tensor, "b kept c t h w"]  # prediction by the call of each transition, if it is kept
 
     @classmethod
     def from_x0(cls, x0: Latents) -> "Rollout":
         """Return a rollout of deterministic samples: x0 and zero transitions."""
-        none = x0[:, None][:, :0]
-        return cls(none, x0.new_zeros(len(x0), 0, dtype=widest(x0.device)), x0, none)
+        return cls(x0[:, None][:, :0], x0.new_zeros(len(x0), 0, dtype=widest(x0.device)), x0)
 
     def state(self, number: int, rows: Sequence[int]) -> Latents:
         """Return, of these samples, state `number`: that before the window's transition of this number."""
@@ -150,10 +146,6 @@ class Rollout:
     def end(self, rows: Sequence[int]) -> Latents:
         """Return the final x0 of these samples."""
         return take_rows(self.x0, rows)
-
-    def early_end(self, number: int, rows: Sequence[int]) -> Latents:
-        """Return, of these samples, the x0 that the call of the window's transition `number` predicted."""
-        return take_rows(self.early_x0[:, number], rows)
 
     def take(self, rows: Sequence[int]) -> "Rollout":
         """Return the samples of these rows, in this order."""

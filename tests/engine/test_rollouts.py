@@ -46,7 +46,7 @@ class InstantScheduler:
         count = len(item.prompts)
         x0 = np.full((count, *LATENT_SHAPE), first, dtype=np.float32)
         none = x0[:, None][:, :0]
-        rollout = {"states": none, "log_probs": np.zeros((count, 0)), "x0": x0, "early_x0": none}
+        rollout = {"states": none, "log_probs": np.zeros((count, 0)), "x0": x0}
         scores = {"parts": np.zeros((count, 1), np.float32), "statistics": {}, "thumbnails": np.zeros((count, 1))}
         return [self.ray.put(rollout), self.ray.put(scores)], {"worker_seconds/rollout": 0.5}, self.maker
 

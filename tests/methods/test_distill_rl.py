@@ -40,13 +40,11 @@ from unified_trainer.methods.distill_rl_settings import (
 )
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.methods.reward_gradient import RewardGradient, RewardGradientConfig
-from unified_trainer.numerics.advantages import tilt_weights
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.reward import RewardSum
 from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
-from unified_trainer.sampling import predict_at
 from unified_trainer.trainer import Trainer
 
 GROUPS = {"num_prompts": 2, "num_samples": 2, "prompts_per_update": 2, "rollout_batch": 4, "update_batch": 4}
@@ -156,30 +154,6 @@ def test_the_reward_gradient_alone_is_that_of_the_method_bit_for_bit():
     assert_equal_gradients(one.roles["student"], student)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("call", range(LAST + 1))
-def test_over_all_exits_student_and_critic_see_the_x0_of_the_drawn_calls(call):
-    one = trainer(matching=ONE | {"exits": "all"})
-    given = (one.method.student, None, one.loader.batch(0), FEW_STEPS)
-
-    def drawn(step: int) -> list[int]:
-        rng = Streams(0, step)
-        rng.shared.permutation(LAST)  # of the transitions
-        return [int(rng.shared.integers(LAST + 1)) for _ in range(2)]
-
-    step = next(step for step in range(99) if call in drawn(step)[:1])
-    rng, batch = SameNoise(0, step), one.loader.batch(step)
-    draw = lambda s: rng.noise(f"transition {s}", batch.sample_ids, LATENT_SHAPE)  # noqa: E731
-    noise = rng.noise("initial", batch.sample_ids, LATENT_SHAPE)
-    given = (one.method.student, noise, batch, FEW_STEPS, draw)
-    critic_x0, student_x0 = (predict_at(*given, exit_call) for exit_call in drawn(step))
-    critic = one.method.matching.critic_loss(critic_x0.detach(), batch, rng).value
-    student = one.method.matching.student_loss(student_x0, batch, rng).value
-    found = losses(one, step, batch)
-    torch.testing.assert_close(found["critic"][0].value, critic)
-    torch.testing.assert_close(found["student"][0].value, student)
-
-
 # All terms together.
 
 ALL = {"matching": {"weight": 0.5}, "surrogate": {"weight": 2.0}, "gradient": {"weight": 0.1}}
@@ -250,17 +224,6 @@ def test_the_tilt_weighs_the_critics_errors_away_from_the_reward():
     assert float(found.metrics["tilt_ess"]) == pytest.approx(float(1 / weights.square().mean()))
 
 
-def test_the_direction_can_be_weighted_by_reward():
-    weights = tilt_weights(torch.tensor([0.0, 1.0, -0.5, 0.5]), [0, 0, 1, 1], 0.5).float()
-    one = trainer(ScriptedScorer((0.0, 1.0, -0.5, 0.5)), matching=ONE | {"reward_beta": 0.5})
-    plain = trainer(matching=ONE)
-    found, other = (losses(each, 0)["student"][0].value for each in (one, plain))
-    x0 = plain.method.rollouts.samples(plain.loader.batch(0), 0, Streams(0, 0)).rollout.x0
-    gradient = plain.method.matching.direction(x0, plain.loader.batch(0), Streams(0, 0)).gradient
-    torch.testing.assert_close(found, 0.5 * (weights.view(-1, 1, 1, 1, 1) * gradient).square().mean())
-    assert not torch.equal(found, other)
-
-
 def test_the_hinge_ends_at_the_margin():
     """-mean R below the margin, and no gradient from samples above it."""
     plain = trainer(gradient=ONE)
@@ -323,8 +286,6 @@ def test_a_causal_student_is_matched_and_rewarded_on_its_own_rollout():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"matching": {"exits": "all"}, "surrogate": ONE}, "exits must be last .*both the teacher and the reward"),
-        ({"matching": {"exits": "all"}, "tilt": TILT}, "exits must be last"),
         ({}, "without a term"),
         ({"surrogate": ONE, "tilt": TILT}, r"tilt\.beta needs algorithm\.matching\.weight"),
         ({"matching": {"tau_range": (0.5, 0.2)}}, r"algorithm\.matching\.tau_range"),
@@ -336,7 +297,7 @@ def test_settings_that_cannot_be_are_refused(changes, message):
         config(**changes).check(setup_of(FEW_STEPS))
 
 
-@pytest.mark.parametrize("changes", [ALL, {"matching": ONE | {"exits": "all"}}, {"matching": ONE, "tilt": TILT}])
+@pytest.mark.parametrize("changes", [ALL, {"matching": ONE, "tilt": TILT}])
 def test_other_settings_pass(changes):
     config(**changes).check(setup_of(FEW_STEPS))
 

@@ -276,19 +276,6 @@ def test_the_critics_loss_is_flow_matching_on_the_samples():
     torch.testing.assert_close(loss.metrics["sample_power"].mean(), x0.square().mean())
 
 
-def test_weights_of_samples_scale_the_students_gradients():
-    one, batch, x0 = matching()
-    x0.requires_grad_()
-    weights = torch.tensor([0.0, 0.5, 1.0, 2.5])
-    plain, weighted = (
-        torch.autograd.grad(one.method.matching.student_loss(x0, batch, Streams(0, 0), weights=given).value, x0)[0]
-        for given in (None, weights)
-    )
-    torch.testing.assert_close(weighted, plain * weights.view(-1, 1, 1, 1, 1))
-    ones = one.method.matching.student_loss(x0, batch, Streams(0, 0), weights=torch.ones(4))
-    assert torch.equal(ones.value, one.method.matching.student_loss(x0, batch, Streams(0, 0)).value)
-
-
 def test_weights_of_samples_weigh_the_critics_errors():
     """The loss is mean w e; the metric stays the error itself."""
     one, batch, x0 = matching()

@@ -39,9 +39,7 @@ def nft(place: str):
 
 
 def distilled(place: str):
-    """All x0 of a rollout are kept, and the critic learns a drawn one."""
-    one = {"weight": 1.0}
-    return test_distill_rl.trainer(matching=one | {"exits": "all"}, trajectories=place, moves=True, **GROUPS | WIDE)
+    return test_distill_rl.trainer(matching={"weight": 1.0}, trajectories=place, moves=True, **GROUPS | WIDE)
 
 
 def rewarded(place: str):
@@ -67,9 +65,9 @@ def test_training_is_the_same_bit_for_bit_wherever_the_rollout_is_kept(maker):
 
 def drawn(samples: int, seed: int = 0) -> Rollout:
     random = torch.Generator().manual_seed(seed)
-    states, early = (torch.randn(samples, n, 2, 1, 2, 2, generator=random) for n in (4, 3))
+    states = torch.randn(samples, 4, 2, 1, 2, 2, generator=random)
     log_probs = torch.randn(samples, 3, dtype=torch.float64, generator=random)
-    return Rollout(states, log_probs, torch.randn(samples, 2, 1, 2, 2, generator=random), early)
+    return Rollout(states, log_probs, torch.randn(samples, 2, 1, 2, 2, generator=random))
 
 
 def assert_equal(found: HostRollout, expected: Rollout) -> None:
@@ -77,8 +75,6 @@ def assert_equal(found: HostRollout, expected: Rollout) -> None:
     assert torch.equal(found.log_probs, expected.log_probs) and torch.equal(found.end(rows), expected.end(rows))
     for number in range(4):
         assert torch.equal(found.state(number, rows), expected.states[rows, number])
-    for number in range(3):
-        assert torch.equal(found.early_end(number, rows), expected.early_x0[rows, number])
 
 
 def test_samples_in_cpu_memory_are_joined_and_selected_without_a_copy():

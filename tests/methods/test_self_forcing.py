@@ -29,12 +29,11 @@ from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.numerics.kernels import Policy
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
-from unified_trainer.sampling import SamplerConfig, generate, predict_chunks, rollout
+from unified_trainer.sampling import SamplerConfig, generate, predict_chunks
 from unified_trainer.trainer import Trainer
 
 pytestmark = pytest.mark.slow  # seconds together
@@ -219,16 +218,6 @@ def test_reinforcement_learning_replays_a_causal_rollout():
     assert any(float(value.abs().max()) > 0 for value in student.gradients[0].values())
     # Four calls and a context pass for each chunk but the last, then three transitions, clean and noisy.
     assert [x_t.shape[2] for x_t in calls.x_t] == [1] * 5 + [2] * 9 + [10] * 3
-
-
-def test_a_causal_rollout_keeps_the_prediction_of_every_call_chunk_by_chunk():
-    student, policy = causal_student(), Policy("cps", 1.0, SAMPLER.sigmas())
-    batch = Loader(Prompts(CAPTIONS), tiny_codec(), CONFIG.plan(), SHAPE, "", 0, ALONE).batch(0)
-    noise, drawn = torch.randn(2, *SHAPE), torch.randn(3, 2, *SHAPE)
-    made = rollout(student, noise, batch, SAMPLER, policy, range(3), lambda s: drawn[s], keep_x0=True)
-    for s in range(3):  # x_next = (1 - sigma') x0 + sigma' noise
-        sigma = float(policy.sigmas[s + 1])
-        torch.testing.assert_close(made.states[:, s + 1], (1 - sigma) * made.early_x0[:, s] + sigma * drawn[s])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from unified_trainer.numerics.advantages import (
     global_statistics,
     group_advantages,
     spread,
-    terminal_advantages,
     totals,
     vtrace,
     zero_variance,
@@ -262,12 +261,6 @@ def test_vtrace_targets_are_unbiased_for_the_truncated_policy(bar):
     assert_equal(expected, first, atol=1e-12)
     if bar > 10:
         assert_equal(first, pi @ end @ pi, atol=1e-12)
-
-
-def test_an_end_reward_reaches_back_through_what_is_still_trusted():
-    """td_t = A prod over later steps of min(1, rho): an update of the last step needs none of the others."""
-    got = terminal_advantages(double([[0.5, 2.0, 0.8]]).log(), double([10.0]))
-    assert_equal(got, [[8.0, 8.0, 10.0]], atol=1e-12)
 
 
 def test_groups_are_keyed_by_prompt_id():

@@ -19,7 +19,6 @@ from test_distill_rl import ALL, TILT, trainer
 from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
-from unified_trainer.rl.term_ledger import LedgerConfig
 from unified_trainer.trainer import Trainer
 
 MESHES = {"sharded": ParallelConfig(), "replicated": ParallelConfig(replicate=2)}
@@ -27,9 +26,8 @@ SAVED = "sharded"  # the mesh whose first step is saved, and resumed from
 
 
 def made(mesh: Mesh) -> Trainer:
-    """All terms with a tilt and a ledger that adapts; two updates of the critic for each of the student."""
-    ledger = LedgerConfig(every=1, ratio=0.5)
-    settings = {"critic_updates": 2, "update_batch": 1, "clip_low": 0.01, "clip_high": 0.01, "ledger": ledger}
+    """All terms with a tilt; two updates of the critic for each of the student."""
+    settings = {"critic_updates": 2, "update_batch": 1, "clip_low": 0.01, "clip_high": 0.01}
     return trainer(**ALL, **settings, tilt=TILT, moves=True, mesh=mesh)
 
 

@@ -22,7 +22,6 @@ from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.roles import blocks
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.gradient_products import gradient_products
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.roles.value import Value
 
@@ -95,12 +94,6 @@ def state(role: Trainable) -> dict[str, torch.Tensor]:
     return {f"state/{key}": full(value).clone() for key, value in role.state_dict().items()}
 
 
-def products(mesh: Mesh) -> torch.Tensor:
-    role = student(mesh)
-    sample = 0 if mesh.config.sequence == 2 else mesh.rank
-    return gradient_products(role, [[lambda: loss_of(role, sample)], [lambda: loss_of(role, sample + 2)]], mesh)
-
-
 def gathered(mesh: Mesh, *, half: bool) -> torch.Tensor:
     """Bytes gathered in a pass with its backward pass; elements and number of the weights that are not sharded."""
     role, count = student(mesh, half=half), Gathered()
@@ -154,8 +147,6 @@ def work(folder: Path) -> None:
                 tensors |= {f"{name}/{kind}/{key}": value for key, value in learn(role, mesh).items()}
                 if name == "sharded":
                     save(role, folder / "two" / kind, mesh)
-        if name != "sequence":
-            tensors[f"{name}/products"] = products(mesh)
         if name != "replicated":
             tensors |= {f"{name}/compiled/{key}": value for key, value in compiled(mesh).items()}
     tensors["gathered/half"], tensors["gathered/float"] = gathered(first, half=True), gathered(first, half=False)

@@ -26,7 +26,6 @@ from unified_trainer.rl.minibatches import Minibatch
 from unified_trainer.rl.policy import sample_policy
 from unified_trainer.rl.policy_update import PolicyUpdate
 from unified_trainer.rl.rollouts import Rollouts, ScoredSamples
-from unified_trainer.rl.term_ledger import TermLedger
 from unified_trainer.rl.updates import LossAt, MinibatchLoss
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.reward import Reward, RewardSum
@@ -74,14 +73,12 @@ class DistillRL(Method):
         self.x0_terms = X0Terms(config, sampler, student, self.matching, reward)
         same = config.init_same_noise
         self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, same_noise=same)
-        self.ledger = TermLedger(config.ledger, config.weights, student)
 
     @staticmethod
     def sample(
         config: DistillRLConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
     ) -> Rollout:
-        how = {"same_noise": config.init_same_noise, "keep_x0": config.matching.exits == "all"}
-        return sample_policy(config, sampler, role, batch, step, rng, **how)
+        return sample_policy(config, sampler, role, batch, step, rng, same_noise=config.init_same_noise)
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         return [batch]  # all samples of the rank: groups are compared before the first update
@@ -98,26 +95,22 @@ class DistillRL(Method):
         advantages = compute_advantages(config, self.reward, samples.scores, penalty, samples.batch, self.loader, mesh)
         shared = collected | kl_metrics | self.update.transition_metrics(window, transitions)
         metrics = advantages.metrics | shared
-        critic_weights = self._weights(samples, -config.tilt.beta_at(step), mesh)
-        match_weights = self._weights(samples, config.matching.reward_beta, mesh)
+        critic_weights = self._critic_weights(samples, config.tilt.beta_at(step), mesh)
         updates = advantages.minibatches
         values = advantages.values[:, None].expand(-1, len(transitions))
         start_update = self.update.begin(trajectories, values, transitions, updates, mesh)
         rows_of = torch.arange(len(samples.batch)).chunk(len(updates))
         moved = False  # whether the student has changed since the rollout
-        for number, (minibatches, rows) in enumerate(zip(updates, rows_of, strict=True)):
+        weights = config.weights_at(step)
+        for minibatches, rows in zip(updates, rows_of, strict=True):
             parts = rows.split(largest_divisor(len(rows), config.update_batch))
             if config.trains_critic:
                 yield from self._critic_losses(samples, parts, critic_weights, rng)
-            surrogate = partial(self._surrogate_passes, minibatches, transitions, start_update, moved)
-            x0_terms = partial(self.x0_terms.passes, samples, parts, match_weights, advantages.values)
-            passes_of = partial(_passes_of, surrogate, x0_terms, rng)
-            found = self.ledger.measure(step * len(rows_of) + number, config.weights_at(step), passes_of, mesh)
-            weights = self.ledger.scaled(config.weights_at(step))
-            passes = surrogate(weights) + x0_terms(rng, weights)
-            for one in passes:
-                loss, last = one(), one is passes[-1]
-                yield Loss("student", loss.value, last, metrics | loss.metrics | found, loss.messages)
+            passes = self._surrogate_passes(minibatches, transitions, start_update, moved, weights["surrogate"])
+            passes += self.x0_terms.passes(samples, parts, rng, weights)
+            for loss_of in passes:
+                loss, last = loss_of(), loss_of is passes[-1]
+                yield Loss("student", loss.value, last, metrics | loss.metrics, loss.messages)
             moved = moved or bool(passes)
             if not passes:
                 yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, advantages.messages)
@@ -125,19 +118,18 @@ class DistillRL(Method):
             self.rollouts.lower_ahead()
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.update.state_dict() | self.ledger.state_dict()
+        return self.update.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.update.load_state_dict(state)
-        self.ledger.load_state_dict(state)
 
-    def _weights(self, samples: ScoredSamples, beta: float, mesh: Mesh) -> PerSample | None:
-        """Return exp(reward / beta) of this rank's samples, centered and normalised; None without beta."""
+    def _critic_weights(self, samples: ScoredSamples, beta: float, mesh: Mesh) -> PerSample | None:
+        """Return exp(-reward / beta) of this rank's samples, centered and normalised; None without beta."""
         if not beta:
             return None
         parts = samples.scores.gathered(mesh).parts
         ids = gather_ids(samples.batch, parts, mesh)
-        weights = tilt_weights(self.reward.total(parts), ids, beta, self.config.tilt.max_weight)
+        weights = tilt_weights(self.reward.total(parts), ids, -beta, self.config.tilt.max_weight)
         start = mesh.data_rank * len(samples.batch)
         return weights[start : start + len(samples.batch)].float()
 
@@ -145,14 +137,10 @@ class DistillRL(Method):
         self, samples: ScoredSamples, parts: tuple[Tensor, ...], weights: PerSample | None, rng: Streams
     ) -> Iterator[Loss]:
         """Flow matching on the rollout's x0, before the student moves, weighted by exp(-R / beta)."""
-        rollout = samples.rollout
         for number in range(self.config.critic_updates):
-            call = self.x0_terms.exit(rng)
             for part in parts:
                 rows, own = part.tolist(), None if weights is None else weights[part]
-                batch = samples.batch.take(rows)
-                last = call == self.sampler.num_steps - 1
-                x0 = rollout.end(rows) if last else rollout.early_end(call, rows)
+                batch, x0 = samples.batch.take(rows), samples.rollout.end(rows)
                 loss = self.matching.critic_loss(x0, batch, rng.numbered(number), own)
                 ess = {} if own is None else {"tilt_ess": own.mean() ** 2 / own.square().mean()}
                 yield Loss("critic", loss.value / len(parts), part is parts[-1], loss.metrics | ess)
@@ -163,40 +151,18 @@ class DistillRL(Method):
         transitions: list[int],
         start_update: Callable[[list[Minibatch]], LossAt],
         moved: bool,
-        weights: Mapping[str, float],
-        *,
-        statistics: bool = True,
+        weight: float,
     ) -> list[Callable[[], MinibatchLoss]]:
-        """The surrogate of each trained transition, on the samples that have an advantage.
-
-        Without `statistics` no pass has the metrics of the update, which also adapt the coefficient of a KL.
-        """
-        weight = weights.get("surrogate", 0.0)
+        """The surrogate of each trained transition, on the samples that have an advantage."""
         if not (minibatches and weight):
             return []
         if moved:  # an update by the other terms alone came before: the replay differs from the rollout
             self.update.on_policy.over = True
         loss_at = start_update(minibatches)
 
-        def one(s: int, minibatch: Minibatch) -> MinibatchLoss:
-            last = statistics and s == transitions[-1] and minibatch is minibatches[-1]
+        def loss_of(s: int, minibatch: Minibatch) -> MinibatchLoss:
+            last = s == transitions[-1] and minibatch is minibatches[-1]
             loss = loss_at(minibatch, s, last)
             return MinibatchLoss(weight * (loss.value / len(transitions)), loss.metrics, loss.messages)
 
-        return [partial(one, s, minibatch) for s in transitions for minibatch in minibatches]
-
-
-def _passes_of(
-    surrogate: Callable[..., list[Callable[[], MinibatchLoss]]],
-    x0_terms: Callable[..., list[Callable[[], MinibatchLoss]]],
-    rng: Streams,
-    term: str,
-) -> list[Callable[[], Tensor]]:
-    """The losses of one term of an update alone, at weight 1, with the draws that the update will make."""
-    alone = {term: 1.0}
-    passes = surrogate(alone, statistics=False) + x0_terms(rng.repeated(), alone)
-    return [partial(_value, one) for one in passes]
-
-
-def _value(one: Callable[[], MinibatchLoss]) -> Tensor:
-    return one().value
+        return [partial(loss_of, s, minibatch) for s in transitions for minibatch in minibatches]

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import MethodSetup
@@ -11,7 +11,6 @@ from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.ranges import NonNegative, PeriodOrZero, Positive, Range, at_least
 from unified_trainer.rl.groups import GroupConfig
 from unified_trainer.rl.policy import PolicyConfig
-from unified_trainer.rl.term_ledger import LedgerConfig
 
 
 @dataclass(frozen=True)
@@ -90,47 +89,6 @@ class MatchingTermConfig(ScoreConfig, TermConfig):
 
     weight: NonNegative = 0.01
     """Weight of the term in the student's loss; more of it holds the student closer to its teacher, 0 leaves it out."""
-    exits: Literal["last", "all"] = "last"
-    """The x0 that is matched: that of the last call, or of a call drawn for each update. all is experimental, and
-    refused together with a surrogate or a tilt."""
-    conditional_weight: NonNegative = 1.0
-    """Weight of the part of the direction between critic and conditional teacher (experimental)."""
-    guidance_weight: NonNegative = 1.0
-    """Weight of the other part, the teacher's guidance (experimental)."""
-    advantage_scale: NonNegative = 0.0
-    """The guidance part of each sample is multiplied by 1 + advantage_scale x its advantage, bounded to 0 and 2, as in
-    DMDR; 0 does not scale it (experimental)."""
-    reward_beta: NonNegative = 0.0
-    """The direction of each sample is weighted by exp(reward / beta), as Re-DMD does; 0 is no weight (experimental)."""
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether the two parts of the direction have weights of their own."""
-        return (self.conditional_weight, self.guidance_weight, self.advantage_scale) != (1.0, 1.0, 0.0)
-
-    def check_parts(self) -> None:
-        """Raise UserError for weights of the direction's parts that cannot work."""
-        if not (self.conditional_weight or self.guidance_weight):
-            raise UserError(
-                "algorithm.matching.conditional_weight or algorithm.matching.guidance_weight must be above 0: without "
-                "both there is no direction. To leave matching out, set algorithm.matching.weight 0"
-            )
-        scales = self.guidance_scale if isinstance(self.guidance_scale, tuple) else (self.guidance_scale,)
-        if (self.guidance_weight != 1 or self.advantage_scale) and all(scale == 1 for scale in scales):
-            raise UserError(
-                "algorithm.matching.guidance_weight and algorithm.matching.advantage_scale need "
-                "algorithm.matching.guidance_scale other than 1: without guidance there is no such part"
-            )
-        if self.advantage_scale and not self.guidance_weight:
-            raise UserError("algorithm.matching.advantage_scale needs algorithm.matching.guidance_weight above 0")
-
-
-@dataclass(frozen=True)
-class DistanceTermConfig(TermConfig):
-    """Distance of the student's velocity to that of the teacher in the call whose x0 is matched."""
-
-    weight: NonNegative = 0.0
-    """Weight of the term in the student's loss; 0 leaves it out (experimental)."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +108,10 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
     matching: MatchingTermConfig = field(default_factory=MatchingTermConfig)
     surrogate: TermConfig = field(default_factory=TermConfig)
     reward_gradient: GradientTermConfig = field(default_factory=GradientTermConfig)
-    distance: DistanceTermConfig = field(default_factory=DistanceTermConfig)
     gan: GANTermConfig = field(default_factory=GANTermConfig)
     tilt: TiltConfig = field(default_factory=TiltConfig)
     critic_updates: Annotated[int, at_least(1, 1000)] = 1
     """Updates of the critic before each update of the student, on the same samples with other noise."""
-    ledger: LedgerConfig = field(default_factory=LedgerConfig)
 
     @property
     def terms(self) -> dict[str, TermConfig]:
@@ -164,7 +120,6 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
             "matching": self.matching,
             "surrogate": self.surrogate,
             "reward_gradient": self.reward_gradient,
-            "distance": self.distance,
             "gan": self.gan,
         }
 
@@ -198,7 +153,6 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
                 "renoising"
             )
         self.matching.check_scores(setup, "algorithm.matching")
-        self.matching.check_parts()
         if not any(self.weights.values()):
             raise UserError(
                 "algorithm.matching.weight, algorithm.surrogate.weight or algorithm.reward_gradient.weight must be "
@@ -208,19 +162,8 @@ class DistillRLConfig(PolicyConfig, GroupConfig):
             raise UserError(
                 "algorithm.tilt.beta needs algorithm.matching.weight above 0: it tilts what matching follows"
             )
-        rewarded = self.surrogate.weight or self.tilt.beta or self.matching.advantage_scale
-        if self.matching.weight and self.matching.exits == "all" and rewarded:
-            raise UserError(
-                "algorithm.matching.exits must be last with algorithm.surrogate.weight, algorithm.tilt.beta or "
-                "algorithm.matching.advantage_scale above 0: matching over all exits with one critic binds only their "
-                "mixture, and moves the final samples away from both the teacher and the reward "
-                "(docs/methods/distill_rl.md)"
-            )
         self._check_calendars(setup.steps)
-        self.ledger.check("algorithm.ledger", self.weights)
-        if self.matching.exits == "last" or self.reward_gradient.weight:
-            last = [setup.sampler.sigmas()[-2:-1].tolist()]
-            setup.require_trained("student", last, "the last step of the sampler, algorithm.matching.exits,")
+        setup.require_trained("student", [setup.sampler.sigmas()[-2:-1].tolist()], "the last step of the sampler")
 
     def _check_calendars(self, steps: int) -> None:
         for name, term in self.terms.items():

@@ -19,7 +19,6 @@ from unified_trainer.numerics.flow import (
     promote,
     x0_from_velocity,
 )
-from unified_trainer.numerics.guidance_parts import weighted_direction
 from unified_trainer.parallel.random import Streams
 from unified_trainer.ranges import NonNegative, Period, PeriodOrZero, PositiveFraction, Shift
 from unified_trainer.roles.critic import Critic
@@ -96,14 +95,6 @@ class MatchingConfig(ScoreConfig, SingleUpdateConfig):
 
 
 @dataclass(frozen=True)
-class PartWeights:
-    """Weights of the two parts of the direction: critic minus conditional teacher, and the teacher's guidance."""
-
-    conditional: float = 1.0
-    guidance: float | PerSample = 1.0
-
-
-@dataclass(frozen=True)
 class Direction:
     """Where matching moves samples, without gradient, and how teacher and critic compare there."""
 
@@ -130,51 +121,37 @@ class DistributionMatching:
         self.config, self.teacher, self.critic = config, teacher, critic
         self.gan_weight, self.gan_critic_weight = gan_weight, gan_critic_weight
 
-    def student_loss(
-        self, x0: Latents, batch: Batch, rng: Streams, mask: Tensor | None = None, weights: PerSample | None = None
-    ) -> Loss:
-        """Return the loss that moves `x0` along its direction, times a weight per sample; `x0` keeps its graph."""
-        loss, gan, level_weight, metrics = self.student_terms(x0, batch, rng, mask, weights)
+    def student_loss(self, x0: Latents, batch: Batch, rng: Streams, mask: Tensor | None = None) -> Loss:
+        """Return the loss that moves `x0` along its direction; `x0` keeps its graph."""
+        loss, gan, level_weight, metrics = self.student_terms(x0, batch, rng, mask)
         if gan is not None:
             loss = loss + self.gan_weight * gan
         return Loss("student", level_weight * loss, metrics=metrics)
 
     def student_terms(
-        self,
-        x0: Latents,
-        batch: Batch,
-        rng: Streams,
-        mask: Tensor | None = None,
-        weights: PerSample | None = None,
-        parts: PartWeights | None = None,
+        self, x0: Latents, batch: Batch, rng: Streams, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, float, dict[str, Tensor]]:
         """Return the losses of matching and of a discriminator apart, the weight of both, and metrics.
 
         The weight is that of the law of the noise levels. The discriminator's loss has the gradient of the mean of
         softplus(-D) with respect to the samples, and another value.
         """
-        direction = self.direction(x0, batch, rng, parts)
-        gradient = direction.gradient
-        if weights is not None:
-            gradient = gradient * per_sample(weights, gradient)
-        loss = distribution_matching_loss(x0, gradient, mask)
+        direction = self.direction(x0, batch, rng)
+        loss = distribution_matching_loss(x0, direction.gradient, mask)
         metrics = {} if direction.gan_loss is None else {"gan_loss": direction.gan_loss}
         metrics |= {"dmd_loss": loss.detach(), **direction.metrics}
         gan = None if direction.gan_gradient is None else (x0 * direction.gan_gradient).sum()
         return loss, gan, direction.weight, metrics
 
-    def direction(self, x0: Latents, batch: Batch, rng: Streams, parts: PartWeights | None = None) -> Direction:
-        """Return fake - real, normalised, at one noise level per sample; networks and samples get no gradient.
-
-        With `parts` its two parts have weights of their own; the normaliser stays that of the guided teacher.
-        """
+    def direction(self, x0: Latents, batch: Batch, rng: Streams) -> Direction:
+        """Return fake - real, normalised, at one noise level per sample; networks and samples get no gradient."""
         noise = rng.noise("student tau noise", batch.sample_ids, batch.latent_shape).to(x0)
         sigma, weight = self._noise_levels("student tau", batch, rng)
         x = x0.detach().requires_grad_(self.gan_weight > 0)
         x_tau = add_noise(x, noise, sigma)
         with torch.no_grad():
-            given = (x_tau, sigma, batch.cond, batch.uncond, self.config.guidance_scale)
-            guided, conditional = self.teacher.guided_and_conditional(*given)
+            scale = self.config.guidance_scale
+            guided = self.teacher.guided_velocity(x_tau, sigma, batch.cond, batch.uncond, scale)
             real = x0_from_velocity(x_tau, guided, sigma)
         gan_loss = gan_gradient = None
         if self.gan_weight:
@@ -186,11 +163,7 @@ class DistributionMatching:
             with torch.no_grad():
                 velocity = self.critic.velocity(x_tau, sigma, batch.cond)
         fake = x0_from_velocity(x_tau, velocity, sigma).detach()
-        in_parts = None
-        if parts is not None:
-            cond = x0_from_velocity(x_tau.detach(), conditional, sigma)
-            in_parts = weighted_direction(fake, real, cond, parts.conditional, parts.guidance)
-        gradient = distribution_matching_gradient(x.detach(), real, fake, in_parts)
+        gradient = distribution_matching_gradient(x.detach(), real, fake)
         target = noise - x.detach()
         errors = [(seen - target).square().flatten(1).mean(1) for seen in (velocity.detach(), guided)]
         metrics = {"critic_to_teacher_error": errors[0] / errors[1], **_gaps(fake - real, sigma)}
@@ -246,22 +219,17 @@ def matching_losses(
 
 
 def distribution_matching_gradient(
-    x0: Float[Tensor, "b ..."],
-    real: Float[Tensor, "b ..."],
-    fake: Float[Tensor, "b ..."],
-    direction: Float[Tensor, "b ..."] | None = None,
+    x0: Float[Tensor, "b ..."], real: Float[Tensor, "b ..."], fake: Float[Tensor, "b ..."]
 ) -> Float[Tensor, "b ..."]:
     """Return g = (fake - real) / mean|x0 - real|, the mean over each sample's elements (DMD, arXiv:2311.18828, eq. 7,
     8).
 
-    `real` and `fake` are the x0 that teacher and critic predict, without gradient; a `direction` takes the place of
-    fake - real. 0 / 0 is 0; NaN stays NaN.
+    `real` and `fake` are the x0 that teacher and critic predict, without gradient. 0 / 0 is 0; NaN stays NaN.
     """
     x0, real, fake = promote(x0), promote(real), promote(fake)
     normaliser = (x0 - real).abs().flatten(1).mean(1)
-    difference, zero = (fake - real, fake == real) if direction is None else (direction, direction == 0)
-    gradient = difference / per_sample(normaliser, x0)
-    return torch.where(zero, 0.0, gradient).detach()
+    gradient = (fake - real) / per_sample(normaliser, x0)
+    return torch.where(fake == real, 0.0, gradient).detach()
 
 
 def distribution_matching_loss(

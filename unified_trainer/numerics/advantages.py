@@ -202,17 +202,6 @@ def gae(
     return vtrace(torch.zeros_like(values), rewards, values, discounts, bootstrap, trace_decay=trace_decay)
 
 
-def terminal_advantages(log_rho: Float[Tensor, "b s"], advantages: Float[Tensor, " b"]) -> Float[Tensor, "b s"]:
-    """Return the advantage of each step for a terminal reward without a value function.
-
-    td[s] = A times the product over later steps i > s of min(1, rho[i]), rho = exp(log_rho) (V-trace with V = 0 and
-    bar 1, arXiv:1802.01561). `log_rho` is detached.
-    """
-    ratios = log_rho.detach().exp().clamp(max=1)
-    later = torch.cat([ratios[:, 1:], torch.ones_like(ratios[:, :1])], 1)
-    return advantages[:, None] * later.flip(1).cumprod(1).flip(1)
-
-
 def groups(rewards: Tensor, prompt_ids: Ids) -> dict[Hashable, Tensor]:
     """Return the positions of each prompt id's samples, in order of first appearance."""
     ids = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else list(prompt_ids)

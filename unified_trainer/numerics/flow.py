@@ -112,12 +112,6 @@ def noise_from_velocity(x_t: Tensor, velocity: Tensor, sigma: Sigma) -> Tensor:
     return x_t + per_sample(1 - as_level(sigma), x_t) * promote(velocity)
 
 
-def velocity_from_x0(x_t: Tensor, x0: Tensor, sigma: Sigma) -> Tensor:
-    """Return velocity = (x_t - x0) / sigma; sigma must be above 0."""
-    x_t = promote(x_t)
-    return (x_t - promote(x0)) / per_sample(sigma, x_t)
-
-
 def guide(cond: Tensor, uncond: Tensor, guidance_scale: Sigma) -> Tensor:
     """Return uncond + w (cond - uncond) with w = guidance_scale (arXiv:2207.12598).
 

@@ -45,12 +45,6 @@ class Streams:
         streams.shared = generator(*self._step_key, "shared")
         return streams
 
-    def repeated(self) -> "Streams":
-        """Return streams that draw from `shared` what these will draw next, and leave these as they are."""
-        streams = copy.copy(self)
-        streams.shared = copy.deepcopy(self.shared)
-        return streams
-
     def numbered(self, number: int) -> "Streams":
         """Return the streams of one of several equal draws in a step: other numbers by name, the same `shared`.
 

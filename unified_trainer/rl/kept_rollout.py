@@ -19,17 +19,16 @@ class HostRollout:
     The copies are exact, and nothing waits for them but what reads them. Joining and selecting samples copies nothing.
     """
 
-    states: tuple[Float[Tensor, "s_plus_1 c t h w"], ...]  # in pinned memory, as are x0 and early_x0
+    states: tuple[Float[Tensor, "s_plus_1 c t h w"], ...]  # in pinned memory, as x0 is
     log_probs: Float[Tensor, "b s"]  # on the device
     x0: tuple[Float[Tensor, "c t h w"], ...]
-    early_x0: tuple[Float[Tensor, "kept c t h w"], ...]
 
     @classmethod
     def of(cls, rollout: Rollout, device: torch.device) -> "HostRollout":
         """Copy a rollout, on the device or in CPU memory, into CPU memory; `device` is where its rows will be read."""
         queue = copy_queue(device)
-        states, x0, early = (queue.to_cpu(x).unbind(0) for x in (rollout.states, rollout.x0, rollout.early_x0))
-        return cls(states, rollout.log_probs.to(device), x0, early)
+        states, x0 = (queue.to_cpu(x).unbind(0) for x in (rollout.states, rollout.x0))
+        return cls(states, rollout.log_probs.to(device), x0)
 
     def state(self, number: int, rows: Sequence[int]) -> Latents:
         return self._rows([self.states[row][number] for row in rows])
@@ -37,13 +36,10 @@ class HostRollout:
     def end(self, rows: Sequence[int]) -> Latents:
         return self._rows([self.x0[row] for row in rows])
 
-    def early_end(self, number: int, rows: Sequence[int]) -> Latents:
-        return self._rows([self.early_x0[row][number] for row in rows])
-
     def take(self, rows: Sequence[int]) -> "HostRollout":
         """Return the samples of these rows, in this order."""
-        states, x0, early = (tuple(of[row] for row in rows) for of in (self.states, self.x0, self.early_x0))
-        return HostRollout(states, take_rows(self.log_probs, rows), x0, early)
+        states, x0 = (tuple(of[row] for row in rows) for of in (self.states, self.x0))
+        return HostRollout(states, take_rows(self.log_probs, rows), x0)
 
     @classmethod
     def cat(cls, parts: Sequence["HostRollout"]) -> "HostRollout":
@@ -52,7 +48,6 @@ class HostRollout:
             tuple(row for part in parts for row in part.states),
             torch.cat([part.log_probs for part in parts]),
             tuple(row for part in parts for row in part.x0),
-            tuple(row for part in parts for row in part.early_x0),
         )
 
     def _rows(self, rows: Sequence[Tensor]) -> Latents:

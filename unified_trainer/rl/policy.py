@@ -153,18 +153,16 @@ def sample_policy(
     rng: Streams,
     *,
     same_noise: bool,
-    keep_x0: bool = False,
 ) -> Rollout:
     """Draw a batch from the policy in training step `step`; with `same_noise` each prompt has one initial noise.
 
-    Its samples are then equal until the window begins, and the calls before its first noise are made once. `keep_x0`
-    also keeps the x0 that the call of each transition predicts.
+    Its samples are then equal until the window begins, and the calls before its first noise are made once.
     """
     window = config.window.at(step, sampler.num_steps - 1, rng.shared)
     noise, equal = initial_noise(rng, batch, same=same_noise)
     draw = partial(transition_noise, rng, batch)
     policy = config.policy(sampler)
-    return rollout(role, noise.to(role.device), batch, sampler, policy, window, draw, keep_x0=keep_x0, equal=equal)
+    return rollout(role, noise.to(role.device), batch, sampler, policy, window, draw, equal=equal)
 
 
 def initial_noise(rng: Streams, batch: Batch, *, same: bool) -> tuple[Latents, EqualRows | None]:

@@ -141,18 +141,11 @@ class Role:
         self, x_t: Latents, sigma: PerSample, cond: Condition, uncond: Condition, guidance_scale: GuidanceScale
     ) -> Latents:
         """Return uncond + w (cond - uncond), both from one batched pass; w = 1 runs cond alone."""
-        return self.guided_and_conditional(x_t, sigma, cond, uncond, guidance_scale)[0]
-
-    def guided_and_conditional(
-        self, x_t: Latents, sigma: PerSample, cond: Condition, uncond: Condition, guidance_scale: GuidanceScale
-    ) -> tuple[Latents, Latents]:
-        """Return the guided velocity and the conditional one, both from the pass of `guided_velocity`."""
         scale = self.scale(sigma, guidance_scale)
         if isinstance(scale, float | int) and scale == 1:
-            velocity = self.velocity(x_t, sigma, cond)
-            return velocity, velocity
+            return self.velocity(x_t, sigma, cond)
         both = self.velocity(torch.cat([x_t, x_t]), torch.cat([sigma, sigma]), cond.cat(uncond))
-        return guide(*both.chunk(2), scale), both.chunk(2)[0]
+        return guide(*both.chunk(2), scale)
 
     def scale(self, sigma: PerSample, guidance_scale: GuidanceScale) -> float | PerSample:
         """Return the guidance scale at these noise levels; each expert may have its own."""
