@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 import yaml
 
-from unified_trainer import renamed, run_paths
+from unified_trainer import run_paths
 from unified_trainer.config_checksum import is_edited, with_checksum
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.engine.config import RayConfig, WorkerConfig
@@ -281,7 +281,7 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     saved, edited = run_paths.located(flat(read_yaml(file)), file.parent), is_edited(file.read_text(encoding="utf-8"))
     scorers = [key.split(".")[2] for key in saved if key.startswith("reward.scorers.")]
     defaults = flat(plain(type(run)(reward=RewardConfig(scorers=dict.fromkeys(scorers, ScorerConfig())))))
-    new, old = flat(plain(run)), renamed.translate_settings(saved, run.method, defaults)
+    new, old = flat(plain(run)), saved
     old = {key: value for key, value in defaults.items() if key in new} | old  # a setting newer than the saved file
     keys = sorted(old.keys() | new.keys())
     changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)}

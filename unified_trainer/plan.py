@@ -23,7 +23,6 @@ from unified_trainer.models.base import Family
 from unified_trainer.parallel.agreement import files_in_words, prompts_in_words
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.registry import family_of, method_named
-from unified_trainer.renamed import METRICS
 from unified_trainer.rewards.hacking_monitor import HackingMonitorConfig
 from unified_trainer.rewards.scorers import check_prompts, check_reward
 from unified_trainer.rl.rollout_config import RolloutConfig
@@ -78,8 +77,6 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     method = method_named(run.method)
     check_complete(run)
     keep = Keep(run.keep_last, run.keep_best, run.best_metric, run.best_is)
-    if run.best_metric in METRICS:
-        raise ConfigError(f"best_metric {run.best_metric}: renamed to {METRICS[run.best_metric]}")
     if keep.best and not run.validate_every:
         raise ConfigError(f"keep_best {keep.best} needs validations to compare: set validate_every")
     if keep.best and keep.metric.startswith("reward") and not run.reward.named():

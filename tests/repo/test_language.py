@@ -53,15 +53,8 @@ def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-# The table of renamed words names the old ones.
+# These pages tell of old words.
 EXEMPT = {"CHANGELOG.md", "docs/decisions/0008-rooms-and-words.md", "tests/repo/test_language.py"}
-EXEMPT |= {"unified_trainer/renamed.py"}
-
-
-def is_exempt(path: Path, text: str) -> bool:
-    """Return whether a file may use old words: the table itself, its history, and tests of it."""
-    about_the_table = name_of(path).startswith("tests/") and ("unified_trainer.renamed" in text or "renam" in path.stem)
-    return name_of(path) in EXEMPT or about_the_table
 
 
 CHECKED = ("unified_trainer", "scripts", "tests", "documents")
@@ -77,7 +70,7 @@ def texts(place: str) -> Iterator[tuple[Path, str]]:
     )
     for path in sorted([*documents(), REPO / "Makefile"] if place == "documents" else below):
         text = path.read_text(encoding="utf-8")
-        if not is_exempt(path, text):
+        if name_of(path) not in EXEMPT:
             yield path, text
 
 

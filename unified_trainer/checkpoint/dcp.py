@@ -23,7 +23,6 @@ from unified_trainer.checkpoint.manifest import CheckpointError, Manifest, Spec,
 from unified_trainer.errors import NO_SPACE, UserError
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill, shapes_in
-from unified_trainer.renamed import stored_key
 
 __all__ = ["CheckpointError", "DiskFull", "Spec", "damage", "find", "load", "newest_sound", "save", "trained_sampler"]
 
@@ -98,7 +97,6 @@ def load(folder: Path, tensors: Mapping[str, Tensor], mesh: Mesh) -> None:
     All ranks must call it. Raises CheckpointError, before any tensor is filled, if the checkpoint lacks a key or holds
     it in another shape.
     """
-    tensors = {stored_key(folder, key): tensor for key, tensor in tensors.items()}
     for kind, part in _by_kind(tensors).items():
         held = shapes(folder, kind)
         missing = sorted(part.keys() - held.keys())

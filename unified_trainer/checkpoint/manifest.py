@@ -16,7 +16,6 @@ import torch
 from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import is_weights
-from unified_trainer.renamed import translate_metadata
 
 FILE = "manifest.json"
 VERSION = 2
@@ -171,10 +170,10 @@ def read(folder: Path) -> tuple[Manifest, str | None]:
     except OSError as error:
         return {}, f"{error.filename or folder} cannot be read ({error.strerror or error})"
     if torn is not None:
-        return translate_metadata(metadata), f"{torn} is missing or not {files[torn]['bytes']} bytes long"
+        return metadata, f"{torn} is missing or not {files[torn]['bytes']} bytes long"
     if foreign is not None:
         return {}, f"{foreign} is not in {FILE}: remove it"
-    return translate_metadata(metadata), None
+    return metadata, None
 
 
 def _torn(folder: Path, files: Manifest) -> str | None:

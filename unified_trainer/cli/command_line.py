@@ -3,17 +3,17 @@
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unified_trainer import renamed, run_paths
+from unified_trainer import run_paths
 from unified_trainer.checkpoint.dcp import trained_sampler
 from unified_trainer.cli.flags import UnknownFlagError, apply, split, words_of
 from unified_trainer.cli.settings import Setting, settings_of
-from unified_trainer.config import ConfigError, RunConfig, flat, load_recipe, merged, plain, run_class
+from unified_trainer.config import ConfigError, RunConfig, flat, load_recipe, merged, run_class
 from unified_trainer.input_files import read_yaml
 from unified_trainer.registry import METHODS, add_families, method_named
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
@@ -22,7 +22,6 @@ from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 def parse(argv: Sequence[str]) -> RunConfig:
     """Return the run that the command line asks for; UserError names a wrong flag, or a wrong key and its file."""
     run = before_flags(argv)
-    _refuse_renamed(argv, run.method, flat(plain(type(run)())))
     with _other_methods_named(run):
         run = apply(_with_scorers(run, (name.removeprefix("--") for name, _ in split(argv))), argv)
     return _accepted(run)
@@ -64,7 +63,7 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     layers = {
         f"recipe {recipe}": {**settings, "method": name, "recipe": recipe},
         f"--init-from {sources.init_from}": {"sampler": sampler} if sampler else {},
-        str(sources.saved): renamed.translate_settings(saved, name, flat(plain(run))),
+        str(sources.saved): saved,
     }
     for origin, layer in layers.items():
         with _other_methods_named(run):
@@ -107,20 +106,6 @@ def read_reward(file: Path) -> RewardConfig:
     if not reward.named():
         raise ConfigError(f"--reward {file} names no scorer: set path, kind or scorers in its section reward")
     return reward
-
-
-def _refuse_renamed(argv: Sequence[str], method: str, known: Collection[str]) -> None:
-    """Raise ConfigError, with the new name, for a flag of an earlier version."""
-    for word in argv:
-        if word.startswith("--"):
-            flag = word.partition("=")[0]
-            key = flag.removeprefix("--").replace("-", "_")
-            new = key if key in known else renamed.new_setting(key, method)
-            if new is None:
-                raise ConfigError(f"{flag} was removed: a role that is not trained keeps no activations; leave it out")
-            if new != key:
-                also = renamed.UNITS.get(key.rpartition(".")[2], "")
-                raise ConfigError(f"{flag}: renamed to --{new.replace('_', '-')}{also}")
 
 
 @dataclass(frozen=True)

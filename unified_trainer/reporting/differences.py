@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unified_trainer import renamed
 from unified_trainer.cli.command_line import before_flags
 from unified_trainer.config import flat, plain
 from unified_trainer.errors import UserError
@@ -45,11 +44,10 @@ def settings_of_run(run: RunRecord) -> Settings:
         if name not in METHODS:
             raise UserError(f"the method {name} is not in this package")
         base = flat(plain(before_flags(["--method", name, *(["--recipe", recipe] if recipe else [])])))
-        saved = renamed.translate_settings(run.config, name, base)
     except UserError as error:
         rows = tuple(SettingRow(key, value, ABSENT, False) for key, value in run.config.items())
         return Settings(rows, f"not compared with a recipe: {error}")
-    rows = tuple(SettingRow(key, value, base.get(key), value != base.get(key)) for key, value in saved.items())
+    rows = tuple(SettingRow(key, value, base.get(key), value != base.get(key)) for key, value in run.config.items())
     return Settings(rows, f"compared with {name} and recipe {recipe or 'tiny'} without flags")
 
 
