@@ -28,7 +28,6 @@ from unified_trainer.rewards.scorers import check_prompts, check_reward
 from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.role_plan import RolePlan, check_roles, plan_roles, role_path, without_adapter
 from unified_trainer.roles.blocks import check_compiler
-from unified_trainer.sizing.estimate import estimate
 from unified_trainer.tracking.external import check_tracking
 from unified_trainer.validation import check_validation
 
@@ -141,10 +140,6 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
         )
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type)
-    if any(role.trainable and not isinstance(role.trainable.activation_memory, str) for role in roles.values()):
-        activations = estimate(run, mesh.size).activations
-        roles |= {name: replace(roles[name], recompute=one.recompute) for name, one in activations.items()}
-        notes += map(str, activations.values())
     said = tuple(note for note in notes if note)
     known = (prompts.prompts, validation_prompts.prompts)
     run = replace(run, **{name: role.config for name, role in roles.items() if not method.roles[name].copy_of})

@@ -36,7 +36,6 @@ class RolePlan:
     layout: ExpertLayout
     merged: Mapping[Expert, AdapterFile] = field(default_factory=dict)  # adapters that are added to the weights
     starts: Mapping[Expert, AdapterFile] = field(default_factory=dict)  # adapters that are trained on
-    recompute: Recompute | None = None  # for the GiB that activation_memory allows; None where it is a word
 
     @property
     def trainable(self) -> TrainableConfig | None:
@@ -45,14 +44,9 @@ class RolePlan:
 
     def recomputed(self, blocks: int) -> Recompute:
         """Return what a network of this role, of so many blocks, recomputes in a backward pass, if it has one."""
-        if self.recompute is not None:
-            return self.recompute
         if self.trainable is None or not issubclass(self.kind, Trainable):
             return Recompute()
-        how = self.trainable.activation_memory
-        if not isinstance(how, str):
-            raise RuntimeError(f"activation_memory {how:g} was not turned into a plan before the networks are loaded")
-        return Recompute.named(how, blocks)
+        return Recompute.of_setting(self.trainable.activation_memory, blocks)
 
 
 def plan_roles(run: RunConfig, method: type[Method], *, starting: bool = True) -> dict[str, RolePlan]:

@@ -117,15 +117,6 @@ def test_every_kernel_is_one_of_diffusers():
     assert all(AttentionBackendName(name) in known for name in device.OTHER_ATTENTION.values())
 
 
-def test_what_is_computed_on_the_cpu_besides_has_torchs_kernels(calls):
-    """As the rehearsal that plans a number of GiB for activations, in a run on a GPU."""
-    del device._chosen_other["cpu"]
-    use_attention("flash_3", CUDA)
-    more = ["--student.precision", "bf16", "--student.activation-memory", "1", "--steps", "2"]
-    check(parse([*SMALL["dance_grpo"], *more]), ALONE)
-    assert not calls
-
-
 def test_a_policy_is_not_sampled_with_8_bits():
     run = parse([*SMALL["dance_grpo"], "--parallel.attention", "sage"])
     with pytest.raises(

@@ -15,8 +15,7 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.blocks import GRAPHS, prepare_blocks
 from unified_trainer.roles.recompute import Recompute, selective_policy
 from unified_trainer.roles.role import Trainable, TrainableConfig
-from unified_trainer.sizing.activation_plan import planned
-from unified_trainer.sizing.passes import Network, frozen_config, kept_bytes
+from unified_trainer.sizing.passes import Network, frozen_config, pass_bytes
 from unified_trainer.sizing.tracing import LiveBytes, quiet_norms
 
 GIB = 2**30
@@ -51,7 +50,10 @@ def test_a_network_of_several_roles_keeps_no_more_than_each_of_them_allows():
     least = Recompute.least_memory
     assert least([]) == least([Recompute(), Recompute()]) == Recompute()
     assert least([Recompute(), Recompute("selective", 2), Recompute("selective", 5)]) == Recompute("selective", 5)
-    assert least([Recompute("selective"), Recompute.named("full", 3)]) == Recompute("selective", 3)
+    assert least([Recompute("selective"), Recompute.of_setting("full", 3)]) == Recompute("selective", 3)
+    assert Recompute.of_setting(2, 3) == Recompute("selective", 2) and Recompute.of_setting(9, 3) == Recompute(
+        "selective", 3
+    )
     assert [Recompute("selective", 2).of(block) for block in range(4)] == ["full", "full", "selective", "selective"]
 
 
@@ -70,7 +72,8 @@ def test_kept_activations_take_the_memory_that_was_computed():
             held = live.now
         assert velocity.requires_grad
         network = Network(frozen_config(dict(model.network.config)), "bf16", False, trained=True, recompute=recompute)
-        assert held == pytest.approx(kept_bytes(network, (16, 4, 12, 12), 16, 1), rel=0.1), recompute
+        computed = pass_bytes(network, (16, 4, 12, 12), 16, 1, gradient=True, fresh=False).kept
+        assert held == pytest.approx(computed, rel=0.1), recompute
         taken[recompute.others, recompute.full] = held
     assert taken["none", 2] < 0.6 * taken["selective", 1]
     assert taken["selective", 1] < taken["selective", 0]
@@ -100,39 +103,3 @@ def test_what_cannot_be_compiled_is_an_error_with_a_way_out(error, message, monk
     prepare_blocks([block], Recompute(), nullcontext, lambda x: (x,))
     with pytest.raises(UserError, match=message):
         block(torch.zeros(1, 2))
-
-
-# Plans for a number of GiB.
-
-
-@pytest.fixture
-def plan():
-    """Return the plan for a role of 10 blocks: 1 GiB and in each block 10 without, 4 with selective, 1 with full."""
-    each = {"none": 10, "selective": 4, "full": 1}
-
-    def kept(recompute):
-        return GIB * (1 + sum(each[recompute.of(block)] for block in range(10)))
-
-    return lambda gib: planned("student", gib * GIB, 10, kept)
-
-
-@pytest.mark.parametrize(
-    ("gib", "recompute", "kept"),
-    [
-        (101, Recompute(), 101),
-        (100.9, Recompute("selective"), 41),
-        (41, Recompute("selective"), 41),
-        (40, Recompute("selective", 1), 38),
-        (26, Recompute("selective", 5), 26),
-        (11, Recompute("selective", 10), 11),
-    ],
-)
-def test_a_plan_recomputes_as_little_as_fits(plan, gib, recompute, kept):
-    found = plan(gib)
-    assert found.recompute == recompute and found.kept == kept * GIB
-
-
-def test_a_budget_that_nothing_fits_names_the_smallest(plan):
-    with pytest.raises(UserError, match=r"student\.activation_memory 10\.9: .* take 11 GiB; set it to 11 or more"):
-        plan(10.9)
-    assert "full in 5 blocks, selective in 5 blocks; activations take 26 GiB" in str(plan(27))

@@ -10,7 +10,7 @@ from unified_trainer.cli.command_line import parse
 from unified_trainer.cli.settings import RunFlags
 from unified_trainer.exit_codes import DOES_NOT_FIT
 from unified_trainer.ranges import CountOrZero, PositiveFraction
-from unified_trainer.sizing.advice import Better, better_settings
+from unified_trainer.sizing.advice import Better, better_settings, fitting_blocks
 from unified_trainer.sizing.estimate import Estimate, estimate
 from unified_trainer.sizing.hardware import RESERVE, Hardware, read_hardware
 from unified_trainer.terminal import console, printable, say
@@ -51,6 +51,8 @@ def plan(
     peak = found.memory.total(found.memory.peak)
     fits = peak <= machine.usable
     alone, together = ([], None) if fits else better_settings(run, machine.count, peak, machine.usable)
+    if not fits and (blocks := fitting_blocks(found, machine.usable)) is not None:
+        alone = [*alone, blocks]
     if json:
         say(json_format.dumps(_plain(found, machine, mfu, fits=fits, alone=alone, together=together), indent=1))
     else:
@@ -133,7 +135,7 @@ def _print(
     say(f"does not fit {machine.count} x {machine.name}, because {memory.peak} needs {need} of {have} GiB")
     for flags, lower in alone:
         say(f"  {flags}: peak {_gib(lower)} GiB")
-    if not alone or alone[0].peak > machine.usable:
+    if not any(one.peak <= machine.usable for one in alone):
         say("none of these alone fits" if alone else "no single setting lowers the peak by a hundredth of it")
     if together is not None:
         fitting = "fits" if together.peak <= machine.usable else "does not fit"

@@ -31,7 +31,7 @@ from unified_trainer.parallel.fsdp import (
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.adapter import AdapterConfig, inject, lora_config
 from unified_trainer.roles.blocks import prepare_blocks
-from unified_trainer.roles.recompute import Recompute, Recomputed
+from unified_trainer.roles.recompute import ActivationMemory, Recompute
 from unified_trainer.types import Condition, Latents, PerSample
 
 NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights alone
@@ -58,7 +58,7 @@ class Backbone:
         *,
         trained: bool = False,
         adapters: Mapping[str, AdapterConfig] | None = None,
-        recompute: Recompute | Recomputed = "none",
+        recompute: Recompute | ActivationMemory = "none",
         half: bool = False,
         half_passes: bool = False,
         compile: bool = False,
@@ -87,8 +87,8 @@ class Backbone:
         self._switch(NO_ADAPTER)
         if mesh.config.sequence > 1:
             model.share_tokens(mesh)
-        if isinstance(recompute, str):
-            recompute = Recompute.named(recompute, len(model.blocks))
+        if not isinstance(recompute, Recompute):
+            recompute = Recompute.of_setting(recompute, len(model.blocks))
         prepare_blocks(
             model.blocks, recompute, lambda: self._adapter(self._running), model.compiled_inputs if compile else None
         )

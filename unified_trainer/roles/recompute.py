@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from unified_trainer.parallel.device import NPU_ATTENTION
-from unified_trainer.ranges import Gibibytes
+from unified_trainer.ranges import Count
 
 Recomputed = Literal["none", "selective", "full"]  # of one block
-ActivationMemory = Recomputed | Gibibytes
+ActivationMemory = Recomputed | Count  # for all blocks of a network alike, or the number that recompute everything
 
 PRODUCTS = (
     torch.ops.aten.mm.default,
@@ -42,8 +42,10 @@ class Recompute:
     full: int = 0
 
     @classmethod
-    def named(cls, how: Recomputed, blocks: int) -> "Recompute":
-        """Return the same for all blocks of a network."""
+    def of_setting(cls, how: ActivationMemory, blocks: int) -> "Recompute":
+        """Return the choice of a setting for a network of so many blocks; a number n is full in n, else selective."""
+        if isinstance(how, int):
+            return cls("selective", min(how, blocks))
         return cls(full=blocks) if how == "full" else cls(others=how)
 
     @classmethod

@@ -67,8 +67,8 @@ class RoleConfig:
 class TrainableConfig(LearnerConfig, RoleConfig):
     activation_memory: ActivationMemory = "none"
     """Activations that the backward pass computes again, to save memory. none: nothing. selective: all but the results
-    of matrix products and attention, at almost no extra FLOPs. full: everything, a third more FLOPs. A number is the
-    GiB that the activations of one loss may take on a rank: as little is recomputed as fits, in whole blocks."""
+    of matrix products and attention, at almost no extra FLOPs. full: everything, a third more FLOPs. A number n:
+    full in the first n blocks of a network, selective in the others; the command plan names the n that fits."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     high: ExpertConfig = field(default_factory=ExpertConfig)
     low: ExpertConfig = field(default_factory=ExpertConfig)

@@ -1,6 +1,8 @@
 """The settings that lower a run's peak memory most, found by estimating the run with each of them."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from unified_trainer.cli.command_line import with_settings
@@ -9,7 +11,8 @@ from unified_trainer.errors import UserError
 from unified_trainer.registry import method_named
 from unified_trainer.rl.rollout_config import RolloutConfig
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.sizing.estimate import estimate
+from unified_trainer.sizing.estimate import Estimate, estimate
+from unified_trainer.sizing.memory import memory_of
 
 BEST = 3  # settings that are named
 LEAST = 0.01  # of the peak that a setting must lower to be named
@@ -43,6 +46,25 @@ def better_settings(run: RunConfig, ranks: int, peak: float, usable: float) -> t
         joined |= settings
     together = _peak(run, joined, ranks)
     return alone, None if together is None or together >= alone[0].peak else _better(joined, together)
+
+
+def fitting_blocks(found: Estimate, usable: float) -> Better | None:
+    """Return the smallest number of blocks as activation_memory of all trained roles that fits `usable` bytes.
+
+    None where selective fits, or full in all blocks does not: no number then is the answer.
+    """
+    trained = [name for name, config in found.run.roles.items() if isinstance(config, TrainableConfig)]
+
+    def peak(blocks: int) -> float:
+        changes = {f"{name}.activation_memory": blocks or "selective" for name in trained}
+        memory = memory_of(found.counts, replace(found.sizes, run=with_settings(found.run, changes, "plan")))
+        return memory.total(memory.peak)
+
+    most = max(found.sizes.models[name].size.layers for name in trained)
+    fitting = bisect_left(range(most + 1), True, key=lambda blocks: peak(blocks) <= usable)
+    if not 0 < fitting < most:
+        return None
+    return _better({f"{name}.activation_memory": fitting for name in trained}, peak(fitting))
 
 
 def _peak(run: RunConfig, settings: Mapping[str, Any], ranks: int) -> float | None:

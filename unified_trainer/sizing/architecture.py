@@ -95,8 +95,7 @@ def architecture_of(role: str, path: str, run: RunConfig) -> Architecture:
         if network.get("_class_name") != NETWORK:
             raise UserError(
                 f"{role}.path {path}: memory and FLOPs are computed for networks of class {NETWORK} alone, not for "
-                f"{network.get('_class_name')}; `plan` cannot be used, and activation_memory must be none, selective "
-                "or full"
+                f"{network.get('_class_name')}"
             )
         vae, encoder = (read_json(folder / part / "config.json") for part in ("vae", "text_encoder"))
         tokens, settings = TEXT_TOKENS, folder / "tokenizer" / "tokenizer_config.json"

@@ -1,7 +1,7 @@
 """The whole estimate of a run: memory by phase, calls and FLOPs of a step, time, bytes between ranks, checkpoints."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from unified_trainer.config import RunConfig
@@ -9,7 +9,6 @@ from unified_trainer.errors import UserError
 from unified_trainer.meter import Pass
 from unified_trainer.registry import method_named
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.sizing.activation_plan import ActivationPlan, activation_plans
 from unified_trainer.sizing.architecture import HPSV3_WEIGHTS, architecture_of
 from unified_trainer.sizing.flops import PassFLOPs, pass_flops
 from unified_trainer.sizing.hardware import Hardware
@@ -35,7 +34,6 @@ class Estimate:
     executed_flops: float  # with recomputed activations
     sent: float  # bytes that one rank sends in a training step for its weights and gradients
     checkpoint: float  # bytes on disk
-    activations: Mapping[str, ActivationPlan]  # of roles with a number of GiB for them
     notes: tuple[str, ...]
 
     @cached_property
@@ -75,8 +73,6 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     counts = rehearse(run, frames, data_ranks, boundaries, first=first, steps=steps)
     scorers, notes = _scorers(run)
     sizes = Sizes(run, models, ranks, scorers, table["samples per rank"], table["accumulation"])
-    activations = activation_plans(counts, sizes)
-    sizes = replace(sizes, recompute={name: one.recompute for name, one in activations.items()})
     share, frame_tokens = counts.repeats / counts.steps, height * width // patch
     passes = [(one, _flops(one, sizes, counts, frame_tokens)) for one in counts.passes]
     held = held_networks(counts, sizes)
@@ -93,8 +89,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         executed_flops=data_ranks * share * sum(f.executed if one.gradient else f.forward for one, f in passes),
         sent=_sent(counts, sizes),
         checkpoint=sum(one.stored for one in held.values()),
-        activations=activations,
-        notes=(*map(str, activations.values()), *notes),
+        notes=notes,
     )
 
 

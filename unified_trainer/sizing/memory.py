@@ -21,7 +21,6 @@ from unified_trainer.sizing.passes import (
     PassBytes,
     decode_bytes,
     frozen_config,
-    kept_bytes,
     pass_bytes,
     without_gradient,
 )
@@ -58,15 +57,13 @@ class Sizes:
     scorers: float = 0.0  # bytes of their weights, which are there only in a reward phase with reward.offload
     samples: int = 1  # of a step on this rank
     accumulation: int = 1  # backward passes of an update
-    recompute: Mapping[str, Recompute] = field(default_factory=dict)  # of roles with a number of GiB for activations
 
     def recomputed(self, role: str) -> Recompute:
         """Return what the networks of a trained role recompute."""
         config = self.run.roles.get(role)  # None: a copy of another role, which is not trained
-        if role in self.recompute or not isinstance(config, TrainableConfig):
-            return self.recompute.get(role, Recompute())
-        how = config.activation_memory
-        return Recompute.named(how if isinstance(how, str) else "none", self.models[role].size.layers)
+        if not isinstance(config, TrainableConfig):
+            return Recompute()
+        return Recompute.of_setting(config.activation_memory, self.models[role].size.layers)
 
     @property
     def shards(self) -> int:
@@ -240,18 +237,6 @@ def seat_of(counts: Counts, one: Pass) -> tuple[str, Expert]:
         if expert == known and name in counts.roles:
             return name, known
     return one.role, ""
-
-
-def kept_by(name: str, counts: Counts, sizes: Sizes) -> float:
-    """Return the bytes of activations that a role's passes keep for the backward pass of its largest loss."""
-    losses = [[one for one in loss if one.gradient and seat_of(counts, one)[0] == name] for loss in counts.losses]
-    channels, _, height, width = sizes.latent
-    most, text = 0.0, sizes.models[name].text_tokens
-    for loss in _kinds(losses):
-        shapes = [(_network(counts, sizes, one), one.tokens // one.samples, one.samples) for one in loss]
-        kept = [kept_bytes(network, (channels, frames, height, width), text, n) for network, frames, n in shapes]
-        most = max(most, sum(kept) / sizes.run.parallel.sequence)
-    return most
 
 
 def recompute_of(name: str, expert: Expert, counts: Counts, sizes: Sizes) -> Recompute:

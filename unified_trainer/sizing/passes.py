@@ -56,16 +56,6 @@ class PassBytes:
 
 
 @functools.lru_cache(maxsize=256)
-def kept_bytes(network: Network, latent: tuple[int, int, int, int], text_tokens: int, samples: int) -> float:
-    """Return what a pass with gradient keeps for its backward pass, as `PassBytes.kept`, in half the time."""
-    if 0 < network.recompute.full < network.layers:
-        others, full = (kept_bytes(one, latent, text_tokens, samples) for one in _uniform(network))
-        return others + network.recompute.full / network.layers * (full - others)
-    few, more = (_forward(_role(network, layers), network, latent, text_tokens, samples) for layers in FEW)
-    return few + (network.layers - FEW[0]) / (FEW[1] - FEW[0]) * (more - few)
-
-
-@functools.lru_cache(maxsize=256)
 def pass_bytes(
     network: Network,
     latent: tuple[int, int, int, int],
