@@ -29,12 +29,12 @@ from unified_trainer.commands.sample import sample
 from unified_trainer.commands.score import score
 from unified_trainer.commands.serve import serve
 from unified_trainer.commands.serve_reward import serve_reward
-from unified_trainer.commands.train import train
 from unified_trainer.commands.watch import watch
 from unified_trainer.errors import UserError
 from unified_trainer.exit_codes import end, exit_code
 from unified_trainer.parallel.meeting import meeting
 from unified_trainer.registry import METHODS, method_named
+from unified_trainer.reporting.after_training import train_and_report
 from unified_trainer.suggestions import must_know
 from unified_trainer.terminal import console, say
 
@@ -78,7 +78,7 @@ def _run(argv: list[str]) -> int:
         return apply(_command(argv[0]), argv[1:])() or 0
     else:
         with meeting() as store:
-            return train(parse(argv), argv, store)
+            return train_and_report(parse(argv), argv, store)
     return 0
 
 

@@ -16,12 +16,12 @@ from unified_trainer.cli.settings import check_ranges
 from unified_trainer.commands.load_run import load_role
 from unified_trainer.commands.sample import draw_latents
 from unified_trainer.commands.train import begin
-from unified_trainer.commands.train import train as train_run
 from unified_trainer.config import RunConfig, flat
 from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.reporting.after_training import train_and_report
 from unified_trainer.roles.reward import Reward
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.terminal import say
@@ -50,7 +50,7 @@ def train(run: RunConfig) -> int:
     0 is a run that ended or was stopped by Ctrl-C, 3 one that the hacking monitor stopped, and 4 one that the guard of
     distillation stopped.
     """
-    return train_run(run, sys.argv)
+    return train_and_report(run, sys.argv)
 
 
 @dataclass(frozen=True)

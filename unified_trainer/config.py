@@ -47,7 +47,6 @@ RESUMABLE_KEYS = (
     "guard",
     "tracking",
     "report",
-    "live",
     "reward.retries",
     "reward.statistics_every",
     "reward.timeout",
@@ -169,8 +168,6 @@ class RunConfig:
     """Training steps between validations; one runs before the first step and after the last too. 0 is never."""
     report: bool = False
     """Also write report.html into the run directory when the run ends."""
-    live: bool = False
-    """Also draw the main curves in the terminal."""
     families: tuple[str, ...] = ()
     """Model families of your own, each path/to/file.py:NAME or package.module:NAME."""
     prompts: str = ""

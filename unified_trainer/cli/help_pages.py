@@ -38,7 +38,6 @@ COMMON = (
     "checkpoint_every",
     "validate_every",
     "report",
-    "live",
     "prompts",
     "sampler.num_steps",
     "sampler.shift",

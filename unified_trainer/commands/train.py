@@ -1,8 +1,9 @@
 """Training: a run is checked, built, started or continued, and written into its directory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from unified_trainer.config import ConfigError, RunConfig
 from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
 from unified_trainer.engine.config import check_installed
-from unified_trainer.errors import UserError, writing
+from unified_trainer.errors import writing
 from unified_trainer.exit_codes import STOPPED, exit_code
 from unified_trainer.memory import memory_advice
 from unified_trainer.parallel.agreement import assert_equal, flat
@@ -26,30 +27,33 @@ from unified_trainer.parallel.meeting import PeerFailedError, meeting
 from unified_trainer.parallel.mesh import Mesh, peer_lost
 from unified_trainer.plan import check_complete
 from unified_trainer.registry import add_families
-from unified_trainer.reporting.page import write_report
 from unified_trainer.run_paths import naming_origin
 from unified_trainer.terminal import say
 from unified_trainer.tracking.environment import note_environment
 from unified_trainer.tracking.tracker import Tracker
 
+After = Callable[[Path], None]
 
-def train(run: RunConfig, argv: Sequence[str], store: Store | None = None) -> int:
+
+def train(run: RunConfig, argv: Sequence[str], store: Store | None = None, after: After | None = None) -> int:
     """Run a training in this process, or in the processes that Ray starts, and return the exit code.
 
-    `argv` is the command line, for environment.jsonl, and `store` that of the ranks' `meeting`.
+    `argv` is the command line, for environment.jsonl, and `store` that of the ranks' `meeting`. `after` is called with
+    the run directory on the main rank when the run has ended.
     """
     check_ranges(run)  # those that Python code replaced; a command line was checked as it was read
     if run.launcher == "process":
-        return train_here(run, argv, store)
+        return train_here(run, argv, store, after)
     check_installed("launcher ray")
     cluster.connect(run.ray, run.ray.cpus * run.ray.ranks + run.rollouts.cores)
     from unified_trainer.engine.launch import launch
 
     folder = _folder(run)
-    return launch(train_in_actor, run if run.resume else replace(run, output=folder), folder, argv)
+    work = partial(train_in_actor, after=after)
+    return launch(work, run if run.resume else replace(run, output=folder), folder, argv)
 
 
-def train_in_actor(run: RunConfig, argv: Sequence[str]) -> int | None:
+def train_in_actor(run: RunConfig, argv: Sequence[str], after: After | None = None) -> int | None:
     """Run one training process that Ray started and return its exit code; None if it ended because another one did."""
     by_another = False
 
@@ -58,7 +62,7 @@ def train_in_actor(run: RunConfig, argv: Sequence[str]) -> int | None:
         try:
             with meeting() as store:
                 add_families(run.families)
-                return train_here(run, argv, store)
+                return train_here(run, argv, store, after)
         except PeerFailedError:
             by_another = True
             raise
@@ -70,7 +74,7 @@ def train_in_actor(run: RunConfig, argv: Sequence[str]) -> int | None:
     return None if by_another else code
 
 
-def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None) -> int:
+def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, after: After | None = None) -> int:
     """Build the run, start or continue it, write everything into its directory and return the exit code."""
     mesh = Mesh.join(run.device, run.parallel, store)
     if run.resume and _is_finished(run, run.resume, mesh):
@@ -97,20 +101,10 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None) 
                 validate_every=run.validate_every,
                 validation_lag=run.validation_lag,
             )
-    if run.report and mesh.is_main:
-        _write_report(output)  # after the lock is released, so that the page does not say "running"
+    if after is not None and mesh.is_main:
+        after(output)  # the lock is released: a report does not say "running"
     mesh.leave()
     return STOPPED[stopped_by] if stopped_by else 0
-
-
-def _write_report(run: Path) -> None:
-    """Write report.html into a run directory; a failure is a warning, because the run itself is complete."""
-    out = run / "report.html"
-    try:
-        write_report([run], out)
-        say(f"report in {out}")
-    except (UserError, OSError) as error:
-        say(f"warning: no report: {error}")
 
 
 def open_tracker(begun: "Begun", mesh: Mesh) -> Tracker:
@@ -128,7 +122,6 @@ def open_tracker(begun: "Begun", mesh: Mesh) -> Tracker:
             begun.start,
             mesh.is_main,
             unvalidated=unvalidated,
-            live=run.live,
         )
 
 

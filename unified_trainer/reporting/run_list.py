@@ -1,5 +1,6 @@
 """The list of runs as a page shows it: state, step, last values and small curves."""
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -12,7 +13,6 @@ from urllib.parse import quote
 from unified_trainer.reporting.run_folder import RunFolderUnreadableError, RunRecord
 from unified_trainer.reporting.run_watch import RunWatch, signature_of
 from unified_trainer.reporting.status import status_of
-from unified_trainer.tracking.live_curves import means
 from unified_trainer.tracking.tracker import SHOWN, VALIDATED
 
 READING = 2.0  # seconds that one list may take: further runs come with the next
@@ -122,3 +122,10 @@ def _spark(run: RunRecord, name: str, short: str) -> Spark | None:
     if len(places) == 1 or high == low:
         places = [(0.0, HEIGHT / 2), (WIDTH, HEIGHT / 2)]
     return Spark(name, short, curve.values[-1], low, high, " ".join(f"{x:.1f},{y:.1f}" for x, y in places))
+
+
+def means(values: Sequence[float], parts: int) -> list[float]:
+    """Return the means of `parts` equal parts of values, or the values if they are fewer."""
+    count = max(min(parts, len(values)), 1)
+    edges = [i * len(values) // count for i in range(count + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges) if b > a]

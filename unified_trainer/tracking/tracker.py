@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task
 from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
@@ -20,7 +20,6 @@ from unified_trainer.errors import working_on
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.terminal import console, printable
 from unified_trainer.tracking.external import ExternalTracker, RunInfo, tracker_classes
-from unified_trainer.tracking.live_curves import CurvesAbove, LiveCurves
 from unified_trainer.tracking.metrics_file import MetricsFile
 from unified_trainer.validation import ValidationSample
 
@@ -38,10 +37,6 @@ SHOWN = {  # in the terminal: training metric -> its name there
 PHASE_WIDTH = 23  # characters, so that the numbers behind it stay in place
 SMOOTHED = 10  # training steps whose mean the progress bar shows
 VALIDATED = {"validation/reward": "reward", "validation/accuracy": "accuracy", "validation/frechet": "Frechet"}
-IN_CURVES = {  # with --live
-    **{f"train/{name}": SHOWN[name] for name in ("reward", "loss", "critic_loss", "critic_to_teacher_error")},
-    **{name: f"validation: {short}" for name, short in VALIDATED.items()},
-}
 
 
 class _Status(ProgressColumn):
@@ -68,18 +63,17 @@ class Tracker:
         active: bool,
         *,
         unvalidated: int | None = None,
-        live: bool = False,
     ) -> None:
         """`start` is the number of steps already done; lines of metrics.jsonl after it are dropped.
 
-        So are the validations of step `unvalidated` and later: they come again. `settings` go to the trackers. `live`
-        draws curves above the progress bar. Raises UserError if a tracker cannot start.
+        So are the validations of step `unvalidated` and later: they come again. `settings` go to the trackers.
+        Raises UserError if a tracker cannot start.
         """
         self._active, self._run, self._start, self._steps = active, run, start, steps
         self._done = start
         self.console = console(quiet=not active)
         self._bar = active and self.console.is_terminal
-        self._progress = CurvesAbove(
+        self._progress = Progress(
             BarColumn(bar_width=10),
             MofNCompleteColumn(),
             _Status(Column()),  # the only column that may shrink
@@ -93,15 +87,9 @@ class Tracker:
         self._began = time.monotonic()
         if not active:
             return
-        self._curves = LiveCurves(IN_CURVES)
-        if live and self._bar:
-            self._progress.curves = self._curves
-        elif live:
-            self.say("--live draws curves in a terminal only: the output is none")
         self._metrics = MetricsFile(run / "metrics.jsonl", start, self.say, unvalidated)
         for row in self._metrics.rows:
             self._note_validation(row["step"], row)
-            self._curves.add(row["step"], row)
         for kind in tracker_classes(config):
             with working_on(f"tracker {kind.__name__}"):
                 self._trackers.append(kind(RunInfo(run, settings, config, start)))
@@ -129,7 +117,6 @@ class Tracker:
         self._metrics.write({"step": step, "time": round(time.time(), 3), **metrics})
         self._each(lambda tracker: tracker.log(step, metrics))
         self._note_validation(step, metrics)
-        self._curves.add(step, metrics)
         if advance:
             self._advance(step, metrics)
         elif step == self._start == self._done:
