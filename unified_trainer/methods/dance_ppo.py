@@ -13,7 +13,6 @@ from unified_trainer.data.loader import Loader
 from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained
 from unified_trainer.numerics.advantages import gae, standardized, vtrace
-from unified_trainer.numerics.flow import widest
 from unified_trainer.numerics.values import explained_variance, value_loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
@@ -31,7 +30,7 @@ from unified_trainer.roles.reward import RewardSum
 from unified_trainer.roles.role import Frozen, Role, Trainable, TrainableConfig
 from unified_trainer.roles.value import Value
 from unified_trainer.sampling import SamplerConfig
-from unified_trainer.types import Batch, PerSample, Rollout, take_rows
+from unified_trainer.types import Batch, PerSample, Rollout, take_rows, widest
 
 PerTransition = Float[Tensor, "b s"]  # of each sample at the state before each transition of the window
 

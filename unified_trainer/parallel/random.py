@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from unified_trainer.numerics import philox
-from unified_trainer.numerics.flow import widest
+from unified_trainer.types import widest
 
 CPU = torch.device("cpu")
 

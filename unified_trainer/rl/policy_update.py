@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.numerics.equal_rows import EqualRows
-from unified_trainer.numerics.flow import widest
 from unified_trainer.numerics.kl import gaussian_kl
 from unified_trainer.numerics.objectives import (
     calibrated_clip,
@@ -32,7 +31,7 @@ from unified_trainer.rl.rollouts import ScoredSamples
 from unified_trainer.rl.updates import LossAt, MinibatchLoss
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling import SamplerConfig, policy_velocity
-from unified_trainer.types import Batch, Latents, PerSample, take_rows
+from unified_trainer.types import Batch, Latents, PerSample, take_rows, widest
 
 
 class PolicyUpdate:
