@@ -43,7 +43,7 @@ from unified_trainer.checkpoint import manifest
 from unified_trainer.checkpoint.dcp import CheckpointError
 from unified_trainer.exit_codes import HACKED
 from unified_trainer.parallel.random import generator
-from unified_trainer.trainer import stop_signal
+from unified_trainer.stop_signal import stop_signal
 
 pytestmark = pytest.mark.kill
 

@@ -1,6 +1,5 @@
-"""The training loop: losses in, optimizer steps, validation and checkpoints out. It names no method and no family."""
+"""One training step: losses in, optimizer steps out. And what a checkpoint holds. It names no method and no family."""
 
-import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,30 +9,26 @@ import torch
 
 from unified_trainer.checkpoint import dcp, manifest
 from unified_trainer.checkpoint.init_from import UNDER_WAY, initialise
-from unified_trainer.checkpoint.manager import Saver
 from unified_trainer.data.loader import Loader
 from unified_trainer.errors import working_on
 from unified_trainer.guards.responses import Guards, Response
-from unified_trainer.meter import Meter, detail, phase
+from unified_trainer.meter import detail, phase
 from unified_trainer.methods.base import Loss, Method
 from unified_trainer.numerics import philox
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.pending_validation import PendingValidation
 from unified_trainer.rl.rollouts import Rollouts
 from unified_trainer.roles.role import Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
-from unified_trainer.step_cost import step_cost
-from unified_trainer.stop_signal import stop_signal
-from unified_trainer.tracking.tracker import Means, Tracker
+from unified_trainer.tracking.tracker import Means
 from unified_trainer.types import Stateful
-from unified_trainer.validation import ValidationSource
-from unified_trainer.validation_schedule import Started, Validations
 
 ENDED = object()  # in place of a loss, when a generator has no more
 
 
 class Trainer:
-    """Accumulates a method's losses, steps the roles they name, validates, saves and resumes."""
+    """Accumulates a method's losses and steps the roles they name; gathers and restores the state of a run."""
 
     def __init__(
         self,
@@ -57,9 +52,9 @@ class Trainer:
         self.copies, self.trained_sampler = copies or {}, trained_sampler
         self.guards = guards or Guards((), roles["student"], mesh)
         self.messages: dict[str, None] = {}  # messages of the last step, in order
-        self.validation_pending = False  # whether the loaded checkpoint was saved and its validation cut off
+        self.owes_validation = False  # whether the loaded checkpoint has no validation yet: run it first
         self.warnings: list[str] = []  # of the checkpoint that the run continues from
-        self.validation_started: Started | None = None  # of an earlier step, whose result has not taken effect yet
+        self.pending_validation: PendingValidation | None = None
         copied = {name: role for name, (role, _) in self.copies.items()}
         self._stateful: dict[str, Stateful] = {**roles, **copied, "loader": loader, "method": method}
         if isinstance(rollouts, Stateful):  # workers that make them ahead of training
@@ -106,11 +101,11 @@ class Trainer:
         means.add(loss.metrics)
         self.messages |= dict.fromkeys(loss.messages)
 
-    def _check_lockstep(self, before: Loss | object | None, loss: Loss | object) -> None:
+    def _check_lockstep(self, previous: Loss | object | None, loss: Loss | object) -> None:
         """Raise RuntimeError if two micro-batches of a step yield different losses."""
-        if before is not None and _kind(before) != _kind(loss):
+        if previous is not None and _kind(previous) != _kind(loss):
             name = type(self.method).__name__
-            raise RuntimeError(f"{name}: micro-batches disagree on the next loss: {_kind(before)}, {_kind(loss)}")
+            raise RuntimeError(f"{name}: micro-batches disagree on the next loss: {_kind(previous)}, {_kind(loss)}")
 
     def _check_ranks(self, loss: Loss | object) -> None:
         self.mesh.assert_same(_kind(loss))
@@ -124,7 +119,7 @@ class Trainer:
                     kind = type(stateful).__name__
                     raise TypeError(f"{kind}.state_dict: {key} is a {type(value).__name__}, checkpoints hold tensors")
                 found[f"{name}/{key}"] = value
-        return found if self.validation_started is None else found | self.validation_started.tensors
+        return found if self.pending_validation is None else found | self.pending_validation.tensors
 
     def resume(self, run: Path) -> tuple[int, list[str]]:
         """Load the newest whole checkpoint; return the steps already done and which checkpoints were skipped, and why.
@@ -134,8 +129,8 @@ class Trainer:
         if not manifest.folders(run / "checkpoints"):
             return 0, []
         folder, metadata, skipped = manifest.newest_sound(run, self.mesh)
-        self._load(folder, metadata)
-        self.validation_pending = metadata.get(manifest.VALIDATION_PENDING, False)
+        self.load(folder, metadata)
+        self.owes_validation = metadata.get(manifest.VALIDATION_PENDING, False)
         if metadata.get(manifest.NOISE) != philox.NAME:
             self.warnings.append(
                 f"warning: {folder} is of a version with another noise generator: the run goes on with noise of "
@@ -143,9 +138,9 @@ class Trainer:
             )
         return metadata["step"], skipped
 
-    def _load(self, folder: Path, metadata: Mapping[str, Any]) -> None:
+    def load(self, folder: Path, metadata: Mapping[str, Any]) -> None:
         """Set everything that a checkpoint holds to what it was there."""
-        self.validation_started = Started.empty(metadata, self.roles["student"])
+        self.pending_validation = PendingValidation.of_checkpoint(metadata, self.roles["student"])
         state = self.tensors()
         dcp.load(folder, state, self.mesh)
         for name, stateful in self._stateful.items():
@@ -166,150 +161,21 @@ class Trainer:
             copy.update_from(self.roles[source])
         return said
 
-    def run(
-        self,
-        output: Path,
-        tracker: Tracker,
-        validation: ValidationSource | None,
-        saver: Saver,
-        *,
-        start: int,
-        steps: int,
-        checkpoint_every: int,
-        validate_every: int,
-        validation_lag: int,
-    ) -> str | None:
-        """Run training steps `start` to `steps`; return the guard that stopped the run, by its section, or None.
-
-        A first Ctrl-C or SIGTERM finishes the step, saves and returns. A step is saved before it is validated, so that
-        a validation that fails loses no step; what it measured is then added to the checkpoint. Its result takes effect
-        `validation_lag` steps later, at the latest when the next validation starts or the run ends.
-        """
-        parts = (validation, self.roles["student"], self.guards, self.mesh, output, tracker, saver)
-        validations = None if validation is None else Validations(*parts, lag=validation_lag)
-
-        def is_due(step: int, *, last: bool) -> bool:
-            """Return whether the result of the started validation takes effect now; after the last step it does."""
-            started = self.validation_started
-            return started is not None and (last or started.due(step, validation_lag))
-
-        def take_effect(step: int, *, saved: bool, stopping: Response | None = None) -> Response | None:
-            """Wait for the result of the validation, add it to its checkpoint, and return the response of the guards.
-
-            A response `stopping` to the training step takes precedence.
-            """
-            started, self.validation_started = self.validation_started, None
-            if started.step < step:
-                saver.wait()  # what is written now still keeps the checkpoint that this validation is added to
-            saver.needed_before = self._needed_before
-            measured, response = validations.finish(started)
-            response = stopping or response
-            if started.step < step:
-                saver.rate(started.step, measured)  # its guards are not yet those of the present step
-            elif saved:
-                saver.record(step, self.metadata(measured, response=response))
-            elif response is not None and response.stops:
-                saver.save(step, self.tensors(), self.metadata(measured, response=response))
-            return response
-
-        def go_back(response: Response, step: int) -> int:
-            """Continue from an earlier checkpoint and return its step."""
-            before, (folder, metadata) = self.guards.rollbacks, response.checkpoint
-            self._load(folder, metadata)
-            self.validation_started = None  # it took effect before
-            to = metadata["step"]
-            self.guards.rolled_back(response.alarm, step, to, before)
-            saver.remove_after(to)
-            tracker.rewind(to)
-            return to
-
-        def end(step: int, response: Response | None, *, stopped: bool) -> str | None:
-            saver.finish(step)
-            tracker.finish(step)
-            guard = None if response is None else response.alarm.guard
-            if stopped or guard:
-                by = f" by the {guard.replace('_', ' ')}" if guard else ""
-                tracker.say(f"stopped{by} after step {step}; continue with:")
-                again = f" --{guard.replace('_', '-')}.action warn" if guard else ""
-                tracker.say(f"  python -m unified_trainer --resume {shlex.quote(str(output))}{again}")
-            if (left := self.validation_started) is not None:
-                tracker.say(f"the validation of step {left.step} has no result yet: --resume starts it again")
-            return guard
-
-        with stop_signal() as asked:
-            if validation is None:
-                self.validation_started = None
-            elif self.validation_started is not None:
-                validations.restart(self.validation_started)
-            elif self.validation_pending or start == 0:
-                self.validation_started = validations.start(start)
-            saver.needed_before = self._needed_before
-            saver.forget(start)  # what a process that was killed had no time for
-            saver.look_for_room(self.tensors())
-            done = start
-            if is_due(start, last=start == steps):
-                response = take_effect(start, saved=start > 0)
-                if response is not None and response.checkpoint is not None:
-                    done = go_back(response, done)
-                elif response is not None or start == steps:
-                    return end(start, response, stopped=False)
-            while done < steps:
-                meter = Meter(self.mesh.device, tracker.show_phase)
-                with meter.measure():
-                    metrics = self.step(done)
-                done += 1
-                alarm = self.guards.after_step(done, metrics)
-                metrics |= self.guards.verdicts | self.guards.metrics | step_cost(meter, self.mesh, self.loader.samples)
-                tracker.log(done, {f"train/{name}": value for name, value in metrics.items()}, advance=True)
-                for message in self.messages:
-                    tracker.say(f"step {done}: {message}")
-                stop = self.mesh.any(bool(asked)) and done < steps
-                saver.check()
-                saver.needed_before = self._needed_before
-                response = self.guards.respond(alarm, output, saver, tracker.say)
-                if response is None or response.stops:
-                    validating = validation is not None and (done % validate_every == 0 or done == steps)
-                    if is_due(done, last=validating):
-                        response = take_effect(done, saved=False, stopping=response)
-                    saving = stop or done == steps or bool(checkpoint_every and done % checkpoint_every == 0)
-                    saving = saving or response is not None
-                    if saving:
-                        tracker.show_phase("checkpoint")
-                        about = self.metadata({}, validation_pending=validating, response=response)
-                        final = stop or done == steps or (response is not None and response.stops)
-                        saver.save(done, self.tensors(), about, last=final)
-                    ends = stop or response is not None
-                    if validating and (done == steps or not (ends and validation_lag)):  # else --resume starts it
-                        self.validation_started = validations.start(done)
-                        if is_due(done, last=done == steps):
-                            response = take_effect(done, saved=saving, stopping=response)
-                if response is not None and response.checkpoint is not None:
-                    done, response = go_back(response, done), None
-                if stop or response is not None or done == steps:
-                    return end(done, response, stopped=stop)
-        return None
-
-    @property
-    def _needed_before(self) -> tuple[int, ...]:
-        """Steps before which a checkpoint must stay: guards may go back to it, or a validation is still added to it."""
-        started = self.validation_started
-        return (*self.guards.window_starts, *([started.step + 1] if started is not None else []))
-
     def metadata(
-        self, metrics: Mapping[str, float], *, validation_pending: bool = False, response: Response | None = None
+        self, metrics: Mapping[str, float], *, owes_validation: bool = False, response: Response | None = None
     ) -> dict[str, Any]:
         """Return what a checkpoint's manifest says of the run and of this step.
 
-        `validation_pending` says that the step's validation is still to come: a resumed run then begins with it.
-        `response` is what the guards do after the step.
+        With `owes_validation` the step's validation is still to come: a resumed run begins with it. `response` is the
+        change of course after the step.
         """
         return {
             "method": type(self.method).__name__,
             "sampler": self.trained_sampler,
             "metrics": dict(metrics),
-            manifest.VALIDATION_PENDING: validation_pending,
+            manifest.VALIDATION_PENDING: owes_validation,
             manifest.NOISE: philox.NAME,
-            manifest.VALIDATION_STARTED: self.validation_started.metadata if self.validation_started else None,
+            manifest.VALIDATION_STARTED: self.pending_validation.metadata if self.pending_validation else None,
             manifest.STOPPED_BY: response.alarm.guard if response is not None and response.stops else None,
             **self.guards.state,
         }

@@ -74,7 +74,7 @@ NUMERICS = sorted((PACKAGE / "numerics").glob("*.py"))
 @pytest.mark.parametrize("path", NUMERICS, ids=name_of)
 def test_formulas_need_torch_only(path):
     allowed = {"torch", "torch.nn.functional", "jaxtyping", "math", "typing", "dataclasses", "collections.abc"}
-    allowed |= {"unified_trainer.errors", "unified_trainer.ranges"}
+    allowed |= {"unified_trainer.errors", "unified_trainer.ranges", "unified_trainer.types"}
     assert {name for name in imports_of(path) if not name.startswith("unified_trainer.numerics.")} <= allowed
 
 

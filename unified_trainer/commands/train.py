@@ -16,6 +16,7 @@ from unified_trainer.checkpoint.manifest import finished
 from unified_trainer.checkpoint.run_lock import claimed
 from unified_trainer.cli.settings import check_ranges
 from unified_trainer.config import ConfigError, RunConfig
+from unified_trainer.course import Course
 from unified_trainer.downloads import fetched
 from unified_trainer.engine import cluster
 from unified_trainer.engine.config import check_installed
@@ -90,17 +91,7 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
             tracker.table(f"{run.method}: one training step", built.counts)
             for line in (*built.notes, *begun.said):
                 tracker.say(line)
-            stopped_by = built.trainer.run(
-                output,
-                tracker,
-                built.validation,
-                saver,
-                start=start,
-                steps=run.steps,
-                checkpoint_every=run.checkpoint_every,
-                validate_every=run.validate_every,
-                validation_lag=run.validation_lag,
-            )
+            stopped_by = Course(built.trainer, run, output, tracker, saver, built.validation, start=start).run()
     if after is not None and mesh.is_main:
         after(output)  # the lock is released: a report does not say "running"
     mesh.leave()
@@ -111,8 +102,8 @@ def open_tracker(begun: "Begun", mesh: Mesh) -> Tracker:
     """Open metrics.jsonl and the trackers of a run; UserError if that cannot be."""
     run, trainer, unvalidated = begun.built.run, begun.built.trainer, None
     if begun.built.validation is not None:
-        unvalidated = begun.start if trainer.validation_pending else None
-        unvalidated = trainer.validation_started.step if trainer.validation_started is not None else unvalidated
+        unvalidated = begun.start if trainer.owes_validation else None
+        unvalidated = trainer.pending_validation.step if trainer.pending_validation is not None else unvalidated
     with writing(begun.output):
         return Tracker(
             begun.output,
