@@ -115,10 +115,6 @@ class Loader:
         """Return the prompt of a row."""
         return self._source.prompt(row)
 
-    def has_prompt(self, row: int) -> bool:
-        """Return whether the source has this row."""
-        return row < len(self._source)
-
     def prompts(self, steps: int) -> list[str]:
         """Return the negative prompt, and the prompts to encode for the batches that this many steps can hold."""
         rows: Sequence[int] = range(len(self._source))
