@@ -13,30 +13,30 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 
-from unified_trainer.cli import help_pages
-from unified_trainer.cli.command_line import before_flags, parse
-from unified_trainer.cli.flags import apply
-from unified_trainer.commands.evaluate import evaluate
-from unified_trainer.commands.export import export
-from unified_trainer.commands.import_hpsv3 import import_hpsv3
-from unified_trainer.commands.plan import plan
-from unified_trainer.commands.preprocess import preprocess
-from unified_trainer.commands.push import push
-from unified_trainer.commands.report import report
-from unified_trainer.commands.rollout import rollout
-from unified_trainer.commands.runs import runs
-from unified_trainer.commands.sample import sample
-from unified_trainer.commands.score import score
-from unified_trainer.commands.serve import serve
-from unified_trainer.commands.serve_reward import serve_reward
-from unified_trainer.commands.watch import watch
-from unified_trainer.errors import UserError
-from unified_trainer.exit_codes import end, exit_code
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.suggestions import must_know
+from unified_trainer.basics.terminal import console, say
 from unified_trainer.parallel.meeting import meeting
-from unified_trainer.registry import METHODS, method_named
-from unified_trainer.reporting.after_training import train_and_report
-from unified_trainer.suggestions import must_know
-from unified_trainer.terminal import console, say
+from unified_trainer.run.exit_codes import end, exit_code
+from unified_trainer.run.registry import METHODS, method_named
+from unified_trainer.run.settings.command_line import before_flags, parse
+from unified_trainer.run.settings.flags import apply
+from unified_trainer.tools import help_pages
+from unified_trainer.tools.evaluate.evaluate import evaluate
+from unified_trainer.tools.export.export import export
+from unified_trainer.tools.export.push import push
+from unified_trainer.tools.plan.command import plan
+from unified_trainer.tools.prepare.import_hpsv3 import import_hpsv3
+from unified_trainer.tools.prepare.preprocess import preprocess
+from unified_trainer.tools.report.after_training import train_and_report
+from unified_trainer.tools.report.command_report import report
+from unified_trainer.tools.report.command_runs import runs
+from unified_trainer.tools.report.command_watch import watch
+from unified_trainer.tools.sample.rollout import rollout
+from unified_trainer.tools.sample.sample import sample
+from unified_trainer.tools.sample.score import score
+from unified_trainer.tools.serve.serve import serve
+from unified_trainer.tools.serve.serve_reward import serve_reward
 
 if COLLECTS:
     gc.enable()

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.ranges import at_least
-from unified_trainer.types import widest
+from unified_trainer.basics.ranges import at_least
+from unified_trainer.basics.types import widest
 
 Sigma = Tensor | float  # one noise level, one per sample, or one per sample and latent frame
 # One guidance scale, or one each for the high- and the low-noise expert.

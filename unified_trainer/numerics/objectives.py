@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from unified_trainer.basics.ranges import NonNegative, Positive, above
+from unified_trainer.basics.types import widest
 from unified_trainer.numerics.flow import sample_mean
 from unified_trainer.numerics.kl import gaussian_kl
-from unified_trainer.ranges import NonNegative, Positive, above
-from unified_trainer.types import widest
 
 Mode = Literal["none", "clip", "dual_clip", "soft_clip", "sapo", "ce_gppo", "cispo", "gspo"]
 LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped to this size before exp

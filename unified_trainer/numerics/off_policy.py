@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unified_trainer.basics.types import widest
 from unified_trainer.numerics.objectives import LOG_RATIO_LIMIT
-from unified_trainer.types import widest
 
 Correction = Literal["none", "decoupled", "loglinear", "truncated"]
 WeightDensity = Literal["mean", "joint"]

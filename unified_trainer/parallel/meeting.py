@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.mesh import (
     TORCHRUN,
     RanksDivergedError,

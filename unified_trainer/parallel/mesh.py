@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Count, CountOrZero, Minutes
 from unified_trainer.parallel.device import (
     BACKENDS,
     CONTROL_BACKEND,
@@ -21,7 +22,6 @@ from unified_trainer.parallel.device import (
     use_attention,
     use_tf32,
 )
-from unified_trainer.ranges import Count, CountOrZero, Minutes
 
 TORCHRUN = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # environment variables by which ranks find each other
 POINT_BYTES = 128  # longest description that `Mesh.assert_same` compares

@@ -8,10 +8,10 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import at_least
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.random import generator
-from unified_trainer.ranges import at_least
 
 
 @dataclass(frozen=True)

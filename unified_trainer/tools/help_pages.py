@@ -1,0 +1,286 @@
+"""Help pages: the overview, the settings of a method, and the arguments of a command."""
+
+import dataclasses
+import functools
+import inspect
+import sys
+import textwrap
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import docstring_parser
+
+from unified_trainer.basics.plugins import installed
+from unified_trainer.methods.base import Method, MethodConfig
+from unified_trainer.rewards.reward import ScorerConfig
+from unified_trainer.roles.role import Trainable
+from unified_trainer.run.registry import METHODS
+from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.settings.flags import choices, of_one_flag
+from unified_trainer.run.settings.settings import REQUIRED, Setting, settings_of
+
+PROGRAM = "python -m unified_trainer"
+FORMS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
+
+# Settings that --help explains; --help-all explains the others too. Of the method's own settings, algorithm.*, those
+# are common that are neither in a group of their own nor experimental by their text.
+COMMON = (
+    "method",
+    "recipe",
+    "config",
+    "steps",
+    "seed",
+    "output",
+    "resume",
+    "init_from",
+    "checkpoint_every",
+    "validate_every",
+    "report",
+    "prompts",
+    "sampler.num_steps",
+    "sampler.shift",
+    "sampler.solver",
+    "sampler.guidance_scale",
+    "sampler.chunks.chunk_frames",
+    "video.frames",
+    "video.height",
+    "video.width",
+    "data.path",
+    "encoders.text_precision",
+    "encoders.offload",
+    "reward.kind",
+    "reward.path",
+    "validation.num_samples",
+    "validation.prompts",
+    "launcher",
+    "rollouts.workers",
+    "rollouts.ahead",
+    "parallel.shard",
+    "parallel.sequence",
+    "tracking.tensorboard",
+    "tracking.wandb",
+)
+COMMON_OF_ROLES = ("path", "precision", "learning_rate", "ema_decay", "activation_memory", "adapter.rank")
+
+# Groups of settings in the order of the page, below those of the run and before those of no group here.
+GROUPS = {
+    "algorithm": "the method's own settings",
+    "sampler": "how the student generates samples",
+    "video": "size of the videos",
+    "data": "clips to train on",
+    "encoders": "text encoder and VAE",
+    "reward": "scorers of the samples",
+    "validation": "what is measured during the run",
+    "hacking_monitor": "detection of reward hacking, and what the run then does",
+    "guard": "detection of a student that collapses, and what the run then does",
+    "parallel": "ranks and what they share",
+    "rollouts": "workers that make the samples of training",
+    "ray": "processes on a Ray cluster",
+    "tracking": "where metrics are written besides metrics.jsonl",
+}
+EXAMPLES = """\
+python -m unified_trainer --method dance_grpo
+python -m unified_trainer --method dmd2 --steps 200 --output runs/dmd2
+python -m unified_trainer --method dance_grpo --init-from runs/dmd2
+python -m unified_trainer --resume runs/dmd2 --steps 400
+python -m unified_trainer sample runs/dmd2:ema --output videos \\
+    --prompts "a red circle moving left"
+torchrun --nproc-per-node 8 -m unified_trainer --method finetune \\
+    --recipe wan2.1-1.3b --student.path Wan2.1-T2V-1.3B-Diffusers \\
+    --data.path clips"""
+
+
+def overview(commands: Mapping[str, Callable[..., int | None]], width: int) -> str:
+    """Return the page of the program: methods, commands and examples."""
+    methods = {name: summary(method) for name, method in METHODS.items()}
+    methods |= {name: f"Of an installed package: {point.value}." for name, point in installed("methods").items()}
+    lines = [
+        *_wrapped(inspect.getdoc(sys.modules["unified_trainer"]) or "", width),
+        "",
+        f"Train:             {PROGRAM} --method METHOD [settings]",
+        f"Run a command:     {PROGRAM} COMMAND [arguments]",
+        "",
+        "Methods",
+        *_table(methods, width),
+        *_wrapped("A method of your own: --method path/to/file.py:Class or package.module:Class.", width, 2),
+        "",
+        "Commands",
+        *_table({name: summary(command) for name, command in commands.items()}, width),
+        "",
+        "Examples",
+        *(f"  {line}" for line in EXAMPLES.splitlines()),
+        "",
+        "Help",
+        *_table(
+            {
+                "--method METHOD --help": "The settings that the method reads, with their defaults.",
+                "--method METHOD --help-all": "The same with an explanation of every setting.",
+                "COMMAND --help": "The arguments of a command.",
+                "--version": "The versions of this program and of torch.",
+            },
+            width,
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def of_method(method: type[Method], run: RunConfig, width: int, *, everything: bool) -> str:
+    """Return the page of a method's settings, with the values of `run` as defaults.
+
+    With `everything` all settings of the run are explained; else the common ones of those that the method reads, and
+    the others are named.
+    """
+    scorers = {**run.reward.scorers, "NAME": ScorerConfig(settings={"KEY": ""})}
+    run = dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers))
+    groups: dict[str, list[Setting]] = {name: [] for name in ("", "algorithm", *run.roles, *GROUPS)}
+    for setting in settings_of(run):
+        section = setting.key.partition(".")[0] if "." in setting.key else ""
+        if everything or reads(method, setting.key):
+            groups.setdefault(section, []).append(setting)
+    page = "--help-all" if everything else "--help"
+    lines = [f"{PROGRAM} --method {run.method} {page}", "", *_wrapped(summary(method), width), ""]
+    lines += _wrapped(
+        f"Defaults are those of {f'--recipe {run.recipe}' if run.recipe else 'the recipe'}, then of --config and "
+        "--init-from if they are given. A switch "
+        "such as --async-save is turned off by --no-async-save, and --validation.ema by --validation.no-ema. "
+        + ("" if everything else f"All settings are explained by {PROGRAM} --method {run.method} --help-all."),
+        width,
+    )
+    for section, settings in groups.items():
+        if not settings:
+            continue
+        lines += ["", ": ".join(filter(None, (section or "The run", _title(method, section))))]
+        shown = [one for one in settings if everything or is_common(one, run.roles)]
+        for setting in shown:
+            lines += _entry(setting, width)
+        if others := [one.key.partition(".")[2] or one.key for one in settings if one not in shown]:
+            prefix = f"--{section}.".replace("_", "-") if section else "--"
+            lines += _wrapped(f"Also {prefix}NAME: {', '.join(others)}.".replace("_", "-"), width, 2)
+    return "\n".join(lines)
+
+
+def _title(method: type[Method], section: str) -> str:
+    if section in method.roles:
+        return "a trained role" if issubclass(method.roles[section].kind, Trainable) else "a frozen role"
+    return GROUPS.get(section, "")
+
+
+def of_command(name: str, command: Callable[..., int | None], width: int) -> str:
+    """Return the page of a command's arguments."""
+    settings = list(settings_of(command))
+    needed = [one for one in settings if one.default is REQUIRED]
+    usage = " ".join(one.shown if one.positional else f"{one.flag} {form(one.kind)}" for one in needed)
+    lines = [*_wrapped(f"{PROGRAM} {name} {usage} [flags]", width), "", *_wrapped(summary(command), width), ""]
+    for setting in settings:
+        lines += _entry(setting, width)
+    return "\n".join(lines)
+
+
+def is_common(setting: Setting, roles: Iterable[str]) -> bool:
+    """Whether --help explains a setting."""
+    section, _, rest = setting.key.partition(".")
+    if section == "algorithm":
+        return "." not in rest and "(experimental)" not in explanation(setting)
+    return setting.key in COMMON or (section in roles and rest in COMMON_OF_ROLES)
+
+
+def reads(method: type[Method], key: str) -> bool:
+    """Whether a method with some settings reads a setting. All methods are validated with reward.*."""
+    may_need_clips = method.config_class.needs_clips is not MethodConfig.needs_clips
+    always_needs_clips = method.config_class.needs_clips is True
+    return {
+        "hacking_monitor": method.uses_reward,
+        "guard": method.config_class.teacher_guidance is not MethodConfig.teacher_guidance,
+        "rollouts": bool(method.sampled_by),
+        "data": may_need_clips or method.config_class.teacher_ode is not MethodConfig.teacher_ode,
+        "prompts": not always_needs_clips,
+        "prompts_column": not always_needs_clips,
+    }.get(key.partition(".")[0], True)
+
+
+def summary(owner: type[Method] | Callable[..., int | None]) -> str:
+    """Return the first sentence about a method, which is its module's, or about a command."""
+    documented = owner if inspect.isfunction(owner) else sys.modules[owner.__module__]
+    text = inspect.getdoc(documented) or inspect.getdoc(owner) or ""
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def explanation(setting: Setting) -> str:
+    """Return the help text of a setting: the docstring below its field, or its line in the docstring of a command."""
+    owners = setting.owner.__mro__ if isinstance(setting.owner, type) else (setting.owner,)
+    names = setting.key.split(".")[:-3:-1]  # its own, and that of the field if it is an entry of a dict
+    found = (texts[name] for name in names for owner in owners if name in (texts := _explanations(owner)))
+    return next(found, "")
+
+
+@functools.cache
+def _explanations(owner: Any) -> dict[str, str]:
+    if owner is object:
+        return {}
+    documented = docstring_parser.parse_from_object(owner).params
+    return {one.arg_name: " ".join((one.description or "").split()) for one in documented}
+
+
+def _entry(setting: Setting, width: int) -> list[str]:
+    """Return the lines of one setting: its flags, and below or beside them its explanation and default."""
+    if setting.positional:
+        heads = [setting.shown]
+    elif setting.switch:
+        heads = [setting.flag, setting.off]
+    else:
+        heads = [f"{setting.flag} {form(setting.kind)}"]
+    limits = f"Must be {setting.limits}." if setting.limits else ""
+    text = " ".join(filter(None, (explanation(setting), limits, _default(setting.default))))
+    joined = ", ".join(heads)
+    return _row([joined] if len(joined) + 2 <= width else heads, text, width // 3, width)
+
+
+def _default(value: Any) -> str:
+    """Return the default in words; "" where the explanation says what happens without a value."""
+    if value is REQUIRED:
+        return "Required."
+    if value is None or value == "" or value == ():
+        return ""
+    if isinstance(value, bool):
+        return f"Default: {'on' if value else 'off'}."
+    values = value if isinstance(value, tuple) else (value,)
+    return f"Default: {' '.join(f'{one:g}' if isinstance(one, float) else str(one) for one in values)}."
+
+
+def form(kind: Any) -> str:
+    """Return how the values of a type are written."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return form(of_one_flag(kind))
+    if named := choices(kind):
+        return "{" + ",".join(map(str, named)) + "}"
+    if origin is tuple and inner[1:] == (...,):
+        return f"[{form(inner[0])} ...]"
+    if origin is tuple:
+        return " ".join(map(form, inner))
+    if inner:
+        return " | ".join(form(one) for one in inner if one is not type(None))
+    return FORMS.get(kind) or kind.__name__.upper()
+
+
+def _table(rows: Mapping[str, str], width: int) -> list[str]:
+    column = max(map(len, rows)) + 4
+    return [line for head, text in rows.items() for line in _row([head], text, column, width)]
+
+
+def _row(heads: list[str], text: str, column: int, width: int) -> list[str]:
+    """Return text beside the last head if that is short enough, else below it."""
+    body = _wrapped(text, width, column)
+    lines = [f"  {head}" for head in heads]
+    if body and len(lines[-1]) + 2 <= column:
+        lines[-1] = lines[-1].ljust(column) + body.pop(0).strip()
+    return lines + body
+
+
+def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
+    space = " " * indent
+    return textwrap.wrap(
+        text, width, initial_indent=space, subsequent_indent=space, break_long_words=False, break_on_hyphens=False
+    )
