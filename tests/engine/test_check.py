@@ -9,7 +9,8 @@ from helpers import ALONE, SMALL, flags
 
 from unified_trainer.methods.rl.on_policy_check import ReplayError
 from unified_trainer.methods.rl.rollouts import Sampling
-from unified_trainer.run.build import build, build_sampling
+from unified_trainer.run.build import build
+from unified_trainer.run.build_worker import build_sampling
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.workers.rollouts import RemoteRollouts
 from unified_trainer.run.workers.weights import WeightSender

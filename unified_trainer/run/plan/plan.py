@@ -51,6 +51,12 @@ class RunPlan:
     stored: StoredFiles | None  # parquet files to train on, if any
     videos: tuple[CaptionedVideo, ...] = ()  # to train on
 
+    @property
+    def scores_here(self) -> bool:
+        """Whether the training processes score samples, in training or in validations."""
+        validates = self.run.validate_every > 0 and not self.run.rollouts.evaluation_workers
+        return validates or (self.method.uses_reward and not self.run.rollouts.workers)
+
     def compared(self) -> dict[str, str]:
         """Return what must be equal on all ranks: adapters and prompts by digest, files by names and sizes."""
         found = {f"{name}.adapter": role.config.adapter.sha256 for name, role in self.roles.items()}
