@@ -14,14 +14,14 @@ import yaml
 from helpers import REPO, SMALL, WAN, command, copy_of, rewrite, shell
 
 from unified_trainer import config as settings
-from unified_trainer.__main__ import COMMANDS, main
-from unified_trainer.cli import command_line, help_pages
+from unified_trainer.__main__ import COMMANDS, command_named, main
+from unified_trainer.cli import command_line, help_pages, overview
 from unified_trainer.cli.command_line import before_flags, parse
 from unified_trainer.cli.flags import apply
 from unified_trainer.cli.settings import Setting, settings_of
 from unified_trainer.config import RunConfig, flat, plain, run_class
 from unified_trainer.errors import UserError
-from unified_trainer.registry import METHODS
+from unified_trainer.registry import METHODS, method_named
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.suggestions import RANKS, USUAL, nearest
@@ -34,7 +34,7 @@ TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 @functools.cache
 def settings_of_method(name: str) -> dict[str, Setting]:
     """Every setting of a method's runs, with those of one more scorer."""
-    run = run_class(METHODS[name])()
+    run = run_class(method_named(name))()
     scorers = {"NAME": ScorerConfig(settings={"KEY": ""})}
     run = dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers))
     return {setting.key: setting for setting in settings_of(run)}
@@ -270,8 +270,8 @@ def test_a_wrong_word_of_a_command_is_named(words, message, capsys):
 
 
 def test_a_command_takes_its_places_and_flags_in_any_order():
-    bound = apply(COMMANDS["sample"], ["--stream", "runs/a", "--output", "videos", "--prompts", "a", "b"])
-    given = inspect.signature(COMMANDS["sample"]).bind(*bound.args, **bound.keywords).arguments
+    bound = apply(command_named("sample"), ["--stream", "runs/a", "--output", "videos", "--prompts", "a", "b"])
+    given = inspect.signature(command_named("sample")).bind(*bound.args, **bound.keywords).arguments
     assert (given["run"], given["prompts"], given["stream"]) == ("runs/a", ("a", "b"), True)
 
 
@@ -299,7 +299,7 @@ def test_unknown_adapter_layers_are_refused_before_weights_are_read(run_folder, 
 # Help.
 
 
-ARGUMENTS = [(name, one) for name, command in COMMANDS.items() for one in settings_of(command)]
+ARGUMENTS = [(name, one) for name in COMMANDS for one in settings_of(command_named(name))]
 EVERY_SETTING = {key: one for method in METHODS for key, one in settings_of_method(method).items()}
 
 
@@ -313,7 +313,7 @@ def test_every_setting_and_argument_is_explained_by_a_sentence(setting):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_help_of_a_method_is_whole(method, width):
     """--help-all explains every setting in full, and no line is longer than the terminal is wide."""
-    page = help_pages.of_method(METHODS[method], run_of(method), width, everything=True)
+    page = help_pages.of_method(method_named(method), run_of(method), width, everything=True)
     said = " ".join(page.split())
     for setting in settings_of_method(method).values():
         assert help_pages.explanation(setting) in said, setting.key
@@ -324,7 +324,7 @@ def test_the_help_of_a_method_is_whole(method, width):
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_is_whole(name, width):
-    page = help_pages.of_command(name, COMMANDS[name], width)
+    page = help_pages.of_command(name, command_named(name), width)
     for of, argument in ARGUMENTS:
         if of == name:
             assert help_pages.explanation(argument) in " ".join(page.split())
@@ -335,16 +335,16 @@ def test_the_help_of_a_command_is_whole(name, width):
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("method", METHODS)
 def test_help_names_the_settings_that_a_method_reads(method, width):
-    page = help_pages.of_method(METHODS[method], run_of(method), width, everything=False)
+    page = help_pages.of_method(method_named(method), run_of(method), width, everything=False)
     sections = re.findall(r"^(\w+)(?:: .*)?$", page, re.M)
-    assert ("hacking_monitor" in sections) == METHODS[method].uses_reward
+    assert ("hacking_monitor" in sections) == method_named(method).uses_reward
     reads_clips = ("finetune", "consistency", "dmd2", "self_forcing", "ode_init", "distill_rl")
     assert ("data" in sections) == (method in reads_clips)
     assert ("  --prompts TEXT" in page) == (method not in ("finetune", "consistency"))
     assert {"algorithm", "student", "reward", "validation"} <= set(sections)
     assert max(map(len, page.splitlines())) <= width
     named = {key for key in settings_of_method(method) if key.rpartition(".")[2].replace("_", "-") in page}
-    assert {key for key in settings_of_method(method) if help_pages.reads(METHODS[method], key)} <= named
+    assert {key for key in settings_of_method(method) if help_pages.reads(method_named(method), key)} <= named
 
 
 def test_the_marks_of_common_settings_and_the_groups_exist():
@@ -354,21 +354,21 @@ def test_the_marks_of_common_settings_and_the_groups_exist():
     sections = {key.partition(".")[0] for key in EVERY_SETTING if "." in key}
     assert sections == {
         *help_pages.GROUPS,
-        *(role for method in METHODS for role in run_class(METHODS[method])().roles),
+        *(role for method in METHODS for role in run_class(method_named(method))().roles),
     }
 
 
 def test_the_overview_names_methods_commands_and_examples_that_parse(monkeypatch):
-    page = help_pages.overview(COMMANDS, 80)
+    page = overview.overview(COMMANDS, 80)
     for name in (*METHODS, *COMMANDS):
         assert re.search(rf"^  {name}  +[A-Z]", page, re.M)
     assert max(map(len, page.splitlines())) <= 80
     monkeypatch.setattr(command_line, "trained_sampler", lambda spec: None)
-    for line in help_pages.EXAMPLES.replace("\\\n", "").splitlines():
+    for line in overview.EXAMPLES.replace("\\\n", "").splitlines():
         words = shlex.split(line)
         words = words[words.index("unified_trainer") + 1 :]
         if words[0] in COMMANDS:
-            apply(COMMANDS[words[0]], words[1:])
+            apply(command_named(words[0]), words[1:])
         elif "--resume" not in words:  # there is no such run here
             parse(words)
 

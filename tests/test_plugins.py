@@ -8,7 +8,7 @@ import torch
 from helpers import WAN
 
 from unified_trainer.__main__ import COMMANDS
-from unified_trainer.cli import help_pages
+from unified_trainer.cli.overview import overview
 from unified_trainer.errors import UserError
 from unified_trainer.methods.finetune import Finetune
 from unified_trainer.models.wan.family import WAN as WAN_FAMILY
@@ -66,7 +66,7 @@ def model_of(folder, pipeline: str):
 def test_a_method_of_an_installed_package_has_a_name(package):
     method = method_named("own_finetune")
     assert method.__name__ == "OwnFinetune" and issubclass(method, Finetune)
-    page = help_pages.overview(COMMANDS, 100)
+    page = overview(COMMANDS, 100)
     assert "own_finetune" in page and "Of an installed package: own_package:OwnFinetune." in page
     with pytest.raises(UserError, match="did you mean own_finetune"):
         method_named("own_finetun")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from unified_trainer.errors import UserError
-from unified_trainer.parallel.mesh import peer_lost, where
+from unified_trainer.parallel.torchrun import where
 from unified_trainer.terminal import printable
 
 WRONG = 2  # a UserError, or a rank whose peer has ended
@@ -36,6 +36,8 @@ def exit_code(work: Callable[[], int]) -> int:
         sys.stderr.write(f"error{where()}: {shown}: {os.strerror(error.errno)}; name another path\n")
         return WRONG
     except RuntimeError as error:
+        from unified_trainer.parallel.mesh import peer_lost  # needs torch, which takes a second
+
         if not peer_lost(error):
             raise
         sys.stderr.write(f"error{where()}: another rank has ended; its own message says why ({error})\n")

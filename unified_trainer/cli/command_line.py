@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from unified_trainer import run_paths
-from unified_trainer.checkpoint.dcp import trained_sampler
+from unified_trainer.checkpoint.manifest import trained_sampler
 from unified_trainer.cli.flags import UnknownFlagError, apply, split, words_of
 from unified_trainer.cli.settings import Setting, settings_of
 from unified_trainer.config import ConfigError, RunConfig, flat, load_recipe, merged, run_class
 from unified_trainer.input_files import read_yaml
-from unified_trainer.registry import METHODS, add_families, method_named
+from unified_trainer.methods import METHODS
+from unified_trainer.registry import add_families, method_named
 from unified_trainer.roles.reward import RewardConfig, ScorerConfig
 
 
@@ -153,7 +154,7 @@ def _other_methods_named(run: RunConfig) -> Iterator[None]:
     try:
         yield
     except UnknownFlagError as error:
-        having = [name for name, method in METHODS.items() if error.key in _known(run_class(method)())]
+        having = [name for name in METHODS if error.key in _known(run_class(method_named(name))())]
         if not having:
             raise
         raise ConfigError(f"{error.name} is a setting of {', '.join(having)}, not of {run.method}") from error

@@ -1,27 +1,24 @@
-"""Help pages: the overview, the settings of a method, and the arguments of a command."""
+"""Help pages of a method's settings and of a command's arguments; that of the program is in overview.py."""
 
 import dataclasses
 import functools
 import inspect
 import sys
-import textwrap
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import docstring_parser
 
 from unified_trainer.cli.flags import choices, of_one_flag
+from unified_trainer.cli.overview import PROGRAM, first_paragraph, row, wrapped
 from unified_trainer.cli.settings import REQUIRED, Setting, settings_of
 from unified_trainer.config import RunConfig
 from unified_trainer.methods.base import Method, MethodConfig
-from unified_trainer.plugins import installed
-from unified_trainer.registry import METHODS
 from unified_trainer.roles.reward import ScorerConfig
 from unified_trainer.roles.role import Trainable
 
-PROGRAM = "python -m unified_trainer"
 FORMS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 # Settings that --help explains; --help-all explains the others too. Of the method's own settings, algorithm.*, those
@@ -80,50 +77,6 @@ GROUPS = {
     "ray": "processes on a Ray cluster",
     "tracking": "where metrics are written besides metrics.jsonl",
 }
-EXAMPLES = """\
-python -m unified_trainer --method dance_grpo
-python -m unified_trainer --method dmd2 --steps 200 --output runs/dmd2
-python -m unified_trainer --method dance_grpo --init-from runs/dmd2
-python -m unified_trainer --resume runs/dmd2 --steps 400
-python -m unified_trainer sample runs/dmd2:ema --output videos \\
-    --prompts "a red circle moving left"
-torchrun --nproc-per-node 8 -m unified_trainer --method finetune \\
-    --recipe wan2.1-1.3b --student.path Wan2.1-T2V-1.3B-Diffusers \\
-    --data.path clips"""
-
-
-def overview(commands: Mapping[str, Callable[..., int | None]], width: int) -> str:
-    """Return the page of the program: methods, commands and examples."""
-    methods = {name: summary(method) for name, method in METHODS.items()}
-    methods |= {name: f"Of an installed package: {point.value}." for name, point in installed("methods").items()}
-    lines = [
-        *_wrapped(inspect.getdoc(sys.modules["unified_trainer"]) or "", width),
-        "",
-        f"Train:             {PROGRAM} --method METHOD [settings]",
-        f"Run a command:     {PROGRAM} COMMAND [arguments]",
-        "",
-        "Methods",
-        *_table(methods, width),
-        *_wrapped("A method of your own: --method path/to/file.py:Class or package.module:Class.", width, 2),
-        "",
-        "Commands",
-        *_table({name: summary(command) for name, command in commands.items()}, width),
-        "",
-        "Examples",
-        *(f"  {line}" for line in EXAMPLES.splitlines()),
-        "",
-        "Help",
-        *_table(
-            {
-                "--method METHOD --help": "The settings that the method reads, with their defaults.",
-                "--method METHOD --help-all": "The same with an explanation of every setting.",
-                "COMMAND --help": "The arguments of a command.",
-                "--version": "The versions of this program and of torch.",
-            },
-            width,
-        ),
-    ]
-    return "\n".join(lines)
 
 
 def of_method(method: type[Method], run: RunConfig, width: int, *, everything: bool) -> str:
@@ -140,8 +93,8 @@ def of_method(method: type[Method], run: RunConfig, width: int, *, everything: b
         if everything or reads(method, setting.key):
             groups.setdefault(section, []).append(setting)
     page = "--help-all" if everything else "--help"
-    lines = [f"{PROGRAM} --method {run.method} {page}", "", *_wrapped(summary(method), width), ""]
-    lines += _wrapped(
+    lines = [f"{PROGRAM} --method {run.method} {page}", "", *wrapped(summary(method), width), ""]
+    lines += wrapped(
         f"Defaults are those of {f'--recipe {run.recipe}' if run.recipe else 'the recipe'}, then of --config and "
         "--init-from if they are given. A switch "
         "such as --async-save is turned off by --no-async-save, and --validation.ema by --validation.no-ema. "
@@ -157,7 +110,7 @@ def of_method(method: type[Method], run: RunConfig, width: int, *, everything: b
             lines += _entry(setting, width)
         if others := [one.key.partition(".")[2] or one.key for one in settings if one not in shown]:
             prefix = f"--{section}.".replace("_", "-") if section else "--"
-            lines += _wrapped(f"Also {prefix}NAME: {', '.join(others)}.".replace("_", "-"), width, 2)
+            lines += wrapped(f"Also {prefix}NAME: {', '.join(others)}.".replace("_", "-"), width, 2)
     return "\n".join(lines)
 
 
@@ -172,7 +125,7 @@ def of_command(name: str, command: Callable[..., int | None], width: int) -> str
     settings = list(settings_of(command))
     needed = [one for one in settings if one.default is REQUIRED]
     usage = " ".join(one.shown if one.positional else f"{one.flag} {form(one.kind)}" for one in needed)
-    lines = [*_wrapped(f"{PROGRAM} {name} {usage} [flags]", width), "", *_wrapped(summary(command), width), ""]
+    lines = [*wrapped(f"{PROGRAM} {name} {usage} [flags]", width), "", *wrapped(summary(command), width), ""]
     for setting in settings:
         lines += _entry(setting, width)
     return "\n".join(lines)
@@ -203,8 +156,7 @@ def reads(method: type[Method], key: str) -> bool:
 def summary(owner: type[Method] | Callable[..., int | None]) -> str:
     """Return the first sentence about a method, which is its module's, or about a command."""
     documented = owner if inspect.isfunction(owner) else sys.modules[owner.__module__]
-    text = inspect.getdoc(documented) or inspect.getdoc(owner) or ""
-    return " ".join(text.partition("\n\n")[0].split())
+    return first_paragraph(inspect.getdoc(documented) or inspect.getdoc(owner) or "")
 
 
 def explanation(setting: Setting) -> str:
@@ -234,7 +186,7 @@ def _entry(setting: Setting, width: int) -> list[str]:
     limits = f"Must be {setting.limits}." if setting.limits else ""
     text = " ".join(filter(None, (explanation(setting), limits, _default(setting.default))))
     joined = ", ".join(heads)
-    return _row([joined] if len(joined) + 2 <= width else heads, text, width // 3, width)
+    return row([joined] if len(joined) + 2 <= width else heads, text, width // 3, width)
 
 
 def _default(value: Any) -> str:
@@ -263,24 +215,3 @@ def form(kind: Any) -> str:
     if inner:
         return " | ".join(form(one) for one in inner if one is not type(None))
     return FORMS.get(kind) or kind.__name__.upper()
-
-
-def _table(rows: Mapping[str, str], width: int) -> list[str]:
-    column = max(map(len, rows)) + 4
-    return [line for head, text in rows.items() for line in _row([head], text, column, width)]
-
-
-def _row(heads: list[str], text: str, column: int, width: int) -> list[str]:
-    """Return text beside the last head if that is short enough, else below it."""
-    body = _wrapped(text, width, column)
-    lines = [f"  {head}" for head in heads]
-    if body and len(lines[-1]) + 2 <= column:
-        lines[-1] = lines[-1].ljust(column) + body.pop(0).strip()
-    return lines + body
-
-
-def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
-    space = " " * indent
-    return textwrap.wrap(
-        text, width, initial_indent=space, subsequent_indent=space, break_long_words=False, break_on_hyphens=False
-    )

@@ -8,7 +8,7 @@ from typing import Any
 from unified_trainer.cli.command_line import before_flags
 from unified_trainer.config import flat, plain
 from unified_trainer.errors import UserError
-from unified_trainer.registry import METHODS
+from unified_trainer.methods import METHODS
 from unified_trainer.reporting.run_folder import VALIDATION, RunRecord
 
 LAST_STEPS = 10  # training steps whose mean is the last value of a training metric
