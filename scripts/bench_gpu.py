@@ -37,13 +37,10 @@ from recorded_calls import Call, recorded
 from rich.console import Console
 from torch import Tensor, nn
 
-from unified_trainer import build as building
-from unified_trainer import plan
-from unified_trainer.build import Built
-from unified_trainer.cli.command_line import parse
+from unified_trainer.basics.errors import UserError
 from unified_trainer.data.clips import Clips, DataConfig, VideoConfig
-from unified_trainer.errors import UserError
-from unified_trainer.meter import Meter
+from unified_trainer.methods.rl.on_policy_check import OnPolicyCheck
+from unified_trainer.methods.rl.replay import Replay
 from unified_trainer.models.base import Codec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec, WanCondition
@@ -58,12 +55,15 @@ from unified_trainer.parallel.device import (
     use_attention,
 )
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rl.on_policy_check import OnPolicyCheck
-from unified_trainer.rl.replay import Replay
+from unified_trainer.parallel.meter import Meter
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.recompute import Recomputed
 from unified_trainer.roles.role import Trainable, TrainableConfig
-from unified_trainer.tracking.environment import environment
+from unified_trainer.run import build as building
+from unified_trainer.run.build import Built
+from unified_trainer.run.plan import plan
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.tracking.environment import environment
 
 ROUNDS = 3  # measured repetitions of a pass, of which the fastest counts
 LATENT_CHANNELS, TIME_STRIDE, SPACE_STRIDE = 16, 4, 8

@@ -17,12 +17,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from unified_trainer.build import build
-from unified_trainer.cli.command_line import parse
-from unified_trainer.meter import Meter, Pass
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.sizing.estimate import Estimate, estimate
-from unified_trainer.sizing.tracing import LiveBytes
+from unified_trainer.parallel.meter import Meter, Pass
+from unified_trainer.run.build import build
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.tools.plan.estimate import Estimate, estimate
+from unified_trainer.tools.plan.tracing import LiveBytes
 
 SIZE = ["--video.frames", "17", "--video.height", "128", "--video.width", "128"]
 GROUPS = ["--algorithm.num-prompts", "2", "--algorithm.num-samples", "2", "--algorithm.prompts-per-update", "2"]

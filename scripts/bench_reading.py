@@ -25,7 +25,7 @@ from unified_trainer.data.row_kinds import LATENT, ClipRows
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import TINY
+from unified_trainer.run.registry import TINY
 
 CPU = torch.device("cpu")
 CAPTION = "a red circle moving left"

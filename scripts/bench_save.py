@@ -18,12 +18,12 @@ from diffusers import WanTransformer3DModel
 from rich.console import Console
 from rich.table import Table
 
-from unified_trainer.build import build
-from unified_trainer.checkpoint.manager import Keep, Saver
-from unified_trainer.cli.command_line import parse
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import TINY
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.build import build
+from unified_trainer.run.checkpoint.manager import Keep, Saver
+from unified_trainer.run.registry import TINY
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.trainer import Trainer
 
 ROUNDS = 5
 

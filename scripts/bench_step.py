@@ -15,10 +15,10 @@ from recorded_calls import TEXT, Call, recorded, seconds
 from rich.console import Console
 from rich.table import Table
 
-from unified_trainer.build import build
-from unified_trainer.cli.command_line import parse
 from unified_trainer.parallel.device import peak_memory
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.build import build
+from unified_trainer.run.settings.command_line import parse
 
 ROUNDS = 5
 

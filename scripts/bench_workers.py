@@ -16,9 +16,9 @@ import torch
 import tyro
 
 from unified_trainer.__main__ import main as program
-from unified_trainer.engine import cluster
-from unified_trainer.engine.config import RayConfig
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.settings.workers import RayConfig
+from unified_trainer.run.workers import cluster
 
 # A scorer that waits instead of computing: it leaves the cores to the training process.
 SCORER = """
@@ -118,7 +118,7 @@ def weights(megabytes: int, tensors: int) -> None:
     """Print the seconds in which weights are sent and copied by one worker and by two, for each transport."""
     import ray
 
-    from unified_trainer.engine.weights import WeightSender
+    from unified_trainer.run.workers.weights import WeightSender
 
     cluster.connect(RayConfig(), 4)
     sent = {str(i): torch.randn(megabytes * 2**18 // tensors) for i in range(tensors)}

@@ -23,7 +23,6 @@ from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from unified_trainer.checkpoint import dcp, manifest
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.tiny_world import FRAMES, HELD_OUT, PHRASINGS, SIZE, SUBJECTS, check_attributes
 from unified_trainer.models.encoders import EncoderConfig
@@ -31,10 +30,11 @@ from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.registry import TINY
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Frozen, RoleConfig
-from unified_trainer.sampling import SamplerConfig, generate
+from unified_trainer.run.checkpoint import dcp, manifest
+from unified_trainer.run.registry import TINY
+from unified_trainer.sampling.solver import SamplerConfig, generate
 
 log = logging.getLogger(__name__)
 

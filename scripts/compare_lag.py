@@ -20,14 +20,14 @@ import torch
 import tyro
 from torch import Tensor
 
-from unified_trainer.build import build
-from unified_trainer.cli.command_line import parse
+from unified_trainer.basics.types import Batch
+from unified_trainer.methods.rl.rollouts import Check, Rollouts, ScoredSamples
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.rollouts import Check, Rollouts, ScoredSamples
 from unified_trainer.roles.role import Trainable
-from unified_trainer.types import Batch
-from unified_trainer.validation import validate
+from unified_trainer.run.build import build
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.validation.report import validate
 
 CORRECTIONS = {
     "none": "",

@@ -16,17 +16,17 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from unified_trainer.commands.load_run import LoadedRole, load_role
-from unified_trainer.commands.sample import of_length, pieces
+from unified_trainer.basics.types import Video
 from unified_trainer.data.prompts import validation_captions
 from unified_trainer.data.tiny_world import FRAMES, SUBJECT_OF_CAPTION, Subject, check_attributes, draw_clip, render
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import TINY
 from unified_trainer.rewards.hpsv3 import EMBEDDED, HPSv3
-from unified_trainer.types import Video
+from unified_trainer.run.registry import TINY
+from unified_trainer.tools.load_run import LoadedRole, load_role
+from unified_trainer.tools.sample.sample import of_length, pieces
 
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 CPU, BATCH, LONG, CHUNK = torch.device("cpu"), 32, 3, 4

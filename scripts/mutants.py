@@ -35,7 +35,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.M)
 TIMEOUT = 900  # seconds for the tests of one mutant
 CHECK = ("-m", "not slow and not ranks and not kill", "tests")
 IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # of plugins that were imported before the fork
-LIBRARIES = ("unified_trainer.__main__", "unified_trainer.commands.export", "hypothesis", "beartype", "matplotlib")
+LIBRARIES = ("unified_trainer.__main__", "unified_trainer.tools.export.export", "hypothesis", "beartype", "matplotlib")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 
 
 @dataclass(frozen=True)

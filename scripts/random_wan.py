@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from unified_trainer.registry import TINY
+from unified_trainer.run.registry import TINY
 
 SPREAD = 0.02  # standard deviation of the random weights
 

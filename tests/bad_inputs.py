@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 
 ABSENT = ...  # the value of a field that is removed
 

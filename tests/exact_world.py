@@ -26,8 +26,8 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
-from unified_trainer.sampling import SamplerConfig, generate
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig, generate
 
 SHAPE, CLASSES, EACH = (2, 1, 2, 2), 3, 4
 SIZE, ANY = 8, CLASSES  # ANY is the class of the unconditional prediction

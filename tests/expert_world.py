@@ -36,8 +36,8 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.experts import Balance, ExpertConfig, ExpertPair
 from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig
 
 SHAPE = (16, 3, 1, 3)
 BOUNDARY = 0.8  # of the noise levels 1, .857 and .6 of three steps, two are high

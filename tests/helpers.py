@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
@@ -33,23 +32,24 @@ from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dance_ppo import DancePPO, DancePPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
+from unified_trainer.methods.rl.rollouts import LocalRollouts
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.registry import TINY
-from unified_trainer.rl.rollouts import LocalRollouts
+from unified_trainer.rewards.reward import Reward, RewardConfig, of_images
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.experts import ExpertLayout
-from unified_trainer.roles.reward import Reward, RewardConfig, of_images
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.value import Value
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.checkpoint import dcp as checkpoint
+from unified_trainer.run.registry import TINY
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig
 
 REPO = Path(__file__).parents[1]
 WAN, HPSV3 = TINY / "wan", TINY / "hpsv3"

@@ -23,11 +23,11 @@ from helpers import ALONE, CPU, HPSV3, WAN
 from transformers import PreTrainedConfig, Qwen2Tokenizer, Qwen2VLConfig, UMT5Config
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig, Qwen2VLVisionConfig
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
-from unified_trainer.registry import family_of, open_model
 from unified_trainer.rewards.hpsv3 import HPSv3
+from unified_trainer.run.registry import family_of, open_model
 
 SECONDS = 20  # that one case may take
 ODD = ("x", "", None, [], [1], ["x"], {}, {"a": 1}, True, False, -1, 0, 2.5, 10**12, 1e30)

@@ -14,7 +14,7 @@ from helpers import Calls, ScriptedScorer, WatchedRollouts, dance_grpo, gradient
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.roles.role import Role
-from unified_trainer.sampling import SamplerConfig
+from unified_trainer.sampling.solver import SamplerConfig
 
 STEPS = 4
 SIGMAS = [float(sigma) for sigma in sigma_table(STEPS, 3.0)]

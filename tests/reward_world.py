@@ -29,10 +29,10 @@ from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.distill_rl import DistillRL
 from unified_trainer.methods.distill_rl_settings import DistillRLConfig, MatchingTermConfig, TermConfig, TiltConfig
 from unified_trainer.rewards.base import RewardConfig
+from unified_trainer.rewards.reward import Reward, Scores
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.reward import Reward, Scores
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.trainer import Trainer
 
 R = torch.linspace(0, 1, EACH, dtype=torch.float64)
 WIDTH = 0.5  # distance over which the reward changes from template to template

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from unified_trainer import config as settings
-from unified_trainer.cli.command_line import parse
 from unified_trainer.data.video_files import write_mp4
+from unified_trainer.run.settings import config as settings
+from unified_trainer.run.settings.command_line import parse
 
 STEPS = 10
 PROMPTS = (

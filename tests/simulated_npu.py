@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from unified_trainer.meter import Meter
+from unified_trainer.parallel.meter import Meter
 
 NAME = "npu"
 READS = ("nonzero", "unique_consecutive", "_unique2", "unique_dim", "masked_select", "equal", "is_nonzero", "bincount")

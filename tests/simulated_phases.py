@@ -8,16 +8,16 @@ import simulated_npu
 import torch
 from torch import nn
 
+from unified_trainer.basics.types import Batch, Rollout
+from unified_trainer.methods.rl.rollouts import LocalRollouts
 from unified_trainer.models import frozen_network
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.parallel.random import Streams
-from unified_trainer.registry import TINY
 from unified_trainer.rewards.base import NetworkScorer, RewardConfig
 from unified_trainer.rewards.offloaded import OffloadedScorer
-from unified_trainer.rl.rollouts import LocalRollouts
-from unified_trainer.roles.reward import Reward
-from unified_trainer.types import Batch, Rollout
+from unified_trainer.rewards.reward import Reward
+from unified_trainer.run.registry import TINY
 
 SHAPE = (16, 1, 2, 2)  # of latents: 256 bytes
 STATES = 4

@@ -12,7 +12,7 @@ import simulated_npu
 import simulated_phases
 
 from unified_trainer.__main__ import main
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.trainer import Trainer
 
 VIDEO = {"video.frames": 5, "video.height": 32, "video.width": 32}
 CLIPS = {"data.num-clips": 2, "algorithm.batch-size": 2, "algorithm.micro-batch": 1}

@@ -10,9 +10,9 @@ from helpers import REPO, assert_same, checkpoint_of, copy_of, environment, file
 
 import unified_trainer as ut
 from unified_trainer.__main__ import main
-from unified_trainer.commands.load_run import load_role
-from unified_trainer.commands.sample import videos
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.sample.sample import videos
 
 PROMPTS = ["a red circle moving left", "blue square moves up", "something else"]
 SETTINGS = {

@@ -8,12 +8,12 @@ from clip_files import write_clips
 from helpers import HPSV3, WAN, copy_of, flags
 
 from unified_trainer.__main__ import main
-from unified_trainer.cli.command_line import parse
-from unified_trainer.commands import train
-from unified_trainer.commands.rollout_folder import ABOUT, VERSION, RolloutFolder
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.plan import check
+from unified_trainer.run import train
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.tools.sample.rollout_folder import ABOUT, VERSION, RolloutFolder
 
 GRPO = flags({"method": "dance_grpo", "recipe": "tiny", "steps": 1, "validate-every": 0})
 FINETUNE = flags({"method": "finetune", "recipe": "tiny", "steps": 1, "validate-every": 0})

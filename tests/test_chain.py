@@ -5,7 +5,7 @@ import torch
 from helpers import assert_same, checkpoint_of, flags
 
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint.manifest import find
+from unified_trainer.run.checkpoint.manifest import find
 
 pytestmark = pytest.mark.slow
 

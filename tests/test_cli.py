@@ -450,7 +450,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.methods.base import Method, SingleUpdateConfig, trained
 
 

@@ -13,18 +13,19 @@ import torch
 import yaml
 from helpers import REPO, SMALL, WAN, command, copy_of, rewrite, shell
 
-from unified_trainer import config as settings
 from unified_trainer.__main__ import COMMANDS, command_named, main
-from unified_trainer.cli import command_line, help_pages, overview
-from unified_trainer.cli.command_line import before_flags, parse
-from unified_trainer.cli.flags import apply
-from unified_trainer.cli.settings import Setting, settings_of
-from unified_trainer.config import RunConfig, flat, plain, run_class
-from unified_trainer.errors import UserError
-from unified_trainer.registry import METHODS, method_named
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.suggestions import RANKS, USUAL, nearest
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.suggestions import RANKS, USUAL, nearest
+from unified_trainer.run.registry import METHODS, method_named
+from unified_trainer.run.settings import command_line
+from unified_trainer.run.settings import config as settings
+from unified_trainer.run.settings.command_line import before_flags, parse
+from unified_trainer.run.settings.config import RunConfig, flat, plain, run_class
+from unified_trainer.run.settings.flags import apply
+from unified_trainer.run.settings.settings import Setting, settings_of
+from unified_trainer.tools import help_pages, overview
 
 pytestmark = pytest.mark.slow
 

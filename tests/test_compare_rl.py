@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from helpers import ALONE, REPO
 
-from unified_trainer.cli import command_line
-from unified_trainer.plan import check
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.settings import command_line
 
 sys.path.insert(0, str(REPO / "scripts"))
 import compare_rl

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from unified_trainer.tracking.environment import checkout
+from unified_trainer.run.tracking.environment import checkout
 
 
 def git(folder, *words: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 END = """
 import atexit
-from unified_trainer.exit_codes import end
+from unified_trainer.run.exit_codes import end
 class Last:
     def __del__(self):
         print("finalized")

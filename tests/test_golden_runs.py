@@ -12,7 +12,7 @@ import sys
 import pytest
 from helpers import REPO
 
-from unified_trainer.registry import METHODS
+from unified_trainer.run.registry import METHODS
 
 sys.path.insert(0, str(REPO / "scripts"))
 import make_golden_runs

@@ -13,12 +13,12 @@ from huggingface_hub import constants
 from transformers import CLIPConfig, CLIPModel
 
 from unified_trainer.__main__ import main
-from unified_trainer.cli.command_line import parse
-from unified_trainer.downloads import fetched
-from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.models.hub import is_hub_id
-from unified_trainer.registry import family_of
 from unified_trainer.rewards.scorers import load_scorers
+from unified_trainer.run.plan.downloads import fetched
+from unified_trainer.run.registry import family_of
+from unified_trainer.run.settings.command_line import parse
 
 pytestmark = pytest.mark.slow  # seconds together
 

@@ -6,9 +6,9 @@ import pytest
 from bad_inputs import refused
 from pydantic import Field
 
-from unified_trainer.cli.command_line import read_reward
-from unified_trainer.config import load_recipe
-from unified_trainer.input_files import Schema, read_as, read_json, read_text, read_yaml
+from unified_trainer.basics.input_files import Schema, read_as, read_json, read_text, read_yaml
+from unified_trainer.run.settings.command_line import read_reward
+from unified_trainer.run.settings.config import load_recipe
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)

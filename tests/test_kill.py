@@ -38,12 +38,12 @@ from helpers import (
     small_pipeline,
 )
 
-from unified_trainer.checkpoint import dcp as checkpoint
-from unified_trainer.checkpoint import manifest
-from unified_trainer.checkpoint.dcp import CheckpointError
-from unified_trainer.exit_codes import HACKED
 from unified_trainer.parallel.random import generator
-from unified_trainer.trainer import stop_signal
+from unified_trainer.run.checkpoint import dcp as checkpoint
+from unified_trainer.run.checkpoint import manifest
+from unified_trainer.run.checkpoint.dcp import CheckpointError
+from unified_trainer.run.exit_codes import HACKED
+from unified_trainer.run.stop_signal import stop_signal
 
 pytestmark = pytest.mark.kill
 

@@ -6,7 +6,7 @@ from helpers import ALONE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.tracking.tracker import Means
+from unified_trainer.run.tracking.tracker import Means
 
 
 def over(*rows) -> dict[str, float]:

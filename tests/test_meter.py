@@ -23,17 +23,17 @@ from helpers import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from unified_trainer.meter import Meter, detail, phase
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel import device
+from unified_trainer.parallel.meter import Meter, detail, phase
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.experts import ExpertPair
 from unified_trainer.roles.role import Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.value import Value
-from unified_trainer.sampling import SamplerConfig, generate, predict_chunks
+from unified_trainer.sampling.solver import SamplerConfig, generate, predict_chunks
 
 pytestmark = pytest.mark.slow
 

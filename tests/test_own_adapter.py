@@ -12,12 +12,12 @@ from helpers import ALONE, SMALL, WAN, assert_near, assert_same, checkpoint_of, 
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.__main__ import main
-from unified_trainer.build import build
-from unified_trainer.cli.command_line import parse
 from unified_trainer.models.wan.model import WanModel
-from unified_trainer.registry import method_named
-from unified_trainer.role_loading import load_roles
-from unified_trainer.role_plan import plan_roles
+from unified_trainer.run.build import build
+from unified_trainer.run.load_roles import load_roles
+from unified_trainer.run.plan.roles import plan_roles
+from unified_trainer.run.registry import method_named
+from unified_trainer.run.settings.command_line import parse
 
 pytestmark = pytest.mark.slow  # seconds together
 

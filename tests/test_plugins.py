@@ -8,13 +8,13 @@ import torch
 from helpers import WAN
 
 from unified_trainer.__main__ import COMMANDS
-from unified_trainer.cli.overview import overview
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.methods.finetune import Finetune
 from unified_trainer.models.wan.family import WAN as WAN_FAMILY
-from unified_trainer.registry import FAMILIES, add_families, family_of, method_named
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.scorers import scorer_kind
+from unified_trainer.run.registry import FAMILIES, add_families, family_of, method_named
+from unified_trainer.tools.overview import overview
 
 POINTS = """\
 [unified_trainer.methods]
@@ -75,7 +75,7 @@ def test_a_method_of_an_installed_package_has_a_name(package):
 
 
 def test_a_family_of_an_installed_package_is_found_by_the_class_of_the_model_folder(package, tmp_path, monkeypatch):
-    monkeypatch.setattr("unified_trainer.registry.FAMILIES", dict(FAMILIES))
+    monkeypatch.setattr("unified_trainer.run.registry.FAMILIES", dict(FAMILIES))
     family, folder = family_of("student", model_of(tmp_path / "model", "OwnPipeline"))
     assert family.pipeline == "OwnPipeline" and family.model == WAN_FAMILY.model and folder == tmp_path / "model"
     with pytest.raises(
@@ -94,8 +94,8 @@ def test_a_scorer_of_an_installed_package_has_a_name(package):
 
 
 def test_families_must_be_families(package, monkeypatch):
-    monkeypatch.setattr("unified_trainer.registry.FAMILIES", dict(FAMILIES))
+    monkeypatch.setattr("unified_trainer.run.registry.FAMILIES", dict(FAMILIES))
     with pytest.raises(UserError, match="--families own_package:score is a function"):
         add_families(["own_package:score"])
     add_families(["own_package:OWN"])
-    assert set(sys.modules["unified_trainer.registry"].FAMILIES) == {"WanPipeline", "OwnPipeline"}
+    assert set(sys.modules["unified_trainer.run.registry"].FAMILIES) == {"WanPipeline", "OwnPipeline"}

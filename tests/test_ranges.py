@@ -13,19 +13,19 @@ from helpers import SMALL
 
 import unified_trainer as ut
 from unified_trainer.__main__ import COMMANDS, command_named, main
-from unified_trainer.cli.command_line import before_flags
-from unified_trainer.cli.flags import apply
-from unified_trainer.cli.settings import REQUIRED, Setting, check_ranges, settings_of
-from unified_trainer.config import RunConfig, run_class
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Range, above, at_least, numeric, range_of
 from unified_trainer.methods.base import MethodConfig
-from unified_trainer.ranges import Range, above, at_least, numeric, range_of
-from unified_trainer.registry import METHODS, method_named
 from unified_trainer.rewards.aesthetic import Aesthetic
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.own_settings import ScorerSettings, typed
 from unified_trainer.rewards.remote import Remote
 from unified_trainer.rewards.vlm import VisionLanguageModel
+from unified_trainer.run.registry import METHODS, method_named
+from unified_trainer.run.settings.command_line import before_flags
+from unified_trainer.run.settings.config import RunConfig, run_class
+from unified_trainer.run.settings.flags import apply
+from unified_trainer.run.settings.settings import REQUIRED, Setting, check_ranges, settings_of
 
 pytestmark = pytest.mark.slow
 
@@ -279,7 +279,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from unified_trainer.methods.base import Method, SingleUpdateConfig, trained
-from unified_trainer.ranges import Fraction
+from unified_trainer.basics.ranges import Fraction
 
 
 @dataclass(frozen=True)

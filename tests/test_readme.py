@@ -16,8 +16,8 @@ from real_clips import real_folder
 from test_recipes import SIZES, model_folder
 
 from unified_trainer.__main__ import COMMANDS, main
-from unified_trainer.cli.command_line import parse
-from unified_trainer.plan import check
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.settings.command_line import parse
 
 MODELS = {"Wan2.1-T2V-1.3B-Diffusers": "wan2.1-1.3b", "Wan2.2-T2V-A14B-Diffusers": "wan2.2-a14b"}
 STEPS = {"20": "1", "40": "2", "100": "1", "500": "2"}  # in the README: here

@@ -9,15 +9,15 @@ import yaml
 from clip_files import write_clips
 from helpers import ALONE, HPSV3, WAN
 
-from unified_trainer import config as settings
 from unified_trainer.__main__ import main
-from unified_trainer.cli.command_line import parse
-from unified_trainer.config import ConfigError
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
-from unified_trainer.plan import check, fits
-from unified_trainer.registry import METHODS, family_of, method_named
+from unified_trainer.run.plan.plan import check, fits
+from unified_trainer.run.registry import METHODS, family_of, method_named
+from unified_trainer.run.settings import config as settings
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.settings.config import ConfigError
 
 pytestmark = pytest.mark.slow
 

@@ -5,13 +5,13 @@ from bad_inputs import refused
 from helpers import ALONE, WAN, checkpoint
 from safetensors.torch import load_file
 
-from unified_trainer.checkpoint.init_from import shapes_of
-from unified_trainer.cli.command_line import parse
-from unified_trainer.plan import check
-from unified_trainer.registry import method_named
-from unified_trainer.role_loading import load_roles
-from unified_trainer.role_plan import plan_roles, weight_shapes
 from unified_trainer.roles.role import Trainable
+from unified_trainer.run.checkpoint.init_from import shapes_of
+from unified_trainer.run.load_roles import load_roles
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.plan.roles import plan_roles, weight_shapes
+from unified_trainer.run.registry import method_named
+from unified_trainer.run.settings.command_line import parse
 
 ADAPTER = ("--student.adapter.rank", "2")
 

@@ -8,12 +8,12 @@ from helpers import ALONE, WAN, checkpoint
 from run_folders import make_run, parsed, write_lines
 from safetensors.torch import load_file
 
-from unified_trainer import config as settings
 from unified_trainer.__main__ import main
-from unified_trainer.cli.command_line import parse
-from unified_trainer.commands.load_run import load_role
-from unified_trainer.config_checksum import is_edited
-from unified_trainer.tracking.environment import environment
+from unified_trainer.run.settings import config as settings
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.settings.config_checksum import is_edited
+from unified_trainer.run.tracking.environment import environment
+from unified_trainer.tools.load_run import load_role
 
 FLAGS = ("--recipe", "tiny", "--prompts", "texts/own.txt", "--student.path", "models/own")
 

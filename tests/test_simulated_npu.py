@@ -12,8 +12,8 @@ import torch
 from helpers import REPO
 from torch.utils.checkpoint import CheckpointPolicy
 
-from unified_trainer.registry import METHODS
 from unified_trainer.roles.recompute import selective_policy
+from unified_trainer.run.registry import METHODS
 
 SCRIPT = REPO / "tests" / "simulated_runs.py"
 UPDATES = {"dance_grpo": 2, "dmd2": 2, "self_forcing": 2, "finetune": 1}  # of all roles in a training step

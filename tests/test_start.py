@@ -10,9 +10,9 @@ import pytest
 from helpers import REPO
 
 from unified_trainer.__main__ import COMMANDS, command_named
-from unified_trainer.cli import help_pages, overview
-from unified_trainer.exit_codes import INTERRUPTED
-from unified_trainer.registry import METHODS, method_named
+from unified_trainer.run.exit_codes import INTERRUPTED
+from unified_trainer.run.registry import METHODS, method_named
+from unified_trainer.tools import help_pages, overview
 
 HEAVY = ("accelerate", "av", "diffusers", "peft", "plotly", "pyarrow", "ray", "transformers")
 LOADED = """

@@ -6,12 +6,12 @@ import pytest
 from helpers import SMALL
 
 from unified_trainer.__main__ import main
-from unified_trainer.commands.progress import ItemProgress
-from unified_trainer.config import TrackingConfig
-from unified_trainer.errors import UserError
-from unified_trainer.exit_codes import exit_code
-from unified_trainer.terminal import printable, say
-from unified_trainer.tracking.tracker import Tracker
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.terminal import printable, say
+from unified_trainer.run.exit_codes import exit_code
+from unified_trainer.run.settings.config import TrackingConfig
+from unified_trainer.run.tracking.tracker import Tracker
+from unified_trainer.tools.progress import ItemProgress
 
 HOSTILE = ("run[/bold]", "run[red]x", "[link=http://a]b[/link]", "a:smile:b", r"\[b]", "{task}", "%s", "x" * 200)
 

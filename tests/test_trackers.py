@@ -9,15 +9,15 @@ from forked import program
 from helpers import ALONE, SMALL, environment
 
 from unified_trainer.__main__ import main
-from unified_trainer.config import TrackingConfig
-from unified_trainer.errors import UserError
-from unified_trainer.tracking.external import check_tracking
+from unified_trainer.basics.errors import UserError
+from unified_trainer.run.settings.config import TrackingConfig
+from unified_trainer.run.tracking.external import check_tracking
 
 # A user's file: one JSON line for each call.
 NOTES = """
 import json
 
-from unified_trainer.tracking.external import ExternalTracker
+from unified_trainer.run.tracking.external import ExternalTracker
 
 
 class Notes(ExternalTracker):
@@ -129,7 +129,7 @@ def test_wandb_without_a_login_is_refused_before_weights_are_read(run_folder, tm
     [
         ("absent.py:Notes", "--tracking.custom absent.py: no such file"),
         ("NOTES:Nothing", "defines no Nothing"),
-        ("NOTES:number", "must be a class derived from unified_trainer.tracking.external.ExternalTracker"),
+        ("NOTES:number", "must be a class derived from unified_trainer.run.tracking.external.ExternalTracker"),
         ("notes.py", "must be package.module:NAME or path/to/file.py:NAME"),
     ],
 )

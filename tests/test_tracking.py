@@ -9,10 +9,10 @@ import pytest
 from helpers import metrics_of
 from rich.console import Console
 
-from unified_trainer.config import TrackingConfig
-from unified_trainer.tracking import tracker as tracking
-from unified_trainer.tracking.external import ExternalTracker, RunInfo
-from unified_trainer.tracking.tracker import Tracker
+from unified_trainer.run.settings.config import TrackingConfig
+from unified_trainer.run.tracking import tracker as tracking
+from unified_trainer.run.tracking.external import ExternalTracker, RunInfo
+from unified_trainer.run.tracking.tracker import Tracker
 
 TEXT = "runs/[bold]a[/] :smile: [red]"
 

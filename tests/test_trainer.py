@@ -23,9 +23,9 @@ from unified_trainer.methods.base import Loss, Method, SingleUpdateConfig, train
 from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.role import Trainable, TrainableConfig
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.tracking.tracker import Means
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.tracking.tracker import Means
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig
 
 X_T = torch.randn(4, *LATENT_SHAPE, generator=torch.Generator().manual_seed(2))
 

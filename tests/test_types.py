@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from unified_trainer.types import take_rows
+from unified_trainer.basics.types import take_rows
 
 
 @pytest.mark.parametrize("rows", [[1, 2], [2, 0], [1, 1], []])

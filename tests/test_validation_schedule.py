@@ -8,13 +8,13 @@ import pytest
 from helpers import SMALL, assert_same, checkpoint_of, metrics_of
 
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint import manifest
-from unified_trainer.checkpoint.manager import Saver
-from unified_trainer.config import RunConfig
-from unified_trainer.exit_codes import STOPPED
-from unified_trainer.guards.base import Alarm
-from unified_trainer.guards.responses import Guards, Response
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.checkpoint import manifest
+from unified_trainer.run.checkpoint.manager import Saver
+from unified_trainer.run.exit_codes import STOPPED
+from unified_trainer.run.guards.base import Alarm
+from unified_trainer.run.guards.responses import Guards, Response
+from unified_trainer.run.settings.config import RunConfig
 
 pytestmark = pytest.mark.slow
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from helpers import ALONE, LATENT_SHAPE, reward_of, tiny_codec, trainable
 
-from unified_trainer.config import ValidationConfig
 from unified_trainer.data.prompts import validation_captions
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.validation import Validation, validate
+from unified_trainer.run.settings.config import ValidationConfig
+from unified_trainer.run.validation.report import Validation, validate
+from unified_trainer.sampling.solver import SamplerConfig
 
 SAMPLER = SamplerConfig(num_steps=2, guidance_scale=1.0)
 

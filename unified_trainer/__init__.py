@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unified_trainer.api import Run, Student, configure, train
-    from unified_trainer.config import RunConfig
-    from unified_trainer.errors import UserError
+    from unified_trainer.basics.errors import UserError
     from unified_trainer.methods.base import (
         Loss,
         Method,
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
     )
     from unified_trainer.models.base import Family
     from unified_trainer.rewards.base import ScorerConfig, ScorerKind
-    from unified_trainer.serving.remote_student import RemoteStudent
+    from unified_trainer.run.settings.config import RunConfig
+    from unified_trainer.tools.serve.remote_student import RemoteStudent
 
 __all__ = [
     "Family",
@@ -44,8 +44,8 @@ __all__ = [
 
 _MODULES = {
     "unified_trainer.api": ("Run", "Student", "configure", "train"),
-    "unified_trainer.config": ("RunConfig",),
-    "unified_trainer.errors": ("UserError",),
+    "unified_trainer.run.settings.config": ("RunConfig",),
+    "unified_trainer.basics.errors": ("UserError",),
     "unified_trainer.methods.base": (
         "Loss",
         "Method",
@@ -58,7 +58,7 @@ _MODULES = {
     ),
     "unified_trainer.models.base": ("Family",),
     "unified_trainer.rewards.base": ("ScorerConfig", "ScorerKind"),
-    "unified_trainer.serving.remote_student": ("RemoteStudent",),
+    "unified_trainer.tools.serve.remote_student": ("RemoteStudent",),
 }
 
 

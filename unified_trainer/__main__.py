@@ -11,30 +11,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
-from unified_trainer.cli.flags import apply
-from unified_trainer.cli.overview import overview
-from unified_trainer.errors import UserError
-from unified_trainer.exit_codes import end, exit_code
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.plugins import load_object
+from unified_trainer.basics.suggestions import must_know
+from unified_trainer.basics.terminal import console, say
 from unified_trainer.methods import METHODS
-from unified_trainer.plugins import load_object
-from unified_trainer.suggestions import must_know
-from unified_trainer.terminal import console, say
+from unified_trainer.run.exit_codes import end, exit_code
+from unified_trainer.run.settings.flags import apply
+from unified_trainer.tools.overview import overview
 
 COMMANDS = {  # as text: `command_named` imports the one that is called
-    "evaluate": "unified_trainer.commands.evaluate:evaluate",
-    "export": "unified_trainer.commands.export:export",
-    "import-hpsv3": "unified_trainer.commands.import_hpsv3:import_hpsv3",
-    "plan": "unified_trainer.commands.plan:plan",
-    "preprocess": "unified_trainer.commands.preprocess:preprocess",
-    "push": "unified_trainer.commands.push:push",
-    "report": "unified_trainer.commands.report:report",
-    "rollout": "unified_trainer.commands.rollout:rollout",
-    "runs": "unified_trainer.commands.runs:runs",
-    "sample": "unified_trainer.commands.sample:sample",
-    "score": "unified_trainer.commands.score:score",
-    "serve": "unified_trainer.commands.serve:serve",
-    "serve-reward": "unified_trainer.commands.serve_reward:serve_reward",
-    "watch": "unified_trainer.commands.watch:watch",
+    "evaluate": "unified_trainer.tools.evaluate.evaluate:evaluate",
+    "export": "unified_trainer.tools.export.export:export",
+    "import-hpsv3": "unified_trainer.tools.prepare.import_hpsv3:import_hpsv3",
+    "plan": "unified_trainer.tools.plan.command:plan",
+    "preprocess": "unified_trainer.tools.prepare.preprocess:preprocess",
+    "push": "unified_trainer.tools.export.push:push",
+    "report": "unified_trainer.tools.report.command_report:report",
+    "rollout": "unified_trainer.tools.sample.rollout:rollout",
+    "runs": "unified_trainer.tools.report.command_runs:runs",
+    "sample": "unified_trainer.tools.sample.sample:sample",
+    "score": "unified_trainer.tools.sample.score:score",
+    "serve": "unified_trainer.tools.serve.serve:serve",
+    "serve-reward": "unified_trainer.tools.serve.serve_reward:serve_reward",
+    "watch": "unified_trainer.tools.report.command_watch:watch",
 }
 WIDEST = 120  # columns of a help page
 HELP = {"-h", "--help", "--help-all"}
@@ -59,12 +59,12 @@ def _run(argv: list[str]) -> int:
 
 def _train(argv: list[str]) -> int:
     with _importing():
-        from unified_trainer.cli.command_line import parse
         from unified_trainer.parallel.meeting import meeting
+        from unified_trainer.run.settings.command_line import parse
     with meeting() as store:
         run = parse(argv)
         with _importing():  # after a wrong flag was refused
-            from unified_trainer.reporting.after_training import train_and_report
+            from unified_trainer.tools.report.after_training import train_and_report
         return train_and_report(run, argv, store)
 
 
@@ -73,9 +73,9 @@ def _page(argv: list[str], width: int) -> str:
     words = [word for word in argv if word not in HELP]
     if not words and "--help-all" not in argv:
         return overview(COMMANDS, width)
-    from unified_trainer.cli import help_pages
-    from unified_trainer.cli.command_line import before_flags
-    from unified_trainer.registry import method_named
+    from unified_trainer.run.registry import method_named
+    from unified_trainer.run.settings.command_line import before_flags
+    from unified_trainer.tools import help_pages
 
     if _names_command(words):
         return help_pages.of_command(words[0], command_named(words[0]), width)

@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from unified_trainer.checkpoint.manager import Saver
-from unified_trainer.cli.command_line import parse, with_settings
-from unified_trainer.cli.settings import check_ranges
-from unified_trainer.commands.load_run import load_role
-from unified_trainer.commands.sample import draw_latents
-from unified_trainer.commands.train import begin
-from unified_trainer.config import RunConfig, flat
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.terminal import say
+from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.reporting.after_training import train_and_report
-from unified_trainer.roles.reward import Reward
+from unified_trainer.rewards.reward import Reward
 from unified_trainer.roles.role import Role, Trainable
-from unified_trainer.terminal import say
-from unified_trainer.types import PerSample, Video
-from unified_trainer.validation import validate
+from unified_trainer.run.checkpoint.manager import Saver
+from unified_trainer.run.settings.command_line import parse, with_settings
+from unified_trainer.run.settings.config import RunConfig, flat
+from unified_trainer.run.settings.settings import check_ranges
+from unified_trainer.run.train import begin
+from unified_trainer.run.validation.report import validate
+from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.report.after_training import train_and_report
+from unified_trainer.tools.sample.sample import draw_latents
 
 
 def configure(recipe: str, method: str, settings: Mapping[str, Any] | None = None) -> RunConfig:

@@ -20,11 +20,11 @@ from helpers import (
 )
 
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint import dcp as checkpoint
-from unified_trainer.checkpoint import manifest
-from unified_trainer.checkpoint.dcp import CheckpointError, Spec
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.reading import fill
+from unified_trainer.run.checkpoint import dcp as checkpoint
+from unified_trainer.run.checkpoint import manifest
+from unified_trainer.run.checkpoint.dcp import CheckpointError, Spec
 
 # Everything that has a state: optimizer, learning-rate schedule, EMA weights; dropout and several epochs in finetune.
 STATEFUL = flags(

@@ -9,8 +9,8 @@ import torch
 from helpers import ALONE, SMALL, assert_same, checkpoint_of, copy_of, files_of, metrics_of
 
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint import dcp as checkpoint
-from unified_trainer.checkpoint.dcp import CheckpointError
+from unified_trainer.run.checkpoint import dcp as checkpoint
+from unified_trainer.run.checkpoint.dcp import CheckpointError
 
 WORDS = [*SMALL["finetune"], "--checkpoint-every", "1", "--validate-every", "0"]
 

@@ -5,12 +5,12 @@ import torch
 from helpers import ALONE, SMALL, assert_same, checkpoint_of, run, small_model, trainable
 
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint import dcp as checkpoint
-from unified_trainer.checkpoint.dcp import CheckpointError
-from unified_trainer.checkpoint.init_from import initialise
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.run.checkpoint import dcp as checkpoint
+from unified_trainer.run.checkpoint.dcp import CheckpointError
+from unified_trainer.run.checkpoint.init_from import initialise
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ import pytest
 from helpers import ALONE, SMALL, shell
 
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint import lock_file, run_lock
-from unified_trainer.checkpoint.lock_file import STALE, HeldError, LockFile
-from unified_trainer.checkpoint.run_lock import RunFolderError, claimed
+from unified_trainer.run.checkpoint import lock_file, run_lock
+from unified_trainer.run.checkpoint.lock_file import STALE, HeldError, LockFile
+from unified_trainer.run.checkpoint.run_lock import RunFolderError, claimed
 
 OF_OTHERS = "process 1 on elsewhere (pid:[1])"
 
@@ -160,7 +160,7 @@ def test_a_killed_owner_is_none(without_flock, tmp_path):
     program = """
 import os, signal, sys
 from pathlib import Path
-from unified_trainer.checkpoint.lock_file import LockFile
+from unified_trainer.run.checkpoint.lock_file import LockFile
 LockFile(Path(sys.argv[1]))
 os.kill(os.getpid(), signal.SIGKILL)
 """

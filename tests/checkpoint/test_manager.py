@@ -26,11 +26,11 @@ from helpers import (
 from torch.distributed.checkpoint import staging
 
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint import dcp as checkpoint
-from unified_trainer.checkpoint import manifest
-from unified_trainer.checkpoint.dcp import CheckpointError, DiskFull
-from unified_trainer.checkpoint.manager import Keep, Saver
-from unified_trainer.checkpoint.run_lock import RunFolderError, claimed
+from unified_trainer.run.checkpoint import dcp as checkpoint
+from unified_trainer.run.checkpoint import manifest
+from unified_trainer.run.checkpoint.dcp import CheckpointError, DiskFull
+from unified_trainer.run.checkpoint.manager import Keep, Saver
+from unified_trainer.run.checkpoint.run_lock import RunFolderError, claimed
 
 
 def state(value: float = 1.0, size: int = 4) -> dict[str, torch.Tensor]:
@@ -302,8 +302,8 @@ def test_metrics_wait_for_space(small_disk):
     program = """
 import sys
 from pathlib import Path
-from unified_trainer.config import TrackingConfig
-from unified_trainer.tracking.tracker import Tracker
+from unified_trainer.run.settings.config import TrackingConfig
+from unified_trainer.run.tracking.tracker import Tracker
 disk = Path(sys.argv[1])
 with Tracker(disk, TrackingConfig(), {}, 3, 0, True) as tracker:
     tracker.log(1, {"a": 1.0})
@@ -351,7 +351,7 @@ def test_a_killed_owner_is_none(tmp_path):
 import os, signal, sys, torch
 from pathlib import Path
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.checkpoint.run_lock import claimed
+from unified_trainer.run.checkpoint.run_lock import claimed
 with claimed(Path(sys.argv[1]), Mesh(torch.device("cpu"))):
     os.kill(os.getpid(), signal.SIGKILL)
 """

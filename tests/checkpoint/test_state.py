@@ -23,15 +23,15 @@ from helpers import (
 )
 
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint import dcp as checkpoint
-from unified_trainer.checkpoint import manifest
-from unified_trainer.checkpoint.dcp import CheckpointError
-from unified_trainer.checkpoint.manager import Keep, Saver
-from unified_trainer.errors import NotFiniteError
+from unified_trainer.basics.errors import NotFiniteError
 from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles import learner
-from unified_trainer.validation import Validation
+from unified_trainer.run.checkpoint import dcp as checkpoint
+from unified_trainer.run.checkpoint import manifest
+from unified_trainer.run.checkpoint.dcp import CheckpointError
+from unified_trainer.run.checkpoint.manager import Keep, Saver
+from unified_trainer.run.validation.report import Validation
 
 STATE = {"a/weights/w": torch.ones(4), "a/updates": torch.tensor(3)}
 SHARD = "a/weights/shard-00001-model-00001-of-00001.safetensors"

@@ -11,10 +11,10 @@ from evaluating import refused, table
 from helpers import SHARP_AND_DARK, SMALL, TWO_PROMPTS, flags
 
 from unified_trainer.__main__ import main
-from unified_trainer.commands import evaluate as command
-from unified_trainer.commands.evaluation import checkpoints as parsing
-from unified_trainer.commands.evaluation.checkpoints import read_checkpoints
-from unified_trainer.commands.evaluation.plan import NOISE_STEP
+from unified_trainer.tools.evaluate import checkpoints as parsing
+from unified_trainer.tools.evaluate import evaluate as command
+from unified_trainer.tools.evaluate.checkpoints import read_checkpoints
+from unified_trainer.tools.evaluate.plan import NOISE_STEP
 
 pytestmark = pytest.mark.slow
 
@@ -184,7 +184,7 @@ def test_prompts_are_needed_and_counted_once(run, tmp_path, capsys):
 def test_runs_without_ema_weights_say_so(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints" / "step_2"
-    from unified_trainer.checkpoint import manifest
+    from unified_trainer.run.checkpoint import manifest
 
     metadata = json.loads((folder / "manifest.json").read_text())
     kept = {name: entry for name, entry in metadata.pop("files").items() if "/ema/" not in name}
@@ -198,8 +198,8 @@ def test_network_calls_are_counted_as_they_run(run):
     """Rows that went through the network for each sample, with guidance and without."""
     from helpers import LATENT_SHAPE, small_batch, trainable
 
-    from unified_trainer.commands.evaluation.samples import network_calls
-    from unified_trainer.sampling import SamplerConfig, generate
+    from unified_trainer.sampling.solver import SamplerConfig, generate
+    from unified_trainer.tools.evaluate.samples import network_calls
 
     for scale in (1.0, 3.0):
         student, seen = trainable(), []

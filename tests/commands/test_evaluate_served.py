@@ -10,16 +10,16 @@ from evaluating import refused, table
 from helpers import SMALL, flags
 
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint.manifest import weights_digest
-from unified_trainer.commands import student_service as module
-from unified_trainer.commands.evaluation import checkpoints as parsing
-from unified_trainer.commands.load_run import load_role
-from unified_trainer.commands.student_service import student_service
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.serving.listening import open_port
-from unified_trainer.serving.remote_student import RemoteStudent
-from unified_trainer.serving.video_json import to_json
-from unified_trainer.serving.web_server import serving
+from unified_trainer.rewards.video_json import to_json
+from unified_trainer.run.checkpoint.manifest import weights_digest
+from unified_trainer.tools.evaluate import checkpoints as parsing
+from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.serve import student_service as module
+from unified_trainer.tools.serve.listening import open_port
+from unified_trainer.tools.serve.remote_student import RemoteStudent
+from unified_trainer.tools.serve.student_service import student_service
+from unified_trainer.tools.serve.web_server import serving
 
 pytestmark = pytest.mark.slow
 

@@ -12,10 +12,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from unified_trainer.__main__ import main
-from unified_trainer.commands.load_run import load_role
-from unified_trainer.commands.sample import videos
 from unified_trainer.models.wan.model import WanModel
-from unified_trainer.registry import family_of
+from unified_trainer.run.registry import family_of
+from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.sample.sample import videos
 
 pytestmark = pytest.mark.slow
 

@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.__main__ import main
-from unified_trainer.commands.scheduler import euler_scheduler
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.sampling import SamplerConfig
+from unified_trainer.sampling.solver import SamplerConfig
+from unified_trainer.tools.export.scheduler import euler_scheduler
 
 pytestmark = pytest.mark.slow
 

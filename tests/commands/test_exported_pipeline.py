@@ -16,9 +16,9 @@ from helpers import ALONE, WAN, copy_of, files_of, flags, run
 from safetensors import safe_open
 
 from unified_trainer.__main__ import main
-from unified_trainer.commands.load_run import load_role
-from unified_trainer.commands.sample import of_length, videos
 from unified_trainer.models.wan import exported_pipeline
+from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.sample.sample import of_length, videos
 
 pytestmark = [
     pytest.mark.slow,

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from unified_trainer.cli.command_line import parse
-from unified_trainer.commands.model_card import _reward
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.tools.export.model_card import _reward
 
 
 @pytest.mark.parametrize(

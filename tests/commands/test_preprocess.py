@@ -13,17 +13,17 @@ from helpers import ALONE, CPU, REPO, WAN, command, copy_of, environment, files_
 from real_clips import REAL, quarters, real_folder, write_exactly
 
 from unified_trainer.__main__ import main
-from unified_trainer.commands.clip_folder import ClipFolder
-from unified_trainer.commands.preprocess import preprocess
+from unified_trainer.basics.errors import UserError
 from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.fastvideo import T2V, TEXT_ENCODER, TEXT_ONLY, t2v_row
 from unified_trainer.data.negative_prompt import use_negative_prompt
 from unified_trainer.data.tiny_world import TRAINING, check_attributes, draw_clip, render
 from unified_trainer.data.video_files import to_uint8, write_mp4
 from unified_trainer.data.video_reader import read_clip, to_video
-from unified_trainer.errors import UserError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
+from unified_trainer.tools.prepare.clip_folder import ClipFolder
+from unified_trainer.tools.prepare.preprocess import preprocess
 
 pytestmark = pytest.mark.slow  # seconds together
 

@@ -19,10 +19,10 @@ from helpers import ALONE, copy_of, files_of, flags, refused, run
 from huggingface_hub import constants
 
 from unified_trainer.__main__ import main
-from unified_trainer.commands import model_card
-from unified_trainer.commands.load_run import load_role
-from unified_trainer.commands.model_card import PROMPT
-from unified_trainer.commands.sample import videos
+from unified_trainer.tools.export import model_card
+from unified_trainer.tools.export.model_card import PROMPT
+from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.sample.sample import videos
 
 pytestmark = pytest.mark.slow
 

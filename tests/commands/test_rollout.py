@@ -19,11 +19,11 @@ from helpers import (
 from safetensors.torch import load_file, save_file
 
 from unified_trainer.__main__ import main
-from unified_trainer.commands.load_run import load_role
-from unified_trainer.commands.rollout_folder import RolloutFolder
-from unified_trainer.commands.sample import videos
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.rewards import pixels
+from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.sample.rollout_folder import RolloutFolder
+from unified_trainer.tools.sample.sample import videos
 
 pytestmark = pytest.mark.slow
 

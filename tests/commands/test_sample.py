@@ -11,8 +11,8 @@ from helpers import ALONE, Calls, fill_disk, flags, run
 from PIL import Image
 
 from unified_trainer.__main__ import main
-from unified_trainer.commands.load_run import LoadedRole, load_role
-from unified_trainer.commands.sample import of_length, pieces, videos
+from unified_trainer.tools.load_run import LoadedRole, load_role
+from unified_trainer.tools.sample.sample import of_length, pieces, videos
 
 pytestmark = pytest.mark.slow
 

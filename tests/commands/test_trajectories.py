@@ -12,19 +12,19 @@ import torch
 from helpers import ALONE, CAPTIONS, CPU, LATENT_SHAPE, REPO, checkpoint_of, files_of, flags, metrics_of, tiny_codec
 
 from unified_trainer.__main__ import main
-from unified_trainer.build import build
-from unified_trainer.cli.command_line import parse
-from unified_trainer.commands.preprocess import preprocess
+from unified_trainer.basics.errors import UserError
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.fastvideo import ODE, TEXT_ENCODER
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.parquet import ParquetTrajectories
 from unified_trainer.data.parquet_files import read_stored_files
 from unified_trainer.data.row_kinds import TrajectoryRows
-from unified_trainer.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.teacher_ode import TeacherODE
+from unified_trainer.run.build import build
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.sampling.teacher_ode import TeacherODE
+from unified_trainer.tools.prepare.preprocess import preprocess
 
 pytestmark = pytest.mark.slow  # seconds together
 

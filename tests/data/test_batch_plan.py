@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.cli.command_line import parse
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
-from unified_trainer.plan import check
-from unified_trainer.registry import METHODS
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.registry import METHODS
+from unified_trainer.run.settings.command_line import parse
 
 KEYS = ("P", "n", "G", "micro")
 

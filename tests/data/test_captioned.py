@@ -8,12 +8,12 @@ import pytest
 from helpers import tiny_codec
 from real_clips import REAL, grays, quarters, real_folder, write_exactly
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.data.captioned import find_videos
 from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.raw_clips import checked_videos, encode_videos, holds_videos
 from unified_trainer.data.tables import TABLES
 from unified_trainer.data.video_reader import VideoError, read_clip, to_video
-from unified_trainer.errors import UserError
 
 ROWS = [{"path": "b.mp4", "caption": "two, words"}, {"path": "deep/a.mp4", "caption": "one"}]
 

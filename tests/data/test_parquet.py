@@ -12,13 +12,13 @@ import torch
 from clip_files import RAW, tensors, write_clips
 from helpers import ALONE, CPU, LATENT_SHAPE, WAN
 
+from unified_trainer.basics.errors import MissingFileError, NotFiniteError, UserError
 from unified_trainer.data import parquet
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.parquet import ParquetClips
 from unified_trainer.data.parquet_files import StoredFiles, read_stored_files
 from unified_trainer.data.row_kinds import ClipRows
-from unified_trainer.errors import MissingFileError, NotFiniteError, UserError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.parallel.mesh import Mesh

@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from unified_trainer.commands.sample import read_lines
+from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.data.prompts import read_prompts, training_captions, validation_captions
 from unified_trainer.data.tiny_world import HELD_OUT, SUBJECT_OF_CAPTION, SUBJECTS, TRAINING
-from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.tools.sample.sample import read_lines
 
 
 def written(tmp_path, text: str):

@@ -8,9 +8,9 @@ import torch
 from helpers import ALONE, CAPTIONS, CPU, WAN, flags, metrics_of
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.errors import MissingFileError, NotFiniteError, UserError
 from unified_trainer.data.prompts import read_prompts
 from unified_trainer.data.stored_prompts import use_stored_prompts
-from unified_trainer.errors import MissingFileError, NotFiniteError, UserError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 

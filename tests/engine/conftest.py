@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from unified_trainer.engine import cluster
-from unified_trainer.engine.config import RayConfig
+from unified_trainer.run.settings.workers import RayConfig
+from unified_trainer.run.workers import cluster
 
 
 @pytest.fixture(scope="package")

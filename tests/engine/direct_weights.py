@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import ALONE
 from reader import Reader
 
-from unified_trainer.engine import cluster
-from unified_trainer.engine.config import RayConfig
-from unified_trainer.engine.weights import WeightSender
+from unified_trainer.run.settings.workers import RayConfig
+from unified_trainer.run.workers import cluster
+from unified_trainer.run.workers.weights import WeightSender
 
 
 def weights() -> dict[str, torch.Tensor]:

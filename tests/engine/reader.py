@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from unified_trainer.engine.weights import Weights
+from unified_trainer.run.workers.weights import Weights
 
 
 class Reader:

@@ -2,9 +2,9 @@
 
 import torch
 
-from unified_trainer.engine import arrays
-from unified_trainer.roles.reward import Scores
-from unified_trainer.types import Rollout
+from unified_trainer.basics.types import Rollout
+from unified_trainer.rewards.reward import Scores
+from unified_trainer.run.workers import arrays
 
 CPU = torch.device("cpu")
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from helpers import ALONE, SMALL, flags
 
-from unified_trainer.build import build, build_sampling
-from unified_trainer.cli.command_line import parse
-from unified_trainer.engine.rollouts import RemoteRollouts
-from unified_trainer.engine.weights import WeightSender
-from unified_trainer.engine.workers import Worker, WorkerGroup, placed, worker_needs
-from unified_trainer.rl.on_policy_check import ReplayError
-from unified_trainer.rl.rollouts import Sampling
+from unified_trainer.methods.rl.on_policy_check import ReplayError
+from unified_trainer.methods.rl.rollouts import Sampling
+from unified_trainer.run.build import build, build_sampling
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.workers.rollouts import RemoteRollouts
+from unified_trainer.run.workers.weights import WeightSender
+from unified_trainer.run.workers.workers import Worker, WorkerGroup, placed, worker_needs
 
 pytestmark = pytest.mark.slow
 

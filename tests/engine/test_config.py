@@ -5,11 +5,11 @@ import sys
 import pytest
 from helpers import CPU, SMALL
 
-from unified_trainer import build as module
 from unified_trainer.__main__ import main
-from unified_trainer.cli.command_line import parse
-from unified_trainer.engine.config import check_transport
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.run import build as module
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.settings.workers import check_transport
 
 pytestmark = pytest.mark.slow  # seconds together
 

@@ -6,8 +6,8 @@ import pytest
 import unlike_on_ray
 from helpers import SMALL, flags
 
-from unified_trainer.cli.command_line import parse
-from unified_trainer.engine import launch
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.workers import launch
 
 pytestmark = pytest.mark.ranks
 

@@ -10,10 +10,10 @@ from helpers import ALONE, CAPTIONS, LATENT_SHAPE, tiny_codec, trainable
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.engine.rollouts import RemoteRollouts
-from unified_trainer.engine.weights import WeightSender
-from unified_trainer.engine.workers import WorkerGroup
 from unified_trainer.parallel.random import Streams
+from unified_trainer.run.workers.rollouts import RemoteRollouts
+from unified_trainer.run.workers.weights import WeightSender
+from unified_trainer.run.workers.workers import WorkerGroup
 
 PLAN = BatchPlan(2, 2, 2, 4, ("P", "n", "G", "micro"))
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import ToyWorker, rollout_of, scores_of
 
-from unified_trainer.engine.scheduler import DEATHS, Pool, Scheduler, ValidationBatch, WorkersLostError, WorkItem
+from unified_trainer.run.workers.scheduler import DEATHS, Pool, Scheduler, ValidationBatch, WorkersLostError, WorkItem
 
 
 def item(step: int, first: int = 0, version: int = 0) -> WorkItem:

@@ -12,8 +12,8 @@ from helpers import ALONE, REPO, shell
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified_trainer.engine import weights as module
-from unified_trainer.engine.weights import PIECE, Weights, WeightSender, checksum
+from unified_trainer.run.workers import weights as module
+from unified_trainer.run.workers.weights import PIECE, Weights, WeightSender, checksum
 
 
 def zeros() -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from unified_trainer.engine.scheduler import ValidationBatch, WorkItem
+from unified_trainer.run.workers.scheduler import ValidationBatch, WorkItem
 
 
 def rollout_of(item: WorkItem, weights: float) -> dict[str, np.ndarray]:

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from unified_trainer.commands import train
-from unified_trainer.config import RunConfig
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel import meeting
+from unified_trainer.run import train
+from unified_trainer.run.settings.config import RunConfig
 
 
 def _rank(folder: str) -> int:

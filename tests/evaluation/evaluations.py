@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from run_folders import moving_square
 
-from unified_trainer.cli.command_line import parse
-from unified_trainer.commands.evaluation import files, pages
-from unified_trainer.commands.evaluation.checkpoints import Checkpoint
-from unified_trainer.commands.evaluation.measures import BootstrapConfig, Summary, summarise
-from unified_trainer.commands.evaluation.plan import Plan
-from unified_trainer.commands.evaluation.samples import Measured
 from unified_trainer.data.video_files import write_mp4
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.tools.evaluate import files, pages
+from unified_trainer.tools.evaluate.checkpoints import Checkpoint
+from unified_trainer.tools.evaluate.measures import BootstrapConfig, Summary, summarise
+from unified_trainer.tools.evaluate.plan import Plan
+from unified_trainer.tools.evaluate.samples import Measured
 
 HOSTILE = "</script><script>document.title='broken'</script>"
 PLAN = Plan(("a red circle", HOSTILE, "\u202e\u05d0 & <b>", "d"), 2, (0, 7), 8, 1, 4)

@@ -9,7 +9,7 @@ import pytest
 from chromium import missing, started
 from evaluations import NAMES, PLAN, evaluated
 
-from unified_trainer.commands.evaluation.vote_count import count
+from unified_trainer.tools.evaluate.vote_count import count
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 WAIT = 30  # seconds for anything to happen

@@ -4,10 +4,10 @@ import pytest
 import torch
 from evaluations import BOOTSTRAP, PLAN, measured
 
-from unified_trainer.commands.evaluation.measures import sign_of, summarise
-from unified_trainer.commands.evaluation.plan import Plan
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.rewards.pixels import diversity
+from unified_trainer.tools.evaluate.measures import sign_of, summarise
+from unified_trainer.tools.evaluate.plan import Plan
 
 
 def of_seed(rows: list[dict], seed: int, name: str) -> list[float]:

@@ -7,9 +7,9 @@ import pytest
 from evaluations import NAMES, PLAN, evaluated
 
 from unified_trainer.__main__ import main
-from unified_trainer.commands.evaluation.vote_count import count
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.numerics.bootstrap import wilson_interval
+from unified_trainer.tools.evaluate.vote_count import count
 
 pytestmark = pytest.mark.slow
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from unified_trainer.errors import UserError
-from unified_trainer.guards.base import Alarm
-from unified_trainer.guards.distillation import DistillationGuard, DistillationGuardConfig
+from unified_trainer.basics.errors import UserError
+from unified_trainer.run.guards.base import Alarm
+from unified_trainer.run.guards.distillation import DistillationGuard, DistillationGuardConfig
 
 # critic_to_teacher_error of the student updates in steps 1, 6, 11, ... of `--method dmd2`.
 HEALTHY = [

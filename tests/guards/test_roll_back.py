@@ -12,13 +12,13 @@ from helpers import ALONE, REPO, SMALL, assert_same, checkpoint_of, copy_of, fla
 
 from unified_trainer.__main__ import main
 from unified_trainer.api import Run
-from unified_trainer.checkpoint import manifest
-from unified_trainer.exit_codes import COLLAPSED, HACKED
-from unified_trainer.reporting.run_folder import read_run
-from unified_trainer.reporting.status import status_of
-from unified_trainer.rewards.hacking_monitor import HackingMonitor
 from unified_trainer.roles import learner
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.checkpoint import manifest
+from unified_trainer.run.exit_codes import COLLAPSED, HACKED
+from unified_trainer.run.guards.hacking_monitor import HackingMonitor
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.tools.report.run_folder import read_run
+from unified_trainer.tools.report.status import status_of
 
 sys.path.insert(0, str(REPO / "tests" / "parallel"))
 from launch import fork_ranks

@@ -5,9 +5,9 @@ import json
 import pytest
 from helpers import ALONE, LATENT_SHAPE, frozen, tiny_codec, trainable
 
-from unified_trainer.guards.distillation import LOOKS, DistillationGuardConfig
-from unified_trainer.guards.teacher_probe import TeacherProbe
-from unified_trainer.sampling import SamplerConfig
+from unified_trainer.run.guards.distillation import LOOKS, DistillationGuardConfig
+from unified_trainer.run.guards.teacher_probe import TeacherProbe
+from unified_trainer.sampling.solver import SamplerConfig
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from helpers import ALONE, CAPTIONS, LATENT_SHAPE, WAN, Recorder, frozen, tiny_codec, trainable
 
-from unified_trainer import config as settings
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.plugins import load_object
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.errors import UserError
 from unified_trainer.methods.base import (
     DeclarationError,
     Loss,
@@ -24,12 +24,12 @@ from unified_trainer.methods.base import (
     updated_copy,
 )
 from unified_trainer.methods.base import frozen as declare_frozen
-from unified_trainer.plugins import load_object
-from unified_trainer.registry import METHODS, method_named
-from unified_trainer.role_plan import plan_roles
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.plan.roles import plan_roles
+from unified_trainer.run.registry import METHODS, method_named
+from unified_trainer.run.settings import config as settings
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig
 
 
 @dataclasses.dataclass(frozen=True)

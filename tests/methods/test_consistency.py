@@ -29,8 +29,8 @@ from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig
 
 CONFIG = ConsistencyConfig(batch_size=2, micro_batch=2, teacher_steps=6)
 

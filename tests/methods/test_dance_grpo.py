@@ -13,11 +13,11 @@ import torch
 from helpers import ALONE, CPU, Calls, ScriptedScorer, assert_near, dance_grpo, gradients, setup_of, trainable
 
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
+from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.roles.role import Trainable
-from unified_trainer.sampling import SamplerConfig
+from unified_trainer.sampling.solver import SamplerConfig
 
 STEPS, ETA = 4, 0.3
 SIGMAS = sigma_table(STEPS, 3.0)

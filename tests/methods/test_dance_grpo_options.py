@@ -24,12 +24,12 @@ from policy_case import (
     policy_gradient,
 )
 
+from unified_trainer.methods.rl.minibatches import Minibatch
+from unified_trainer.methods.rl.replay import Replay
+from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.numerics.objectives import ObjectiveParameters, diagnostics, surrogate
-from unified_trainer.rl.minibatches import Minibatch
-from unified_trainer.rl.replay import Replay
-from unified_trainer.rl.sde_windows import WindowConfig
-from unified_trainer.sampling import SamplerConfig, generate
+from unified_trainer.sampling.solver import SamplerConfig, generate
 
 pytestmark = pytest.mark.slow  # seconds together
 

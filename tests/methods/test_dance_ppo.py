@@ -28,17 +28,17 @@ from helpers import (
 )
 
 from unified_trainer.__main__ import main
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.dance_ppo import DancePPOConfig
+from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import sigma_table
-from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import ExpertLayout
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.roles.value import Value
-from unified_trainer.sampling import SamplerConfig
+from unified_trainer.sampling.solver import SamplerConfig
 
 pytestmark = pytest.mark.slow  # seconds together
 

@@ -17,14 +17,14 @@ from torch import nn
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_ppo import DancePPO, DancePPOConfig
+from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.numerics.flow import x0_from_velocity
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.rollouts import ScoredSamples
+from unified_trainer.rewards.reward import RewardConfig, RewardSum, Scores
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.reward import RewardConfig, RewardSum, Scores
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.roles.value import Value
-from unified_trainer.sampling import SamplerConfig
+from unified_trainer.sampling.solver import SamplerConfig
 
 pytestmark = pytest.mark.slow
 

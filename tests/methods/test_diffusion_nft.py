@@ -36,8 +36,8 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
-from unified_trainer.sampling import SamplerConfig, generate
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig, generate
 
 STEPS = 3
 SIGMAS = [float(sigma) for sigma in sigma_table(STEPS, 3.0)]

@@ -26,9 +26,9 @@ from helpers import (
     tiny_codec,
 )
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.errors import UserError
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.distill_rl import DistillRL
 from unified_trainer.methods.distill_rl_settings import (
@@ -42,10 +42,10 @@ from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.methods.reward_gradient import RewardGradient, RewardGradientConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.random import Streams
+from unified_trainer.rewards.reward import RewardSum
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.reward import RewardSum
 from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.trainer import Trainer
 
 GROUPS = {"num_prompts": 2, "num_samples": 2, "prompts_per_update": 2, "rollout_batch": 4, "update_batch": 4}
 POLICY = {"timestep_fraction": 1.0, "clip_low": 1e-3, "clip_high": 1e-3}

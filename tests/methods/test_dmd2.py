@@ -22,13 +22,13 @@ from helpers import (
 )
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.types import Rollout
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.numerics.kernels import Policy
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.sampling import SamplerConfig, generate, predict_at, rollout
-from unified_trainer.types import Rollout
+from unified_trainer.sampling.solver import SamplerConfig, generate, predict_at, rollout
 
 SMALLEST = {"batch_size": 4, "micro_batch": 4, "guidance_scale": 2.0}
 STEPS = 4

@@ -17,7 +17,7 @@ from exact_world import (
 
 from unified_trainer.numerics.flow import x0_from_velocity
 from unified_trainer.roles.role import Frozen, RoleConfig
-from unified_trainer.sampling import SamplerConfig
+from unified_trainer.sampling.solver import SamplerConfig
 
 FIRST, EVERY, UPDATES = 60, 5, 60
 

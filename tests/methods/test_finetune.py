@@ -10,7 +10,7 @@ from unified_trainer.methods.finetune import Finetune, FinetuneConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import unshift_sigma
 from unified_trainer.parallel.random import Streams
-from unified_trainer.sampling import SamplerConfig
+from unified_trainer.sampling.solver import SamplerConfig
 
 WHOLE = {"batch_size": 8, "micro_batch": 8}
 

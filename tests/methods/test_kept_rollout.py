@@ -8,11 +8,11 @@ import test_distill_rl
 import torch
 from helpers import FEW_STEPS, StubbornScorer, assert_same, dance_grpo, dance_ppo, frozen
 
+from unified_trainer.basics.types import Rollout
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.dance_ppo import DancePPOConfig
+from unified_trainer.methods.rl.kept_rollout import HostRollout, RolloutParts, join
 from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.rl.kept_rollout import HostRollout, RolloutParts, join
-from unified_trainer.types import Rollout
 
 GROUPS = {"num_prompts": 2, "num_samples": 2, "prompts_per_update": 1, "rollout_batch": 3, "update_batch": 1}
 WIDE = {"clip_low": 0.5, "clip_high": 0.5}

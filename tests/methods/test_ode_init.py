@@ -33,8 +33,8 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig
 
 # Of the teacher, 3u / (1 + 2u) at u = 1, 5/6 ... 0, and of the student, 5u / (1 + 4u) at 1, 3/4, 1/2, 1/4.
 LEVELS = [1.0, 0.9375, 6 / 7, 5 / 6, 0.75, 0.625, 0.6, 0.375, 0.0]

@@ -27,10 +27,10 @@ from unified_trainer.methods.reward_gradient import RewardGradient, RewardGradie
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.hpsv3 import HPSv3
+from unified_trainer.rewards.reward import Reward, RewardConfig
 from unified_trainer.rewards.scorers import load_scorers
-from unified_trainer.roles.reward import Reward, RewardConfig
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig
 
 SAMPLER = SamplerConfig(num_steps=3, guidance_scale=1.0)
 CONFIG = RewardGradientConfig(batch_size=4, micro_batch=4)

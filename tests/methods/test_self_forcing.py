@@ -22,9 +22,9 @@ from helpers import (
     tiny_codec,
 )
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.errors import UserError
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.self_forcing import SelfForcing, SelfForcingConfig
 from unified_trainer.models.wan.causal import CausalWanModel
@@ -33,8 +33,8 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
-from unified_trainer.sampling import SamplerConfig, generate, predict_chunks
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig, generate, predict_chunks
 
 pytestmark = pytest.mark.slow  # seconds together
 

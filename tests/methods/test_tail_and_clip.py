@@ -10,9 +10,9 @@ from helpers import Calls, ScriptedScorer, assert_near, dance_grpo, setup_of, tr
 from policy_case import ELEMENTS, KERNELS, ODE, A, Case, ks, log_ratios
 from test_dance_grpo import EQUAL, stepped
 
+from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.numerics.flow import second_order_step, sigma_table
 from unified_trainer.numerics.objectives import calibrated_clip, surrogate
-from unified_trainer.rl.sde_windows import WindowConfig
 
 # The step.
 

@@ -9,7 +9,7 @@ from diffusers import WanPipeline
 from helpers import ALONE, WAN, assert_near, assert_same, weights
 from safetensors.torch import load_file, save_file
 
-from unified_trainer.errors import MissingFileError, NotFiniteError, UserError
+from unified_trainer.basics.errors import MissingFileError, NotFiniteError, UserError
 from unified_trainer.models.adapter_file import AdapterFile, open_adapter
 from unified_trainer.models.adapter_location import checksum, locate
 from unified_trainer.models.wan.family import WAN as FAMILY

@@ -8,10 +8,10 @@ import torch
 from bad_inputs import ABSENT, edit, refused
 from helpers import CPU, WAN, rewrite
 
-from unified_trainer.input_files import read_json
+from unified_trainer.basics.input_files import read_json
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
-from unified_trainer.registry import family_of, open_model
+from unified_trainer.run.registry import family_of, open_model
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 INDEX = "diffusion_pytorch_model.safetensors.index.json"

@@ -12,9 +12,9 @@ import torch
 from helpers import CPU, LATENT_SHAPE, WAN, copy_of, rewrite, tiny_codec
 from torch import nn
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.data.prompts import training_captions
 from unified_trainer.data.tiny_world import TRAINING, draw_clip, render
-from unified_trainer.errors import UserError
 from unified_trainer.models import frozen_network
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last

@@ -9,7 +9,7 @@ from helpers import CPU, HPSV3, SMALL, WAN, copy_of
 from transformers import AutoTokenizer, CLIPTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer, Qwen2VLConfig
 
 from unified_trainer.__main__ import main
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import read_pretrained, read_tokenizer
 from unified_trainer.models.wan.codec import WanCodec

@@ -13,12 +13,12 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from helpers import WAN, copy_of
 from odd_configs import CONFIGS, copied, digest, outcome, sample
 
-from unified_trainer.errors import UserError
-from unified_trainer.input_files import parse_object
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import parse_object
 from unified_trainer.models.folder import outline
 from unified_trainer.models.layout import arguments_of, reading_config
 from unified_trainer.models.wan.configs import TransformerConfig, VAEConfig
-from unified_trainer.registry import family_of
+from unified_trainer.run.registry import family_of
 
 FEW = 10  # values of a file in every run of the tests
 

@@ -11,15 +11,15 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from helpers import ALONE, CAPTIONS, CPU, LATENT_SHAPE, SMALL, gradients, small_causal, small_model, tiny_codec
 from torch import Tensor
 
-from unified_trainer.cli.command_line import parse
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel import device
 from unified_trainer.parallel.device import attention_order, use_attention
-from unified_trainer.plan import check
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.settings.command_line import parse
 
 CUDA = torch.device("cuda")
 X_T = torch.randn(2, *LATENT_SHAPE, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import UMT5EncoderModel
 
 from unified_trainer.__main__ import main
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.models import prompt_embeddings
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.prompt_embeddings import Counts, PromptEmbeddings

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.errors import UserError
-from unified_trainer.sampling import SamplerConfig
+from unified_trainer.basics.errors import UserError
+from unified_trainer.sampling.solver import SamplerConfig
 
 
 @pytest.mark.parametrize(

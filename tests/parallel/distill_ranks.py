@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "methods"))
 from helpers import assert_same
 from test_distill_rl import ALL, TILT, trainer
 
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.checkpoint import dcp as checkpoint
+from unified_trainer.run.trainer import Trainer
 
 MESHES = {"sharded": ParallelConfig(), "replicated": ParallelConfig(replicate=2)}
 SAVED = "sharded"  # the mesh whose first step is saved, and resumed from

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from expert_world import MOVES, ROLES, networks, trainer, trajectory
 from helpers import Calls, small_batch
 
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.roles.role import Trainable
+from unified_trainer.run.checkpoint import dcp as checkpoint
 
 # One sample at a time: in every pass that is not shared by all samples, one rank has none for an expert that must run.
 ONE = {"micro_batch": 1}

@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import ALONE, CAPTIONS, LATENT_SHAPE, small_model, tiny_codec
 from launch import fork_ranks
 
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.parallel.fsdp import full, is_sharded
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.roles import blocks
@@ -24,6 +23,7 @@ from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.roles.value import Value
+from unified_trainer.run.checkpoint import dcp as checkpoint
 
 MESHES = {
     "sharded": ParallelConfig(),

@@ -37,8 +37,8 @@ from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.value import Value
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig
 
 SHAPE = (16, 3, 1, 3)
 STEPS = 2

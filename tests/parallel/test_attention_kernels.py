@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unified_trainer.__main__ import main
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel import device as device_module
 from unified_trainer.parallel.device import attention_order, use_attention
 

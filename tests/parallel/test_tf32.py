@@ -7,9 +7,9 @@ import torch
 from helpers import CPU, SMALL, flags, shell
 
 from unified_trainer.__main__ import main
-from unified_trainer.build import _in_worker
-from unified_trainer.cli.command_line import parse
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.run.build import _in_worker
+from unified_trainer.run.settings.command_line import parse
 
 
 @pytest.fixture(autouse=True)

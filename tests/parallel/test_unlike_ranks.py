@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from helpers import ALONE, CPU, SMALL
 
-from unified_trainer.cli.command_line import parse
 from unified_trainer.data.captioned import CaptionedVideo
 from unified_trainer.parallel.agreement import assert_equal, differences, files_in_words, flat
 from unified_trainer.parallel.mesh import Mesh, RanksDivergedError
-from unified_trainer.plan import check
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.settings.command_line import parse
 
 sys.path.insert(0, str(Path(__file__).parent))
 import unlike_ranks

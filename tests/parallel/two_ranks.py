@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import SMALL, ScriptedScorer, StubbornScorer, dance_grpo, dance_ppo, dmd2, finetune, flags
 
 from unified_trainer import __main__ as program
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.dance_ppo import DancePPOConfig
 from unified_trainer.methods.dmd2 import DMD2Config
@@ -24,8 +23,9 @@ from unified_trainer.methods.finetune import FinetuneConfig
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.checkpoint import dcp as checkpoint
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import SamplerConfig
 
 REWARDS = (1.0, 2.0, 4.0, 5.0, 9.0, -1.0, 1.0, 1.0)
 SIZES = {"num_prompts": 2, "num_samples": 4, "prompts_per_update": 1, "rollout_batch": 2, "update_batch": 2}

@@ -18,11 +18,11 @@ from helpers import SMALL, flags
 from launch import fork_ranks
 
 from unified_trainer.__main__ import main
-from unified_trainer.commands import train
-from unified_trainer.errors import UserError
-from unified_trainer.exit_codes import exit_code
+from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel import meeting
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.run import train
+from unified_trainer.run.exit_codes import exit_code
 
 RUN = SMALL["dance_grpo"] + flags({"algorithm.update-batch": 2, "algorithm.rollout-batch": 2})
 

@@ -14,16 +14,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers import small_model, tiny_codec
 
-from unified_trainer.config import ValidationConfig
 from unified_trainer.data.prompts import validation_captions
 from unified_trainer.data.tiny_world import FRAMES, SIZE
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.rewards.reward import Reward, RewardConfig, ScorerConfig
 from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
 from unified_trainer.roles.role import Trainable, TrainableConfig
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.validation import Validation, validate
+from unified_trainer.run.settings.config import ValidationConfig
+from unified_trainer.run.validation.report import Validation, validate
+from unified_trainer.sampling.solver import SamplerConfig
 
 CONFIG = ValidationConfig(num_samples=4, batch=2, num_videos=0, frechet_stride=8)
 REWARD = RewardConfig(

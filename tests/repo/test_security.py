@@ -15,18 +15,18 @@ NETWORK = {"urllib.request", "http.client", "http.server", "requests", "httpx", 
 NETWORK |= {"ftplib", "smtplib", "telnetlib", "xmlrpc", "ssl", "asyncio.streams", "huggingface_hub", "uvicorn"}
 # Files that use the network, each with the word of its docstring that says so.
 CONNECTED = {
-    "commands/push.py": "Hugging Face hub",
+    "tools/export/push.py": "Hugging Face hub",
     "models/hub.py": "Hugging Face hub",
-    "serving/http_json.py": "over HTTP",
-    "serving/listening.py": "as a socket",
-    "serving/page_server.py": "web server",
-    "serving/web_server.py": "web server",
-    "engine/launch.py": "on Ray",
+    "rewards/wire.py": "over HTTP",
+    "tools/serve/listening.py": "as a socket",
+    "tools/serve/page_server.py": "web server",
+    "tools/serve/web_server.py": "web server",
+    "run/workers/launch.py": "on Ray",
     "rewards/scorer_process.py": "in a process with a Python",
     "rewards/scorer_child.py": "over a socket",
 }
 NAMES_ONLY = {"gethostname"}  # functions of socket that open nothing
-ONE_PLACE = {"models/folder.py", "commands/export.py"}  # that may call from_pretrained
+ONE_PLACE = {"models/folder.py", "tools/export/export.py"}  # that may call from_pretrained
 
 
 def called(node: ast.AST) -> str:

@@ -14,9 +14,9 @@ from chromium import missing, started
 from run_folders import STEPS, make_run, metric_rows, sample_row, training_row, write_lines
 
 from unified_trainer.__main__ import main
-from unified_trainer.reporting.live import LivePages
-from unified_trainer.serving.listening import open_port
-from unified_trainer.serving.page_server import serving_pages
+from unified_trainer.tools.report.live import LivePages
+from unified_trainer.tools.serve.listening import open_port
+from unified_trainer.tools.serve.page_server import serving_pages
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 SECONDS_TO_OPEN = 10.0  # on a loaded machine; it takes about one

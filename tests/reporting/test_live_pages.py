@@ -17,12 +17,12 @@ import pytest
 from run_folders import STEPS, make_run, metric_rows, training_row, write_lines
 
 from unified_trainer.__main__ import main
-from unified_trainer.reporting.live import LivePages
-from unified_trainer.reporting.metrics_reader import MetricsReader
-from unified_trainer.reporting.run_list import means
-from unified_trainer.reporting.run_watch import RunWatch
-from unified_trainer.serving.listening import open_port
-from unified_trainer.serving.page_server import serving_pages
+from unified_trainer.tools.report.live import LivePages
+from unified_trainer.tools.report.metrics_reader import MetricsReader
+from unified_trainer.tools.report.run_list import means
+from unified_trainer.tools.report.run_watch import RunWatch
+from unified_trainer.tools.serve.listening import open_port
+from unified_trainer.tools.serve.page_server import serving_pages
 
 pytestmark = pytest.mark.slow
 

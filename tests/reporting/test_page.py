@@ -8,9 +8,9 @@ import pytest
 from run_folders import PROMPTS, STEPS, make_run, metric_rows, training_row
 
 from unified_trainer.__main__ import main
-from unified_trainer.reporting.page import MARK, check_out
-from unified_trainer.reporting.run_folder import read_validations
-from unified_trainer.reporting.videos import within
+from unified_trainer.tools.report.page import MARK, check_out
+from unified_trainer.tools.report.run_folder import read_validations
+from unified_trainer.tools.report.videos import within
 
 pytestmark = pytest.mark.slow
 

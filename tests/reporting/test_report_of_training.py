@@ -5,7 +5,7 @@ from helpers import SMALL
 
 import unified_trainer as ut
 from unified_trainer.__main__ import main
-from unified_trainer.cli.command_line import parse
+from unified_trainer.run.settings.command_line import parse
 
 pytestmark = pytest.mark.slow
 SHORT = [*SMALL["finetune"], "--report", "--validate-every", "1", "--validation.num-videos", "1"]

@@ -10,12 +10,12 @@ import pytest
 from run_folders import STEPS, make_run, metric_rows, training_row, validation_row
 
 from unified_trainer.__main__ import main
-from unified_trainer.reporting.differences import differing, last_metrics, settings_of_run
-from unified_trainer.reporting.glossary import GROUPS, HEALTHY, OTHER, TOGETHER, documented_name, grouped
-from unified_trainer.reporting.healthy import bands, departures, held_out_metrics
-from unified_trainer.reporting.rewards_and_time import phase_times, reward_parts
-from unified_trainer.reporting.run_folder import RunFolderUnreadableError, find_runs, read_run, read_validations
-from unified_trainer.reporting.status import best_of, status_of
+from unified_trainer.tools.report.differences import differing, last_metrics, settings_of_run
+from unified_trainer.tools.report.glossary import GROUPS, HEALTHY, OTHER, TOGETHER, documented_name, grouped
+from unified_trainer.tools.report.healthy import bands, departures, held_out_metrics
+from unified_trainer.tools.report.rewards_and_time import phase_times, reward_parts
+from unified_trainer.tools.report.run_folder import RunFolderUnreadableError, find_runs, read_run, read_validations
+from unified_trainer.tools.report.status import best_of, status_of
 
 pytestmark = pytest.mark.slow
 

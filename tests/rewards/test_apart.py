@@ -6,12 +6,12 @@ import pytest
 import torch
 from helpers import LATENT_SHAPE, mean_score, small_batch, tiny_codec
 
+from unified_trainer.basics.types import Rollout
+from unified_trainer.methods.rl.rollouts import LocalRollouts
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.base import ApartScorer, RewardConfig, ScorerConfig, of_images
+from unified_trainer.rewards.reward import Reward
 from unified_trainer.rewards.scorers import KINDS, scorer_kind
-from unified_trainer.rl.rollouts import LocalRollouts
-from unified_trainer.roles.reward import Reward
-from unified_trainer.types import Rollout
 
 CONFIG = RewardConfig(
     kind="first", retries=1, scorers={"mean": ScorerConfig(frames="all"), "last": ScorerConfig(weight=-0.5)}

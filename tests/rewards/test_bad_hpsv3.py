@@ -8,8 +8,8 @@ from helpers import CPU, HPSV3, copy_of, rewrite
 from unified_trainer.rewards.chat_template import STEPS
 from unified_trainer.rewards.hpsv3 import HPSv3
 from unified_trainer.rewards.hpsv3_folder import CHECKPOINT
+from unified_trainer.rewards.reward import RewardConfig, VideoReward
 from unified_trainer.rewards.scorers import _plain
-from unified_trainer.roles.reward import RewardConfig, VideoReward
 
 
 @pytest.fixture

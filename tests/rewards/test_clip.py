@@ -12,11 +12,11 @@ from small_clip import SIDE, save_clip
 from torch import nn
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.rewards.aesthetic import load_head
 from unified_trainer.rewards.clip import CLIP
+from unified_trainer.rewards.reward import RewardConfig
 from unified_trainer.rewards.scorers import check_reward, load_scorers
-from unified_trainer.roles.reward import RewardConfig
 
 PROMPTS = ["a red circle", "blue square moves up", "a red circle"]
 IMAGES = torch.rand(3, 3, 40, 56, generator=torch.Generator().manual_seed(0))

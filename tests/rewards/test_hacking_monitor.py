@@ -8,9 +8,9 @@ import pytest
 from helpers import SMALL, copy_of, flags, metrics_of, run
 
 from unified_trainer.__main__ import main
-from unified_trainer.checkpoint import manifest
-from unified_trainer.rewards.hacking_monitor import HackingMonitor, HackingMonitorConfig
-from unified_trainer.trainer import Trainer
+from unified_trainer.run.checkpoint import manifest
+from unified_trainer.run.guards.hacking_monitor import HackingMonitor, HackingMonitorConfig
+from unified_trainer.run.trainer import Trainer
 
 FIRST = {
     "reward": 2.0,

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from unified_trainer.commands.import_hpsv3 import import_hpsv3, package_strings
 from unified_trainer.data import tiny_world
 from unified_trainer.rewards.hpsv3 import HPSv3
 from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, FOLDER_FILES
 from unified_trainer.rewards.hpsv3_preprocessing import fit
+from unified_trainer.tools.prepare.import_hpsv3 import import_hpsv3, package_strings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from tiny_world_hpsv3 import ranking_loss

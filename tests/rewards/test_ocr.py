@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.ocr import edit_distance, similarity, wanted_text
 from unified_trainer.rewards.scorers import check_reward, load_scorers

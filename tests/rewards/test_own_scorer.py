@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 
 from unified_trainer.__main__ import main
 from unified_trainer.api import configure
-from unified_trainer.cli.command_line import parse
-from unified_trainer.errors import UserError
-from unified_trainer.plugins import load_object
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.plugins import load_object
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.scorers import KINDS, check_reward, load_scorers
+from unified_trainer.run.settings.command_line import parse
 
 # A user's file: a probe of the mean color with weights from a file, plus a bonus for the word "red".
 PROBE = """
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from unified_trainer.errors import MissingFileError
+from unified_trainer.basics.errors import MissingFileError
 from unified_trainer.rewards.base import ScorerKind, check_path, of_images
 
 WEIGHTS = "probe.safetensors"
@@ -155,7 +155,7 @@ def test_a_file_is_executed_once_and_a_module_is_imported(tmp_path):
         ("absent.py:NAME", "key absent.py: no such file"),
         ("no_such_package.part:NAME", "key: no module no_such_package; install its package"),
         ("unified_trainer.absent:NAME", "key: no module unified_trainer.absent"),
-        ("unified_trainer.plugins:NAME", "unified_trainer.plugins defines no NAME"),
+        ("unified_trainer.basics.plugins:NAME", "unified_trainer.basics.plugins defines no NAME"),
     ],
 )
 def test_a_missing_object_names_its_key(spec, message):

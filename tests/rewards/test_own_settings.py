@@ -10,13 +10,13 @@ import torch
 from helpers import CPU, REPO, SMALL, metrics_of, run
 
 from unified_trainer.__main__ import main
-from unified_trainer.cli.command_line import parse
-from unified_trainer.config import save
-from unified_trainer.errors import UserError
-from unified_trainer.input_files import read_yaml
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import read_yaml
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig, of_images
 from unified_trainer.rewards.own_settings import ScorerSettings, by_form, typed
 from unified_trainer.rewards.scorers import check_reward, load_scorers
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.settings.config import save
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ from typing import Literal
 
 import torch
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.rewards.base import of_images
 from unified_trainer.rewards.own_settings import ScorerSettings
 

@@ -14,16 +14,16 @@ from answering import answering, serving_process
 from helpers import CPU, HPSV3, free_port, metrics_of, run
 from small_clip import save_clip
 
-from unified_trainer.cli.command_line import parse
-from unified_trainer.commands.reward_service import reward_service
-from unified_trainer.commands.serve_reward import serve_reward
-from unified_trainer.config import check_resumable, save
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
+from unified_trainer.rewards.reward import VideoReward
 from unified_trainer.rewards.scorers import check_reward, least_frames, load_scorers
-from unified_trainer.roles.reward import VideoReward
-from unified_trainer.serving.video_json import from_json, to_json
-from unified_trainer.serving.web_server import serving
+from unified_trainer.rewards.video_json import from_json, to_json
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.settings.config import check_resumable, save
+from unified_trainer.tools.serve.reward_service import reward_service
+from unified_trainer.tools.serve.serve_reward import serve_reward
+from unified_trainer.tools.serve.web_server import serving
 
 pytestmark = pytest.mark.slow  # seconds together
 
@@ -360,7 +360,7 @@ import torch
 
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.scorers import load_scorers
-from unified_trainer.roles.reward import VideoReward
+from unified_trainer.rewards.reward import VideoReward
 
 
 @cache

@@ -16,14 +16,14 @@ import pytest
 import torch
 from helpers import CPU, REPO, run
 
-from unified_trainer.cli.command_line import parse
-from unified_trainer.config import check_resumable, save
-from unified_trainer.errors import UserError
-from unified_trainer.input_files import read_yaml
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import read_yaml
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
+from unified_trainer.rewards.reward import Reward
 from unified_trainer.rewards.scorer_process import ScorerError, ScorerProcess
 from unified_trainer.rewards.scorers import check_reward, load_scorers
-from unified_trainer.roles.reward import Reward
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.settings.config import check_resumable, save
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from helpers import free_port
 
-from unified_trainer.commands.serve_reward import serve_reward
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.rewards.time_limit import watched
-from unified_trainer.serving.http_json import exchange
-from unified_trainer.serving.video_json import PROTOCOL, to_json
+from unified_trainer.rewards.video_json import PROTOCOL, to_json
+from unified_trainer.rewards.wire import exchange
+from unified_trainer.tools.serve.serve_reward import serve_reward
 
 SCORER = """
 import threading

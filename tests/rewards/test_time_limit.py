@@ -10,9 +10,9 @@ import torch
 from helpers import CPU, shell
 
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
+from unified_trainer.rewards.reward import VideoReward
 from unified_trainer.rewards.scorers import KINDS, load_scorers, scorer_kind
 from unified_trainer.rewards.time_limit import time_limit
-from unified_trainer.roles.reward import VideoReward
 
 VIDEO, PROMPTS = torch.rand(2, 3, 1, 4, 4), ("a", "b")
 SCORER = """

@@ -12,7 +12,7 @@ from answering import answering
 from helpers import CPU
 from PIL import Image
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.rewards.vlm import VisionLanguageModel

@@ -23,15 +23,15 @@ from helpers import (
 )
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.types import Rollout
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
+from unified_trainer.methods.rl.dynamic_sampling import collect_samples
+from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.dynamic_sampling import collect_samples
-from unified_trainer.rl.rollouts import ScoredSamples
-from unified_trainer.roles.reward import Scores
-from unified_trainer.types import Rollout
+from unified_trainer.rewards.reward import Scores
 
 pytestmark = pytest.mark.slow
 

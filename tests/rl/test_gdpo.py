@@ -7,9 +7,9 @@ import torch
 from helpers import ALONE, ScriptedScorer, dance_grpo, tiny_codec
 
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
+from unified_trainer.methods.rl.groups import compute_advantages
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.groups import compute_advantages
-from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
+from unified_trainer.rewards.reward import Reward, RewardConfig, ScorerConfig
 
 REWARDS = (1.0, 2.0, 4.0, 5.0, -1.0, 2.0, -3.0, 1.0)  # of two groups of four
 CONFIG = DanceGRPOConfig(

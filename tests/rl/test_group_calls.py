@@ -22,19 +22,19 @@ from helpers import (
 )
 from policy_case import CONFIG, ODE, SDE
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.methods.dance_grpo import DanceGRPO
 from unified_trainer.methods.diffusion_nft import DiffusionNFT, DiffusionNFTConfig
+from unified_trainer.methods.rl.policy import initial_noise
+from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.numerics.equal_rows import EqualRows
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.policy import initial_noise
-from unified_trainer.rl.sde_windows import WindowConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.sampling import SamplerConfig, policy_velocity
-from unified_trainer.shared_calls import kept_for_the_next_part, shared_velocity
+from unified_trainer.sampling.equal_rows import EqualRows
+from unified_trainer.sampling.shared_calls import kept_for_the_next_part, shared_velocity
+from unified_trainer.sampling.solver import SamplerConfig, policy_velocity
 
 GUIDED = dataclasses.replace(ODE, guidance_scale=3.0)
 TAIL = WindowConfig(size=1, every=1, tail="second_order")

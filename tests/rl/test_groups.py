@@ -6,8 +6,8 @@ from helpers import ALONE, CAPTIONS, LATENT_SHAPE, reward_of, small_batch, tiny_
 
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.rl.groups import Advantages, GroupConfig, compute_advantages
-from unified_trainer.roles.reward import Scores
+from unified_trainer.methods.rl.groups import Advantages, GroupConfig, compute_advantages
+from unified_trainer.rewards.reward import Scores
 
 PARTS = torch.tensor([1.0, 3.0, 0.0, 0.2])  # two prompts with two samples each
 SIZES = {"num_prompts": 2, "num_samples": 2, "prompts_per_update": 2, "rollout_batch": 4, "update_batch": 4}

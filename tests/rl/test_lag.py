@@ -19,9 +19,9 @@ from policy_case import (
     nudge,
 )
 
-from unified_trainer.cli.command_line import parse
 from unified_trainer.numerics.objectives import diagnostics, surrogate
-from unified_trainer.plan import check
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.settings.command_line import parse
 
 sys.path.insert(0, str(REPO / "scripts"))
 import compare_lag

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.rl.minibatches import plan_minibatches
+from unified_trainer.methods.rl.minibatches import plan_minibatches
 
 
 def plans(useful: list[int], advantages: list[float], ranks: int, updates: int, micro: int):

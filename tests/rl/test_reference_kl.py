@@ -8,12 +8,12 @@ from helpers import ALONE, SMALL, assert_same, checkpoint_of, flags, frozen, met
 from policy_case import REWARDS, SDE, Case, divergence, log_ratios
 
 from unified_trainer.__main__ import main
-from unified_trainer.build import build
-from unified_trainer.cli.command_line import parse
 from unified_trainer.numerics.kl import AdaptiveKL
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Frozen, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.run.build import build
+from unified_trainer.run.settings.command_line import parse
 
 KINDS = ["exact", "k1", "k2", "k3", "velocity"]
 KL = ["--algorithm.kl-coefficient", "0.1"]

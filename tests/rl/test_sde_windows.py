@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unified_trainer.rl.sde_windows import WindowConfig
+from unified_trainer.methods.rl.sde_windows import WindowConfig
 
 
 def firsts(config: WindowConfig, steps: range, transitions: int) -> list[int]:

@@ -21,16 +21,16 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.models.wan.model import WanModel
-from unified_trainer.role_loading import load_roles
-from unified_trainer.role_plan import RolePlan, layout_for
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.recompute import Recompute, selective_policy
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
+from unified_trainer.run.checkpoint import dcp as checkpoint
+from unified_trainer.run.load_roles import load_roles
+from unified_trainer.run.plan.roles import RolePlan, layout_for
 
 pytestmark = pytest.mark.slow  # seconds together
 

@@ -6,14 +6,14 @@ import torch
 from expert_world import BOUNDARY, CAUSAL, CONFIGS, MOVES, STAYS, networks, trainer, trajectory
 from helpers import ALONE, Calls, Recording, assert_near, assert_same, small_batch, weights
 
-from unified_trainer.checkpoint import dcp as checkpoint
 from unified_trainer.numerics.flow import ShiftedUniform, guide, x0_from_velocity
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.experts import ExpertConfig, balanced_uniform
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
-from unified_trainer.sampling import SamplerConfig, predict_chunks
+from unified_trainer.run.checkpoint import dcp as checkpoint
+from unified_trainer.sampling.solver import SamplerConfig, predict_chunks
 
 pytestmark = pytest.mark.slow  # seconds together
 

@@ -7,7 +7,7 @@ import torch
 from helpers import ALONE, LATENT_SHAPE, assert_same, gradients, small_model
 from torch.utils.checkpoint import CheckpointPolicy
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.numerics.chunks import ChunkConfig
@@ -15,8 +15,8 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.blocks import GRAPHS, prepare_blocks
 from unified_trainer.roles.recompute import Recompute, selective_policy
 from unified_trainer.roles.role import Trainable, TrainableConfig
-from unified_trainer.sizing.passes import Network, frozen_config, pass_bytes
-from unified_trainer.sizing.tracing import LiveBytes, quiet_norms
+from unified_trainer.tools.plan.passes import Network, frozen_config, pass_bytes
+from unified_trainer.tools.plan.tracing import LiveBytes, quiet_norms
 
 GIB = 2**30
 WAYS = ("none", "selective", "full", Recompute("selective", full=1))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers import CAPTIONS, LATENT_SHAPE, ScriptedScorer, mean_score, reward_of
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.methods.rl.rollouts import LocalRollouts
 from unified_trainer.rewards.pixels import motion_energy
-from unified_trainer.rl.rollouts import LocalRollouts
-from unified_trainer.roles.reward import Reward, RewardConfig, ScorerConfig
+from unified_trainer.rewards.reward import Reward, RewardConfig, ScorerConfig
 
 PROMPTS = CAPTIONS[:3]
 VIDEO = torch.rand(3, 3, 9, 8, 8, generator=torch.Generator().manual_seed(0))

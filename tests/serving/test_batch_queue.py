@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified_trainer.serving.batch_queue import Batcher, BatchQueue, Request
+from unified_trainer.tools.serve.batch_queue import Batcher, BatchQueue, Request
 
 # Schedules: requests of some kind and size after a pause, times the worker needs for a batch, limit and waiting time.
 ARRIVALS = st.lists(st.tuples(st.integers(0, 8), st.sampled_from("ab"), st.integers(1, 6)), min_size=1, max_size=25)

@@ -17,15 +17,15 @@ from answering import answering, serving_process
 from helpers import Recorder, flags, run, tiny_codec
 
 import unified_trainer as ut
-from unified_trainer.cli.command_line import parse
-from unified_trainer.commands import student_service as module
-from unified_trainer.commands.serve import serve
-from unified_trainer.commands.student_service import student_service
-from unified_trainer.config import plain
 from unified_trainer.data.video_files import to_uint8
-from unified_trainer.serving import web_server
-from unified_trainer.serving.video_json import from_json, to_json
-from unified_trainer.serving.web_server import serving
+from unified_trainer.rewards.video_json import from_json, to_json
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.settings.config import plain
+from unified_trainer.tools.serve import student_service as module
+from unified_trainer.tools.serve import web_server
+from unified_trainer.tools.serve.serve import serve
+from unified_trainer.tools.serve.student_service import student_service
+from unified_trainer.tools.serve.web_server import serving
 
 pytestmark = pytest.mark.slow  # seconds together
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from unified_trainer.cli.command_line import parse
-from unified_trainer.sizing import advice
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.tools.plan import advice
 
 
 @pytest.mark.slow

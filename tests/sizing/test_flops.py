@@ -4,8 +4,8 @@ import pytest
 import torch
 from helpers import small_batch, small_model, trainable
 
-from unified_trainer.meter import Meter
-from unified_trainer.sizing.flops import TransformerSize, pass_flops
+from unified_trainer.parallel.meter import Meter
+from unified_trainer.tools.plan.flops import TransformerSize, pass_flops
 
 WAN_1_3B = TransformerSize(1536, 30, 8960)
 WAN_14B = TransformerSize(5120, 40, 13824)

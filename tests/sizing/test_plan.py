@@ -7,11 +7,11 @@ import pytest
 from helpers import REPO
 
 from unified_trainer.__main__ import main
-from unified_trainer.errors import UserError
-from unified_trainer.registry import METHODS
-from unified_trainer.sizing import memory
-from unified_trainer.sizing.hardware import read_hardware
-from unified_trainer.sizing.passes import PassBytes
+from unified_trainer.basics.errors import UserError
+from unified_trainer.run.registry import METHODS
+from unified_trainer.tools.plan import memory
+from unified_trainer.tools.plan.hardware import read_hardware
+from unified_trainer.tools.plan.passes import PassBytes
 
 sys.path.insert(0, str(REPO / "scripts"))
 import bench_plan

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from unified_trainer.errors import UserError
-from unified_trainer.suggestions import multiples_near
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.suggestions import multiples_near
 
 
 @dataclass(frozen=True)

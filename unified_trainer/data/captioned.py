@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from unified_trainer.basics.errors import MissingFileError, UserError
+from unified_trainer.basics.input_files import read_text
 from unified_trainer.data.tables import TABLES, read_columns, refuse_unreadable
-from unified_trainer.errors import MissingFileError, UserError
-from unified_trainer.input_files import read_text
 
 VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
 PATHS = ("path", "video", "file_name", "file")  # column of a table that names the videos

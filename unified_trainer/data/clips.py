@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Count, Frames, FramesPerSecond, Pixels, above
+from unified_trainer.basics.types import take_rows
 from unified_trainer.data.tiny_world import FRAMES, PHRASINGS, SIZE, TRAINING, draw_clip, render
-from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
-from unified_trainer.ranges import Count, Frames, FramesPerSecond, Pixels, above
-from unified_trainer.types import take_rows
 
 ENCODE_BATCH = 32
 

@@ -6,8 +6,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from unified_trainer.basics.types import Trajectory
 from unified_trainer.data.clips import VideoConfig
-from unified_trainer.types import Trajectory
 
 TEXT_ENCODER = "unified_trainer.text_encoder"  # key in a schema's metadata: the fingerprint of what made the embeddings
 

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Batch, Condition, Trajectory, take_rows
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.epoch_order import shuffled, shuffled_by_row_groups
-from unified_trainer.errors import UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.advantages import curriculum
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
-from unified_trainer.types import Batch, Condition, Trajectory, take_rows
 
 
 class Source(Protocol):
@@ -114,10 +114,6 @@ class Loader:
     def prompt(self, row: int) -> str:
         """Return the prompt of a row."""
         return self._source.prompt(row)
-
-    def has_prompt(self, row: int) -> bool:
-        """Return whether the source has this row."""
-        return row < len(self._source)
 
     def prompts(self, steps: int) -> list[str]:
         """Return the negative prompt, and the prompts to encode for the batches that this many steps can hold."""

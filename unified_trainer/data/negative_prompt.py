@@ -6,7 +6,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.models.tensor_file import write_tensors
 

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.errors import NotFiniteError, UserError
+from unified_trainer.basics.types import Condition, Trajectory
 from unified_trainer.data.parquet_files import TEXT, StoredFiles
-from unified_trainer.errors import NotFiniteError, UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.types import Condition, Trajectory
 
 SAMPLES = 4  # files of one text encoder whose first embedding is compared with the run's
 TOLERANCE = 0.05  # norm of the difference over the norm; bf16 instead of fp32 makes about 0.01

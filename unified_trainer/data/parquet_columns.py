@@ -6,9 +6,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.data.fastvideo import T2V
 from unified_trainer.data.tables import is_text
-from unified_trainer.errors import UserError
 
 LIKE = {"bytes": "vae_latent_bytes", "shape": "vae_latent_shape", "dtype": "vae_latent_dtype"}  # by a name's last word
 

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.data.batch_plan import largest_divisor
 from unified_trainer.data.fastvideo import TEXT_ENCODER, columns_of
 from unified_trainer.data.parquet_columns import check_no_nulls, check_types
 from unified_trainer.data.row_kinds import FLOATS, RowKind
 from unified_trainer.data.tables import unreadable
-from unified_trainer.errors import MissingFileError, UserError
 
 TEXT = columns_of("text_embedding")
 THREADS = 8  # that read footers and captions at the start

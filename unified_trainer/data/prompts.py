@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from unified_trainer.basics.errors import MissingFileError, UserError
+from unified_trainer.basics.input_files import read_text
 from unified_trainer.data.stored_prompts import parquet_files
 from unified_trainer.data.tables import TABLES, read_columns, refuse_unreadable
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
-from unified_trainer.errors import MissingFileError, UserError
-from unified_trainer.input_files import read_text
 
 COLUMNS = ("prompt", "caption", "text")  # of a table, unless the settings name another
 SUFFIXES = (".txt", *TABLES)  # a text that ends so names a file

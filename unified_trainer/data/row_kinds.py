@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.data.fastvideo import NETWORK_TIME, columns_of
-from unified_trainer.errors import UserError
 from unified_trainer.numerics.flow import unshift_sigma
 
 LATENT = columns_of("vae_latent")

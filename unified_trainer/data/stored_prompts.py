@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.errors import NotFiniteError, UserError
 from unified_trainer.data.fastvideo import TEXT_ENCODER, columns_of
-from unified_trainer.errors import NotFiniteError, UserError
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
 

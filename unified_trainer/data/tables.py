@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from unified_trainer.errors import UserError
-from unified_trainer.input_files import check_file, parse_object, read_text
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import check_file, parse_object, read_text
 
 TABLES = (".jsonl", ".csv", ".parquet")
 INVISIBLE = ("Cc", "Cf")  # controls, and formats such as zero-width spaces

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from unified_trainer.basics.types import Video
 from unified_trainer.parallel.random import generator
-from unified_trainer.types import Video
 
 SIZE = 64  # pixels, both sides
 FRAMES = 17

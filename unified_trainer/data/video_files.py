@@ -11,8 +11,8 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw
 
+from unified_trainer.basics.types import Video
 from unified_trainer.data.fonts import Font, font_for, plain_font
-from unified_trainer.types import Video
 
 COLUMNS = 6  # frames of a row of the contact sheet
 MIN_SIDE = 96  # pixels; smaller frames are enlarged

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Video
 from unified_trainer.data.captioned import CaptionedVideo
 from unified_trainer.data.clips import VideoConfig
-from unified_trainer.errors import UserError
-from unified_trainer.types import Video
 
 ROUNDING = Fraction(1, 500)  # seconds by which a container may round time stamps
 TURNS = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}

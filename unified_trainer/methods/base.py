@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Count
+from unified_trainer.basics.types import Batch, Rollout
 from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
-from unified_trainer.errors import UserError
 from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import Count
 from unified_trainer.roles.experts import ExpertLayout, check_balance
 from unified_trainer.roles.role import Frozen, Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.teacher_ode import TeacherODE
-from unified_trainer.types import Batch, Rollout
+from unified_trainer.sampling.solver import SamplerConfig
+from unified_trainer.sampling.teacher_ode import TeacherODE
 
 PARTS = ("reward", "loader", "rollouts")  # constructor arguments besides roles: see `Method.parts`
 
@@ -249,7 +249,7 @@ def _check_declaration(cls: type[Method]) -> None:
     if cls.sampled_by and "rollout_batch" not in config_class.__dataclass_fields__:
         fail(
             "sets sampled_by: its config_class needs a field rollout_batch, the samples generated at a time; derive it "
-            "from unified_trainer.rl.rollout_config.RolloutConfig, or from GroupConfig"
+            "from unified_trainer.methods.rl.rollout_config.RolloutConfig, or from GroupConfig"
         )
     if cls.step is Method.step:
         fail("must define step(batch, step, rng, mesh), a generator of losses")

@@ -6,15 +6,15 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Positive, Shift, at_least
+from unified_trainer.basics.types import Batch
 from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, frozen, trained
 from unified_trainer.numerics.flow import GuidanceScale, add_noise, per_sample, sigma_table, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import Positive, Shift, at_least
 from unified_trainer.roles.role import Frozen, Trainable
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.types import Batch
+from unified_trainer.sampling.solver import SamplerConfig
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,21 @@ from functools import partial
 
 from torch import Tensor
 
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Batch, Rollout
 from unified_trainer.data.loader import Loader
-from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained
+from unified_trainer.methods.rl.dynamic_sampling import collect_samples
+from unified_trainer.methods.rl.groups import GroupConfig, compute_advantages
+from unified_trainer.methods.rl.policy import PolicyConfig, sample_policy
+from unified_trainer.methods.rl.policy_update import PolicyUpdate
+from unified_trainer.methods.rl.rollouts import Rollouts
+from unified_trainer.methods.rl.updates import update_losses
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.dynamic_sampling import collect_samples
-from unified_trainer.rl.groups import GroupConfig, compute_advantages
-from unified_trainer.rl.policy import PolicyConfig, sample_policy
-from unified_trainer.rl.policy_update import PolicyUpdate
-from unified_trainer.rl.rollouts import Rollouts
-from unified_trainer.rl.updates import update_losses
-from unified_trainer.roles.reward import RewardSum
+from unified_trainer.rewards.reward import RewardSum
 from unified_trainer.roles.role import Frozen, Role, Trainable
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.types import Batch, Rollout
+from unified_trainer.sampling.solver import SamplerConfig
 
 
 @dataclass(frozen=True)

@@ -8,30 +8,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Count, Fraction, NonNegative, PeriodOrZero, Positive, PositiveFraction
+from unified_trainer.basics.types import Batch, PerSample, Rollout, take_rows, widest
 from unified_trainer.data.batch_plan import largest_divisor
 from unified_trainer.data.loader import Loader
-from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained
+from unified_trainer.methods.rl.dynamic_sampling import lag_metrics
+from unified_trainer.methods.rl.groups import reward_metrics
+from unified_trainer.methods.rl.minibatches import Minibatch, plan_minibatches
+from unified_trainer.methods.rl.policy import PolicyConfig, sample_policy
+from unified_trainer.methods.rl.policy_update import PolicyUpdate
+from unified_trainer.methods.rl.replay import Trajectories
+from unified_trainer.methods.rl.rollout_config import RolloutConfig
+from unified_trainer.methods.rl.rollouts import Rollouts
+from unified_trainer.methods.rl.updates import MinibatchLoss, role_losses
 from unified_trainer.numerics.advantages import gae, standardized, vtrace
-from unified_trainer.numerics.flow import widest
 from unified_trainer.numerics.values import explained_variance, value_loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import Count, Fraction, NonNegative, PeriodOrZero, Positive, PositiveFraction
-from unified_trainer.rl.dynamic_sampling import lag_metrics
-from unified_trainer.rl.groups import reward_metrics
-from unified_trainer.rl.minibatches import Minibatch, plan_minibatches
-from unified_trainer.rl.policy import PolicyConfig, sample_policy
-from unified_trainer.rl.policy_update import PolicyUpdate
-from unified_trainer.rl.replay import Trajectories
-from unified_trainer.rl.rollout_config import RolloutConfig
-from unified_trainer.rl.rollouts import Rollouts
-from unified_trainer.rl.updates import MinibatchLoss, role_losses
-from unified_trainer.roles.reward import RewardSum
+from unified_trainer.rewards.reward import RewardSum
 from unified_trainer.roles.role import Frozen, Role, Trainable, TrainableConfig
 from unified_trainer.roles.value import Value
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.types import Batch, PerSample, Rollout, take_rows
+from unified_trainer.sampling.solver import SamplerConfig
 
 PerTransition = Float[Tensor, "b s"]  # of each sample at the state before each transition of the window
 

@@ -3,27 +3,27 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Decay, Fraction, NonNegative, Positive, PositiveFraction
+from unified_trainer.basics.types import Batch, Latents, PerSample, Rollout, take_rows
 from unified_trainer.data.loader import Loader
-from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained, updated_copy
+from unified_trainer.methods.rl.dynamic_sampling import collect_samples
+from unified_trainer.methods.rl.groups import GroupConfig, compute_advantages
+from unified_trainer.methods.rl.minibatches import Minibatch
+from unified_trainer.methods.rl.policy import initial_noise
+from unified_trainer.methods.rl.reference_kl import check_reference
+from unified_trainer.methods.rl.replay import transition_noise
+from unified_trainer.methods.rl.rollouts import Rollouts, ScoredSamples
+from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss, update_losses
 from unified_trainer.numerics.flow import Sigma, add_noise, sample_mean, x0_from_velocity
 from unified_trainer.numerics.kl import velocity_kl
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import Decay, Fraction, NonNegative, Positive, PositiveFraction
-from unified_trainer.rl.dynamic_sampling import collect_samples
-from unified_trainer.rl.groups import GroupConfig, compute_advantages
-from unified_trainer.rl.minibatches import Minibatch
-from unified_trainer.rl.policy import initial_noise
-from unified_trainer.rl.reference_kl import check_reference
-from unified_trainer.rl.replay import transition_noise
-from unified_trainer.rl.rollouts import Rollouts, ScoredSamples
-from unified_trainer.rl.updates import LossAt, MinibatchLoss, update_losses
-from unified_trainer.roles.reward import RewardSum
+from unified_trainer.rewards.reward import RewardSum
 from unified_trainer.roles.role import Frozen, Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
-from unified_trainer.sampling import SamplerConfig, generate, policy_velocity, trainable_steps
-from unified_trainer.types import Batch, Latents, PerSample, Rollout, take_rows
+from unified_trainer.sampling.solver import SamplerConfig, generate, policy_velocity, trainable_steps
 
 LEAST_ERROR = 1e-5  # smallest divisor of a loss
 

@@ -10,28 +10,28 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Batch, PerSample, Rollout
 from unified_trainer.data.batch_plan import largest_divisor
 from unified_trainer.data.loader import Loader
-from unified_trainer.errors import UserError
 from unified_trainer.methods.base import Loss, Method, frozen, initial_copy, trained
 from unified_trainer.methods.distill_rl_settings import DistillRLConfig
 from unified_trainer.methods.distribution_matching import DistributionMatching
+from unified_trainer.methods.rl.dynamic_sampling import collect_samples
+from unified_trainer.methods.rl.groups import compute_advantages, gather_ids
+from unified_trainer.methods.rl.minibatches import Minibatch
+from unified_trainer.methods.rl.policy import sample_policy
+from unified_trainer.methods.rl.policy_update import PolicyUpdate
+from unified_trainer.methods.rl.rollouts import Rollouts, ScoredSamples
+from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss
 from unified_trainer.methods.x0_terms import X0Terms
 from unified_trainer.numerics.advantages import tilt_weights
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.dynamic_sampling import collect_samples
-from unified_trainer.rl.groups import compute_advantages, gather_ids
-from unified_trainer.rl.minibatches import Minibatch
-from unified_trainer.rl.policy import sample_policy
-from unified_trainer.rl.policy_update import PolicyUpdate
-from unified_trainer.rl.rollouts import Rollouts, ScoredSamples
-from unified_trainer.rl.updates import LossAt, MinibatchLoss
+from unified_trainer.rewards.reward import Reward, RewardSum
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.reward import Reward, RewardSum
 from unified_trainer.roles.role import Frozen, Role, Trainable
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.types import Batch, PerSample, Rollout
+from unified_trainer.sampling.solver import SamplerConfig
 
 
 class DistillRL(Method):

@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import NonNegative, PeriodOrZero, Positive, Range, at_least
 from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.distribution_matching import ScoreConfig
+from unified_trainer.methods.rl.groups import GroupConfig
+from unified_trainer.methods.rl.policy import PolicyConfig
 from unified_trainer.numerics.flow import GuidanceScale
-from unified_trainer.ranges import NonNegative, PeriodOrZero, Positive, Range, at_least
-from unified_trainer.rl.groups import GroupConfig
-from unified_trainer.rl.policy import PolicyConfig
 
 
 @dataclass(frozen=True)

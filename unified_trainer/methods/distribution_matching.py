@@ -9,7 +9,9 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import NonNegative, Period, PeriodOrZero, PositiveFraction, Shift
+from unified_trainer.basics.types import Batch, Latents, PerSample, take_rows
 from unified_trainer.methods.base import Loss, MethodSetup, SingleUpdateConfig
 from unified_trainer.numerics.flow import (
     GuidanceScale,
@@ -20,10 +22,8 @@ from unified_trainer.numerics.flow import (
     x0_from_velocity,
 )
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import NonNegative, Period, PeriodOrZero, PositiveFraction, Shift
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen
-from unified_trainer.types import Batch, Latents, PerSample, take_rows
 
 Sample = Callable[[Batch, Streams, str], Latents]  # the student's samples; the text names what they are for
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Batch, Latents
 from unified_trainer.methods.base import Loss, Method, MethodSetup, frozen, trained
 from unified_trainer.methods.distribution_matching import (
     DistributionMatching,
@@ -18,8 +19,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen, Trainable
-from unified_trainer.sampling import SamplerConfig, predict_at, trainable_steps
-from unified_trainer.types import Batch, Latents
+from unified_trainer.sampling.solver import SamplerConfig, predict_at, trainable_steps
 
 __all__ = ["DMD2", "DMD2Config", "distribution_matching_gradient", "distribution_matching_loss"]
 

@@ -6,13 +6,13 @@ from typing import ClassVar, Literal
 
 import torch
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Fraction, Shift
+from unified_trainer.basics.types import Batch, PerFrame, PerSample, take_rows
 from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, trained
 from unified_trainer.numerics.flow import ShiftedUniform, add_noise
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import Fraction, Shift
-from unified_trainer.types import Batch, PerFrame, PerSample, take_rows
 
 Forcing = Literal["none", "diffusion", "teacher"]  # diffusion forcing: arXiv:2407.01392
 

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 import torch
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Count, NetworkCalls, Shift
+from unified_trainer.basics.types import Batch, Latents, PerFrame, Trajectory
 from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, frozen, trained
 from unified_trainer.numerics.flow import GuidanceScale, sigma_table, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import Count, NetworkCalls, Shift
 from unified_trainer.roles.role import Frozen, Trainable
-from unified_trainer.sampling import SamplerConfig
-from unified_trainer.teacher_ode import TeacherODE
-from unified_trainer.types import Batch, Latents, PerFrame, Trajectory
+from unified_trainer.sampling.solver import SamplerConfig
+from unified_trainer.sampling.teacher_ode import TeacherODE
 
 ROUNDING = 1e-9  # noise levels that are no further apart are one: they were computed in different ways
 

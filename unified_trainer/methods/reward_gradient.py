@@ -6,13 +6,13 @@ ReFL, arXiv:2304.05977; DRaFT-1, arXiv:2309.17400.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Count, NetworkCalls
+from unified_trainer.basics.types import Batch, Latents
 from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, trained
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import Count, NetworkCalls
-from unified_trainer.sampling import predict_at
-from unified_trainer.types import Batch, Latents
+from unified_trainer.sampling.solver import predict_at
 
 
 @dataclass(frozen=True)

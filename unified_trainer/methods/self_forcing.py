@@ -6,17 +6,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Frames
+from unified_trainer.basics.types import Batch, Latents
 from unified_trainer.methods.base import Loss, Method, MethodSetup, frozen, trained
 from unified_trainer.methods.distribution_matching import DistributionMatching, MatchingConfig, matching_losses
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import Frames
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen
-from unified_trainer.sampling import SamplerConfig, predict_chunks, trainable_steps
-from unified_trainer.types import Batch, Latents
+from unified_trainer.sampling.solver import SamplerConfig, predict_chunks, trainable_steps
 
 
 @dataclass(frozen=True)

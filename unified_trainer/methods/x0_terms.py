@@ -8,16 +8,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from unified_trainer.basics.types import Batch, Latents
 from unified_trainer.methods.distill_rl_settings import DistillRLConfig
 from unified_trainer.methods.distribution_matching import DistributionMatching
+from unified_trainer.methods.rl.rollouts import ScoredSamples
+from unified_trainer.methods.rl.updates import MinibatchLoss
 from unified_trainer.numerics.flow import x0_from_velocity
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rl.rollouts import ScoredSamples
-from unified_trainer.rl.updates import MinibatchLoss
-from unified_trainer.roles.reward import Reward, RewardSum
+from unified_trainer.rewards.reward import Reward, RewardSum
 from unified_trainer.roles.role import Trainable
-from unified_trainer.sampling import SamplerConfig, policy_velocity
-from unified_trainer.types import Batch, Latents
+from unified_trainer.sampling.solver import SamplerConfig, policy_velocity
 
 
 class X0Terms:

@@ -15,8 +15,8 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, nn
 
-from unified_trainer.errors import NotFiniteError, UserError
-from unified_trainer.input_files import Schema, checked, parse_object, read_as
+from unified_trainer.basics.errors import NotFiniteError, UserError
+from unified_trainer.basics.input_files import Schema, checked, parse_object, read_as
 from unified_trainer.models.adapter_location import Location
 from unified_trainer.models.tensor_file import opened, refuse_other_types
 

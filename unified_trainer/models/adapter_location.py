@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.models.hub import is_hub_id
 from unified_trainer.models.tensor_file import opened
 

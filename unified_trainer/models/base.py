@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, Video
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.types import Condition, Latents, PerFrame, PerSample, Video
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.folder import outline, read_weights

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import CountOrZero, Gibibytes
 from unified_trainer.parallel.device import has_channels_last
-from unified_trainer.ranges import CountOrZero, Gibibytes
 
 TILE_UNIT = 64  # pixels: three quarters of a tile are whole latents of VAEs with up to 16 pixels a latent
 

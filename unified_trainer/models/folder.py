@@ -14,8 +14,8 @@ from diffusers import ModelMixin
 from pydantic import Field
 from torch import nn
 
-from unified_trainer.errors import MissingFileError, NotFiniteError, UserError
-from unified_trainer.input_files import Schema, checked, declared, read_as, read_json
+from unified_trainer.basics.errors import MissingFileError, NotFiniteError, UserError
+from unified_trainer.basics.input_files import Schema, checked, declared, read_as, read_json
 from unified_trainer.models.layout import arguments_of, check_layout, reading_config
 from unified_trainer.models.tensor_file import floating_shapes
 from unified_trainer.parallel.fsdp import local_part, storage_device, to_local

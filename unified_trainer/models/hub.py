@@ -9,7 +9,7 @@ from pathlib import Path
 from huggingface_hub import constants
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.basics.errors import MissingFileError, UserError
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 VARIANTS = ("*.fp16.*", "*.bf16.*", "*.fp16-*", "*.bf16-*")  # second copies of the weights in another precision

@@ -20,8 +20,8 @@ from pydantic import Field, create_model
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from unified_trainer.errors import UserError
-from unified_trainer.input_files import Schema
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import Schema
 
 T = TypeVar("T")
 PACKAGE = __name__.partition(".")[0]

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.parallel.mesh import Mesh

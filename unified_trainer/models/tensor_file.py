@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from unified_trainer.errors import UserError
-from unified_trainer.input_files import check_file
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import check_file
 
 FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from unified_trainer.errors import UserError
-from unified_trainer.ranges import Decay, FramesOrZero
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Decay, FramesOrZero
 
 
 @dataclass(frozen=True)

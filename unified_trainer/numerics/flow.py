@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.ranges import at_least
+from unified_trainer.basics.ranges import at_least
+from unified_trainer.basics.types import widest
 
-WITHOUT_FLOAT64 = ("npu",)  # types of devices
 Sigma = Tensor | float  # one noise level, one per sample, or one per sample and latent frame
 # One guidance scale, or one each for the high- and the low-noise expert.
 GuidanceScale = Annotated[float | tuple[float, float], at_least(0, 1000)]
@@ -150,14 +150,6 @@ def sample_mean(x: Float[Tensor, "b ..."]) -> Float[Tensor, " b"]:
     Differences of such means decide whether a ratio is clipped. The gradient has the dtype of `x`.
     """
     return x.mean(tuple(range(1, x.ndim)), dtype=widest(x.device))
-
-
-def widest(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 on a device whose kernels refuse float64.
-
-    There a log-density of order 1 is rounded by 6e-8: an error of the log-ratio that is .6% of its spread at D = 1e6.
-    """
-    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def as_level(sigma: Sigma) -> Tensor:

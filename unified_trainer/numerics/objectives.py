@@ -1,6 +1,6 @@
 """Policy-gradient objectives, to be maximized, and their diagnostics.
 
-Ratios, and what they are compared with, are in the widest dtype of their device (`flow.widest`): a log-ratio is a mean
+Ratios, and what they are compared with, are in the widest dtype of their device (`types.widest`): a log-ratio is a mean
 over the D elements of a latent, and its spread of about 1e-5 at D = 1e6 is only a hundred times the spacing of float32
 numbers near a ratio of 1.
 """
@@ -13,9 +13,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from unified_trainer.numerics.flow import sample_mean, widest
+from unified_trainer.basics.ranges import NonNegative, Positive, above
+from unified_trainer.basics.types import widest
+from unified_trainer.numerics.flow import sample_mean
 from unified_trainer.numerics.kl import gaussian_kl
-from unified_trainer.ranges import NonNegative, Positive, above
 
 Mode = Literal["none", "clip", "dual_clip", "soft_clip", "sapo", "ce_gppo", "cispo", "gspo"]
 LOG_RATIO_LIMIT = 20.0  # log-ratios are clipped to this size before exp

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unified_trainer.numerics.flow import widest
+from unified_trainer.basics.types import widest
 from unified_trainer.numerics.objectives import LOG_RATIO_LIMIT
 
 Correction = Literal["none", "decoupled", "loglinear", "truncated"]

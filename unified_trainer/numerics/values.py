@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor, maximum
 
-from unified_trainer.numerics.flow import widest
+from unified_trainer.basics.types import widest
 
 
 def value_loss(

@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 
 Device = Literal["auto", "cuda", "npu", "cpu"]
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math", "flash_3", "flash_4", "sage"]

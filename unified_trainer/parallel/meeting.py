@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.mesh import RanksDivergedError, peer_lost
 from unified_trainer.parallel.torchrun import TORCHRUN, environment_number, size_and_rank, where
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Count, CountOrZero, Minutes
 from unified_trainer.parallel.device import (
     BACKENDS,
     CONTROL_BACKEND,
@@ -22,7 +23,6 @@ from unified_trainer.parallel.device import (
     use_tf32,
 )
 from unified_trainer.parallel.torchrun import TORCHRUN, environment_number, size_and_rank
-from unified_trainer.ranges import Count, CountOrZero, Minutes
 
 POINT_BYTES = 128  # longest description that `Mesh.assert_same` compares
 

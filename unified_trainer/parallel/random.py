@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from unified_trainer.basics.types import widest
 from unified_trainer.numerics import philox
-from unified_trainer.numerics.flow import widest
 
 CPU = torch.device("cpu")
 

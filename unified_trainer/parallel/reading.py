@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from unified_trainer.errors import UserError
-from unified_trainer.input_files import is_weights
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import is_weights
 from unified_trainer.parallel.mesh import Mesh
 
 

@@ -2,7 +2,7 @@
 
 import os
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 
 TORCHRUN = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # environment variables by which ranks find each other
 

@@ -12,13 +12,13 @@ from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.basics.errors import MissingFileError, UserError
+from unified_trainer.basics.types import PerSample
 from unified_trainer.models.hub import component
 from unified_trainer.models.tensor_file import floating_shapes
 from unified_trainer.rewards.base import NetworkScorer, Scorer, ScorerConfig, check_path, of_images
 from unified_trainer.rewards.clip import CLIP
 from unified_trainer.rewards.own_settings import ScorerSettings, kind_of
-from unified_trainer.types import PerSample
 
 
 @dataclass(frozen=True, kw_only=True)

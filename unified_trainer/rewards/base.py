@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.errors import UserError
-from unified_trainer.ranges import Count, CountOrZero, Finite, Period, PositiveFraction, Range, Seconds
-from unified_trainer.types import PerSample, Video
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Count, CountOrZero, Finite, Period, PositiveFraction, Range, Seconds
+from unified_trainer.basics.types import PerSample, Video
 
 # Videos in [0, 1] and one prompt for each -> one number for each; higher is better. A scorer raises rather than guess.
 Scorer = Callable[[Video, Sequence[str]], PerSample]

@@ -8,7 +8,7 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 
 STEPS = 10_000  # rounds of loops, calls and products that writing one chat may take; Qwen2-VL's template takes 20
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from transformers import CLIPModel, CLIPTokenizer
 
-from unified_trainer.errors import UserError
-from unified_trainer.input_files import Schema, read_as
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import Schema, read_as
+from unified_trainer.basics.types import PerSample
 from unified_trainer.models.folder import load_strictly, read_tokenizer
 from unified_trainer.models.hub import component
 from unified_trainer.rewards.base import NetworkScorer, Scorer, ScorerConfig, ScorerKind, check_path, of_images
-from unified_trainer.types import PerSample
 
 SETTINGS = "preprocessor_config.json"
 BICUBIC: Literal[3] = 3  # PIL's number

@@ -4,11 +4,11 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from unified_trainer.errors import UserError
-from unified_trainer.ranges import Seconds
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Seconds
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.own_settings import ScorerSettings
-from unified_trainer.serving.http_json import check_server, exchange
+from unified_trainer.rewards.wire import check_server, exchange
 
 
 @dataclass(frozen=True, kw_only=True)

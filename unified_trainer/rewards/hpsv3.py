@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import Qwen2Tokenizer
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding, Qwen2VLVisionRotaryEmbedding
 
-from unified_trainer.errors import NotFiniteError, UserError
+from unified_trainer.basics.errors import NotFiniteError, UserError
+from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.models.folder import read_tokenizer
 from unified_trainer.models.tensor_file import opened
 from unified_trainer.rewards.base import NetworkScorer, ScorerConfig, ScorerKind, of_images
 from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, check_folder, network_config
 from unified_trainer.rewards.hpsv3_network import HPSv3Network, Inputs, skeleton
 from unified_trainer.rewards.hpsv3_preprocessing import Images, Preprocessor, as_pil, special_tokens
-from unified_trainer.types import PerSample, Video
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny" / "hpsv3"  # the folder that the path "tiny" means
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from transformers import Qwen2VLConfig
 
-from unified_trainer.errors import MissingFileError
-from unified_trainer.input_files import Schema, declared, read_as, read_json
+from unified_trainer.basics.errors import MissingFileError
+from unified_trainer.basics.input_files import Schema, declared, read_as, read_json
 from unified_trainer.models.layout import reading_config
 
 REWARD_TOKEN = "<|Reward|>"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Qwen2VLConfig
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel, Qwen2VLTextModel
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.models.layout import reading_config, without_memory
 from unified_trainer.models.tensor_file import floating_shapes
 

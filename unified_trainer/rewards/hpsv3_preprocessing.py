@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
-from unified_trainer.errors import UserError
-from unified_trainer.input_files import read_as
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import read_as
 from unified_trainer.models.folder import read_tokenizer
 from unified_trainer.rewards.chat_template import check_template
 from unified_trainer.rewards.hpsv3_folder import (

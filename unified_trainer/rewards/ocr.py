@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.errors import MissingPackageError, UserError
+from unified_trainer.basics.errors import MissingPackageError, UserError
+from unified_trainer.basics.types import PerSample
 from unified_trainer.rewards.base import Scorer, ScorerConfig, ScorerKind, check_no_weights, of_images
-from unified_trainer.types import PerSample
 
 PACKAGES = ("rapidocr", "onnxruntime")
 QUOTED = re.compile('"([^"]*)"|\u201c([^\u201d]*)\u201d')  # straight or curved

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.models.frozen_network import FrozenNetwork
 from unified_trainer.rewards.base import Features, Scorer
-from unified_trainer.types import PerSample, Video
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from unified_trainer.errors import UserError
-from unified_trainer.ranges import range_of, reason
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import range_of, reason
+from unified_trainer.basics.suggestions import must_know
 from unified_trainer.rewards.base import Scorer, ScorerConfig, ScorerKind
-from unified_trainer.suggestions import must_know
 
 WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 WHOLE = re.compile(r"[+-]?(?:0|[1-9]\d*)")
@@ -26,7 +26,8 @@ class ScorerSettings:
     """The settings of a scorer's own, and the scorer that is made of them.
 
     A dataclass derived from this one is a kind of scorer. Its fields are the settings: of type str, int, float or bool,
-    or a Literal of texts; a number has a range of unified_trainer.ranges. A field without a default must be given.
+    or a Literal of texts; a number has a range of unified_trainer.basics.ranges. A field without a default must be
+    given.
     """
 
     min_frames: ClassVar[int] = 1  # frames of a video that a score needs

@@ -7,9 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool3d
 
+from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.numerics.advantages import Ids, groups
 from unified_trainer.rewards.base import ScorerKind, check_no_weights
-from unified_trainer.types import PerSample, Video
 
 LUMA = (0.2126, 0.7152, 0.0722)  # of red, green, blue (ITU-R BT.709)
 DARK = 0.05  # luma below which a pixel counts as dark

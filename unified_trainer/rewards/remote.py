@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.rewards.base import Scorer, ScorerConfig
 from unified_trainer.rewards.endpoint import Endpoint
 from unified_trainer.rewards.own_settings import kind_of
-from unified_trainer.serving.video_json import PROTOCOL, Encoding, to_json
-from unified_trainer.types import PerSample, Video
+from unified_trainer.rewards.video_json import PROTOCOL, Encoding, to_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from unified_trainer.errors import MissingFileError, UserError
+from unified_trainer.basics.errors import MissingFileError, UserError
+from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.rewards import scorer_child
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.own_settings import for_class
-from unified_trainer.types import PerSample, Video
 
 # Variables of this process that would change what the scorer imports, or tell it that it is a rank of the training.
 NOT_INHERITED = re.compile(

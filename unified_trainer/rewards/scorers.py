@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from unified_trainer import rewards
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.plugins import installed, load_object
+from unified_trainer.basics.types import Video
 from unified_trainer.models import hub
-from unified_trainer.plugins import installed, load_object
 from unified_trainer.rewards.base import (
     ApartScorer,
     Features,
@@ -27,7 +28,6 @@ from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.own_settings import ScorerSettings, for_class, kind_of
 from unified_trainer.rewards.scorer_process import ScorerProcess, check_own_python
 from unified_trainer.rewards.time_limit import limited
-from unified_trainer.types import Video
 
 
 def _kinds() -> dict[str, ScorerKind]:

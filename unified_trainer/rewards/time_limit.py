@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.rewards.base import Scorer
-from unified_trainer.types import PerSample, Video
 
 GRACE = 60.0  # seconds after the limit until the process is ended
 

@@ -16,12 +16,12 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from unified_trainer.errors import UserError
-from unified_trainer.ranges import Count, Finite
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Count, Finite
+from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.rewards.base import Scorer, ScorerConfig
 from unified_trainer.rewards.endpoint import Endpoint
 from unified_trainer.rewards.own_settings import kind_of
-from unified_trainer.types import PerSample, Video
 
 TEMPLATE = (
     "These are frames of a video, in order. How well does the video show the following, from 0 (not at all) to 10 "

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from unified_trainer.ranges import at_least
+from unified_trainer.basics.ranges import at_least
 
 
 @dataclass(frozen=True)

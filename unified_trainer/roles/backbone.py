@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.errors import NotFiniteError
-from unified_trainer.meter import Meter, Pass
+from unified_trainer.basics.errors import NotFiniteError
+from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import VideoModel
 from unified_trainer.models.tensor_file import write_tensors
@@ -29,10 +29,10 @@ from unified_trainer.parallel.fsdp import (
     to_local,
 )
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.meter import Meter, Pass
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.blocks import prepare_blocks
 from unified_trainer.roles.recompute import ActivationMemory, Recompute
-from unified_trainer.types import Condition, Latents, PerSample
 
 NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights alone
 

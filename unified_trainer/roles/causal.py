@@ -4,13 +4,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Cache
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import GuidanceScale, guide
 from unified_trainer.roles.experts import Expert, Pick, expert_at, route
 from unified_trainer.roles.role import Frozen, Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
-from unified_trainer.types import Condition, Latents, PerFrame, PerSample
 
 
 class Causal(Role):

@@ -3,8 +3,8 @@
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.roles.headed import Headed
-from unified_trainer.types import Condition, Latents, PerSample
 
 
 class Critic(Headed):

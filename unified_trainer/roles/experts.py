@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Fraction, NonNegative
+from unified_trainer.basics.types import PerFrame, PerSample, take_rows
 from unified_trainer.numerics.flow import GuidanceScale, per_sample
-from unified_trainer.ranges import Fraction, NonNegative
 from unified_trainer.roles.adapter import FrozenExpertConfig
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.types import PerFrame, PerSample, take_rows
 
 Expert = Literal["high", "low", ""]  # the high-noise or the low-noise expert; "" is the only network of a role
 Pick = Callable[[Tensor], Tensor]  # the rows of a tensor [b, ...] that one expert computes

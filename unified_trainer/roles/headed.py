@@ -5,12 +5,12 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.fsdp import exchange_gradients, shard
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import Expert, ExpertPair, Pick, by_expert, route
 from unified_trainer.roles.role import Trainable, TrainableConfig
-from unified_trainer.types import Condition, Latents, PerSample
 
 
 class Headed(Trainable):

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 
-from unified_trainer.errors import NotFiniteError
+from unified_trainer.basics.errors import NotFiniteError
+from unified_trainer.basics.ranges import Decay, Fraction, NonNegative, PeriodOrZero, PositiveFraction, at_least
 from unified_trainer.parallel.fsdp import clip, full, to_local, total_norm
-from unified_trainer.ranges import Decay, Fraction, NonNegative, PeriodOrZero, PositiveFraction, at_least
 from unified_trainer.roles.ema import EMA, HostEMA
 from unified_trainer.roles.optimizer import AdamW, Moments
 

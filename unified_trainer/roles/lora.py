@@ -7,7 +7,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.random import generator
 from unified_trainer.roles.adapter import AdapterConfig

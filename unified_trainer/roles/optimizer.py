@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from unified_trainer.basics.types import DTYPES
 from unified_trainer.parallel.device import optimizer_kernels
 from unified_trainer.parallel.fsdp import offset_of, to_local
 from unified_trainer.roles.stochastic_rounding import random_bits, round_to_bf16_
-from unified_trainer.types import DTYPES
 
 Moments = Literal["fp32", "bf16"]
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's first and second moment, by torch's names

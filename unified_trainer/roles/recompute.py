@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
+from unified_trainer.basics.ranges import Count
 from unified_trainer.parallel.device import NPU_ATTENTION
-from unified_trainer.ranges import Count
 
 Recomputed = Literal["none", "selective", "full"]  # of one block
 ActivationMemory = Recomputed | Count  # for all blocks of a network alike, or the number that recompute everything

@@ -11,11 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.errors import UserError, working_on
+from unified_trainer.basics.errors import UserError, working_on
+from unified_trainer.basics.ranges import Decay
+from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import VideoModel
 from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw, guide
 from unified_trainer.parallel.random import Streams
-from unified_trainer.ranges import Decay
 from unified_trainer.roles.adapter import AdapterConfig, AdapterFileConfig, FrozenExpertConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import (
@@ -34,7 +35,6 @@ from unified_trainer.roles.experts import (
 )
 from unified_trainer.roles.learner import Learner, LearnerConfig
 from unified_trainer.roles.recompute import ActivationMemory
-from unified_trainer.types import Condition, Latents, PerFrame, PerSample
 
 __all__ = ["Frozen", "Precision", "Role", "RoleConfig", "Trainable", "TrainableConfig"]
 

@@ -1,7 +1,7 @@
 """The value function of a policy: predicts the reward of the sample that a state of sampling will end in."""
 
+from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.roles.headed import Headed
-from unified_trainer.types import Condition, Latents, PerSample
 
 
 class Value(Headed):

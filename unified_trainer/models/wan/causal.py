@@ -13,7 +13,8 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Latents, PerFrame, PerSample
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.masked_attention import token_mask
 from unified_trainer.models.wan.attention import Finished, KeysValues, LayerLists, Pass, set_attention
@@ -21,7 +22,6 @@ from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.model import WanModel, network_time
 from unified_trainer.numerics.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
 from unified_trainer.parallel.device import has_flex_attention
-from unified_trainer.types import Latents, PerFrame, PerSample
 
 
 @dataclass

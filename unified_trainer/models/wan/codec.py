@@ -16,8 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderModel
 
-from unified_trainer.errors import UserError
-from unified_trainer.input_files import read_as
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import read_as
+from unified_trainer.basics.suggestions import multiples_near
+from unified_trainer.basics.types import DTYPES, Latents, Video
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import check_described, fingerprint, load_strictly, read_tokenizer
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
@@ -25,8 +27,6 @@ from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.models.wan.configs import TextEncoderConfig, vae_outline
 from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.suggestions import multiples_near
-from unified_trainer.types import DTYPES, Latents, Video
 
 MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
 

@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Self
 from diffusers import AutoencoderKLWan
 from pydantic import Field, model_validator
 
-from unified_trainer.errors import UserError
-from unified_trainer.input_files import Schema, read_as
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import Schema, read_as
 from unified_trainer.models.folder import outline
 
 INDEX = "model_index.json"

@@ -3,8 +3,8 @@
 import math
 from pathlib import Path
 
-from unified_trainer.errors import UserError
-from unified_trainer.input_files import read_as, read_json
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import read_as, read_json
 from unified_trainer.models.base import Family
 from unified_trainer.models.wan import exported_pipeline
 from unified_trainer.models.wan.causal import CausalWanModel

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
 
 ATTENTION = {"attn1": "self_attn", "attn2": "cross_attn"}
 PARTS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q", "norm_k": "norm_k"}

@@ -9,15 +9,14 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
+from unified_trainer.basics.types import Latents, PerFrame, PerSample, widest
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.wan.attention import joined_inputs, set_attention
 from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.ulysses import SharedTokens
-from unified_trainer.numerics.flow import widest
 from unified_trainer.parallel.device import has_other_attention
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.types import Latents, PerFrame, PerSample
 
 TIME_SCALE = 1000  # the network's time is 1000 sigma, and stays fractional
 

@@ -12,11 +12,11 @@ from diffusers import WanTransformer3DModel
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.errors import UserError
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Latents
 from unified_trainer.models.wan.attention import Pass, set_attention
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.sequence import gather_tokens, split_tokens, whole_gradient
-from unified_trainer.types import Latents
 
 
 class SharedTokens:

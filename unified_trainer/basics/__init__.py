@@ -1,0 +1,1 @@
+"""Errors, ranges, types, input files, plug-ins, suggestions, terminal."""

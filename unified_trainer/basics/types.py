@@ -1,0 +1,169 @@
+"""The types that modules exchange: conditions, batches and rollouts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol, Self, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, cat
+
+Latents = Float[Tensor, "b c t h w"]
+Video = Float[Tensor, "b 3 frames height width"]  # in [0, 1]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PerSample = Float[Tensor, " b"]
+PerFrame = Float[Tensor, "b t"]  # t latent frames
+WITHOUT_FLOAT64 = ("npu",)  # types of devices
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on a device whose kernels refuse float64.
+
+    There a log-density of order 1 is rounded by 6e-8: an error of the log-ratio that is .6% of its spread at D = 1e6.
+    """
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
+def take_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return these rows of x, without waiting for its device; consecutive ones are a view."""
+    index = list(rows)
+    if index and not 0 <= min(index) <= max(index) < len(x):
+        raise IndexError(f"rows {min(index)} to {max(index)} of a tensor of {len(x)} rows")
+    if index and index == list(range(index[0], index[0] + len(index))):
+        return x[index[0] : index[0] + len(index)]
+    return x.index_select(0, torch.tensor(index, dtype=torch.int64).to(x.device, non_blocking=True))
+
+
+class Condition(Protocol):
+    """The condition of a batch of samples, such as encoded text; only the model family looks inside."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """Apply `fn` to every tensor; their first axis is the sample."""
+        ...
+
+    def cat(self, other: Self) -> Self:
+        """Return the samples of both, in order."""
+        ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object whose state is in the checkpoints, with torch's names."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return tensors by name, to be written, or filled in place before `load_state_dict` is called."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore from tensors by name."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """States of a teacher's ODE at l noise levels, which all b samples share, and where it ends; normalised latents."""
+
+    sigmas: Float[Tensor, " l"]  # noise levels of the states in (0, 1], falling; float64
+    states: Float[Tensor, "b l c t h w"]
+    end: Latents  # the state at noise level 0
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "Trajectory":
+        """Apply `fn` to states and end; their first axis is the sample."""
+        return replace(self, states=fn(self.states), end=fn(self.end))
+
+    def cat(self, other: "Trajectory") -> "Trajectory":
+        """Return the samples of both, in order; they must have equal noise levels."""
+        return replace(self, states=cat([self.states, other.states]), end=cat([self.end, other.end]))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """b samples to train on or to generate; all fields list the same samples in the same order."""
+
+    prompts: tuple[str, ...]
+    prompt_ids: tuple[int, ...]  # samples with equal ids are one group
+    sample_ids: tuple[int, ...]  # position in the batch of the whole step, over all ranks; it keys the noise
+    latent_shape: tuple[int, int, int, int]  # channels, latent frames, height, width
+    cond: Condition
+    uncond: Condition  # the condition of the unconditional branch of guidance
+    latents: Latents | None = None  # clean latents, for methods that learn from data
+    trajectory: Trajectory | None = None  # of a teacher, for methods that learn from stored ones
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def split(self, size: int) -> list["Batch"]:
+        """Return consecutive parts of `size` samples; the last may be smaller."""
+        return [self[slice(i, i + size)] for i in range(0, len(self), size)]
+
+    def __getitem__(self, part: slice) -> "Batch":
+        return self.take(range(len(self))[part])
+
+    def take(self, rows: Sequence[int]) -> "Batch":
+        """Return the samples of these rows, in this order; a row may occur more than once."""
+        index = list(rows)
+        return replace(
+            self,
+            prompts=tuple(self.prompts[i] for i in index),
+            prompt_ids=tuple(self.prompt_ids[i] for i in index),
+            sample_ids=tuple(self.sample_ids[i] for i in index),
+            cond=self.cond.map(lambda x: take_rows(x, index)),
+            uncond=self.uncond.map(lambda x: take_rows(x, index)),
+            latents=None if self.latents is None else take_rows(self.latents, index),
+            trajectory=None if self.trajectory is None else self.trajectory.map(lambda x: take_rows(x, index)),
+        )
+
+    def cat(self, other: "Batch") -> "Batch":
+        """Return the samples of both, in order."""
+        return replace(
+            self,
+            prompts=self.prompts + other.prompts,
+            prompt_ids=self.prompt_ids + other.prompt_ids,
+            sample_ids=self.sample_ids + other.sample_ids,
+            cond=self.cond.cat(other.cond),
+            uncond=self.uncond.cat(other.uncond),
+            latents=None if self.latents is None else cat([self.latents, other.latents]),
+            trajectory=self.trajectory and other.trajectory and self.trajectory.cat(other.trajectory),
+        )
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The s stochastic transitions of b samples and their final latents, in float32; log_probs in the widest dtype of
+    the device: float64, on an NPU float32.
+    """
+
+    states: Float[Tensor, "b s_plus_1 c t h w"]  # before the first transition and after each
+    log_probs: Float[Tensor, "b s"]  # log-density of each transition, averaged over its elements
+    x0: Latents  # final prediction of the clean latents
+
+    @classmethod
+    def from_x0(cls, x0: Latents) -> "Rollout":
+        """Return a rollout of deterministic samples: x0 and zero transitions."""
+        return cls(x0[:, None][:, :0], x0.new_zeros(len(x0), 0, dtype=widest(x0.device)), x0)
+
+    def state(self, number: int, rows: Sequence[int]) -> Latents:
+        """Return, of these samples, state `number`: that before the window's transition of this number."""
+        return take_rows(self.states[:, number], rows)
+
+    def end(self, rows: Sequence[int]) -> Latents:
+        """Return the final x0 of these samples."""
+        return take_rows(self.x0, rows)
+
+    def take(self, rows: Sequence[int]) -> "Rollout":
+        """Return the samples of these rows, in this order."""
+        return Rollout(**{f.name: take_rows(getattr(self, f.name), rows) for f in fields(self)})
+
+    @classmethod
+    def cat(cls, parts: Sequence["Rollout"]) -> "Rollout":
+        """Return the samples of all parts, in order; they must have the same number of transitions.
+
+        A single part is not copied.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        return cls(**{f.name: cat([getattr(part, f.name) for part in parts]) for f in fields(cls)})

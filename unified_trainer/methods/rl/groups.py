@@ -1,0 +1,145 @@
+"""Groups of samples of one prompt: their settings, their advantages, and the samples that updates train on."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import CountOrZero, Finite, Range
+from unified_trainer.basics.types import Batch, PerSample
+from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
+from unified_trainer.data.loader import Loader
+from unified_trainer.methods.base import MethodSetup
+from unified_trainer.methods.rl.minibatches import Minibatch, plan_minibatches
+from unified_trainer.methods.rl.rollout_config import RolloutConfig
+from unified_trainer.numerics.advantages import (
+    Estimator,
+    below_threshold,
+    best_of_n,
+    group_advantages,
+    spread,
+    zero_variance,
+)
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rewards.reward import RewardSum, Scores
+
+
+@dataclass(frozen=True)
+class GroupConfig(RolloutConfig):
+    """Settings of the methods that compare the samples of a prompt by reward."""
+
+    advantage: Estimator = "grpo"
+    """Advantage estimator; grpo is measured in docs/methods/dance_grpo.md, the others are experimental."""
+    reward_threshold: Annotated[float, Range(also=(-math.inf,))] = -math.inf
+    """Groups whose mean reward is below this get advantage 0 (experimental)."""
+    best_of_n: CountOrZero = 0
+    """Train on this many samples of each group, half the best and half the worst; 0 trains on all (experimental)."""
+    dynamic_sampling_rounds: CountOrZero = 0
+    """Rounds at most in which groups of equal rewards are replaced by further prompts (experimental)."""
+    failure_below: Finite | None = None
+    """A group with a lower mean reward is a failure of its prompt, and prompts are drawn in proportion to failures + 1;
+    None draws every prompt once an epoch (experimental)."""
+
+    def check(self, setup: MethodSetup) -> None:
+        super().check(setup)
+        if self.num_samples < 2:
+            raise UserError("algorithm.num_samples must be at least 2: a group of one has no advantage")
+        if self.best_of_n and not (2 <= self.best_of_n <= self.num_samples and self.best_of_n % 2 == 0):
+            raise UserError(f"algorithm.best_of_n must be even and at most algorithm.num_samples, not {self.best_of_n}")
+
+    def plan(self) -> BatchPlan:
+        by_failures, further = self.failure_below is not None, self.dynamic_sampling_rounds > 0
+        return replace(super().plan(), by_failures=by_failures, further=further)
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """The advantages of a training step's samples, and the minibatches of its updates."""
+
+    values: PerSample  # of this rank's samples
+    minibatches: list[list[Minibatch]]  # of each update; empty for an update without any advantage
+    metrics: dict[str, float]
+    messages: tuple[str, ...]  # names skipped updates, if any
+
+
+def compute_advantages(
+    config: GroupConfig,
+    reward: RewardSum,
+    scores: Scores,
+    penalty: PerSample | None,
+    batch: Batch,
+    loader: Loader,
+    mesh: Mesh,
+) -> Advantages:
+    """Compute advantages within the groups of all ranks, and plan each update's minibatches.
+
+    Advantages compare the rewards minus the penalty; thresholds, failures and metrics use the rewards themselves.
+    """
+    gathered = scores.gathered(mesh)
+    ids, rewards = gather_ids(batch, gathered.parts, mesh), reward.total(gathered.parts)
+    below = below_threshold(rewards, ids, config.reward_threshold)
+    if penalty is not None:
+        penalised = rewards - mesh.gather(penalty).cpu().double()
+        advantages, equal = group_advantages(penalised, ids, config.advantage), zero_variance(penalised, ids)
+    else:
+        equal = equal_groups(config, reward, gathered.parts, ids)
+        if config.advantage == "gdpo":  # compares each part in its group, before the parts are weighted
+            weights = list(reward.weights.values())
+            advantages = group_advantages(gathered.parts, ids, "gdpo", weights=weights)
+        else:
+            advantages = group_advantages(rewards, ids, config.advantage)
+    advantages[below | equal] = 0.0
+    useful = ~equal
+    if config.best_of_n:
+        useful &= best_of_n(advantages, ids, config.best_of_n)
+    updates = config.num_prompts // config.prompts_per_update
+    size = largest_divisor(len(batch) // updates, config.update_batch)
+    minibatches = plan_minibatches(useful, advantages, mesh.data_rank, mesh.data_size, updates, size)
+    groups, equals, lows = (len(ids[rows].unique()) for rows in (slice(None), equal, below & ~equal))
+    skipped = sum(not parts for parts in minibatches)
+    metrics = reward_metrics(rewards, ids) | {
+        "frac_zero_advantage": (advantages == 0).double().mean().item(),
+        "frac_zero_std_groups": equals / groups,
+        "skipped_updates": float(skipped),
+    }
+    if config.reward_threshold > float("-inf"):
+        metrics["frac_below_threshold_groups"] = lows / groups
+    if config.failure_below is not None:
+        failed = ids[below_threshold(rewards, ids, config.failure_below)].unique().tolist()
+        loader.note_failures(failed)
+        metrics["failed_groups"] = len(failed) / groups
+    message = (
+        f"{skipped} of {updates} updates skipped because no sample has an advantage: of {groups} groups "
+        f"{equals} have equal rewards, {lows} are below algorithm.reward_threshold"
+    )
+    metrics |= reward.metrics(gathered, ids)
+    start = mesh.data_rank * len(batch)
+    mine = advantages[start : start + len(batch)].clamp(-config.advantage_clip, config.advantage_clip)
+    return Advantages(mine.float(), minibatches, metrics, (message,) if skipped else ())
+
+
+def reward_metrics(rewards: PerSample, ids: Int[Tensor, " all"]) -> dict[str, float]:
+    """Return mean and standard deviations of all samples' rewards; those in and between groups where groups exist."""
+    metrics = {"reward": rewards.mean().item(), "reward_std": rewards.std().item()}
+    in_groups, between_groups = spread(rewards, ids)
+    if in_groups is not None:
+        metrics |= {"reward_std_in_groups": in_groups, "reward_std_between_groups": between_groups}
+    return metrics
+
+
+def equal_groups(
+    config: GroupConfig, reward: RewardSum, parts: Float[Tensor, "all r"], ids: Int[Tensor, " all"]
+) -> Bool[Tensor, " all"]:
+    """Return the samples of groups of equal rewards; for gdpo, of groups whose parts are all equal."""
+    if config.advantage == "gdpo":
+        return torch.stack([zero_variance(part, ids) for part in parts.unbind(1)]).all(0)
+    return zero_variance(reward.total(parts), ids)
+
+
+def gather_ids(batch: Batch, like: Tensor, mesh: Mesh) -> Int[Tensor, " all"]:
+    """Return the prompt ids of all ranks' samples, rank by rank."""
+    return mesh.gather(torch.tensor(batch.prompt_ids, device=like.device))

@@ -1,0 +1,178 @@
+"""The student as a stochastic policy: settings of the policy and of its update, and samples drawn from it."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Literal
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Fraction, NonNegative, Positive, PositiveFraction, above, at_least
+from unified_trainer.basics.types import Batch, Latents, Rollout
+from unified_trainer.methods.base import MethodConfig, MethodSetup
+from unified_trainer.methods.rl.reference_kl import KLSettings
+from unified_trainer.methods.rl.replay import transition_noise
+from unified_trainer.methods.rl.sde_windows import WindowConfig
+from unified_trainer.numerics.kernels import Kernel, Policy
+from unified_trainer.numerics.kl import KL
+from unified_trainer.numerics.objectives import Mode, ObjectiveParameters
+from unified_trainer.numerics.off_policy import Correction, WeightDensity
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.role import Role
+from unified_trainer.sampling.equal_rows import EqualRows
+from unified_trainer.sampling.solver import SamplerConfig, rollout
+
+
+@dataclass(frozen=True)
+class PolicyConfig(MethodConfig):
+    """Settings of the methods that train the transitions of a stochastic policy."""
+
+    kernel: Kernel | Literal["auto"] = "auto"
+    """Transition kernel of the policy; auto takes dance, or for an sde sampler its own renoising."""
+    eta: Annotated[float, above(0, 100)] = 0.3
+    """Noise level of the policy; flow_wan has none, and renoising is cps at level 1."""
+    normalised: bool = True
+    """Use the policy's normalised density; without, -(x_next - mean)^2 as published for cps (experimental)."""
+    window: WindowConfig = field(default_factory=WindowConfig)
+    timestep_fraction: PositiveFraction = 0.6
+    """Fraction of the stochastic transitions trained, drawn anew in each training step. It has no effect with
+    algorithm.window.size: a window is trained whole."""
+    objective: Mode = "clip"
+    """Policy objective; clip is measured, the others are experimental."""
+    clip_low: Fraction = 1e-4
+    """The ratio is clipped at 1 - clip_low; it stays near 1 because log-densities are means over elements."""
+    clip_high: NonNegative = 1e-4
+    """The ratio is clipped at 1 + clip_high."""
+    clip_velocity: NonNegative = 0.0
+    """Change of the velocity, rms per element, at which the ratio reaches the clip range: calibrates the range of each
+    transition from its noise and the latent size. 0 takes clip_low and clip_high (experimental)."""
+    objective_parameters: ObjectiveParameters = field(default_factory=ObjectiveParameters)
+    correction: Correction = "none"
+    """For samples that older weights made (experimental): clip the ratio around the policy of the start of the training
+    step (decoupled, one more network call per trained transition), around one interpolated by lag (loglinear), or not
+    at all (truncated), and weigh samples by importance. Samples of the present weights need none."""
+    weight_density: WeightDensity = "mean"
+    """Density that the importance weight of a correction is a ratio of: mean over elements, which is near 1, or joint
+    over all elements, which is unbiased and only useful while lag and latents are small."""
+    weight_max: Annotated[float, at_least(1)] = 2.0
+    """Largest importance weight; larger ones are truncated."""
+    ess_floor: Fraction = 0.0
+    """Share of samples that a step's gradient must come from (metric ess) while samples lag; below it the run says so
+    and makes samples less ahead. 0 never does."""
+    guard: bool = False
+    """Centre the log-ratio on 0 with one spread at all steps, as GRPO-Guard does (experimental)."""
+    trust_region: NonNegative = 0.0
+    """KL per element from which samples that moved with their advantage are dropped; 0 is none (experimental)."""
+    step_weight: Literal["none", "inverse_dt", "equal"] = "none"
+    """Weight of transitions: none, 1 / (sigma - sigma'), or equal gradient per velocity (experimental)."""
+    kl: KL = "exact"
+    """KL to the reference per element: exact per transition, its estimates k1, k2 or k3, or of the velocities. In the
+    loss the gradient of k1 has expectation zero."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL to the loss of each trained transition, or subtract it from a sample's reward."""
+    kl_coefficient: NonNegative = 0.0
+    """Coefficient of the KL to the reference, the student as the run started; 0 needs no reference."""
+    kl_target: NonNegative = 0.0
+    """KL to which the coefficient is adapted, from the one given; 0 keeps it fixed."""
+    kl_horizon: Positive = 1e4
+    """Samples over which an adapted coefficient may change by its own size."""
+
+    def policy(self, sampler: SamplerConfig) -> Policy:
+        """Return the policy of these settings and the sampler."""
+        kernel, level = self.kernel, self.eta
+        if kernel == "auto":
+            kernel, level = sampler.kernel if sampler.solver == "sde" else ("dance", self.eta)
+        return Policy(kernel, level, sampler.sigmas(), self.normalised, self.window.tail)
+
+    def kl_settings(self, batch: int) -> KLSettings:
+        """Return the settings of the KL to the reference; `batch` samples are computed at a time."""
+        return KLSettings(self.kl, self.kl_in, self.kl_coefficient, self.kl_target, self.kl_horizon, batch)
+
+    def check(self, setup: MethodSetup) -> None:
+        super().check(setup)
+        sampler = setup.sampler
+        if sampler.num_steps < 2:
+            raise UserError("sampler.num_steps must be at least 2: the last transition is not trained")
+        self._check_policy(sampler)
+        self._check_objective()
+        setup.check_guidance("student", "sampler.guidance_scale", sampler.guidance_scale)
+        sigmas = sampler.sigmas().tolist()
+        windows = [[sigmas[s] for s in window] for window in self.window.all(sampler.num_steps - 1)]
+        setup.require_trained("student", windows, "algorithm.window")
+
+    def _check_policy(self, sampler: SamplerConfig) -> None:
+        if self.kernel == "ode":
+            raise UserError("algorithm.kernel must be stochastic, not ode: else there is no policy")
+        if self.kernel == "cps" and self.eta > 1:
+            raise UserError(f"algorithm.eta must be at most 1 for cps, not {self.eta}: 1 draws all noise anew")
+        policy = self.policy(sampler)
+        for s in range(sampler.num_steps - 1):
+            if not policy.std(s) > 0:
+                raise UserError(
+                    f"algorithm.kernel {policy.kernel} at level {policy.level:g} has no density at transition {s}, "
+                    f"from noise level {policy.sigmas[s]:.4g} to {policy.sigmas[s + 1]:.4g}"
+                )
+        if not self.normalised and policy.kernel != "cps":
+            raise UserError("--algorithm.no-normalised needs algorithm.kernel cps")
+        self.window.check(sampler.num_steps - 1)
+        if self.window.size and sampler.solver == "sde":
+            raise UserError("algorithm.window.size must be 0 for sampler.solver sde, which has no deterministic steps")
+        if sampler.chunks.causal and sampler.chunks.context_noise:
+            raise UserError("sampler.chunks.context_noise must be 0: the replay attends to clean chunks")
+
+    def _check_objective(self) -> None:
+        if not self.kl_coefficient and (self.kl_target or self.kl_in == "reward"):
+            raise UserError("algorithm.kl_target and algorithm.kl_in reward need algorithm.kl_coefficient above 0")
+        if self.clip_velocity and self.objective == "gspo":
+            raise UserError("algorithm.clip_velocity must be 0 for gspo, which has one ratio for all transitions")
+        if self.objective == "gspo" and self.step_weight != "none":
+            raise UserError("algorithm.step_weight must be none for gspo, which has one ratio for all transitions")
+        self._check_correction()
+        if not self.normalised and (self.guard or self.step_weight == "equal" or self.clip_velocity):
+            raise UserError(
+                "algorithm.guard, algorithm.step_weight equal and algorithm.clip_velocity need the normalised density: "
+                "set --algorithm.normalised"
+            )
+
+    def _check_correction(self) -> None:
+        if self.correction == "none":
+            return
+        if self.objective == "gspo" or self.guard or self.trust_region:
+            raise UserError(
+                f"algorithm.correction {self.correction} needs another objective than gspo, no algorithm.guard and "
+                "algorithm.trust_region 0: these compare whole rollouts or means, not densities of one transition"
+            )
+        if self.weight_density == "joint" and not self.normalised:
+            raise UserError("algorithm.weight_density joint needs the normalised density: set --algorithm.normalised")
+
+
+def sample_policy(
+    config: PolicyConfig,
+    sampler: SamplerConfig,
+    role: Role,
+    batch: Batch,
+    step: int,
+    rng: Streams,
+    *,
+    same_noise: bool,
+) -> Rollout:
+    """Draw a batch from the policy in training step `step`; with `same_noise` each prompt has one initial noise.
+
+    Its samples are then equal until the window begins, and the calls before its first noise are made once.
+    """
+    window = config.window.at(step, sampler.num_steps - 1, rng.shared)
+    noise, equal = initial_noise(rng, batch, same=same_noise)
+    draw = partial(transition_noise, rng, batch)
+    policy = config.policy(sampler)
+    return rollout(role, noise.to(role.device), batch, sampler, policy, window, draw, equal=equal)
+
+
+def initial_noise(rng: Streams, batch: Batch, *, same: bool) -> tuple[Latents, EqualRows | None]:
+    """Draw the initial noise of each sample, or with `same` of each prompt.
+
+    Also return which samples then have one noise and one prompt; None without `same`. That depends on the setting alone
+    and never on the ids of a rank: sharing calls is a collective, which all ranks enter or none.
+    """
+    if not same:
+        return rng.noise("initial", batch.sample_ids, batch.latent_shape), None
+    equal = EqualRows.of(batch.prompt_ids)
+    prompts = [batch.prompt_ids[row] for row in equal.first]
+    return equal.spread(rng.noise("initial", prompts, batch.latent_shape)), equal

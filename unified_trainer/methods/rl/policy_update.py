@@ -1,0 +1,296 @@
+"""The clipped update of a stochastic policy, from the replayed transitions of its samples."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.basics.types import Batch, Latents, PerSample, take_rows, widest
+from unified_trainer.methods.rl.minibatches import Minibatch
+from unified_trainer.methods.rl.on_policy_check import OnPolicyCheck
+from unified_trainer.methods.rl.policy import PolicyConfig
+from unified_trainer.methods.rl.reference_kl import ReferenceKL
+from unified_trainer.methods.rl.replay import Replay, ReplayCollector, ReplayStats, Trajectories, Transition
+from unified_trainer.methods.rl.rollouts import ScoredSamples
+from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss
+from unified_trainer.numerics.kl import gaussian_kl
+from unified_trainer.numerics.objectives import (
+    calibrated_clip,
+    diagnostics,
+    guarded_log_ratio,
+    leaves_trust_region,
+    surrogate,
+)
+from unified_trainer.numerics.off_policy import importance_weight, proximal_log_ratio
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.role import Frozen, Trainable
+from unified_trainer.sampling.equal_rows import EqualRows
+from unified_trainer.sampling.solver import SamplerConfig, policy_velocity
+
+
+class PolicyUpdate:
+    """Raises the density of transitions with a positive advantage, within a clip range of the ratio to the rollout."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        sampler: SamplerConfig,
+        student: Trainable,
+        reference: Frozen | None,
+        update_batch: int,
+        *,
+        same_noise: bool = False,
+    ) -> None:
+        """`update_batch` is the number of samples per pass of a KL of whole rollouts, and of a check.
+
+        With `same_noise` the samples of a prompt have one initial noise: the call of the window's first transition is
+        replayed once for all of them, as the rollout made it, unless the student is causal and each attends to chunks
+        of its own.
+        """
+        self.config, self.sampler, self.student, self.policy = config, sampler, student, config.policy(sampler)
+        self.kl = ReferenceKL(config.kl_settings(update_batch), sampler, self.policy, reference)
+        self._same_noise = same_noise and not sampler.chunks.causal
+        self.on_policy, self._update_batch = OnPolicyCheck(student.config.precision), update_batch
+        self.lags_too_far = False  # whether ess of this training step is below its floor, equal on all ranks
+        self._ess_unread = False  # whether ess of this training step is still to be compared with its floor
+
+    def transitions(self, step: int, rng: Streams) -> tuple[range, list[int]]:
+        """Return the stochastic transitions of a training step and those trained, equal on all ranks.
+
+        The last transition of the sampler has no density and is never trained. Trained are the transitions of the
+        window that trained experts make; without a window size, a drawn fraction of them.
+        """
+        window = self.config.window.at(step, self.sampler.num_steps - 1, rng.shared)
+        trainable = [s for s in window if self.student.trains(self.policy.sigmas[s])]
+        if self.config.window.size:
+            return window, trainable
+        count = max(1, round(self.config.timestep_fraction * len(trainable)))
+        return window, sorted(trainable[i] for i in rng.shared.permutation(len(trainable))[:count])
+
+    def trajectories(self, samples: ScoredSamples, step: int, window: range, rng: Streams) -> Trajectories:
+        """Return samples of training step `step`, to be replayed."""
+        return Trajectories.of(samples, step, window, rng, same_noise=self._same_noise)
+
+    def transition_metrics(self, window: range, trained: list[int]) -> dict[str, float]:
+        """Return where the window is, if it moves, and how many trained transitions each expert makes."""
+        first = {"window_first": float(window.start)} if self.config.window.size else {}
+        return first | self.student.transition_counts(self.policy.sigmas[trained])
+
+    @torch.no_grad()
+    def check_worker(self, window: range, trained: list[int], rng: Streams, samples: ScoredSamples, maker: str) -> None:
+        """Replay samples of a worker with the weights that made them, which the student has during this call."""
+        version = int(samples.versions[0])
+        trajectories = self.trajectories(samples, version, window, rng)
+        for rows in torch.arange(len(samples.batch)).split(self._update_batch):
+            for s in trained:
+                replay = self._replay(trajectories, rows, s)
+                self.on_policy.worker(replay, self.policy.mean_gain(s), self.policy.std(s), maker, version)
+
+    def begin(
+        self,
+        trajectories: Trajectories,
+        advantages: Float[Tensor, "b trained"],
+        trained: list[int],
+        updates: list[list[Minibatch]],
+        mesh: Mesh,
+    ) -> Callable[[list[Minibatch]], LossAt]:
+        """Begin a training step; return what starts each of its updates, for `update_losses`.
+
+        The advantages are of each sample at each trained transition. Call it before any weight of the step changes.
+        """
+        lagging, self.lags_too_far = mesh.any(bool(trajectories.lags.any())), False
+        self._ess_unread = lagging
+        if lagging:
+            self.on_policy.over = True  # a replay with newer weights than the rollout's differs
+            if self.config.correction == "decoupled":
+                trajectories = self._with_start(trajectories, trained, updates)
+        return partial(self._start_update, trajectories, advantages, trained, mesh)
+
+    @torch.no_grad()
+    def _with_start(
+        self, trajectories: Trajectories, trained: list[int], updates: list[list[Minibatch]]
+    ) -> Trajectories:
+        """Compute the log-densities of the trained transitions under the present weights, before any update."""
+        log_probs = trajectories.rollout.log_probs.clone()
+        for minibatch in itertools.chain.from_iterable(updates):
+            for s in trained:
+                at, real = s - trajectories.window.start, minibatch.real
+                log_prob, *_ = self.density(trajectories, minibatch.rows, s)
+                rows, own = minibatch.rows[real], real.nonzero().flatten().tolist()
+                log_probs[:, at].index_copy_(0, rows.to(log_prob.device, non_blocking=True), take_rows(log_prob, own))
+        return dataclasses.replace(trajectories, start_log_probs=log_probs)
+
+    def _start_update(
+        self,
+        trajectories: Trajectories,
+        advantages: Float[Tensor, "b trained"],
+        trained: list[int],
+        mesh: Mesh,
+        minibatches: list[Minibatch],
+    ) -> LossAt:
+        """Return the function that computes the losses of one update and, with the last one, its metrics."""
+        collector = ReplayCollector()
+        sequences = {id(part): self._sequence(trajectories, part, trained) for part in minibatches}
+
+        def loss_at(minibatch: Minibatch, s: int, last: bool) -> MinibatchLoss:
+            replay = self._replay(trajectories, minibatch.rows, s)
+            advantage = advantages[minibatch.rows, trained.index(s)].to(widest(self.student.device))
+            advantage = advantage.to(self.student.device, non_blocking=True)
+            self.on_policy.update(replay)
+            collector.add(replay, advantage, minibatch)
+            value = self._loss(replay, advantage, minibatch, s, sequences[id(minibatch)])
+            if not last:
+                return MinibatchLoss(value)
+            metrics = self._metrics(collector.gathered(mesh, len(trained)), trained, trajectories.batch)
+            messages = (*self.on_policy.messages(), *self._ess_messages(metrics["ess"]))
+            return MinibatchLoss(value, metrics, messages)
+
+        return loss_at
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.kl.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.kl.load_state_dict(state)
+
+    def density(self, trajectories: Trajectories, rows: Tensor, s: int) -> tuple[PerSample, Latents, Tensor]:
+        """Return log-density, mean and standard deviation of transition s under the present weights."""
+        return self._density(trajectories.transition(s, rows), trajectories.equal_rows(rows, s), s)
+
+    def _density(self, made: Transition, equal: EqualRows | None, s: int) -> tuple[PerSample, Latents, Tensor]:
+        batch, x_t, x_next, _, x0 = made
+        velocity = policy_velocity(self.student, x_t, self.policy.sigmas[s], batch, self.sampler, x0, equal)
+        mean, std = self.policy.step(s, x_t, velocity)
+        return self.policy.log_prob(x_next, mean, std), mean, std
+
+    def _replay(self, trajectories: Trajectories, rows: Tensor, s: int) -> Replay:
+        """Compare transition s under the present weights with the rollout, the proximal policy and the reference."""
+        config = self.config
+        made, equal = trajectories.transition(s, rows), trajectories.equal_rows(rows, s)
+        log_prob, mean, std = self._density(made, equal, s)
+        batch, x_t, x_next, log_prob_old, x0 = made
+        at = s - trajectories.window.start
+        elements = math.prod(batch.latent_shape)
+        lag = trajectories.lags[rows].to(log_prob.device, non_blocking=True)
+        log_ratio = log_prob - log_prob_old
+        mean_old = x_next - std * trajectories.noise(batch, s)
+        ratio = guarded_log_ratio(log_ratio, mean, mean_old, std) if config.guard else log_ratio
+        start = take_rows(trajectories.start_log_probs[:, at], rows.tolist()) - log_prob_old
+        proximal = proximal_log_ratio(config.correction, log_ratio, start, lag)
+        weight = importance_weight(proximal, elements, config.weight_density, config.weight_max)
+        kl_old = gaussian_kl(mean.detach(), mean_old, std)
+        kl = None
+        if self.kl.in_loss:
+            kl = self.kl.of_transition(s, x_t, x_next, mean, batch, x0, equal)
+        return Replay(log_ratio, ratio - proximal, kl_old, kl, self._clip(s, elements), weight, lag)
+
+    @torch.no_grad()
+    def _sequence(self, trajectories: Trajectories, minibatch: Minibatch, trained: list[int]) -> dict[int, PerSample]:
+        """For gspo, the log-ratios of all trained transitions, from a first pass without gradient."""
+        if self.config.objective != "gspo":
+            return {}
+        return {s: self._replay(trajectories, minibatch.rows, s).ratio for s in trained}
+
+    def _loss(
+        self,
+        replay: Replay,
+        advantage: PerSample,
+        minibatch: Minibatch,
+        s: int,
+        sequence: dict[int, PerSample],
+    ) -> Float[Tensor, ""]:
+        """-objective + coefficient KL of one transition, weighted over the samples of the minibatch."""
+        config = self.config
+        if sequence:
+            # One ratio for all n transitions, each of which adds its part of the gradient in a pass of its own; the
+            # factor n cancels the mean over transitions in `update_losses`.
+            steps = [replay.ratio if other == s else ratio for other, ratio in sequence.items()]
+            objective = len(steps) * self._surrogate(torch.stack(steps, 1), advantage, replay.clip)
+        else:
+            objective = replay.weight * self._surrogate(replay.ratio, advantage, replay.clip)
+        if config.trust_region:
+            leaves = leaves_trust_region(replay.ratio, advantage, replay.kl_old, config.trust_region)
+            objective = objective.masked_fill(leaves, 0.0)
+        loss = -self._step_weight(s) * objective
+        if replay.kl_reference is not None:
+            loss = loss + self.kl.coefficient * replay.kl_reference
+        return (minibatch.weights.to(loss, non_blocking=True) * loss).sum()
+
+    def _surrogate(self, ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> Tensor:
+        parameters = dataclasses.asdict(self.config.objective_parameters)
+        return surrogate(self.config.objective, ratio, advantage, clip_low=clip[0], clip_high=clip[1], **parameters)
+
+    def _clip(self, s: int, elements: int) -> tuple[float, float]:
+        """The clip range of transition s, below and above 1."""
+        config, std = self.config, self.policy.std(s)
+        if not config.clip_velocity:
+            return config.clip_low, config.clip_high
+        change = self.policy.mean_gain(s) * config.clip_velocity / std
+        return calibrated_clip(change, elements, std if config.guard else None)
+
+    def _step_weight(self, s: int) -> float:
+        """Weight of transition s; `equal` gives every velocity the gradient A noise / D at ratio 1."""
+        if self.config.step_weight == "none":
+            return 1.0
+        if self.config.step_weight == "inverse_dt":
+            return 1 / float(self.policy.sigmas[s] - self.policy.sigmas[s + 1])
+        return (1 if self.config.guard else self.policy.std(s)) / self.policy.mean_gain(s)
+
+    def _ess_messages(self, ess: float) -> tuple[str, ...]:
+        """Compare ess of the step's first update, which is over all ranks, with its floor if samples lag."""
+        unread, self._ess_unread = self._ess_unread, False
+        if not unread or ess >= self.config.ess_floor:
+            return ()
+        self.lags_too_far = True
+        floor = f"algorithm.ess_floor {self.config.ess_floor:g}"
+        return (f"ess is {ess:.2g}, below {floor}: samples lag too far behind the student; later ones lag less",)
+
+    def _metrics(self, stats: ReplayStats, trained: list[int], batch: Batch) -> dict[str, float]:
+        """Metrics of one update over all ranks."""
+        config, elements = self.config, math.prod(batch.latent_shape)
+        clips = torch.tensor([self._clip(s, elements) for s in trained], dtype=torch.float64)
+        metrics = stats.metrics(trained, elements)
+        if config.clip_velocity:
+            metrics |= {"clip_low": float(clips[:, 0].mean()), "clip_high": float(clips[:, 1].mean())}
+        metrics |= self._diagnostics(stats, clips)
+        if config.trust_region:
+            columns = [column.flatten() for column in (stats.ratio, stats.advantage, stats.kl_old)]
+            left = leaves_trust_region(columns[0], columns[1], columns[2], config.trust_region)
+            metrics["trust_region_left"] = float(left.float().mean())
+        if bool(stats.lag.any()):
+            metrics |= self._lag_metrics(stats, clips)
+        if self.kl.in_loss:
+            metrics |= self.kl.adapt(stats.kl_reference.mean(1))
+        return metrics
+
+    def _lag_metrics(self, stats: ReplayStats, clips: Float[Tensor, "s 2"]) -> dict[str, float]:
+        """Return what shows how far the samples of each lag are from the present policy, and their weights."""
+        metrics = {}
+        for lag in stats.lag[:, 0].unique().tolist():
+            part = stats.of_lag(lag)
+            values = self._diagnostics(part, clips) | {"approx_kl": float(part.kl_old.mean())}
+            names = ("approx_kl", "clip_fraction", "zero_gradient_fraction", "ess")
+            metrics |= {f"{name}/lag_{lag:.0f}": values[name] for name in names}
+        if self.config.correction != "none":
+            metrics["importance_weight"] = float(stats.weight.mean())
+            truncated = stats.weight >= self.config.weight_max
+            metrics["importance_weight_truncated"] = float(truncated.double().mean())
+        return metrics
+
+    def _diagnostics(self, stats: ReplayStats, clips: Float[Tensor, "s 2"]) -> dict[str, float]:
+        """Return the objective's diagnostics; `clips` are the clip ranges of the trained transitions."""
+        parameters = dataclasses.asdict(self.config.objective_parameters)
+        low, high = clips.T
+        if self.config.objective == "gspo":
+            ratio, advantage = stats.ratio, stats.advantage[:, 0]
+            return diagnostics("gspo", ratio, advantage, clip_low=low[0], clip_high=high[0], **parameters)
+        ratio, advantage, weight = stats.ratio.flatten(), stats.advantage.flatten(), stats.weight.flatten()
+        low, high = (bound.expand(stats.ratio.shape).flatten() for bound in (low, high))
+        ranges = {"clip_low": low, "clip_high": high}
+        return diagnostics(self.config.objective, ratio, advantage, weight=weight, **ranges, **parameters)

@@ -1,0 +1,132 @@
+"""The KL of the policy to a reference, in the loss or in the reward, and its coefficient."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Batch, Latents, PerSample
+from unified_trainer.methods.rl.replay import Trajectories
+from unified_trainer.numerics.kernels import Policy
+from unified_trainer.numerics.kl import KL, AdaptiveKL, gaussian_kl, gaussian_kl_estimate, velocity_kl
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.role import Frozen
+from unified_trainer.sampling.equal_rows import EqualRows
+from unified_trainer.sampling.solver import SamplerConfig, policy_velocity
+
+
+@dataclass(frozen=True)
+class KLSettings:
+    """The settings that a method with a reference KL hands over."""
+
+    kind: KL
+    where: Literal["loss", "reward"]
+    coefficient: float
+    target: float  # KL that an adaptive coefficient settles at; 0 keeps the coefficient
+    horizon: float  # samples over which an adaptive coefficient may change by its own size
+    batch: int  # samples per pass of the KL of whole rollouts
+
+
+def check_reference(coefficient: float, reference: Frozen | None) -> None:
+    """Raise UserError for a KL coefficient above 0 without a reference that the KL is measured to."""
+    if coefficient and reference is None:
+        raise UserError("algorithm.kl_coefficient above 0 needs a reference role: set it to 0")
+
+
+def divergence(
+    kind: KL, policy: Policy, s: int, x_t: Latents, x_next: Latents, mean: Latents, velocity_ref: Latents
+) -> PerSample:
+    """Return the KL per element of transition s, made with this mean, to one with the reference's velocity.
+
+    A mean is linear in its velocity, so the difference of means gives that of velocities. The Gaussian of the kernel is
+    normalised, whatever density the objective reads.
+    """
+    mean_ref, std = policy.step(s, x_t, velocity_ref)
+    if kind == "velocity":
+        return velocity_kl(mean, mean_ref) / policy.mean_gain(s) ** 2
+    if kind == "exact":
+        return gaussian_kl(mean, mean_ref, std)
+    return gaussian_kl_estimate(kind, x_next, mean, mean_ref, std)
+
+
+class ReferenceKL:
+    """The KL to a reference role, with a fixed or adaptive coefficient."""
+
+    def __init__(self, settings: KLSettings, sampler: SamplerConfig, policy: Policy, reference: Frozen | None) -> None:
+        check_reference(settings.coefficient, reference)
+        self._settings, self._sampler, self._policy, self._reference = settings, sampler, policy, reference
+        self._adaptive = (
+            AdaptiveKL(settings.coefficient, settings.target, settings.horizon) if settings.target else None
+        )
+
+    @property
+    def coefficient(self) -> float:
+        """The present coefficient."""
+        return self._adaptive.coefficient if self._adaptive else self._settings.coefficient
+
+    @property
+    def in_loss(self) -> bool:
+        return self._settings.coefficient > 0 and self._settings.where == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        return self._settings.coefficient > 0 and self._settings.where == "reward"
+
+    def of_transition(
+        self,
+        s: int,
+        x_t: Latents,
+        x_next: Latents,
+        mean: Latents,
+        batch: Batch,
+        x0: Latents,
+        equal: EqualRows | None = None,
+    ) -> PerSample:
+        """Return the KL of transition s, made with this mean, to the reference's transition.
+
+        The reference is called once for rows that are `equal` before the transition.
+        """
+        with torch.no_grad():
+            velocity = policy_velocity(self._reference, x_t, self._policy.sigmas[s], batch, self._sampler, x0, equal)
+        return divergence(self._settings.kind, self._policy, s, x_t, x_next, mean, velocity)
+
+    @torch.no_grad()
+    def of_samples(self, trajectories: Trajectories) -> PerSample:
+        """Return the KL of the rollout itself, averaged over each sample's stochastic transitions."""
+        parts = []
+        for rows in torch.arange(len(trajectories.batch)).split(self._settings.batch):
+            steps = []
+            for s in trajectories.window:
+                batch, x_t, x_next, _, x0 = trajectories.transition(s, rows)
+                _, std = self._policy.step(s, x_t, torch.zeros_like(x_t))
+                mean = x_next - std * trajectories.noise(batch, s)
+                equal = trajectories.equal_rows(rows, s)
+                steps.append(self.of_transition(s, x_t, x_next, mean, batch, x0, equal))
+            parts.append(torch.stack(steps).mean(0))
+        return torch.cat(parts)
+
+    def penalty(self, trajectories: Trajectories, mesh: Mesh) -> tuple[PerSample | None, dict[str, float]]:
+        """Return what is subtracted from each sample's reward, None without a KL in the reward, and metrics."""
+        if not self.in_reward:
+            return None, {}
+        kl, coefficient = self.of_samples(trajectories), self.coefficient
+        return coefficient * kl, self.adapt(mesh.gather(kl))
+
+    def adapt(self, kl: Tensor) -> dict[str, float]:
+        """Return metrics of the KL of all samples and the coefficient used, then adapt the coefficient."""
+        metrics = {"kl": float(kl.mean()), "kl_coefficient": self.coefficient}
+        if self._adaptive:
+            self._adaptive.update(metrics["kl"], len(kl))
+        return metrics
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if not self._adaptive:
+            return {}
+        return {"kl_coefficient": torch.tensor(self._adaptive.coefficient, dtype=torch.float64)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self._adaptive:
+            self._adaptive.coefficient = float(state["kl_coefficient"])

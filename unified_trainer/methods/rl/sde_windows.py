@@ -1,0 +1,75 @@
+"""Windows of stochastic transitions in a training step (MixGRPO, arXiv:2507.21802).
+
+`progressive` moves from the noisiest transitions to the data and then starts over; `random` draws a place in each
+training step; `decay` moves as `progressive` does, with ever fewer training steps at a place.
+"""
+
+import bisect
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Count, CountOrZero, NonNegative, Period
+from unified_trainer.numerics.kernels import Tail
+
+
+@dataclass(frozen=True)
+class WindowConfig:
+    size: CountOrZero = 0
+    """Stochastic transitions of a training step, which alone are stored and which are all trained; others are Euler
+    steps. 0: all transitions are stochastic, and algorithm.timestep_fraction of them are trained."""
+    schedule: Literal["progressive", "random", "decay"] = "progressive"
+    """Where the window is: from noise to data (progressive), anywhere (random), or ever faster to data (decay). random
+    and decay are experimental."""
+    every: Period = 25
+    """Training steps at one place."""
+    stride: Count = 1
+    """Transitions from one place to the next."""
+    decay: NonNegative = 0.1
+    """With schedule decay, place p is kept every x exp(-decay (p - decay_from)) steps, and at least one."""
+    decay_from: CountOrZero = 0
+    """With schedule decay, the last transition whose place is kept for `every` steps."""
+    tail: Tail = "euler"
+    """Steps after the window: Euler, or second order (DPM-Solver++) from the second one on."""
+
+    def check(self, transitions: int) -> None:
+        """Raise UserError, naming the key, for settings that do not fit this number of stochastic transitions."""
+        if self.size > transitions:
+            raise UserError(
+                f"algorithm.window.size must be at most {transitions}, the transitions that can be stochastic with "
+                f"this sampler.num_steps, not {self.size}"
+            )
+        if self.tail == "second_order" and not self.size:
+            raise UserError("algorithm.window.tail second_order needs algorithm.window.size above 0")
+
+    def at(self, step: int, transitions: int, shared: np.random.Generator) -> range:
+        """Return the stochastic transitions of a training step, equal on all ranks."""
+        size = self.size or transitions
+        last = transitions - size
+        if self.schedule == "random":
+            first = int(shared.integers(last + 1)) if last else 0
+            return range(first, first + size)
+        places = self._places(last)
+        ends = list(itertools.accumulate(self._held(place) for place in places))
+        place = places[bisect.bisect_right(ends, step % ends[-1])]
+        return range(place, place + size)
+
+    def all(self, transitions: int) -> list[range]:
+        """Return every window that `at` can return."""
+        size = self.size or transitions
+        last = transitions - size
+        places = range(last + 1) if self.schedule == "random" else self._places(last)
+        return [range(place, place + size) for place in places]
+
+    def _places(self, last: int) -> list[int]:
+        return sorted({*range(0, last, self.stride), last})
+
+    def _held(self, place: int) -> int:
+        """Training steps at a place."""
+        if self.schedule == "progressive":
+            return self.every
+        return math.ceil(self.every * math.exp(-self.decay * max(0, place - self.decay_from)))

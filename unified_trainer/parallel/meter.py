@@ -1,0 +1,152 @@
+"""The cost of a training step: its phase and seconds by phase, and the tokens and FLOPs of its networks.
+
+The code that does the work marks it with `phase` and adds to `Meter.current()`. Whoever wants to know runs it inside
+`Meter.measure`; elsewhere the marks do nothing. No method needs code for it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from unified_trainer.parallel.device import Timeline, device_name, peak_flops, peak_memory
+from unified_trainer.parallel.mesh import Mesh
+
+OTHER = "other"  # the phase outside of all others
+
+
+def ignore(_label: str) -> None:
+    """Show nothing."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of a network."""
+
+    role: str  # student, or student_high for one of two experts
+    gradient: bool  # whether its output has a graph
+    samples: int
+    tokens: int  # latent tokens of all samples
+    rows: Mapping[str, int]  # rows that a matrix is multiplied with, by the kind of its layer
+    attention: int  # FLOPs of the forward pass in products of two activations
+    to_features: bool = False  # whether it ends at the features of the middle block
+
+
+class Meter:
+    """Measures the work that runs inside `measure` on this rank; used once."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        show: Callable[[str], None] = ignore,
+        note: Callable[[Pass], None] | None = None,
+    ) -> None:
+        """`show` is called with the present phase in words, such as "rollout 3/8", whenever it changes.
+
+        `note` is called with every pass of a network.
+        """
+        self.tokens = 0.0  # latent tokens that went forward through the networks of all roles
+        self.flops = 0.0  # of the forward and backward passes of these networks, without recomputation
+        self._timeline, self._show, self.note = Timeline(device), show, note
+        self._open: list[_Phase] = []
+        self._names: list[str] = []  # of the phase that begins at each point of the timeline
+
+    @staticmethod
+    def current() -> "Meter | None":
+        """Return the meter inside whose `measure` the caller runs."""
+        return _CURRENT.get()
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure what runs inside."""
+        before = _CURRENT.set(self)
+        try:
+            with self.phase(OTHER, ""):
+                yield
+        finally:
+            _CURRENT.reset(before)
+
+    @contextmanager
+    def phase(self, name: str, label: str) -> Iterator[None]:
+        """Run a phase; the time of phases inside it is theirs. Inside a phase of its own name it keeps that label."""
+        outer = self._open[-1] if self._open else None
+        self._enter(_Phase(name, outer.label if outer is not None and outer.name == name else label))
+        try:
+            yield
+        finally:
+            self._open.pop()
+            if self._open:
+                self._enter(self._open.pop())
+            else:
+                self._timeline.mark()
+
+    def detail(self, text: str) -> None:
+        """Show how far the present phase is."""
+        self._show(f"{self._open[-1].label}, {text}")
+
+    def add(self, tokens: float, flops: float) -> None:
+        """Count the work of a network; a backward pass may do so from another thread."""
+        self.tokens += tokens
+        self.flops += flops
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase, without phases inside it; they sum to the time inside `measure`."""
+        found: dict[str, float] = {}
+        for name, spent in zip(self._names, self._timeline.seconds(), strict=True):
+            found[name] = found.get(name, 0.0) + spent
+        return found
+
+    def _enter(self, phase: "_Phase") -> None:
+        self._open.append(phase)
+        self._names.append(phase.name)
+        self._timeline.mark()
+        if phase.label:
+            self._show(phase.label)
+
+
+@dataclass(frozen=True)
+class _Phase:
+    name: str
+    label: str
+
+
+_CURRENT: ContextVar[Meter | None] = ContextVar("meter", default=None)
+
+
+@contextmanager
+def phase(name: str, number: int = 0, total: int = 0) -> Iterator[None]:
+    """Mark a phase of the work, as a context or a decorator: part `number` of `total`, where they are known."""
+    meter = Meter.current()
+    if meter is None:
+        yield
+        return
+    part = f" {number}/{total}" if total else f" {number}" if number else ""
+    with meter.phase(name, name + part):
+        yield
+
+
+def detail(text: str) -> None:
+    """Say how far the present phase is, such as "step 3/20"."""
+    meter = Meter.current()
+    if meter is not None:
+        meter.detail(text)
+
+
+def step_cost(meter: Meter, mesh: Mesh, samples: int) -> dict[str, float]:
+    """Return the cost of a training step: this rank's seconds, and rates and memory over all ranks (collective).
+
+    `samples` are those of the step, over all ranks.
+    """
+    seconds, device = meter.seconds(), mesh.device
+    total, peak = sum(seconds.values()), peak_flops(device_name(device)) or 0.0
+    own = torch.tensor([[meter.tokens, meter.flops, peak, peak_memory(device)]], dtype=torch.float64)
+    tokens, flops, peaks, memory = mesh.all_gather_cpu(own).unbind(1)
+    cost = {"seconds": total, **{f"seconds/{name}": spent for name, spent in seconds.items()}}
+    cost["samples_per_second"] = samples / total
+    cost["tokens_per_second"] = float(tokens.sum()) / total
+    cost["model_flops_per_second"] = float(flops.sum()) / total
+    if bool((peaks > 0).all()):
+        cost["mfu"] = cost["model_flops_per_second"] / float(peaks.sum())
+    return cost | {"peak_memory_gib_max": float(memory.max())}

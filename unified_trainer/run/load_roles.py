@@ -1,0 +1,72 @@
+"""Loading the roles of a run: networks in memory, those of which several roles can share one, and roles over them."""
+
+from collections.abc import Mapping
+
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.causal import Causal
+from unified_trainer.roles.experts import Expert, ExpertPair
+from unified_trainer.roles.recompute import Recompute
+from unified_trainer.roles.role import Role, Trainable
+from unified_trainer.run.plan.roles import RolePlan
+from unified_trainer.run.registry import open_model
+
+
+def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) -> dict[str, Role]:
+    """Load the roles; those whose base weights stay as they are share one network per folder component.
+
+    With `half`, frozen base weights are held in the precision of their roles. Without it they are float32 and not
+    shared, so that the caller may change them, as export does.
+    """
+    # key: path, component, adapter that is merged into it, and the owner of a network that is not shared
+    users: dict[tuple[str, str, str, str], list[tuple[str, Expert]]] = {}
+    for name, plan in plans.items():
+        for expert, component in plan.layout.components.items():
+            alone = not half or (expert in plan.layout.trained and not plan.config.adapter.rank)
+            merged = plan.merged[expert].name if expert in plan.merged else ""
+            users.setdefault((plan.path, component, merged, f"{name} {expert}" if alone else ""), []).append(
+                (name, expert)
+            )
+    backbones: dict[tuple[str, Expert], Backbone] = {}
+    for (path, component, *_), seats in users.items():
+        backbones |= dict.fromkeys(seats, _load_backbone(path, component, seats, plans, mesh, half=half))
+    roles: dict[str, Role] = {}
+    for name, plan in plans.items():
+        own = [backbones[name, expert] for expert in plan.layout.components]
+        networks = own[0] if plan.layout.boundary is None else ExpertPair(*own, plan.layout.boundary)
+        roles[name] = plan.kind(name, networks, plan.config)
+    return roles
+
+
+def _load_backbone(
+    path: str,
+    component: str,
+    seats: list[tuple[str, Expert]],
+    plans: Mapping[str, RolePlan],
+    mesh: Mesh,
+    *,
+    half: bool,
+) -> Backbone:
+    """Load one network, for all roles and experts of `seats`."""
+    names = [name for name, _ in seats]
+    training = [(name, expert) for name, expert in seats if expert in plans[name].layout.trained]
+    adapters = {
+        Role.key(*seat): plans[seat[0]].config.adapter for seat in training if plans[seat[0]].config.adapter.rank
+    }
+    owned = bool(training) and not adapters
+    model = open_model(names[0], path, component, causal=any(issubclass(plans[name].kind, Causal) for name in names))
+    recompute = [plans[name].recomputed(len(model.blocks)) for name in names]
+    half_passes = half and all(plans[name].config.precision == "bf16" for name in names)
+    return Backbone(
+        model,
+        mesh,
+        trained=owned and issubclass(plans[names[0]].kind, Trainable),
+        adapters=adapters,
+        recompute=Recompute.least_memory(recompute),
+        half=half_passes and not owned,
+        half_passes=half_passes,
+        compile=any(plans[name].config.compile for name in names),
+        offload=half and any(expert in plans[name].layout.offloaded for name, expert in seats),
+        merged=plans[names[0]].merged.get(seats[0][1]),
+        starts={Role.key(name, one): plans[name].starts[one] for name, one in seats if one in plans[name].starts},
+    )

@@ -1,0 +1,44 @@
+"""Advice for a run that ran out of memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.run.settings.config import RunConfig
+
+ADVISED = 3  # settings named
+
+
+@contextmanager
+def memory_advice(run: RunConfig) -> Iterator[None]:
+    """Add to an out-of-memory error the settings that lower memory most for this run."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            error.add_note(f"out of memory: {'; '.join(advice(run)[:ADVISED])}")
+        raise
+
+
+def advice(run: RunConfig) -> list[str]:
+    """Return ways to lower the memory of a run, largest effect first; those already taken are left out."""
+    found = []
+    trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
+    for name, config in trained.items():
+        if config.activation_memory != "full":
+            less = "selective" if config.activation_memory == "none" else "full"
+            found.append(f"set --{name}.activation-memory {less}")
+    plan = run.algorithm.plan()
+    if plan.micro_batch > 1:
+        found.append(f"lower --{plan.keys[3].replace('_', '-')} (now {plan.micro_batch})")
+    for name, config in trained.items():
+        if not config.adapter.rank:
+            found.append(f"train an adapter: --{name}.adapter.rank 16")
+        if config.precision == "fp32":
+            found.append(f"set --{name}.precision bf16")
+    if not run.parallel.offload:
+        found.append("use more ranks with --parallel.shard, or --parallel.offload")
+    found.append("lower --video.frames, --video.height or --video.width")
+    return found

@@ -1,0 +1,1 @@
+"""Refuse what cannot work, before weights are loaded."""

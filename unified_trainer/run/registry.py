@@ -1,0 +1,82 @@
+"""Methods and model families by name. The tables are text: an entry is imported when it is named."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import Field
+
+from unified_trainer.basics.errors import MissingFileError, UserError
+from unified_trainer.basics.input_files import Schema, read_as
+from unified_trainer.basics.plugins import installed, load_object
+from unified_trainer.basics.suggestions import must_know
+from unified_trainer.methods import METHODS
+from unified_trainer.methods.base import Method
+from unified_trainer.models import hub
+from unified_trainer.models.base import Family, VideoModel
+
+TINY = Path(__file__).parents[1] / "assets" / "tiny"
+FAMILIES: dict[str, str | Family] = {"WanPipeline": "unified_trainer.models.wan.family:WAN"}
+
+
+class PipelineIndex(Schema):
+    """model_index.json, as far as it names the family."""
+
+    class_name: str = Field(alias="_class_name")
+
+
+def method_named(name: str) -> type[Method]:
+    """Return the method of --method: a name, or path/to/file.py:Class or package.module:Class."""
+    if name in METHODS or ":" in name:
+        method = load_object(METHODS.get(name, name), "--method")
+    else:
+        offered = installed("methods")
+        must_know("--method", name, [*METHODS, *offered])
+        method = offered[name].load()
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise UserError(f"--method {name} is not a subclass of unified_trainer.methods.base.Method")
+    return method
+
+
+def add_families(specs: Iterable[str]) -> None:
+    """Add the model families of --families, each path/to/file.py:NAME or package.module:NAME, to the table."""
+    for spec in specs:
+        family = load_object(spec, "--families")
+        if not isinstance(family, Family):
+            raise UserError(f"--families {spec} is a {type(family).__name__}, not a unified_trainer.Family")
+        FAMILIES[family.pipeline] = family
+
+
+def family_of(role: str, path: str) -> tuple[Family, Path]:
+    """Return the family and the folder of a role's path; UserError names the file before any weight is read."""
+    if path == "tiny":
+        folder = TINY / "wan"
+    elif hub.is_hub_id(path):
+        folder = hub.cached(path, f"{role}.path", hub.CONFIGS, hub.PIPELINE)
+    else:
+        folder = Path(path)
+    index = folder / "model_index.json"
+    try:
+        name = read_as(PipelineIndex, index).class_name
+    except MissingFileError as error:
+        if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+            raise MissingFileError(
+                f"{role}.path {path} is a run: start trained roles from its weights with --init-from {path}, or write "
+                f"a pipeline folder with `python -m unified_trainer export {path} DIR` and give that"
+            ) from error
+        raise MissingFileError(f"{error}: {role}.path must be a diffusers pipeline folder") from error
+    if name not in FAMILIES:
+        offered = installed("families")
+        if name not in offered:
+            have = ", ".join(sorted({*FAMILIES, *offered}))
+            raise UserError(f"{index}: {name} is not supported; have {have}, or name a family of yours by --families")
+        FAMILIES[name] = offered[name].load()
+    family = FAMILIES[name]
+    if isinstance(family, str):
+        family = FAMILIES[name] = load_object(family, "the model family")
+    return family, folder
+
+
+def open_model(role: str, path: str, component: str, *, causal: bool) -> VideoModel:
+    """Open a network of a role's path, causal or bidirectional; its weights are read later, shard by shard."""
+    family, folder = family_of(role, path)
+    return family.causal(folder, component) if causal else family.model(folder, component)

@@ -1,0 +1,342 @@
+"""The settings of a run: a frozen typed tree, how it is saved, and what may differ when a run is resumed."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+import yaml
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import read_yaml
+from unified_trainer.basics.ranges import MOST, Count, CountOrZero, Period, PeriodOrZero, Seed, at_least
+from unified_trainer.basics.suggestions import must_know
+from unified_trainer.data.clips import DataConfig, VideoConfig
+from unified_trainer.methods.base import DeclarationError, Method, MethodConfig, place_of
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.mesh import ParallelConfig
+from unified_trainer.rewards.reward import RewardConfig, ScorerConfig
+from unified_trainer.roles.role import RoleConfig
+from unified_trainer.run.guards.distillation import DistillationGuardConfig
+from unified_trainer.run.guards.hacking_monitor import HackingMonitorConfig
+from unified_trainer.run.settings import run_paths
+from unified_trainer.run.settings.config_checksum import is_edited, with_checksum
+from unified_trainer.run.settings.workers import RayConfig, WorkerConfig
+from unified_trainer.sampling.solver import SamplerConfig
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+# Flags that say where a run is read from and written to; a saved config leaves them out.
+PATH_KEYS = ("config", "resume", "output", "allow")
+# Settings that may differ when a run is resumed: they do not change what a step computes.
+RESUMABLE_KEYS = (
+    "steps",
+    "checkpoint_every",
+    "validate_every",
+    "keep_last",
+    "keep_best",
+    "best_metric",
+    "best_is",
+    "async_save",
+    "validation",
+    "hacking_monitor",
+    "guard",
+    "tracking",
+    "report",
+    "reward.retries",
+    "reward.statistics_every",
+    "reward.timeout",
+    "parallel",
+    "launcher",
+    "ray",
+    "rollouts.transport",
+    "rollouts.workers",
+    "rollouts.reward_workers",
+    "rollouts.cpus",
+    "rollouts.gpus",
+    "rollouts.reward_cpus",
+    "rollouts.reward_gpus",
+    "rollouts.evaluation_workers",
+    "rollouts.evaluation_lag",
+    "rollouts.evaluation_cpus",
+    "rollouts.evaluation_gpus",
+    "rollouts.timeout_minutes",
+    "rollouts.check_every",
+    "encoders.offload",
+    "reward.offload",
+    "encoders.cache",
+    "encoders.cache_memory_gib",
+    "encoders.cache_disk_gib",
+    "algorithm.micro_batch",
+    "algorithm.rollout_batch",
+    "algorithm.trajectories",
+    "algorithm.update_batch",
+)
+
+
+EDITED = "config"  # what --allow names to take a config.yaml that was edited by hand
+
+
+class ConfigError(UserError):
+    """A wrong setting; the message names the key and the way out."""
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    num_samples: Annotated[int, at_least(2, MOST)] = 48
+    """Videos generated and scored at each validation, from fixed prompts and noise."""
+    batch: Count = 48
+    """Samples generated at a time."""
+    seed: Seed = 1000
+    """Seed of the noise."""
+    frechet_stride: Count = 4
+    """Frames between two that enter the Frechet distance, which is measured in the tiny world only."""
+    prompts: str = ""
+    """File with one prompt per line, or a .jsonl, .csv or .parquet file; "tiny": captions of the tiny world that are
+    not trained on. Empty takes the first training prompts."""
+    prompts_column: str = ""
+    """Column of a .jsonl, .csv or .parquet file of prompts; by default prompt, caption or text."""
+    num_videos: CountOrZero = 4
+    """Samples written as mp4 and on the contact sheet."""
+    ema: bool = True
+    """Sample with the EMA weights if the student keeps any."""
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    tensorboard: bool = False
+    """Also write TensorBoard events into the run directory."""
+    wandb: Literal["off", "online", "offline"] = "off"
+    """Also log to Weights & Biases."""
+    wandb_project: str = "unified-trainer"
+    """Project on Weights & Biases."""
+    wandb_entity: str = ""
+    """User or team that owns the project; empty is your default."""
+    wandb_group: str = ""
+    """Group of runs that this one belongs to."""
+    wandb_tags: tuple[str, ...] = ()
+    """Tags of the run."""
+    wandb_name: str = ""
+    """Name of the run; empty takes that of the run directory."""
+    custom: tuple[str, ...] = ()
+    """Trackers of your own, each path/to/file.py:Class or package.module:Class derived from
+    unified_trainer.run.tracking.external.ExternalTracker."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The settings of every run; `run_class` adds those of a method and of its roles."""
+
+    method: str = "dance_grpo"
+    """Method: a name, or path/to/file.py:Class or package.module:Class of your own."""
+    recipe: str = ""
+    """Settings for a model: a name in unified_trainer/recipes, or path/to/file.yaml. By default tiny, while no path of
+    a role is given."""
+    config: Path | None = None
+    """Saved config.yaml to start from."""
+    steps: Period = 60
+    """Training steps; one is a rollout with its updates, or one update."""
+    seed: Seed = 0
+    """Seed of all random numbers."""
+    output: Path | None = None
+    """Run directory; runs/METHOD-N by default."""
+    resume: Path | None = None
+    """Run directory to continue."""
+    allow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Setting in which --resume may differ from the saved run, or "config" if config.yaml was edited by hand;
+    repeatable."""
+    init_from: str | None = None
+    """RUN[@step][:ema]: a run whose newest checkpoint, or that step's, gives the weights of the trained roles; with
+    :ema their EMA weights."""
+    checkpoint_every: PeriodOrZero = 20
+    """Training steps between checkpoints; the last step is always saved, and 0 saves no other."""
+    async_save: bool = False
+    """Write checkpoints from a copy in CPU memory while training goes on."""
+    keep_last: Count = 2
+    """Newest checkpoints kept."""
+    keep_best: CountOrZero = 0
+    """Best checkpoints kept besides, among those saved after a validation."""
+    best_metric: str = "reward"
+    """Validation metric that ranks them."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Order of that metric."""
+    validate_every: PeriodOrZero = 10
+    """Training steps between validations; one runs before the first step and after the last too. 0 is never."""
+    report: bool = False
+    """Also write report.html into the run directory when the run ends."""
+    families: tuple[str, ...] = ()
+    """Model families of your own, each path/to/file.py:NAME or package.module:NAME."""
+    prompts: str = ""
+    """File with one training prompt per line, or a .jsonl, .csv or .parquet file, or a folder of .parquet files, whose
+    text embeddings are used if the run's text encoder made them; "tiny": captions of the tiny world. Methods that train
+    on clips take the clips' captions instead."""
+    prompts_column: str = ""
+    """Column of a .jsonl, .csv or .parquet file of prompts; by default prompt, caption or text."""
+    launcher: Literal["process", "ray"] = "process"
+    """Starter of the training processes: process runs in this one, or in those of torchrun; ray starts ray.ranks."""
+    device: Device = "auto"
+    """Device to run on."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    rollouts: WorkerConfig = field(default_factory=WorkerConfig)
+    video: VideoConfig = field(default_factory=VideoConfig)
+    encoders: EncoderConfig = field(default_factory=EncoderConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    hacking_monitor: HackingMonitorConfig = field(default_factory=HackingMonitorConfig)
+    guard: DistillationGuardConfig = field(default_factory=DistillationGuardConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    algorithm: MethodConfig = field(default_factory=MethodConfig)
+
+    @property
+    def roles(self) -> dict[str, RoleConfig]:
+        """Settings of the method's roles by name, of those that have settings of their own."""
+        own = {f.name for f in dataclasses.fields(self)} - {f.name for f in dataclasses.fields(RunConfig)}
+        return {name: config for name, config in vars(self).items() if name in own}
+
+    @property
+    def validation_lag(self) -> int:
+        """Training steps after which the result of a validation takes effect."""
+        lag = self.rollouts.evaluation_lag or self.validate_every
+        return lag if self.rollouts.evaluation_workers else 0
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the guard of distillation watches the run."""
+        return self.algorithm.teacher_guidance is not None and self.guard.action != "off"
+
+    @property
+    def trains_on(self) -> Literal["prompts", "clips", "trajectories"]:
+        """The content of a batch: prompts alone, or the clips or the teacher's trajectories of data.path."""
+        if self.algorithm.needs_clips:
+            return "clips"
+        stored = self.data.path not in ("", "tiny")  # tiny is the recipe's, for methods that train on clips
+        return "trajectories" if stored and self.algorithm.teacher_ode(self.sampler) is not None else "prompts"
+
+    def needs_role(self, name: str) -> bool:
+        """Whether a role that the method declares is loaded: not the teacher whose trajectories are stored."""
+        return self.trains_on != "trajectories" or self.algorithm.teacher_ode(self.sampler).role != name
+
+
+@functools.cache
+def run_class(method: type[Method]) -> type[RunConfig]:
+    """Return the class of a method's settings: those of every run, of the method, and of each of its roles.
+
+    DeclarationError if a role has the name of a setting.
+    """
+    taken = {f.name for f in dataclasses.fields(RunConfig)}
+    if both := sorted(taken & method.roles.keys()):
+        raise DeclarationError(
+            f"{place_of(method)}: method {method.__name__} cannot call a role {both[0]!r}: that is a run's setting"
+        )
+    sections = {"algorithm": method.config_class}
+    sections |= {name: spec.config_class for name, spec in method.roles.items() if spec.config_class}
+    fields = [(name, kind, field(default_factory=kind)) for name, kind in sections.items()]
+    return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True)
+
+
+def save(run: RunConfig, file: Path) -> None:
+    """Write the resolved settings atomically; --config FILE runs them again.
+
+    Over the file of a resumed run, relative paths that were found from the folder of its start stay relative.
+    """
+    building, tree = file.with_suffix(".tmp"), plain(run)
+    if file.exists():
+        tree = run_paths.as_typed(tree, flat(read_yaml(file)), file.parent)
+    with building.open("w", encoding="utf-8") as opened:
+        opened.write(with_checksum(yaml.safe_dump(tree, sort_keys=False)))
+        opened.flush()
+        os.fsync(opened.fileno())
+    building.replace(file)
+
+
+def plain(run: RunConfig) -> dict[str, Any]:
+    """Return the settings as nested dicts of plain values, without the flags that only name places."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: convert(inner) for key, inner in value.items()}
+        if isinstance(value, tuple):
+            return [convert(inner) for inner in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return {key: value for key, value in convert(dataclasses.asdict(run)).items() if key not in PATH_KEYS}
+
+
+def check_resumable(run: RunConfig, file: Path) -> list[str]:
+    """Return every setting that differs from the saved run's, in words.
+
+    ConfigError if one would change what a step computes, unless --allow names it; also if the file was edited by hand,
+    unless --allow names EDITED.
+    """
+    saved, edited = run_paths.located(flat(read_yaml(file)), file.parent), is_edited(file.read_text(encoding="utf-8"))
+    scorers = [key.split(".")[2] for key in saved if key.startswith("reward.scorers.")]
+    defaults = flat(plain(type(run)(reward=RewardConfig(scorers=dict.fromkeys(scorers, ScorerConfig())))))
+    new, old = flat(plain(run)), saved
+    old = {key: value for key, value in defaults.items() if key in new} | old  # a setting newer than the saved file
+    keys = sorted(old.keys() | new.keys())
+    changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)}
+    allowed = {key.replace("-", "_") for key in run.allow}
+    if edited and EDITED not in allowed:
+        raise ConfigError(
+            f"{file} was edited by hand: undo that and give the setting as a flag, --resume {file.parent} --KEY VALUE "
+            f"--allow KEY; or add --allow {EDITED}, which takes the file as it is"
+        )
+    if unknown := sorted(allowed - changed.keys() - ({EDITED} if edited else set())):
+        raise ConfigError(f"--allow {unknown[0]}: this setting does not differ from that of --resume {file.parent}")
+    refused = {key: words for key, words in changed.items() if not _is_resumable(key) and key not in allowed}
+    if refused:
+        raise ConfigError(
+            f"--resume {file.parent} cannot change {'; '.join(refused.values())}. Leave these flags out, add "
+            f"{' '.join(f'--allow {key}' for key in refused)}, or start a new run with --init-from {file.parent}"
+        )
+    return [*changed.values(), *([f"{file}: edited by hand"] if edited else [])]
+
+
+def recipes() -> list[str]:
+    """Return the names of the recipes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def load_recipe(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the sections of a recipe: `fits`, `common` and one for each method; ConfigError for an unknown name.
+
+    `name` is that of a file of this package, or a path to a .yaml file. The settings of the recipe that it names as its
+    `base` are filled in; `above` are the recipes that have this one below them.
+    """
+    file = Path(name)
+    if file.suffix != ".yaml":
+        must_know("--recipe", name, recipes())
+        file = RECIPES / f"{name}.yaml"
+    own = read_yaml(file, "--recipe")
+    base = own.pop("base", "")
+    if not isinstance(base, str) or base in (name, *above):
+        raise ConfigError(f"--recipe {file}: base must name another recipe, not {base!r}")
+    for section, settings in own.items():
+        if not isinstance(settings, dict):
+            raise ConfigError(f"--recipe {file}: {section} must hold keys and values, not {settings!r}")
+    return merged(load_recipe(base, (name, *above)), own) if base else own
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two trees of settings as one; where both have a value, `above` wins."""
+    both = {key: merged(below[key], value) for key, value in above.items() if key in below and isinstance(value, dict)}
+    return {**below, **above, **both}
+
+
+def _is_resumable(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE_KEYS)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings as one mapping from keys such as student.learning_rate."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

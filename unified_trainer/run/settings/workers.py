@@ -1,0 +1,120 @@
+"""The settings of Ray and of the workers that make samples; Ray itself is not imported."""
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import MOST, Count, CountOrZero, Minutes, PeriodOrZero, above, at_least
+
+Transport = Literal["object_store", "nixl"]
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    address: str = ""
+    """Address of a running Ray cluster, or auto for the one that this machine belongs to. Empty starts Ray on this
+    machine for this run alone."""
+    ranks: Count = 1
+    """Training processes that --launcher ray starts, one for each device."""
+    cpus: Annotated[float, above(0, MOST)] = 1.0
+    """CPU cores of one training process, as Ray counts them."""
+    restarts: CountOrZero = 3
+    """With --launcher ray, how often the run goes on from its newest checkpoint after a training process died."""
+    timeout_minutes: Minutes = 30.0
+    """Minutes to wait until the cluster has room for all processes of the run and they have started."""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    ahead: CountOrZero = 0
+    """Training steps that samples are made ahead of training, with weights that are as many steps old. 0 makes them
+    with the present weights; 1 lets sampling and training overlap."""
+    send: Literal["exact", "bf16"] = "exact"
+    """Precision in which trained weights are sent to rollout workers: exact, or bf16, which halves the bytes and needs
+    student.precision bf16. Samples then differ from those without workers by rounding in bf16 (experimental)."""
+    transport: Transport = "object_store"
+    """How weights travel to workers: through Ray's object store, or nixl: workers read them straight from the memory of
+    the main rank's device (experimental; needs CUDA devices or CPUs). The numbers are the same."""
+    workers: CountOrZero = 0
+    """Rollout workers: processes on Ray that make the samples of training; 0 makes them in the training processes."""
+    reward_workers: CountOrZero = 0
+    """Reward workers: processes on Ray that only decode and score samples; 0 scores in the rollout workers."""
+    cpus: Annotated[float, above(0, MOST)] = 1.0
+    """CPU cores of one rollout worker, as Ray counts them."""
+    gpus: Annotated[float, at_least(0, MOST)] = 1.0
+    """Devices of one rollout worker, or the part of one that it shares; 0 samples on the CPU."""
+    reward_cpus: Annotated[float, above(0, MOST)] = 1.0
+    """CPU cores of one reward worker, as Ray counts them."""
+    reward_gpus: Annotated[float, at_least(0, MOST)] = 1.0
+    """Devices of one reward worker, or the part of one that it shares; 0 decodes and scores on the CPU."""
+    evaluation_workers: CountOrZero = 0
+    """Evaluation workers: processes on Ray that validate while training goes on; 0 validates in the training processes,
+    which wait."""
+    evaluation_lag: CountOrZero = 0
+    """Training steps after which the result of a validation beside training takes effect: it is written, and guards and
+    keep_best decide by it. Training waits for it then. 0 is as late as the next validation."""
+    evaluation_cpus: Annotated[float, above(0, MOST)] = 1.0
+    """CPU cores of one evaluation worker, as Ray counts them."""
+    evaluation_gpus: Annotated[float, at_least(0, MOST)] = 1.0
+    """Devices of one evaluation worker, or the part of one that it shares; 0 validates on the CPU."""
+    timeout_minutes: Minutes = 30.0
+    """Minutes that a worker may take for algorithm.rollout_batch or validation.batch samples; after that it is
+    restarted."""
+    check_every: PeriodOrZero = 20
+    """Training steps after which samples of the same rollout worker are compared again with their replay in training.
+    0 compares the first samples of each worker only."""
+
+    @property
+    def cores(self) -> float:
+        """CPU cores of all workers."""
+        others = self.reward_cpus * self.reward_workers + self.evaluation_cpus * self.evaluation_workers
+        return self.cpus * self.workers + others
+
+    def check(self, sampled: bool, method: str, validate_every: int) -> None:
+        """Raise UserError, naming the key, unless the settings fit the method; `sampled`: it asks for samples."""
+        if self.workers and not sampled:
+            raise UserError(
+                f"rollouts.workers must be 0 for {method}, which trains through its own samples: only methods that "
+                "learn from the rewards of finished samples can take them from workers"
+            )
+        if self.send == "bf16" and not self.workers:
+            raise UserError("rollouts.send bf16 needs rollouts.workers above 0")
+        if self.transport == "nixl" and not (self.workers or self.evaluation_workers):
+            raise UserError("rollouts.transport nixl needs rollouts.workers or rollouts.evaluation_workers above 0")
+        for name in ("ahead", "reward_workers"):
+            if getattr(self, name) and not self.workers:
+                raise UserError(f"rollouts.{name} needs rollouts.workers above 0")
+        if self.evaluation_workers and not validate_every:
+            raise UserError("rollouts.evaluation_workers has nothing to validate: set validate_every")
+        if self.evaluation_lag and not self.evaluation_workers:
+            raise UserError("rollouts.evaluation_lag needs rollouts.evaluation_workers above 0")
+        if self.evaluation_lag > validate_every:
+            raise UserError(
+                f"rollouts.evaluation_lag ({self.evaluation_lag}) must be at most validate_every ({validate_every}): "
+                "one validation is under way at a time"
+            )
+
+
+def check_installed(key: str) -> None:
+    """Raise UserError unless Ray is installed; `key` is the setting that needs it."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(f"{key} needs Ray: pip install 'unified-trainer[ray]'")
+
+
+def check_transport(transport: Transport, kind: str) -> None:
+    """Raise UserError unless weights can travel so from devices of this kind with what is installed."""
+    if transport == "object_store":
+        return
+    if kind == "npu":
+        raise UserError(
+            "rollouts.transport nixl reads the memory of CUDA devices and CPUs, not of an NPU: set rollouts.transport "
+            "object_store"
+        )
+    try:
+        importlib.import_module("nixl")
+    except ImportError as error:
+        raise UserError(
+            f"rollouts.transport nixl needs NIXL ({error}): pip install 'unified-trainer[ray-direct]'"
+        ) from error

@@ -1,0 +1,188 @@
+"""Trackers: where the metrics and validation samples of a run go besides its own folder.
+
+TensorBoard and Weights & Biases are two; `--tracking.custom path/to/file.py:Class` adds any other.
+"""
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.plugins import load_object
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.settings.config import TrackingConfig
+from unified_trainer.run.validation.report import ValidationSample
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The run that a tracker follows."""
+
+    folder: Path
+    settings: Mapping[str, Any]  # all resolved settings, nested
+    config: TrackingConfig
+    start: int  # training steps already done; metrics of later steps may have been logged before and come again
+
+
+class ExternalTracker:
+    """Base of all trackers: subclass it, and name the class in `tracking.custom`. Only the main rank has trackers."""
+
+    @classmethod
+    def check(cls, config: TrackingConfig) -> None:
+        """Raise UserError if the tracker cannot start; called before any weight is read."""
+
+    def __init__(self, run: RunInfo) -> None:
+        """Start, or continue after `run.start` steps."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics by name, `train/...` or `validation/...`, after `step` training steps.
+
+        A validation beside training is logged when its result takes effect: `step` is then lower than in earlier calls.
+        """
+        raise NotImplementedError
+
+    def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        """Log the samples of a validation, of all ranks, with the picture of the first ones if one was written."""
+
+    def rewind(self, step: int) -> None:
+        """The run went back to the checkpoint of `step`; metrics of the steps after it come again."""
+
+    def close(self, *, failed: bool) -> None:
+        """Finish; `failed` says that an exception ended the run."""
+
+
+def tracker_classes(config: TrackingConfig) -> list[type[ExternalTracker]]:
+    """Return the trackers that the settings ask for; UserError if one of the user's own cannot be found."""
+    found: list[type[ExternalTracker]] = []
+    if config.tensorboard:
+        found.append(TensorBoard)
+    if config.wandb != "off":
+        found.append(WeightsAndBiases)
+    for spec in config.custom:
+        kind = load_object(spec, "--tracking.custom")
+        if not (isinstance(kind, type) and issubclass(kind, ExternalTracker)):
+            raise UserError(f"--tracking.custom {spec}: must be a class derived from {__name__}.ExternalTracker")
+        found.append(kind)
+    return found
+
+
+def check_tracking(config: TrackingConfig, mesh: Mesh) -> None:
+    """Raise UserError if a tracker of the run cannot start on the main rank, which is the only one that has them."""
+    if mesh.is_main:
+        for kind in tracker_classes(config):
+            kind.check(config)
+
+
+class TensorBoard(ExternalTracker):
+    """Event files in the run directory's folder `tensorboard`, with contact sheets and prompts."""
+
+    @classmethod
+    def check(cls, config: TrackingConfig) -> None:
+        _package("torch.utils.tensorboard", "tensorboard")
+
+    def __init__(self, run: RunInfo) -> None:
+        self._writer = _package("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        self._folder = str(run.folder / "tensorboard")
+        self._board = self._writer(self._folder, purge_step=run.start + 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
+
+    def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        if contact_sheet is not None:
+            with Image.open(contact_sheet) as picture:
+                self._board.add_image("validation/contact_sheet", np.asarray(picture), step, dataformats="HWC")
+        lines = (json.dumps(sample.row(), ensure_ascii=False) for sample in samples)
+        # Four spaces make a block of code: no character of a prompt is markup.
+        self._board.add_text("validation/samples", "\n".join(f"    {line}" for line in lines), step)
+
+    def rewind(self, step: int) -> None:
+        self._board.close()
+        self._board = self._writer(self._folder, purge_step=step + 1)
+
+    def close(self, *, failed: bool) -> None:
+        self._board.close()
+
+
+class WeightsAndBiases(ExternalTracker):
+    """A run on Weights & Biases, with videos and prompts; `--resume` continues it by the id in `wandb.json`."""
+
+    @classmethod
+    def check(cls, config: TrackingConfig) -> None:
+        wandb = _package("wandb", "wandb")
+        if config.wandb != "online":
+            return
+        try:
+            logged_in = wandb.login(prompt=False)
+        except wandb.Error as error:
+            raise UserError(f"--tracking.wandb online: {error}") from error
+        if not logged_in:
+            raise UserError(
+                "--tracking.wandb online: not logged in. Run `wandb login`, set WANDB_API_KEY, or log into the run "
+                "directory with --tracking.wandb offline"
+            )
+
+    def __init__(self, run: RunInfo) -> None:
+        self._wandb, config = _package("wandb", "wandb"), run.config
+        file = run.folder / "wandb.json"
+        held = json.loads(file.read_text(encoding="utf-8"))["id"] if file.is_file() else None
+        try:
+            self._run = self._wandb.init(
+                project=config.wandb_project,
+                entity=config.wandb_entity or None,
+                group=config.wandb_group or None,
+                tags=list(config.wandb_tags),
+                name=config.wandb_name or run.folder.name,
+                dir=str(run.folder),
+                mode=config.wandb,
+                config=dict(run.settings),
+                id=held,
+                resume="allow" if held else None,
+                allow_val_change=True,  # of settings that a resumed run may change
+            )
+        except self._wandb.Error as error:
+            raise UserError(f"--tracking.wandb {config.wandb}: {error}") from error
+        file.write_text(json.dumps({"id": self._run.id, "url": self._run.url}) + "\n", encoding="utf-8")
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        wandb, rows = self._wandb, [sample.row() for sample in samples]
+        videos = [
+            wandb.Video(str(sample.video), caption=json.dumps(row, ensure_ascii=False), format="mp4")
+            for sample, row in zip(samples, rows, strict=True)
+            if sample.video is not None
+        ]
+        names = [name for name in rows[0] if name != "video"]
+        table = wandb.Table(columns=names, data=[[_cell(row[name]) for name in names] for row in rows])
+        media: dict[str, Any] = {"validation/samples": table}
+        if videos:
+            media["validation/videos"] = videos
+        if contact_sheet is not None:
+            media["validation/contact_sheet"] = wandb.Image(str(contact_sheet))
+        self._run.log({"step": step, **media})
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, dict) else value
+
+
+def _package(module: str, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"--tracking.{extra} needs the package {extra}: pip install '.[{extra}]'") from error

@@ -1,0 +1,207 @@
+"""Training: a run is checked, built, started or continued, and written into its directory."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+from torch.distributed import Store
+
+from unified_trainer.basics.errors import writing
+from unified_trainer.basics.terminal import say
+from unified_trainer.parallel.agreement import assert_equal, flat
+from unified_trainer.parallel.meeting import PeerFailedError, meeting
+from unified_trainer.parallel.mesh import Mesh, peer_lost
+from unified_trainer.run.build import Built, build
+from unified_trainer.run.checkpoint.manager import Saver
+from unified_trainer.run.checkpoint.manifest import finished
+from unified_trainer.run.checkpoint.run_lock import claimed
+from unified_trainer.run.course import Course
+from unified_trainer.run.exit_codes import STOPPED, exit_code
+from unified_trainer.run.memory_advice import memory_advice
+from unified_trainer.run.plan.downloads import fetched
+from unified_trainer.run.plan.plan import check_complete
+from unified_trainer.run.registry import add_families
+from unified_trainer.run.settings import config as settings
+from unified_trainer.run.settings.config import ConfigError, RunConfig
+from unified_trainer.run.settings.run_paths import naming_origin
+from unified_trainer.run.settings.settings import check_ranges
+from unified_trainer.run.settings.workers import check_installed
+from unified_trainer.run.tracking.environment import note_environment
+from unified_trainer.run.tracking.tracker import Tracker
+from unified_trainer.run.workers import cluster
+
+After = Callable[[Path], None]
+
+
+def train(run: RunConfig, argv: Sequence[str], store: Store | None = None, after: After | None = None) -> int:
+    """Run a training in this process, or in the processes that Ray starts, and return the exit code.
+
+    `argv` is the command line, for environment.jsonl, and `store` that of the ranks' `meeting`. `after` is called with
+    the run directory on the main rank when the run has ended.
+    """
+    check_ranges(run)  # those that Python code replaced; a command line was checked as it was read
+    if run.launcher == "process":
+        return train_here(run, argv, store, after)
+    check_installed("launcher ray")
+    cluster.connect(run.ray, run.ray.cpus * run.ray.ranks + run.rollouts.cores)
+    from unified_trainer.run.workers.launch import launch
+
+    folder = _folder(run)
+    work = partial(train_in_actor, after=after)
+    return launch(work, run if run.resume else replace(run, output=folder), folder, argv)
+
+
+def train_in_actor(run: RunConfig, argv: Sequence[str], after: After | None = None) -> int | None:
+    """Run one training process that Ray started and return its exit code; None if it ended because another one did."""
+    by_another = False
+
+    def work() -> int:
+        nonlocal by_another
+        try:
+            with meeting() as store:
+                add_families(run.families)
+                return train_here(run, argv, store, after)
+        except PeerFailedError:
+            by_another = True
+            raise
+        except RuntimeError as error:
+            by_another = peer_lost(error)
+            raise
+
+    code = exit_code(work)
+    return None if by_another else code
+
+
+def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, after: After | None = None) -> int:
+    """Build the run, start or continue it, write everything into its directory and return the exit code."""
+    mesh = Mesh.join(run.device, run.parallel, store)
+    if run.resume and _is_finished(run, run.resume, mesh):
+        mesh.leave()
+        return 0
+    with begin(run, mesh, argv) as begun:
+        built, run, output, start = begun.built, begun.built.run, begun.output, begun.start
+        with (
+            open_tracker(begun, mesh) as tracker,
+            Saver(output / "checkpoints", mesh, built.keep, tracker.say, asynchronous=run.async_save) as saver,
+        ):
+            tracker.table(f"{run.method} with recipe {run.recipe}", built.summary)
+            tracker.table(f"{run.method}: one training step", built.counts)
+            for line in (*built.notes, *begun.said):
+                tracker.say(line)
+            stopped_by = Course(built.trainer, run, output, tracker, saver, built.validation, start=start).run()
+    if after is not None and mesh.is_main:
+        after(output)  # the lock is released: a report does not say "running"
+    mesh.leave()
+    return STOPPED[stopped_by] if stopped_by else 0
+
+
+def open_tracker(begun: "Begun", mesh: Mesh) -> Tracker:
+    """Open metrics.jsonl and the trackers of a run; UserError if that cannot be."""
+    run, trainer, unvalidated = begun.built.run, begun.built.trainer, None
+    if begun.built.validation is not None:
+        unvalidated = begun.start if trainer.owes_validation else None
+        unvalidated = trainer.pending_validation.step if trainer.pending_validation is not None else unvalidated
+    with writing(begun.output):
+        return Tracker(
+            begun.output,
+            run.tracking,
+            settings.plain(run),
+            run.steps,
+            begun.start,
+            mesh.is_main,
+            unvalidated=unvalidated,
+        )
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A run that holds the lock of its directory, with the weights that it starts or continues with."""
+
+    built: Built
+    output: Path  # the run directory
+    start: int  # training steps done before
+    said: tuple[str, ...]  # where it begins and with which weights, in words
+
+
+@contextmanager
+def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
+    """Check and build a run, load the weights it begins with, and write its config.yaml; it ends with the context.
+
+    Raise UserError before a file is written for settings that cannot be, for a new run in the directory of another one,
+    and for a resumed run whose settings differ.
+    """
+    if run.recipe:
+        check_complete(run)  # before anything is downloaded
+    output = _folder(run)
+    assert_equal(mesh, _compared(run, output))
+    way_out = "Call from the folder that has it, or give --{key} PATH --allow {key}"
+    with naming_origin(run.resume, way_out):
+        run = fetched(run, mesh)
+    with claimed(output, mesh) as note, memory_advice(run), naming_origin(run.resume, way_out):
+        changed = settings.check_resumable(run, output / "config.yaml") if run.resume else []
+        if not run.resume and (output / "config.yaml").exists():
+            raise ConfigError(
+                f"--output {output} already holds a run: continue it with --resume {output}, or name another folder"
+            )
+        with closing(build(run, mesh, output)) as built:
+            run = built.run
+            start, skipped = built.trainer.resume(output) if run.resume else (0, [])
+            if start > run.steps:
+                raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
+            initialised = built.trainer.init_from(run.init_from) if run.init_from and not start else None
+            unnoted = []
+            if mesh.is_main:
+                with writing(output / "config.yaml"):
+                    settings.save(run, output / "config.yaml")
+                try:
+                    note_environment(output, argv, run.seed, start, mesh)
+                except OSError as error:
+                    unnoted = [f"warning: {output / 'environment.jsonl'} cannot be written ({error})"]
+            said = [f"writing to {output}" + (f"; weights of {initialised}" if initialised else "")]
+            said += [note] if note else []
+            if run.resume:
+                said.append(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
+            said += [
+                *(f"skipped {why}" for why in skipped),
+                *(f"changed {what}" for what in changed),
+                *built.trainer.warnings,
+                *unnoted,
+            ]
+            yield Begun(built, output, start, tuple(said))
+
+
+def _compared(run: RunConfig, output: Path) -> dict[str, str]:
+    """Return what must be equal on all ranks before a file is read."""
+    versions = {f"the version of {name}": version(name) for name in ("unified-trainer", "torch")}
+    return {**versions, **flat(settings.plain(run)), "output": str(output.absolute())}
+
+
+def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:
+    """Say so if the run to continue has all its steps; ConfigError for settings that it cannot change."""
+    settings.check_resumable(run, folder / "config.yaml")
+    if not finished(folder, run.steps, mesh, validating=run.validate_every > 0):
+        return False
+    said = f"{folder} is at step {run.steps} of {run.steps}: nothing to do; raise --steps to go on"
+    say(said, quiet=not mesh.is_main)
+    return True
+
+
+def _folder(run: RunConfig) -> Path:
+    """Return the directory of the run; ConfigError for another one than that of the run that is continued."""
+    if run.resume and run.output and run.output.resolve() != run.resume.resolve():
+        raise ConfigError(
+            f"--output {run.output}: --resume continues a run in its own directory, {run.resume}; leave --output out, "
+            f"resume a copy of the directory, or begin a new run with its weights: --init-from {run.resume}"
+        )
+    return run.resume or run.output or _free_folder(run.method)
+
+
+def _free_folder(method: str) -> Path:
+    """The first unused runs/METHOD-N; a method from outside the package gives the name of its class."""
+    name, number = method.rpartition(":")[2], 1
+    while (folder := Path("runs") / f"{name}-{number}").exists():
+        number += 1
+    return folder

@@ -1,0 +1,188 @@
+"""One training step: losses in, optimizer steps out. And what a checkpoint holds. It names no method and no family."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unified_trainer.basics.errors import working_on
+from unified_trainer.basics.types import Stateful
+from unified_trainer.data.loader import Loader
+from unified_trainer.methods.base import Loss, Method
+from unified_trainer.methods.rl.rollouts import Rollouts
+from unified_trainer.numerics import philox
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.meter import detail, phase
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.role import Trainable
+from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.run.checkpoint import dcp, manifest
+from unified_trainer.run.checkpoint.init_from import UNDER_WAY, initialise
+from unified_trainer.run.guards.responses import Guards, Response
+from unified_trainer.run.tracking.tracker import Means
+from unified_trainer.run.validation.pending import PendingValidation
+
+ENDED = object()  # in place of a loss, when a generator has no more
+
+
+class Trainer:
+    """Accumulates a method's losses and steps the roles they name; gathers and restores the state of a run."""
+
+    def __init__(
+        self,
+        method: Method,
+        roles: Mapping[str, Trainable],
+        loader: Loader,
+        mesh: Mesh,
+        *,
+        copies: Mapping[str, tuple[WeightCopy, str]] | None = None,
+        seed: int,
+        trained_sampler: Mapping[str, Any] | None = None,
+        guards: Guards | None = None,
+        rollouts: Rollouts | None = None,
+    ) -> None:
+        """`copies` are roles that copy weights, each with the name of the role it copies.
+
+        `trained_sampler` is the sampler that the student is trained for, if any: it goes into the checkpoints.
+        `guards` watch the run; by default none does. `rollouts` make the method's samples, if it asks for some.
+        """
+        self.method, self.roles, self.loader, self.mesh, self.seed = method, roles, loader, mesh, seed
+        self.copies, self.trained_sampler = copies or {}, trained_sampler
+        self.guards = guards or Guards((), roles["student"], mesh)
+        self.messages: dict[str, None] = {}  # messages of the last step, in order
+        self.owes_validation = False  # whether the loaded checkpoint has no validation yet: run it first
+        self.warnings: list[str] = []  # of the checkpoint that the run continues from
+        self.pending_validation: PendingValidation | None = None
+        copied = {name: role for name, (role, _) in self.copies.items()}
+        self._stateful: dict[str, Stateful] = {**roles, **copied, "loader": loader, "method": method}
+        if isinstance(rollouts, Stateful):  # workers that make them ahead of training
+            self._stateful[UNDER_WAY] = rollouts
+
+    def step(self, step: int) -> dict[str, float]:
+        """Run one training step: the method's generators in lockstep, with one graph alive at a time."""
+        self.messages = {}
+        with working_on(f"method {type(self.method).__name__}, training step {step + 1}"):
+            with phase("data"):
+                parts = self.method.micro_batches(self.loader.batch(step))
+            streams = partial(Streams, self.seed, step, self.mesh.device)
+            generators = [self.method.step(part, step, streams(), self.mesh) for part in parts]
+            means, updates, losses = Means(), 0, 0
+            while True:
+                loss, losses = None, losses + 1
+                with phase("update", *self._update_shown(updates + 1)):
+                    for number, generator in enumerate(generators, 1):
+                        detail(f"loss {losses}")
+                        last_loss, loss = loss, next(generator, ENDED)
+                        self._check_lockstep(last_loss, loss)
+                        if loss is not ENDED:
+                            self._backward(loss, len(generators), means, last=number == len(generators))
+                self._check_ranks(loss)
+                if loss is ENDED:
+                    return means.over(self.mesh)
+                if loss.step_after:
+                    with phase("optimizer"):
+                        means.add(self.roles[loss.role].step())
+                    updates, losses = updates + 1, 0
+
+    def _update_shown(self, number: int) -> tuple[int, int]:
+        """Return the number of an update of this step and the number of all; 0 is not shown.
+
+        The batch plan knows one role's updates; a method that trains several roles makes more.
+        """
+        total = self.loader.updates
+        if total > 1:
+            return (number, total) if number <= total else (0, 0)  # after the last one
+        return (number, 0) if number > 1 else (0, 0)
+
+    def _backward(self, loss: Loss, generators: int, means: Means, *, last: bool) -> None:
+        self.roles[loss.role].backward(loss.value / generators, last=last and loss.step_after)
+        means.add(loss.metrics)
+        self.messages |= dict.fromkeys(loss.messages)
+
+    def _check_lockstep(self, previous: Loss | object | None, loss: Loss | object) -> None:
+        """Raise RuntimeError if two micro-batches of a step yield different losses."""
+        if previous is not None and _kind(previous) != _kind(loss):
+            name = type(self.method).__name__
+            raise RuntimeError(f"{name}: micro-batches disagree on the next loss: {_kind(previous)}, {_kind(loss)}")
+
+    def _check_ranks(self, loss: Loss | object) -> None:
+        self.mesh.assert_same(_kind(loss))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return everything a checkpoint holds; TypeError names a state that is no tensor."""
+        found = {}
+        for name, stateful in self._stateful.items():
+            for key, value in stateful.state_dict().items():
+                if not isinstance(value, torch.Tensor):
+                    kind = type(stateful).__name__
+                    raise TypeError(f"{kind}.state_dict: {key} is a {type(value).__name__}, checkpoints hold tensors")
+                found[f"{name}/{key}"] = value
+        return found if self.pending_validation is None else found | self.pending_validation.tensors
+
+    def resume(self, run: Path) -> tuple[int, list[str]]:
+        """Load the newest whole checkpoint; return the steps already done and which checkpoints were skipped, and why.
+
+        A run that was stopped before its first checkpoint has done none.
+        """
+        if not manifest.folders(run / "checkpoints"):
+            return 0, []
+        folder, metadata, skipped = manifest.newest_sound(run, self.mesh)
+        self.load(folder, metadata)
+        self.owes_validation = metadata.get(manifest.VALIDATION_PENDING, False)
+        if metadata.get(manifest.NOISE) != philox.NAME:
+            self.warnings.append(
+                f"warning: {folder} is of a version with another noise generator: the run goes on with noise of "
+                f"{philox.NAME}, and not as it would have without the update"
+            )
+        return metadata["step"], skipped
+
+    def load(self, folder: Path, metadata: Mapping[str, Any]) -> None:
+        """Set everything that a checkpoint holds to what it was there."""
+        self.pending_validation = PendingValidation.of_checkpoint(metadata, self.roles["student"])
+        state = self.tensors()
+        dcp.load(folder, state, self.mesh)
+        for name, stateful in self._stateful.items():
+            prefix = f"{name}/"
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            stateful.load_state_dict(own)
+        self.guards.load_state(metadata)
+
+    def init_from(self, spec: str) -> str:
+        """Load the trained roles' weights from RUN[@step][:ema], all or none; return what was loaded, in words.
+
+        EMA and copies of weights start anew from them.
+        """
+        said = initialise({name: role.weights for name, role in self.roles.items()}, spec, self.mesh)
+        for role in self.roles.values():
+            role.restart_ema()
+        for copy, source in self.copies.values():
+            copy.update_from(self.roles[source])
+        return said
+
+    def metadata(
+        self, metrics: Mapping[str, float], *, owes_validation: bool = False, response: Response | None = None
+    ) -> dict[str, Any]:
+        """Return what a checkpoint's manifest says of the run and of this step.
+
+        With `owes_validation` the step's validation is still to come: a resumed run begins with it. `response` is the
+        change of course after the step.
+        """
+        return {
+            "method": type(self.method).__name__,
+            "sampler": self.trained_sampler,
+            "metrics": dict(metrics),
+            manifest.VALIDATION_PENDING: owes_validation,
+            manifest.NOISE: philox.NAME,
+            manifest.VALIDATION_STARTED: self.pending_validation.metadata if self.pending_validation else None,
+            manifest.STOPPED_BY: response.alarm.guard if response is not None and response.stops else None,
+            **self.guards.state,
+        }
+
+
+def _kind(loss: Loss | object) -> str:
+    """Say which loss comes next, to compare micro-batches and ranks."""
+    if loss is ENDED:
+        return "end of the step"
+    return f"loss of {loss.role}, with{'' if loss.step_after else 'out'} a step after it"

@@ -1,0 +1,1 @@
+"""Validation: samples, metrics, files."""

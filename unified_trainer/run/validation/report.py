@@ -1,0 +1,234 @@
+"""Validation: reward, accuracy and sample videos of the student, with the same prompts and noise every time."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.suggestions import multiples_near
+from unified_trainer.data.video_files import Row, contact_sheet, write_mp4
+from unified_trainer.models.base import Codec
+from unified_trainer.numerics.frechet import frechet_distance
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rewards.pixels import diversity
+from unified_trainer.rewards.reward import Reward, RewardSum
+from unified_trainer.roles.role import Trainable
+from unified_trainer.run.settings.config import ValidationConfig
+from unified_trainer.run.validation.samples import (
+    ACCURACY,
+    FEATURES,
+    PIXELS,
+    REAL,
+    SCORES,
+    THUMBNAILS,
+    VECTORS,
+    Measured,
+    SampleMaker,
+    batches,
+)
+from unified_trainer.sampling.solver import SamplerConfig
+
+
+def check_validation(config: ValidationConfig, mesh: Mesh) -> None:
+    """Raise UserError for counts of samples that cannot be divided over the ranks."""
+    if config.num_samples % mesh.data_size:
+        raise UserError(
+            f"validation.num_samples ({config.num_samples}) must be divisible by the number of data ranks "
+            f"({mesh.data_size}): set it to {multiples_near(config.num_samples, mesh.data_size)}"
+        )
+
+
+@dataclass(frozen=True)
+class ValidationSample:
+    """One sample of a validation with what was measured of it."""
+
+    sample: int  # number of the sample; its noise follows from seed and number
+    seed: int
+    prompt: str
+    reward: float | None  # None without scorers
+    scores: dict[str, float]  # scale x score of every scorer, held-out ones too
+    accuracy: dict[str, bool]  # tiny world: whether color, shape, direction and all of them match the prompt
+    video: Path | None  # mp4 file, where one was written
+
+    def row(self) -> dict[str, Any]:
+        """Return the sample's line of samples.jsonl."""
+        return {**vars(self), "video": None if self.video is None else self.video.name}
+
+    @property
+    def about(self) -> str:
+        """The sample's number, seed and scores in words."""
+        reward = "" if self.reward is None else f"   reward {self.reward:.3f}"
+        accuracy = f"   accuracy {self.accuracy['all']:d}" if self.accuracy else ""
+        return f"sample {self.sample}   seed {self.seed}{reward}{accuracy}"
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """The metrics of a validation, and its samples, both of all ranks."""
+
+    metrics: dict[str, float]
+    samples: tuple[ValidationSample, ...]
+    contact_sheet: Path | None  # picture of the samples with a video, if there are any
+    warning: str | None  # what could not be written, on the rank that writes
+    costs: Mapping[str, float] = field(default_factory=dict)  # of workers, on the main rank: logged, no guard sees them
+
+
+class ValidationSource(Protocol):
+    """A maker of validations: this process between two training steps, or other processes beside training."""
+
+    ema: bool  # whether the samples are those of the student's EMA weights
+
+    def start(self, student: Trainable, step: int) -> None:
+        """Start the validation of the student, as its weights are now after `step` training steps (a collective)."""
+        ...
+
+    def finish(self, folder: Path, step: int) -> "ValidationResult":
+        """Wait for the validation that was started, write it into `folder` on the main rank, and return it."""
+        ...
+
+
+def validate(source: ValidationSource, student: Trainable, folder: Path, step: int) -> "ValidationResult":
+    """Measure the student after `step` training steps; the main rank writes samples and videos into `folder`."""
+    with student.sampling_weights(ema=source.ema):
+        source.start(student, step)
+    return source.finish(folder, step)
+
+
+class Validation:
+    """Makes and measures the samples in the training processes; every data rank makes an equal number."""
+
+    def __init__(
+        self,
+        config: ValidationConfig,
+        codec: Codec,
+        reward: Reward,
+        features: Callable[[Tensor], Float[Tensor, "b d"]] | None,
+        sampler: SamplerConfig,
+        prompts: Sequence[str],
+        latent_shape: tuple[int, int, int, int],
+        mesh: Mesh,
+        fps: float,
+    ) -> None:
+        """`features` maps frames to the vectors of the Frechet distance; None measures none."""
+        self.ema, self._mesh = config.ema, mesh
+        self._batches = batches(config, mesh.data_size)[mesh.data_rank]
+        self._maker = SampleMaker(config, codec, reward, features, sampler, prompts, latent_shape, mesh.device)
+        self._report = Report(config, reward, self._maker.prompts, mesh, fps)
+        self._parts: list[Measured] = []
+
+    def start(self, student: Trainable, step: int) -> None:
+        """Make and measure all samples."""
+        self._parts = [self._maker.make(student, samples, self._report.videos) for samples in self._batches]
+
+    def finish(self, folder: Path, step: int) -> "ValidationResult":
+        parts, self._parts = self._parts, []
+        columns = {name: self._mesh.gather(rows) for name, rows in joined(parts).items()}
+        return self._report.result(columns, [clip for part in parts for clip in part.clips], folder, step)
+
+
+def joined(parts: Sequence[Measured]) -> dict[str, Tensor]:
+    """Return the columns of all parts, in order."""
+    return {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
+
+
+class Report:
+    """The metrics of a validation from what was measured of its samples, and the files that people look at."""
+
+    def __init__(
+        self, config: ValidationConfig, reward: RewardSum, prompts: Sequence[str], mesh: Mesh, fps: float
+    ) -> None:
+        """`prompts` are those of all samples, in order."""
+        self._prompts, self._seed, self._reward = tuple(prompts), config.seed, reward
+        self._scorers, self._is_main, self._fps = (*reward.weights, *reward.held_out), mesh.is_main, fps
+        self.videos = min(config.num_videos, config.num_samples // mesh.data_size)  # samples that have a video
+
+    def result(
+        self, columns: Mapping[str, Tensor], clips: list[np.ndarray], folder: Path, step: int
+    ) -> "ValidationResult":
+        """Return the metrics of all samples; the main rank writes them and the clips into `folder`."""
+        exact = {name: rows.cpu() if name in VECTORS else rows.cpu().double() for name, rows in columns.items()}
+        scores = self._scores(exact)
+        hits = {name.removeprefix(ACCURACY): rows for name, rows in exact.items() if name.startswith(ACCURACY)}
+        metrics = mean_and_std(scores)
+        metrics |= mean_and_std({name: rows for name, rows in exact.items() if name.startswith(PIXELS)})
+        if (spread := diversity(exact[THUMBNAILS], self._prompts)) is not None:
+            metrics["pixels/diversity"] = spread
+        metrics |= _accuracies(hits) if hits else {}
+        if FEATURES in exact:
+            metrics["frechet"] = frechet_distance(exact[FEATURES].flatten(0, 1), exact[REAL].flatten(0, 1))
+        found = self._samples(scores, hits, folder)
+        sheet = folder / "contact_sheet.png" if self.videos else None
+        warning = self._write(folder, clips, found, step, sheet) if self._is_main else None
+        if warning is not None:
+            found, sheet = tuple(replace(one, video=None) for one in found), None
+        return ValidationResult({f"validation/{name}": value for name, value in metrics.items()}, found, sheet, warning)
+
+    def _scores(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the reward of every sample, and the score of every scorer, including held-out ones."""
+        if not self._scorers:
+            return {}
+        parts = columns[SCORES]
+        found = {"reward": self._reward.total(parts[:, : len(self._reward.weights)])} if self._reward.weights else {}
+        return found | {f"reward/{name}": part for name, part in zip(self._scorers, parts.unbind(1), strict=True)}
+
+    def _samples(
+        self, columns: dict[str, Tensor], hits: dict[str, Tensor], folder: Path
+    ) -> tuple["ValidationSample", ...]:
+        """Return the samples of all ranks; the first ones have a file."""
+        scores = {name: columns[f"reward/{name}"].tolist() for name in self._scorers}
+        rewards = columns["reward"].tolist() if "reward" in columns else [None] * len(self._prompts)
+        accuracies = {name: right.bool().tolist() for name, right in hits.items()}
+        return tuple(
+            ValidationSample(
+                i,
+                self._seed,
+                prompt,
+                reward,
+                {name: values[i] for name, values in scores.items()},
+                {name: values[i] for name, values in accuracies.items()},
+                folder / f"{i}.mp4" if i < self.videos else None,
+            )
+            for i, (prompt, reward) in enumerate(zip(self._prompts, rewards, strict=True))
+        )
+
+    def _write(
+        self,
+        folder: Path,
+        clips: list[np.ndarray],
+        samples: tuple[ValidationSample, ...],
+        step: int,
+        sheet: Path | None,
+    ) -> str | None:
+        """Write what people look at; return what went wrong: no number depends on it."""
+        shown = list(zip(clips, samples, strict=False))  # the first samples
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for frames, one in shown:
+                write_mp4(frames, folder / f"{one.sample}.mp4", self._fps)
+            if sheet is not None:
+                contact_sheet([Row(frames, f"step {step}   {one.about}", one.prompt) for frames, one in shown], sheet)
+            lines = "".join(json.dumps(one.row(), ensure_ascii=False) + "\n" for one in samples)
+            (folder / "samples.jsonl").write_text(lines, encoding="utf-8")
+        except OSError as error:
+            return f"{error.filename or folder} cannot be written ({error.strerror or error})"
+        return None
+
+
+def _accuracies(hits: dict[str, Tensor]) -> dict[str, float]:
+    """Return the share of samples that match their caption; no reward contains it."""
+    rates = {name: right.mean().item() for name, right in hits.items()}
+    found = {"accuracy": rates.pop("all"), "accuracy_std": hits["all"].std().item()}
+    return found | {f"accuracy/{name}": rate for name, rate in rates.items()}
+
+
+def mean_and_std(columns: dict[str, Tensor]) -> dict[str, float]:
+    """Return the mean of each column under its name, and its Bessel-corrected std under NAME_std."""
+    means = {name: values.mean().item() for name, values in columns.items()}
+    return means | {f"{name}_std": values.std().item() for name, values in columns.items()}

@@ -1,0 +1,114 @@
+"""The samples of a validation: which process makes which, and what is measured of each."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.data.loader import make_batch
+from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
+from unified_trainer.data.video_files import to_uint8
+from unified_trainer.models.base import Codec
+from unified_trainer.numerics.frechet import frame_features
+from unified_trainer.parallel.meter import phase
+from unified_trainer.parallel.random import Streams
+from unified_trainer.rewards.pixels import statistics, thumbnail
+from unified_trainer.rewards.reward import Reward
+from unified_trainer.roles.role import Role
+from unified_trainer.run.settings.config import ValidationConfig
+from unified_trainer.sampling.solver import SamplerConfig, generate
+
+SCORES, PIXELS, ACCURACY = "score", "pixels/", "accuracy/"  # names of columns, and what such names begin with
+VECTORS = THUMBNAILS, FEATURES, REAL = "thumbnail", "features", "real features"
+
+Features = Callable[[Tensor], Float[Tensor, "b d"]]  # of frames
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of some samples, and videos of the first of them."""
+
+    columns: dict[str, Tensor]  # a row for each sample
+    clips: list[np.ndarray]  # [frames, height, width, 3], uint8
+
+
+def batches(config: ValidationConfig, ranks: int) -> list[list[range]]:
+    """Return for each of as many data ranks the samples of its batches: equally many samples a rank, in order."""
+    count = config.num_samples // ranks
+    shares = [range(rank * count, (rank + 1) * count) for rank in range(ranks)]
+    return [[share[i : i + config.batch] for i in range(0, count, config.batch)] for share in shares]
+
+
+def sample_prompts(prompts: Sequence[str], config: ValidationConfig) -> tuple[str, ...]:
+    """Return the prompt of every sample: sample i is of prompt i, counted round and round."""
+    return tuple(prompts[i % len(prompts)] for i in range(config.num_samples))
+
+
+class SampleMaker:
+    """Generates samples with fixed prompts and noise and measures them, one batch at a time."""
+
+    def __init__(
+        self,
+        config: ValidationConfig,
+        codec: Codec,
+        reward: Reward,
+        features: Features | None,
+        sampler: SamplerConfig,
+        prompts: Sequence[str],
+        latent_shape: tuple[int, int, int, int],
+        device: torch.device,
+    ) -> None:
+        """`features` maps frames to the vectors of the Frechet distance; None measures none."""
+        self.prompts = sample_prompts(prompts, config)
+        self._config, self._codec, self._reward = config, codec, reward
+        self._features, self._sampler = features, sampler
+        self._latent_shape, self._device = latent_shape, device
+        self._real: dict[range, Tensor] = {}  # features of real clips, computed on first use
+
+    @torch.no_grad()
+    def make(self, role: Role, samples: range, videos: int) -> Measured:
+        """Make and measure one batch of samples with a role; samples of a number below `videos` are kept as video."""
+        video = self._generate(role, list(samples))
+        columns = {f"{PIXELS}{name}": row for name, row in statistics(video).items()}
+        columns[THUMBNAILS] = thumbnail(video)
+        prompts = tuple(self.prompts[i] for i in samples)
+        if names := (*self._reward.weights, *self._reward.held_out):
+            columns[SCORES] = self._reward.parts(video, prompts, names)
+        if is_tiny_world(video, self.prompts):
+            hits = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
+            columns |= {f"{ACCURACY}{name}": right.float().to(self._device) for name, right in hits.items()}
+            if self._features is not None:
+                columns[FEATURES] = self._frame_features(video, self._features)
+                columns[REAL] = self._real_features(samples, self._features)
+        return Measured(columns, to_uint8(video[: max(0, videos - samples.start)]))
+
+    def _generate(self, role: Role, samples: list[int]) -> Tensor:
+        batch = make_batch(
+            self._codec,
+            [self.prompts[i] for i in samples],
+            self._codec.encode_text([self._sampler.negative_prompt]),
+            self._latent_shape,
+            prompt_ids=samples,
+            sample_ids=samples,
+        )
+        streams = Streams(self._config.seed, 0, self._device)
+
+        def draw(name: str) -> Tensor:
+            return streams.noise(name, samples, self._latent_shape)
+
+        x0 = generate(role, draw("validation"), batch, self._sampler, lambda s: draw(f"transition {s}"))
+        with phase("decode"):
+            return self._codec.decode(x0)
+
+    def _real_features(self, samples: range, features: Features) -> Tensor:
+        """Return the features of as many real clips of the same captions, encoded and decoded."""
+        if samples not in self._real:
+            clips = render([real_clip(self.prompts[i], self._config.seed, i) for i in samples]).to(self._device)
+            self._real[samples] = self._frame_features(self._codec.decode(self._codec.encode(clips)), features)
+        return self._real[samples]
+
+    def _frame_features(self, video: Tensor, features: Features) -> Float[Tensor, "b frames d"]:
+        return frame_features(video, features, self._config.frechet_stride, self._config.batch)

@@ -1,0 +1,112 @@
+"""The Ray cluster of a run: one that exists, or one that is started on this machine and ends with the run.
+
+Ray is imported in functions: variables of the environment that `connect` sets are read when Ray is imported.
+"""
+
+import math
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.parallel.device import RAY_RESOURCES
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.settings.workers import RayConfig
+
+NAMESPACE = "unified-trainer"
+# What Ray is told by environment variables before it starts; a variable of the user's wins.
+ENVIRONMENT = {
+    "RAY_worker_niceness": "0",  # 15 by default: workers would yield to every other process of the machine
+    "RAY_prestart_worker_first_driver": "0",  # else one idle Python process for each core, as soon as Ray runs
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_COLOR_PREFIX": "0",
+    "NIXL_LOG_LEVEL": "WARN",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without a device does not lose sight of all of them
+}
+Needs = Mapping[str, float]  # resources by Ray's names
+LATER = threading.Event()  # never set
+
+
+def connect(config: RayConfig, cores: float, mesh: Mesh | None = None) -> None:
+    """Connect this process to the cluster, unless it is; all ranks must call it, before they import Ray.
+
+    Without an address the main rank starts Ray on this machine, for all ranks, with as many CPU cores as the machine
+    has, or as the run counts: cores are only counted, so that a small machine can try a run with many processes.
+    """
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return
+    alone, is_main = mesh is None or mesh.size == 1, mesh is None or mesh.is_main
+    address = config.address or os.environ.get("RAY_ADDRESS", "")
+    # Ray would write a token into the home directory; this one is known to the processes of this run alone.
+    token = "" if address else secrets.token_hex(32)
+    if mesh is not None and not alone:
+        token = mesh.broadcast(token)
+    own = {"RAY_AUTH_TOKEN": token} if token else {}
+    own |= {} if is_main or not token else {"RAY_AUTH_MODE": "token"}  # the main rank's Ray turns it on itself
+    for name, value in {**ENVIRONMENT, **own}.items():  # Ray reads some when it is imported
+        os.environ.setdefault(name, value)
+    if is_main and address:
+        _init(address)
+    elif is_main:
+        _init("local", num_cpus=max(psutil.cpu_count() or 1, math.ceil(cores)), include_dashboard=False)
+    if mesh is not None and not alone:
+        address = mesh.broadcast(_address() if is_main else "")
+        if not is_main:
+            _init(address)
+
+
+def devices(kind: str, count: float) -> Needs:
+    """Return the resources of `count` devices of a kind that torch names; a CPU is none."""
+    return {RAY_RESOURCES[kind]: count} if kind in RAY_RESOURCES and count else {}
+
+
+def options(needs: Needs) -> dict[str, object]:
+    """Return the options of a Ray actor with these needs."""
+    other = {name: count for name, count in needs.items() if name not in ("CPU", "GPU")}
+    return {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": other or None}
+
+
+def _init(address: str, **how: Any) -> None:
+    import ray
+
+    try:
+        ray.init(address, namespace=NAMESPACE, logging_level="error", **how)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"ray.address {address}: no Ray cluster can be reached, or started on this machine ({error}); start one "
+            "with `ray start --head`, or leave ray.address out to use this machine alone"
+        ) from error
+
+
+def _address() -> str:
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
+def wait_for_room(config: RayConfig, needs: Sequence[Needs]) -> None:
+    """Wait until the whole cluster is large enough for processes with these needs.
+
+    Raise UserError if it is not after `ray.timeout_minutes`, or at once for this machine alone. Ray itself would wait
+    without a word.
+    """
+    import ray
+
+    wanted = {name: sum(need.get(name, 0) for need in needs) for need in needs for name in need}
+    alone = not (config.address or os.environ.get("RAY_ADDRESS"))
+    end = time.monotonic() + (0 if alone else 60 * config.timeout_minutes)
+    while lacking := {name: count for name, count in wanted.items() if count > ray.cluster_resources().get(name, 0)}:
+        if time.monotonic() >= end:
+            there = ", ".join(f"{ray.cluster_resources().get(name, 0):g} {name}" for name in lacking)
+            asked = ", ".join(f"{count:g} {name}" for name, count in lacking.items())
+            raise UserError(
+                f"the run needs {asked} for {len(needs)} processes on Ray, but the cluster has {there}: lower "
+                "rollouts.workers, rollouts.reward_workers, rollouts.gpus or ray.ranks, or add nodes"
+            )
+        LATER.wait(1.0)  # a node may join

@@ -1,0 +1,81 @@
+"""Validations by evaluation workers, beside training."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.meter import phase
+from unified_trainer.roles.role import Trainable
+from unified_trainer.run.settings.config import ValidationConfig
+from unified_trainer.run.validation.report import Report, ValidationResult, joined
+from unified_trainer.run.validation.samples import Measured, batches
+from unified_trainer.run.workers import arrays
+from unified_trainer.run.workers.scheduler import ValidationBatch
+from unified_trainer.run.workers.weights import WeightSender
+from unified_trainer.run.workers.workers import WorkerGroup, cause
+
+
+class RemoteValidation:
+    """Sends the student's weights to evaluation workers, which make and measure the batches that ranks would make.
+
+    The main rank alone asks and writes; the other ranks get the metrics, which guards decide by.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, config: ValidationConfig, report: Report, mesh: Mesh, sender: WeightSender
+    ) -> None:
+        self.ema = config.ema
+        self._group, self._report, self._mesh, self._sender = group, report, mesh, sender
+        self._samples = [batch for share in batches(config, mesh.data_size) for batch in share]
+        self._versions = itertools.count()  # a step may be validated twice, with other weights
+        self._weights: Any = None  # reference to those of the validation that was started
+        self._ordered: list[tuple[ValidationBatch, Any]] = []  # a batch, and the scheduler's reply to come
+
+    def start(self, student: Trainable, step: int) -> None:
+        """Send the weights and ask for all batches."""
+        with phase("weights"):
+            version = next(self._versions)
+            self._weights = self._sender.send(version, student.weights, version)
+            if self._mesh.is_main:
+                items = [ValidationBatch(step, one.start, one.stop, self._report.videos) for one in self._samples]
+                self._ordered = [(item, self._ask(item)) for item in items]
+
+    def finish(self, folder: Path, step: int) -> ValidationResult:
+        """Wait for the workers; the metrics are those of a validation in training."""
+        if not self._mesh.is_main:
+            return ValidationResult(json.loads(self._mesh.broadcast("")), (), None, None)
+        took: dict[str, float] = {}
+        parts = [self._receive(item, reply, took) for item, reply in self._ordered]
+        self._ordered, self._weights = [], None
+        result = self._report.result(joined(parts), [clip for part in parts for clip in part.clips], folder, step)
+        self._mesh.broadcast(json.dumps(result.metrics))
+        costs = {f"worker_seconds/{name}": seconds for name, seconds in took.items()}
+        costs["worker_deaths"] = float(ray.get(self._group.scheduler.deaths.remote()))
+        return replace(result, costs=costs)
+
+    def _ask(self, item: ValidationBatch) -> Any:
+        return self._group.scheduler.validate.remote(item, [self._weights])
+
+    def _receive(self, item: ValidationBatch, reply: Any, took: dict[str, float]) -> Measured:
+        """Return what was measured of a batch, and add the worker's seconds to `took`."""
+        try:
+            while True:
+                reference, seconds = ray.get(reply)
+                try:
+                    columns, clips = ray.get(reference)
+                    break
+                except ObjectLostError:  # with the machine that held it
+                    reply = self._ask(item)
+        except RayTaskError as error:
+            raise cause(error) from error
+        except RayActorError as error:
+            raise RuntimeError("the scheduler of the workers died; continue the run with --resume") from error
+        for name, spent in seconds.items():
+            took[name] = took.get(name, 0.0) + spent
+        return Measured(arrays.to_columns(columns, self._mesh.device), clips)

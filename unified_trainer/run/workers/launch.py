@@ -1,0 +1,167 @@
+"""Training processes on Ray: one actor for each device, started anew from the newest checkpoint when one dies."""
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.parallel.device import RAY_RESOURCES
+from unified_trainer.run.exit_codes import INTERRUPTED
+from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.workers import cluster
+from unified_trainer.run.workers.workers import place, worker_needs
+
+# Settings and command line -> exit code, or None for a process that ended because another one did.
+Train = Callable[[RunConfig, Sequence[str]], int | None]
+LOOK = 1.0  # seconds between two looks at the processes
+LAST_WORDS = 60.0  # seconds that other processes get after the first one ended with an error
+
+
+class TrainingProcess:
+    """One rank. `train` runs in the main thread of its process, where signals are handled."""
+
+    def address(self) -> tuple[str, int]:
+        """Return this machine's address and a free port, where the ranks can meet."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+    def where(self) -> tuple[str, int, str]:
+        """Return the id of the node, the process id, and both in words."""
+        return ray.get_runtime_context().get_node_id(), os.getpid(), place()
+
+    def train(
+        self, train: Train, run: RunConfig, argv: Sequence[str], folder: str, environment: dict[str, str], threads: int
+    ) -> int | None:
+        """Train in the working directory of the run, with as many CPU threads, and return what `train` returns."""
+        os.chdir(folder)
+        os.environ.update(environment)
+        torch.set_num_threads(threads)
+        return train(run, argv)
+
+
+def launch(train: Train, run: RunConfig, folder: Path, argv: Sequence[str]) -> int:
+    """Run `ray.ranks` training processes and return the exit code of the run in `folder`.
+
+    When one dies, all end and start again from the newest checkpoint, `ray.restarts` times at most.
+    """
+    try:
+        kind = _device(run)
+        own: cluster.Needs = {"CPU": run.ray.cpus, **cluster.devices(kind, 1)}
+        cluster.wait_for_room(run.ray, [*[own] * run.ray.ranks, *worker_needs(run, kind)])
+        for left in range(run.ray.restarts, -1, -1):
+            with _processes(run, own) as processes:
+                ended = _run(processes, train, run, argv)
+            if ended is not None:
+                return ended
+            if left:
+                _say(f"a training process died; all start again from the newest checkpoint, {left} restarts are left")
+                if (folder / "config.yaml").is_file():
+                    run = replace(run, resume=folder, output=None, allow=())
+        raise RuntimeError(f"training processes died {run.ray.restarts + 1} times; see what they said above")
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _processes(run: RunConfig, needs: cluster.Needs) -> Iterator[list[Any]]:
+    """Start the training processes, all or none; end them with the context."""
+    group = placement_group([dict(needs)] * run.ray.ranks, strategy="PACK")
+    actors = []
+    try:
+        ray.get(group.ready(), timeout=60 * run.ray.timeout_minutes)
+        for number in range(run.ray.ranks):
+            seat = PlacementGroupSchedulingStrategy(group, number)
+            kind = ray.remote(TrainingProcess).options(**cluster.options(needs), scheduling_strategy=seat)
+            actors.append(kind.remote())
+        yield actors
+    except GetTimeoutError:
+        raise UserError(
+            f"no room for {run.ray.ranks} training processes with {dict(needs)} each within ray.timeout_minutes "
+            f"({run.ray.timeout_minutes:g}): the cluster has {ray.available_resources()} left"
+        ) from None
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+
+
+def _run(processes: list[Any], train: Train, run: RunConfig, argv: Sequence[str]) -> int | None:
+    """Return the exit code of the run, or None if a process died that neither a request nor a failed rank has ended."""
+    places = ray.get([process.where.remote() for process in processes])
+    for number, (_, pid, words) in enumerate(places):
+        _say(f"training process {number}: {words}, process {pid}")
+    address, port = ray.get(processes[0].address.remote())
+    shared = {"WORLD_SIZE": str(len(processes)), "MASTER_ADDR": address, "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+    pending = [
+        process.train.remote(
+            train, run, list(argv), str(Path.cwd()), shared | {"RANK": str(rank)}, torch.get_num_threads()
+        )
+        for rank, process in enumerate(processes)
+    ]
+    codes: list[int] = []
+    died, passed = False, 0.0
+    with _stop_signals(places) as asked:
+        while pending and not (died or passed > LAST_WORDS):
+            done, pending = ray.wait(pending, timeout=LOOK)
+            passed += LOOK if any(codes) and not done else 0.0
+            for reference in done:
+                try:
+                    code = ray.get(reference)
+                    codes += [] if code is None else [code]
+                except RayActorError:
+                    died = True
+                except RayTaskError as error:
+                    raise error.cause from error
+    if any(codes):  # the failed rank told the others, and a process that did not end by itself was ended
+        return max(codes)
+    if not asked and (died or not codes):
+        return None
+    return INTERRUPTED if died else 0
+
+
+@contextmanager
+def _stop_signals(places: list[tuple[str, int, str]]) -> Iterator[list[int]]:
+    """Pass Ctrl-C and SIGTERM on to the training processes as SIGTERM; yield the list of those that came."""
+    asked: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        asked.append(number)
+        for node, pid, _ in places:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            ray.remote(_signal).options(num_cpus=0, scheduling_strategy=there).remote(pid)
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _signal(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
+
+
+def _device(run: RunConfig) -> str:
+    """Return the kind of device of the run; auto is what the cluster has."""
+    if run.device != "auto":
+        return run.device
+    there = ray.cluster_resources()
+    return next((kind for kind, name in RAY_RESOURCES.items() if there.get(name)), "cpu")
+
+
+def _say(words: str) -> None:
+    sys.stderr.write(f"{words}\n")

@@ -1,0 +1,288 @@
+"""Sampling latents from noise with a student, all frames at once or chunk by chunk."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import NetworkCalls, PositiveFraction, Shift
+from unified_trainer.basics.types import Batch, Condition, Latents, Rollout
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.numerics.flow import (
+    GuidanceScale,
+    add_noise,
+    guide,
+    shift_sigma,
+    sigma_table,
+    x0_from_velocity,
+)
+from unified_trainer.numerics.kernels import Kernel, Policy, transition
+from unified_trainer.parallel.meter import detail, phase
+from unified_trainer.roles.causal import CausalStudent, KVCache
+from unified_trainer.roles.role import Role, Trainable
+from unified_trainer.sampling.equal_rows import EqualRows
+from unified_trainer.sampling.shared_calls import Velocity, shared_velocity
+
+Solver = Literal["ode", "sde"]
+Draw = Callable[[int], Latents]  # noise of transition s; number num_steps is the context noise of a causal student
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    num_steps: NetworkCalls = 30
+    """Network calls per sample."""
+    step_sigmas: tuple[PositiveFraction, ...] = ()
+    """Falling noise levels in (0, 1] before the shift, one per step, e.g. 1 0.75 0.5 0.25; empty spaces them evenly."""
+    shift: Shift = 3.0
+    """Shift of the noise levels towards noise; 1 is none."""
+    solver: Solver = "ode"
+    """Euler steps of the ODE (ode), or renoising of the predicted x0 (sde), for which few-step students are trained."""
+    guidance_scale: GuidanceScale = 3.0
+    """Guidance scale w of uncond + w (cond - uncond); 1 is no guidance. Two numbers: high- and low-noise expert."""
+    negative_prompt: str = ""
+    """Prompt of the unconditional pass."""
+    chunks: ChunkConfig = field(default_factory=ChunkConfig)
+
+    def check(self) -> None:
+        """Raise UserError, naming the key, for settings that contradict each other."""
+        self.chunks.check()
+        if not self.step_sigmas:
+            return
+        if len(self.step_sigmas) != self.num_steps:
+            raise UserError(
+                f"sampler.step_sigmas has {len(self.step_sigmas)} levels, but sampler.num_steps is {self.num_steps}"
+            )
+        if any(a <= b for a, b in itertools.pairwise(self.step_sigmas)):
+            raise UserError(f"sampler.step_sigmas must fall from step to step, not {self.step_sigmas}")
+
+    def check_unguided(self) -> None:
+        """Raise UserError if the sampler has guidance, which a distilled student does not need."""
+        if self.guidance_scale != 1:
+            raise UserError(
+                f"sampler.guidance_scale must be 1, not {self.guidance_scale}: a distilled student runs without "
+                "guidance; the teacher's is algorithm.guidance_scale"
+            )
+
+    def sigmas(self) -> Float[Tensor, " steps_and_0"]:
+        """Return the shifted noise levels of all steps, float64, with a trailing 0."""
+        if not self.step_sigmas:
+            return sigma_table(self.num_steps, self.shift)
+        return shift_sigma(torch.tensor((*self.step_sigmas, 0.0), dtype=torch.float64), self.shift)
+
+    @property
+    def kernel(self) -> tuple[Kernel, float]:
+        """The transition kernel of the solver, and its noise level."""
+        return ("cps", 1.0) if self.solver == "sde" else ("ode", 0.0)
+
+
+@phase("rollout")
+@torch.no_grad()
+def generate(
+    role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw, equal: EqualRows | None = None
+) -> Latents:
+    """Return clean latents by the sampler's own solver; equal noise and draws give equal samples.
+
+    The first call of a bidirectional student is made once for `equal` rows, of one noise and condition.
+    """
+    last = sampler.num_steps - 1
+    if not sampler.chunks.causal:
+        velocity = shared_velocity(role, batch, equal, 1, functools.partial(_velocity_of, role, sampler))
+        return _sample_to_step(velocity, noise, sampler, draw, last)
+    exits = [last] * len(sampler.chunks.ranges(noise.shape[2]))
+    return predict_chunks(role, noise, batch, sampler, draw, exits)
+
+
+@phase("rollout")
+def predict_at(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
+    """Return the x0 that network call number `step` predicts; only that call keeps a graph, and it is the last."""
+    velocity = functools.partial(policy_velocity, role, batch=batch, sampler=sampler)
+    return _sample_to_step(velocity, noise, sampler, draw, step)
+
+
+@phase("rollout")
+def predict_chunks(
+    student: CausalStudent,
+    noise: Latents,
+    batch: Batch,
+    sampler: SamplerConfig,
+    draw: Draw,
+    exits: Sequence[int],
+    first_gradient_frame: int = 0,
+) -> Latents:
+    """Return the latents of all chunks of `stream_chunks`."""
+    return torch.cat(list(stream_chunks(student, noise, batch, sampler, draw, exits, first_gradient_frame)), 2)
+
+
+def stream_chunks(
+    student: CausalStudent,
+    noise: Latents,
+    batch: Batch,
+    sampler: SamplerConfig,
+    draw: Draw,
+    exits: Sequence[int],
+    first_gradient_frame: int = 0,
+    prompts: Mapping[int, Condition] = MappingProxyType({}),
+) -> Iterator[Latents]:
+    """Yield the latents chunk by chunk (Self-Forcing, arXiv:2506.08009): x0 of chunk i from its call number exits[i].
+
+    Only that call keeps a graph, and only in chunks that start at `first_gradient_frame` or later. A yielded chunk that
+    others follow is then appended to the KV cache at the context noise, without gradient. From chunk i on the condition
+    is prompts[i].
+    """
+    chunks, draw = sampler.chunks, functools.cache(draw)
+    sigmas = sampler.sigmas()[: max(exits) + 1]
+    cache = student.open_cache(batch.cond, batch.uncond, chunks, sampler.guidance_scale, sigmas)
+    for i, ((start, stop), step) in enumerate(zip(chunks.ranges(noise.shape[2]), exits, strict=True)):
+        own = slice(start, stop)
+        if i in prompts:
+            cache.set_condition(prompts[i])
+        with torch.set_grad_enabled(torch.is_grad_enabled() and start >= first_gradient_frame):
+            x0 = _sample_to_step(cache.velocity, noise[:, :, own], sampler, lambda s, own=own: draw(s)[:, :, own], step)
+        yield x0
+        if stop < noise.shape[2]:
+            cache.append(_context(x0.detach(), sampler, lambda s, own=own: draw(s)[:, :, own]))
+
+
+@phase("rollout")
+@torch.no_grad()
+def rollout(
+    role: Role,
+    noise: Latents,
+    batch: Batch,
+    sampler: SamplerConfig,
+    policy: Policy,
+    window: range,
+    draw: Draw,
+    *,
+    equal: EqualRows | None = None,
+) -> Rollout:
+    """Sample with the policy's noise in the transitions of `window` and none elsewhere, and keep those transitions.
+
+    `draw(s)` is the noise of transition s. The last transition goes to the clean prediction without noise: it has no
+    density and cannot be in the window. A causal student samples every chunk so; state s then joins all chunks at their
+    step s.
+
+    Rows that are `equal`, of one noise and condition, stay so until the window's first transition adds its noise: up to
+    there, and for a causal student in the first chunk, a call is made once for all of them.
+    """
+    walk = functools.partial(_policy_walk, sampler=sampler, policy=policy, window=window)
+    share = functools.partial(shared_velocity, role, batch, equal, window.start + 1)
+    if not sampler.chunks.causal:
+        return walk(share(functools.partial(_velocity_of, role, sampler)), noise, draw=draw)
+    draw = functools.cache(draw)
+    sigmas, parts = sampler.sigmas()[:-1], []
+
+    def open_cache(rows: Batch) -> KVCache:
+        return role.open_cache(rows.cond, rows.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
+
+    cache = open_cache(batch)
+
+    def first_velocity(rows: Batch) -> Velocity:
+        return (cache if rows is batch else open_cache(rows)).velocity
+
+    for start, stop in sampler.chunks.ranges(noise.shape[2]):
+        own = slice(start, stop)
+        velocity = cache.velocity if parts else share(first_velocity)
+        part = walk(velocity, noise[:, :, own], draw=lambda s, own=own: draw(s)[:, :, own])
+        parts.append(part)
+        if stop < noise.shape[2]:
+            cache.append(part.x0)
+    fractions = [part.states.shape[3] / noise.shape[2] for part in parts]
+    log_probs = sum(fraction * part.log_probs for fraction, part in zip(fractions, parts, strict=True))
+    states = torch.cat([part.states for part in parts], 3)
+    return Rollout(states, log_probs, torch.cat([part.x0 for part in parts], 2))
+
+
+def trainable_steps(student: Trainable, sampler: SamplerConfig) -> list[int]:
+    """Return the sampler's steps whose network call reaches trained weights."""
+    return [step for step, sigma in enumerate(sampler.sigmas()[:-1]) if student.trains(sigma)]
+
+
+def _velocity_of(role: Role, sampler: SamplerConfig, batch: Batch) -> Velocity:
+    """The velocity of a walk of these samples, all frames at once."""
+    return functools.partial(policy_velocity, role, batch=batch, sampler=sampler)
+
+
+def policy_velocity(
+    role: Role,
+    x_t: Latents,
+    sigma: Tensor,
+    batch: Batch,
+    sampler: SamplerConfig,
+    x0: Latents | None = None,
+    equal: EqualRows | None = None,
+) -> Latents:
+    """Return the velocity of one network call of sampling, or of its replay: same batch geometry, same guidance.
+
+    The replay of a causal student attends to `x0`, the finished chunks of its rollout. The call is made once for rows
+    that are `equal` in all of it, which those of a causal replay are not.
+    """
+    if equal and equal.any:
+        once = policy_velocity(role, equal.reduce(x_t), sigma, batch.take(equal.first), sampler)
+        return equal.spread(once)
+    level = sigma.expand(len(batch))
+    if x0 is None or not sampler.chunks.causal:
+        return role.guided_velocity(x_t, level, batch.cond, batch.uncond, sampler.guidance_scale)
+    if sampler.guidance_scale == 1:
+        return role.masked_velocity(x_t, level, batch.cond, sampler.chunks, x0)
+    x_both, x0_both, cond = torch.cat([x_t, x_t]), torch.cat([x0, x0]), batch.cond.cat(batch.uncond)
+    both = role.masked_velocity(x_both, torch.cat([level, level]), cond, sampler.chunks, x0_both)
+    return guide(*both.chunk(2), role.scale(level, sampler.guidance_scale))
+
+
+def _sample_to_step(velocity: Velocity, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
+    """Follow the solver without gradient up to call number `step`, and return the x0 it predicts."""
+    sigmas = sampler.sigmas()
+    kernel, level = sampler.kernel
+    with torch.no_grad():
+        for s in range(step):
+            detail(f"step {s + 1}/{step + 1}")
+            x_t, std = transition(kernel, x_t, velocity(x_t, sigmas[s]), sigmas[s], sigmas[s + 1], level)
+            if level:
+                x_t = x_t + std * draw(s).to(x_t)
+    detail(f"step {step + 1}/{step + 1}")
+    return x0_from_velocity(x_t, velocity(x_t, sigmas[step]), sigmas[step])
+
+
+def _policy_walk(
+    velocity: Velocity,
+    x_t: Latents,
+    *,
+    sampler: SamplerConfig,
+    policy: Policy,
+    window: range,
+    draw: Draw,
+) -> Rollout:
+    sigmas, states, log_probs = sampler.sigmas(), [], []
+    x0_before = None  # the prediction before, for second-order steps after the window
+    for s in range(sampler.num_steps - 1):
+        detail(f"step {s + 1}/{sampler.num_steps}")
+        v = velocity(x_t, sigmas[s])
+        if s not in window:
+            x_next = policy.euler_step(s, x_t, v, x0_before)
+            in_tail = policy.tail == "second_order" and s >= window.stop
+            x0_before = x0_from_velocity(x_t, v, sigmas[s]) if in_tail else None
+            x_t = x_next
+            continue
+        if not states:
+            states.append(x_t)
+        mean, std = policy.step(s, x_t, v)
+        x_t = mean + std * draw(s).to(mean)
+        states.append(x_t)
+        log_probs.append(policy.log_prob(x_t, mean, std))
+    detail(f"step {sampler.num_steps}/{sampler.num_steps}")
+    x0 = x0_from_velocity(x_t, velocity(x_t, sigmas[-2]), sigmas[-2])
+    return Rollout(torch.stack(states, 1), torch.stack(log_probs, 1), x0)
+
+
+def _context(x0: Latents, sampler: SamplerConfig, draw: Draw) -> Latents:
+    """Noise a finished chunk to the context noise level, at which later chunks attend to it."""
+    noise_level = sampler.chunks.context_noise
+    return add_noise(x0, draw(sampler.num_steps).to(x0), noise_level) if noise_level else x0

@@ -1,0 +1,225 @@
+"""The checkpoints of an evaluation, as they are written on the command line; no weight is read."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unified_trainer.basics.errors import MissingFileError, UserError
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.checkpoint.init_from import roles_in
+from unified_trainer.run.checkpoint.manager import Keep
+from unified_trainer.run.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    digest,
+    find,
+    folders,
+    read,
+    step_of,
+    weights_digest,
+)
+from unified_trainer.run.registry import family_of
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.settings.flags import split
+from unified_trainer.tools.evaluate.served import ServedStudent, is_address
+from unified_trainer.tools.load_run import LoadedRole, load_folder, load_role
+
+GRAMMAR = (
+    "RUN[@STEP|@best|@latest][:ema|:weights] or a model folder, then [,KEY=VALUE...] of its sampler, or the address "
+    "of a served student, http://HOST:PORT"
+)
+SPEC = re.compile(
+    r"(?P<place>.+?)(?:@(?P<step>[0-9]+|best|latest))?(?P<weights>:ema|:weights|:student)?(?P<own>(?:,\w[\w.]*=[^,]*)*)"
+)
+SECTIONS = ("sampler", "reward", "encoders")  # settings that flags may change
+TINY = "tiny"  # the embedded model, in place of a folder
+OF_TINY = ("--method", "finetune", "--recipe", TINY)
+STUDENT = "student"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One row of an evaluation: weights, and the settings that they are sampled with."""
+
+    name: str  # short and unlike those of the others
+    spec: str  # RUN@STEP[:ema], the model folder, or the address of a served student
+    step: int | None  # None for a model folder and for a served student
+    ema: bool
+    run: RunConfig
+    flags: tuple[str, ...]  # that changed the run's settings
+    digest: str  # of the weights: checksums of a checkpoint; names, sizes and times of a model folder's files
+    served: ServedStudent | None = None  # the student behind the address; None where this process samples
+
+    def check(self) -> tuple[int, int, int, int]:
+        """Return the shape of its latents; raise UserError for a sampler or a size that cannot be."""
+        self.run.sampler.check()
+        if self.served is not None:
+            return self.served.latent_shape
+        family, folder = family_of(STUDENT, self._path)
+        video = self.run.video
+        return family.latent_shape(folder, video.frames, video.height, video.width)
+
+    def load(self, mesh: Mesh) -> LoadedRole:
+        """Read the weights."""
+        if self.step is None:
+            return load_folder(self.spec, self.run, mesh)
+        return load_role(self.spec, STUDENT, None, mesh, causal=True, flags=self.flags)
+
+    @property
+    def _path(self) -> str:
+        return self.spec if self.step is None else self.run.roles[STUDENT].path
+
+
+def read_checkpoints(
+    texts: Sequence[str], flags: Sequence[str], recipe: str, *, needs_reward: bool = True
+) -> tuple[Checkpoint, ...]:
+    """Return the checkpoints that the command line names; UserError for one that does not exist or is named twice.
+
+    `flags` change the settings of all. A model folder has those of `recipe`, or without one of the first run; so does
+    a served student, but for its sampler and its size. A served student alone has no reward, which is refused unless
+    `needs_reward` is False. Servers are asked what they are.
+    """
+    for name, _ in split(flags):
+        if name and name.removeprefix("--").partition(".")[0] not in SECTIONS:
+            raise UserError(f"{name}: evaluate changes settings of {', '.join(SECTIONS)} only; leave it out")
+    if not texts:
+        raise UserError("evaluate needs a checkpoint: " + GRAMMAR)
+    _check_flags_of_served(texts, flags)
+    parsed = [None if is_address(text) else _Parsed.of(text) for text in texts]
+    first = next((one for one in parsed if one is not None and one.is_run), None)
+    of_models = ["--method", "finetune", "--recipe", recipe] if recipe else []
+    if first is not None and not recipe:
+        of_models = ["--resume", str(first.place)]
+    if None in parsed and needs_reward and not of_models:
+        raise UserError(
+            f"{texts[parsed.index(None)]} is a served student: name a run too, a --recipe, or --reward FILE, for the "
+            "reward that measures its videos"
+        )
+    found = [_found(text, one, flags, of_models) for text, one in zip(texts, parsed, strict=True)]
+    for i, one in enumerate(found):
+        same = [other for other in found[:i] if _identity(other) == _identity(one)]
+        if same:
+            raise UserError(f"{texts[i]} is {texts[found.index(same[0])]} once more: name each checkpoint once")
+    return _with_names(found, texts)
+
+
+def _identity(one: Checkpoint) -> tuple[object, ...]:
+    return one.digest, one.run, one.served
+
+
+def _check_flags_of_served(texts: Sequence[str], flags: Sequence[str]) -> None:
+    served = [text for text in texts if is_address(text)]
+    wrong = [name for name, _ in split(flags) if name.startswith(("--sampler.", "--encoders."))]
+    if served and wrong:
+        raise UserError(f"{wrong[0]}: the student at {served[0]} samples with the settings of its server; leave it out")
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """The parts of a checkpoint's text."""
+
+    text: str
+    place: Path
+    step: str  # a number, best, latest or ""
+    weights: str
+    own: tuple[str, ...]  # flags of its own
+    is_run: bool
+
+    @classmethod
+    def of(cls, text: str) -> "_Parsed":
+        """Parse a text; an existing folder with the whole text as its name is the place."""
+        match = None if Path(text).is_dir() else SPEC.fullmatch(text)
+        parts = (
+            match.groupdict(default="") if match else dict.fromkeys(("step", "weights", "own"), "") | {"place": text}
+        )
+        place = Path(parts["place"])
+        is_run = (place / "config.yaml").is_file() or (place / "checkpoints").is_dir()
+        if not is_run and parts["place"] != TINY and not (place / "model_index.json").is_file():
+            what = "is neither a run directory nor a model folder" if place.is_dir() else "does not exist"
+            raise MissingFileError(f"{text}: {place} {what}; write {GRAMMAR}")
+        if not is_run and (parts["step"] or parts["weights"]):
+            raise UserError(f"{text}: {place} is a model folder, which has no steps and no EMA weights: leave them out")
+        own: list[str] = []
+        for setting in filter(None, parts["own"].split(",")):
+            key, _, value = setting.partition("=")
+            own += [f"--sampler.{key.replace('_', '-')}", *value.split()]
+        return cls(text, place, parts["step"], parts["weights"].removeprefix(":"), tuple(own), is_run)
+
+
+def _found(text: str, parsed: _Parsed | None, flags: Sequence[str], of_models: Sequence[str]) -> Checkpoint:
+    if parsed is None:
+        return _served(text, flags, of_models)
+    return _run(parsed, flags) if parsed.is_run else _model(parsed, flags, of_models)
+
+
+def _served(text: str, flags: Sequence[str], settings: Sequence[str]) -> Checkpoint:
+    run = parse([*(settings or OF_TINY), *flags])
+    served = ServedStudent.of(text)
+    return Checkpoint("", served.url, None, False, served.settings(run), tuple(flags), served.weights, served)
+
+
+def _run(one: _Parsed, flags: Sequence[str]) -> Checkpoint:
+    if not (one.place / "config.yaml").is_file():
+        raise CheckpointError(f"{one.place / 'config.yaml'} is missing: {one.text} must be a run directory")
+    changed = (*flags, *one.own)
+    run = parse(["--resume", str(one.place), *changed])
+    step = _best(one, run) if one.step == "best" else one.step
+    place = str(one.place) if step in ("", "latest") else f"{one.place}@{step}"
+    folder, metadata = find(place)
+    ema = one.weights == "ema"
+    kind = f"{STUDENT}/{'ema' if ema else 'weights'}/"
+    if STUDENT not in roles_in(metadata):
+        raise CheckpointError(f"{folder} holds no weights of a student")
+    if not any(name.startswith(kind) for name in metadata["files"]):
+        raise CheckpointError(f"{one.text}: {folder} holds no EMA weights of {STUDENT}; leave :ema out")
+    spec = f"{one.place}@{step_of(folder)}{':ema' if ema else ''}"
+    return Checkpoint("", spec, step_of(folder), ema, run, changed, weights_digest(metadata, STUDENT, ema=ema))
+
+
+def _best(one: _Parsed, run: RunConfig) -> str:
+    """Return the step of the run's best checkpoint, by its own settings best_metric and best_is."""
+    metrics: dict[int, dict[str, float]] = {}
+    for folder in folders(one.place / "checkpoints"):
+        metadata, fault = read(folder)
+        if fault is None:
+            metrics[step_of(folder)] = _measured(metadata)
+    best = Keep(1, 1, run.best_metric, run.best_is).ranked(metrics)
+    if not best:
+        have = ", ".join(map(str, metrics)) or "no checkpoint"
+        raise CheckpointError(
+            f"{one.text}: no checkpoint was saved after a validation that measured {run.best_metric}; name a step: "
+            f"{one.place} has {have}"
+        )
+    return str(best[0])
+
+
+def _measured(metadata: Manifest) -> dict[str, float]:
+    return metadata.get("metrics") or {}
+
+
+def _model(one: _Parsed, flags: Sequence[str], settings: Sequence[str]) -> Checkpoint:
+    if not settings and str(one.place) != TINY:
+        raise UserError(f"{one.text} is a model folder: name a run too, or a --recipe, for sampler and video size")
+    changed = (*flags, *one.own)
+    run = parse([*(settings or OF_TINY), *changed])
+    _, folder = family_of(STUDENT, str(one.place))
+    files = {str(path.relative_to(folder)): path.stat() for path in sorted(folder.rglob("*")) if path.is_file()}
+    about = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}
+    return Checkpoint("", str(one.place), None, False, run, changed, digest({str(folder.resolve()): about}))
+
+
+def _with_names(found: Sequence[Checkpoint], texts: Sequence[str]) -> tuple[Checkpoint, ...]:
+    """Give each checkpoint the name of its folder with step, weights and settings; with the whole path if two agree."""
+    pairs = [*zip(found, texts, strict=True)]
+    short = [one.served.name if one.served else _name(Path(one.spec).name, text) for one, text in pairs]
+    whole = [f"{one.served.name} at {one.spec}" if one.served else _name(one.spec, text) for one, text in pairs]
+    names = [name if short.count(name) == 1 else longer for name, longer in zip(short, whole, strict=True)]
+    return tuple(dataclasses.replace(one, name=name) for one, name in zip(found, names, strict=True))
+
+
+def _name(spec: str, text: str) -> str:
+    own = "" if Path(text).is_dir() else text.partition(",")[2]
+    return f"{spec},{own}" if own else spec

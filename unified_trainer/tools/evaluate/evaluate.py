@@ -1,0 +1,214 @@
+"""The command evaluate: it compares checkpoints on the same prompts and noise, and counts votes of people."""
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Count, Fraction, NonNegative, Seed, at_least
+from unified_trainer.basics.terminal import say
+from unified_trainer.models.base import Codec, Family
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rewards.base import RewardConfig
+from unified_trainer.rewards.reward import VideoReward
+from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers, scorer_kind
+from unified_trainer.run.registry import family_of
+from unified_trainer.run.settings.flags import split
+from unified_trainer.run.settings.settings import RunFlags
+from unified_trainer.tools.evaluate import files, pages, vote_count
+from unified_trainer.tools.evaluate.checkpoints import TINY, Checkpoint, read_checkpoints
+from unified_trainer.tools.evaluate.measures import BootstrapConfig, summarise
+from unified_trainer.tools.evaluate.plan import Plan
+from unified_trainer.tools.evaluate.samples import Measured, OwnVideos, folder_of, measure, read_measured
+from unified_trainer.tools.evaluate.scorers import common_reward
+from unified_trainer.tools.evaluate.served import ServedVideos
+from unified_trainer.tools.evaluate.table import print_summary
+from unified_trainer.tools.load_run import LoadedRole
+from unified_trainer.tools.progress import ItemProgress
+from unified_trainer.tools.report.page import MEGABYTE, VIDEO_MEGABYTES
+from unified_trainer.tools.sample.sample import read_lines
+
+
+def evaluate(
+    checkpoints: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    output: Path = Path("evaluation"),
+    prompts: tuple[str, ...] = (),
+    samples: Count = 1,
+    seeds: tuple[Annotated[int, at_least(0, 4000)], ...] = (0,),
+    batch: Count = 8,
+    reward: Path | None = None,
+    held_out: tuple[str, ...] = (),
+    frechet_to: str = "",
+    frechet_stride: Count = 4,
+    resamples: Count = 10_000,
+    bootstrap_seed: Seed = 0,
+    confidence: Fraction = 0.95,
+    num_videos: Count = 1,
+    video_megabytes: NonNegative = VIDEO_MEGABYTES,
+    vote_seed: Seed = 0,
+    votes: tuple[Path, ...] = (),
+    recipe: str = "",
+    device: Device = "auto",
+    *,
+    settings: RunFlags = (),
+) -> None:
+    """Compare checkpoints on the same prompts and noise: scores, differences with intervals, pages to look at and vote.
+
+    Flags with a dot, such as --sampler.num-steps or --reward.scorers.clip.path, change settings of all checkpoints and
+    come after CHECKPOINTS. Called again, it uses samples of finished checkpoints that fit.
+
+    Args:
+        checkpoints: RUN[@STEP], RUN@best or RUN@latest, with :ema for the EMA weights; or a model folder or tiny; or
+            http://HOST:PORT, a student behind the command serve. A checkpoint may have settings of the sampler:
+            RUN,num_steps=8,solver=ode. Differences are to the first one.
+        output: Folder to write: evaluation.html, votes.html, evaluation.json, samples.csv, measures.csv,
+            differences.csv and the videos; it must be empty, absent or written by this command.
+        prompts: Prompts, or files with one prompt per line.
+        samples: Samples of each prompt and seed; two or more measure the diversity within a prompt.
+        seeds: Seeds of the noise, which is that of rollout with 1000000 times the seed.
+        batch: Samples generated at a time.
+        reward: YAML file with a section reward, as in a recipe; by default the reward of the first run that has one.
+        held_out: Further scorers by kind, which are measured and not in the reward; flags such as
+            --reward.scorers.clip.path have their settings.
+        frechet_to: Checkpoint of the list to whose samples the Frechet distance is measured, such as the teacher; by
+            default to real clips, in the tiny world only.
+        frechet_stride: Frames between two that enter the Frechet distance.
+        resamples: Resamples of the prompts for the intervals.
+        bootstrap_seed: Seed of the resampling.
+        confidence: Confidence of the intervals.
+        num_videos: Samples of each prompt and seed that are also written as videos.
+        video_megabytes: Megabytes of videos in each page; later samples do not fit.
+        vote_seed: Seed of the order of videos in votes.html.
+        votes: Files of votes that votes.html saved: count them instead, for the evaluation in the output folder.
+        recipe: Recipe with sampler and video size of model folders; by default they have those of the first run.
+        device: Device to run on.
+        settings: Flags with a dot and their values, one word each.
+    """
+    if votes:
+        vote_count.count(output, votes, confidence)
+        return
+    if any(name.startswith("--reward.") for name, _ in split(settings)) and reward is not None:
+        raise UserError("--reward FILE has all settings of the reward: leave the flags --reward.... out")
+    chosen = read_checkpoints(checkpoints, settings, recipe, needs_reward=reward is None)
+    plan = Plan(_distinct(prompts), samples, _seeds(seeds), batch, min(num_videos, samples), frechet_stride)
+    rewards = common_reward(chosen, reward, held_out)
+    _check(chosen, plan, rewards)
+    reference = _reference(chosen, checkpoints, frechet_to, rewards)
+    config = BootstrapConfig(resamples, bootstrap_seed, confidence)
+    if not 0 < confidence < 1:
+        raise UserError(f"--confidence must be above 0 and below 1, not {confidence:g}")
+    mesh = Mesh.join(device)
+    files.begin(output)
+    rows = _measured(output, chosen, plan, rewards, mesh)
+    summary = summarise(rows, plan, config, reference)
+    to = "" if "frechet" not in summary.measures else "real clips" if reference is None else chosen[reference].name
+    about = files.write(output, chosen, rows, plan, config, summary, to)
+    shown = pages.write(output, about, rows, int(video_megabytes * MEGABYTE), vote_seed)
+    print_summary(summary, [one.name for one in chosen])
+    say(f"{output}: {plan.size * len(plan.seeds)} samples of each of {len(chosen)} checkpoints; {shown}")
+
+
+def _distinct(prompts: Sequence[str]) -> tuple[str, ...]:
+    if not prompts:
+        raise UserError("evaluate needs --prompts: texts, or a file with one prompt per line")
+    lines = read_lines(prompts)
+    if len({*lines}) < len(lines):
+        repeated = len(lines) - len({*lines})
+        say(f"prompts that occur again are left out: {repeated} of {len(lines)}; --samples makes more of each")
+    return tuple(dict.fromkeys(lines))
+
+
+def _seeds(seeds: Sequence[int]) -> tuple[int, ...]:
+    if not seeds or len({*seeds}) < len(seeds):
+        raise UserError(f"--seeds {' '.join(map(str, seeds))}: name one or more seeds, each once")
+    return tuple(seeds)
+
+
+def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> None:
+    """Raise UserError for what cannot be compared or scored; no weight is read."""
+    shapes = [(one.check(), one.run.video.frames, one.run.video.height, one.run.video.width) for one in chosen]
+    for one, shape in zip(chosen, shapes, strict=True):
+        if shape != shapes[0]:
+            sizes = [f"{frames} x {height} x {width}" for _, frames, height, width in (shapes[0], shape)]
+            raise UserError(
+                f"{one.name} makes videos of {sizes[1]} (frames, height, width) and latents {shape[0]}, "
+                f"{chosen[0].name} of {sizes[0]} and {shapes[0][0]}: the noise of both cannot be the same"
+            )
+        rates = [other.run.video.fps for other in (chosen[0], one)]
+        if (one.served or chosen[0].served) and rates[0] != rates[1]:
+            raise UserError(
+                f"{one.name} makes videos of {rates[1]:g} frames per second and {chosen[0].name} of {rates[0]:g}: "
+                "serve a run with the same video.fps"
+            )
+    check_reward(rewards, chosen[0].run.video.frames)
+    check_prompts(rewards, (plan.prompts, lambda number: f"--prompts: prompt {number + 1}"))
+
+
+def _reference(chosen: Sequence[Checkpoint], texts: Sequence[str], wanted: str, rewards: RewardConfig) -> int | None:
+    """Return the position of the checkpoint that --frechet-to names; UserError if nothing measures the distance."""
+    if not wanted:
+        return None
+    found = [i for i, one in enumerate(chosen) if wanted in (texts[i], one.name)]
+    if not found:
+        raise UserError(f"--frechet-to {wanted} is none of the checkpoints; have {', '.join(texts)}")
+    named = rewards.named().items()
+    if not any(scorer_kind(part, rewards.key(name), rewards.timeout).features for name, part in named):
+        raise UserError(
+            f"--frechet-to {wanted} needs a scorer with image features: add --held-out clip with its "
+            "--reward.scorers.clip.path"
+        )
+    return found[0]
+
+
+def _measured(
+    output: Path, chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig, mesh: Mesh
+) -> list[Measured]:
+    """Measure every checkpoint, one model in memory at a time; samples that are there already are used."""
+    places = [folder_of(output / files.SAMPLES, one, plan, rewards, mesh.device.type) for one in chosen]
+    rows = [read_measured(place) for place in places]
+    missing = [i for i, row in enumerate(rows) if row is None]
+    scorers, features = load_scorers(rewards, mesh.device) if missing else ({}, None)
+    codecs = _Codecs(mesh)
+    with ItemProgress("batches", len(missing) * len(list(plan.parts()))) as progress:
+
+        def measured(one: Checkpoint, place: Path) -> Measured:
+            scored = VideoReward(scorers, rewards)
+            if one.served is not None:
+                served = ServedVideos(one.served, mesh.device)
+                return measure(place, one, served, codecs.of_tiny_world, plan, scored, features, progress.advance)
+            loaded = one.load(mesh)
+            codec = codecs.of(loaded)
+            own = OwnVideos(loaded, codec)
+            return measure(place, one, own, lambda: codec, plan, scored, features, progress.advance)
+
+        for i in missing:
+            progress.note(chosen[i].name)
+            rows[i] = measured(chosen[i], places[i])
+            gc.collect()
+    return [row for row in rows if row is not None]
+
+
+class _Codecs:
+    """The codec that was used last: checkpoints of one base share its encoded prompts."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._last = mesh, dict[object, Codec]()
+
+    def of(self, loaded: LoadedRole) -> Codec:
+        """Return the codec of a checkpoint."""
+        return self._loaded(loaded.family, loaded.base, loaded.run.encoders)
+
+    def of_tiny_world(self) -> Codec:
+        """Return the codec of the embedded model."""
+        return self._loaded(*family_of("student", TINY), EncoderConfig())
+
+    def _loaded(self, family: Family, base: Path, encoders: EncoderConfig) -> Codec:
+        if (base, encoders) not in self._last:
+            self._last = {}  # one at a time in memory
+            self._last = {(base, encoders): family.codec(base, self._mesh.device, encoders)}
+        return self._last[base, encoders]

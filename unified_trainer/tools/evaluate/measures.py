@@ -1,0 +1,180 @@
+"""The measures of the checkpoints of an evaluation: means, spread over seeds, intervals, and differences."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.basics.ranges import Count, Decay, Seed
+from unified_trainer.numerics.bootstrap import Statistic, bootstrap_interval
+from unified_trainer.numerics.frechet import frechet_distance
+from unified_trainer.tools.evaluate.plan import Plan
+from unified_trainer.tools.evaluate.samples import Measured
+
+Interval = tuple[float, float] | None  # None where there is none: of one prompt, or of the Frechet distance
+DIVERSITY, FRECHET, SPEED, CALLS = "pixels/diversity", "frechet", "samples_per_second", "network_calls"
+SHARE = "accuracy"  # first word of the measures that are shares of samples
+BETTER = {"reward": 1, SHARE: 1, FRECHET: -1, SPEED: 1, CALLS: -1}  # sign of an improvement, by first word
+
+
+@dataclass(frozen=True)
+class BootstrapConfig:
+    resamples: Count = 10_000
+    """Resamples of the prompts."""
+    seed: Seed = 0
+    """Seed of the resampling."""
+    confidence: Decay = 0.95
+    """Share of repeated evaluations, with other prompts, whose interval holds the true value."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measure of one checkpoint."""
+
+    mean: float
+    interval: Interval  # over prompts
+    by_seed: list[float]
+    std_over_seeds: float | None  # Bessel's; None with one seed
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One measure of a checkpoint minus that of another, on the same prompts and noise."""
+
+    measure: str
+    left: int  # position of the checkpoint that is subtracted
+    right: int
+    difference: float
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All measures by name, a value for each checkpoint, and the differences of every two checkpoints."""
+
+    measures: dict[str, list[Measure]]
+    differences: list[Difference]
+
+
+@dataclass(frozen=True)
+class _Values:
+    """A mean over prompts and seeds, and what is reported of it."""
+
+    table: Float[Tensor, "prompts seeds"]
+    root: bool = False  # the measure is the square root of the mean
+
+    def of(self, means: Tensor) -> Tensor:
+        return means.clamp(min=0).sqrt() if self.root else means
+
+
+def summarise(rows: Sequence[Measured], plan: Plan, config: BootstrapConfig, reference: int | None) -> Summary:
+    """Summarise the samples of all checkpoints.
+
+    The Frechet distance is to the samples of checkpoint number `reference`, or to real clips where there are some.
+    """
+    tables = [_tables(row, plan) for row in rows]
+    measures: dict[str, list[Measure]] = {}
+    differences: list[Difference] = []
+    for name in tables[0]:
+        values = [table[name] for table in tables]
+        measures[name] = [_measure(name, one, config) for one in values]
+        differences += _differences(name, measures[name], values, config)
+    plainly = _frechet(rows, plan, reference) | _speed(rows)
+    for name, by_seed in plainly.items():
+        measures[name] = [_of_seeds(values) for values in by_seed]
+        differences += _differences(name, measures[name], None, config)
+    return Summary(measures, differences)
+
+
+def sign_of(measure: str) -> int:
+    """Return 1 if more is better, -1 if less is, 0 if neither."""
+    return BETTER.get(measure.partition("/")[0], 0)
+
+
+def as_json(summary: Summary, names: Sequence[str]) -> dict[str, object]:
+    """Return the summary as plain data, with the names of the checkpoints."""
+    measures = {
+        name: {checkpoint: asdict(one) for checkpoint, one in zip(names, values, strict=True)}
+        for name, values in summary.measures.items()
+    }
+    rows = [asdict(one) | {"left": names[one.left], "right": names[one.right]} for one in summary.differences]
+    return {"measures": measures, "differences": rows}
+
+
+def _tables(one: Measured, plan: Plan) -> dict[str, _Values]:
+    """Return the values of every measure of samples, as means of each prompt and seed."""
+    shape = (len(plan.seeds), len(plan.prompts), plan.samples)
+    names = [name for name, value in one.rows[0].items() if isinstance(value, float)]
+    columns = {name: torch.tensor([row[name] for row in one.rows], dtype=torch.float64) for name in names}
+    found = {name: _Values(column.view(shape).mean(2).T) for name, column in columns.items()}
+    if plan.samples > 1:
+        pixels = one.tensors["thumbnails"].double().view(*shape, -1)
+        found[DIVERSITY] = _Values(pixels.var(2).mean(2).T, root=True)
+    return found
+
+
+def _measure(name: str, values: _Values, config: BootstrapConfig) -> Measure:
+    means = values.table.mean(1, keepdim=True)
+    by_seed = values.of(values.table.mean(0)).tolist()
+    interval = _interval(means, lambda resampled: values.of(resampled[:, 0]), config)
+    if interval is not None and name.partition("/")[0] == SHARE:
+        interval = (max(0.0, interval[0]), min(1.0, interval[1]))
+    return Measure(float(values.of(means.mean())), interval, by_seed, _std(by_seed))
+
+
+def _of_seeds(by_seed: list[float]) -> Measure:
+    return Measure(sum(by_seed) / len(by_seed), None, by_seed, _std(by_seed))
+
+
+def _std(values: list[float]) -> float | None:
+    return float(torch.tensor(values, dtype=torch.float64).std()) if len(values) > 1 else None
+
+
+def _differences(
+    name: str, measured: Sequence[Measure], values: Sequence[_Values] | None, config: BootstrapConfig
+) -> list[Difference]:
+    found = []
+    for right in range(len(measured)):
+        for left in range(right):
+            interval = None if values is None else _paired(values[left], values[right], config)
+            found.append(Difference(name, left, right, measured[right].mean - measured[left].mean, interval))
+    return found
+
+
+def _paired(left: _Values, right: _Values, config: BootstrapConfig) -> Interval:
+    """Resample prompts, with all their samples and seeds, for both checkpoints together."""
+    columns = torch.stack([left.table.mean(1), right.table.mean(1)], 1)
+    return _interval(columns, lambda means: right.of(means[:, 1]) - left.of(means[:, 0]), config)
+
+
+def _interval(columns: Tensor, statistic: Statistic, config: BootstrapConfig) -> Interval:
+    if len(columns) < 2:
+        return None
+    return bootstrap_interval(columns, statistic, **asdict(config))
+
+
+def _frechet(rows: Sequence[Measured], plan: Plan, reference: int | None) -> dict[str, list[list[float]]]:
+    """Return the Frechet distance of every checkpoint by seed; nothing where no features were measured."""
+    others = [row.tensors if reference is None else rows[reference].tensors for row in rows]
+    key = "real" if reference is None else "frames"
+    if not all("frames" in row.tensors for row in rows) or not all(key in other for other in others):
+        return {}
+    if plan.size * rows[0].tensors["frames"].shape[1] < 2:
+        return {}  # one frame has no covariance
+    found = []
+    for row, other in zip(rows, others, strict=True):
+        pairs = zip(row.tensors["frames"].split(plan.size), other[key].split(plan.size), strict=True)
+        found.append([frechet_distance(left.flatten(0, 1), right.flatten(0, 1)) for left, right in pairs])
+    return {FRECHET: found}
+
+
+def _speed(rows: Sequence[Measured]) -> dict[str, list[list[float]]]:
+    """Return samples per second of generation, without decoding, and network calls of a sample.
+
+    The speed is the median over batches, without the first one if there are several: it loads kernels and the text.
+    """
+    batches = [row.seconds[1:] or row.seconds for row in rows]
+    speed = [[1 / float(torch.tensor(seconds, dtype=torch.float64).median())] for seconds in batches]
+    return {SPEED: speed, CALLS: [[float(row.calls)] for row in rows]}

@@ -1,0 +1,40 @@
+"""The samples that every checkpoint of an evaluation makes, and their noise."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from unified_trainer.basics.ranges import MOST
+
+NOISE_STEP = MOST  # between the noise of one seed and the next: sample i of seed s has noise number s NOISE_STEP + i
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The samples that every checkpoint of an evaluation makes: prompt by prompt, for each seed."""
+
+    prompts: tuple[str, ...]
+    samples: int  # of each prompt, for each seed
+    seeds: tuple[int, ...]
+    batch: int
+    videos: int  # samples of each prompt and seed that are written as files
+    frechet_stride: int
+
+    @property
+    def size(self) -> int:
+        """Samples of one seed."""
+        return len(self.prompts) * self.samples
+
+    def parts(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the seed and the numbers of the samples that are generated together."""
+        for seed in self.seeds:
+            for start in range(0, self.size, self.batch):
+                yield seed, list(range(start, min(start + self.batch, self.size)))
+
+    def prompts_of(self, numbers: list[int]) -> list[str]:
+        """Return the prompt of each of these samples."""
+        return [self.prompts[i // self.samples] for i in numbers]
+
+
+def noise_number(seed: int, sample: int) -> int:
+    """Return the seed of a sample's noise, as the commands sample and rollout count them."""
+    return seed * NOISE_STEP + sample

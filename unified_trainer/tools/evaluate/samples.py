@@ -1,0 +1,214 @@
+"""The samples of one checkpoint: generated, scored and measured, and kept in a folder that is used again if it fits.
+
+CHECKPOINT-KEY/measured.json         what the samples depend on (its hash is KEY), their scores, the speed
+CHECKPOINT-KEY/features.safetensors  thumbnails, and features of frames of the samples and of real clips
+CHECKPOINT-KEY/SEED-PROMPT-SAMPLE.mp4
+"""
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from unified_trainer.basics.errors import writing
+from unified_trainer.basics.input_files import read_json
+from unified_trainer.basics.types import Video
+from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
+from unified_trainer.data.video_files import to_uint8, write_mp4
+from unified_trainer.models.base import Codec
+from unified_trainer.models.tensor_file import write_tensors
+from unified_trainer.numerics.frechet import frame_features
+from unified_trainer.rewards.base import Features, RewardConfig
+from unified_trainer.rewards.pixels import statistics, thumbnail
+from unified_trainer.rewards.reward import VideoReward
+from unified_trainer.run.settings.config import plain
+from unified_trainer.sampling.solver import SamplerConfig
+from unified_trainer.tools.evaluate.checkpoints import Checkpoint
+from unified_trainer.tools.evaluate.plan import Plan, noise_number
+from unified_trainer.tools.load_run import LoadedRole
+from unified_trainer.tools.output_folder import write_text
+from unified_trainer.tools.sample.sample import draw_latents
+
+VERSION = 1
+FILE, FEATURES = "measured.json", "features.safetensors"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The samples of one checkpoint with their scores, seed by seed and prompt by prompt."""
+
+    folder: Path
+    rows: list[dict[str, Any]]  # of every sample: seed, prompt, sample, noise, reward, scores, pixels, accuracy, video
+    seconds: list[float]  # generation of one sample, for each batch
+    calls: int  # network calls of a sample
+    tensors: dict[str, Tensor] = field(repr=False)  # thumbnails; frames and real, if features were measured
+
+
+def folder_of(root: Path, checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) -> Path:
+    """Return the folder of a checkpoint's samples, whose name holds a hash of all that they depend on."""
+    key = hashlib.blake2b(json.dumps(_key(checkpoint, plan, reward, device), sort_keys=True).encode(), digest_size=4)
+    return root / f"{re.sub(r'[^A-Za-z0-9.=@_-]+', '_', checkpoint.name)}-{key.hexdigest()}"
+
+
+def read_measured(folder: Path) -> Measured | None:
+    """Return what was measured, if the folder is complete: its file is written last."""
+    if not (folder / FILE).is_file():
+        return None
+    held = read_json(folder / FILE)
+    tensors = load_file(folder / FEATURES)
+    return Measured(folder, held["rows"], held["seconds"], held["calls"], tensors)
+
+
+class Videos(Protocol):
+    """Where the videos of a checkpoint come from: a model in this process, or a server."""
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int, int]: ...
+
+    @property
+    def device(self) -> torch.device: ...  # where the videos are, and where they are scored
+
+    @property
+    def seconds(self) -> list[float]: ...  # of generating one sample, for each batch that was measured
+
+    def videos(self, plan: Plan) -> Iterator[Video]: ...  # of each part of the plan, in order
+
+
+class OwnVideos:
+    """The videos of a model in this process."""
+
+    def __init__(self, loaded: LoadedRole, codec: Codec) -> None:
+        video = loaded.run.video
+        self.latent_shape = codec.latent_shape(video.frames, video.height, video.width)
+        self.device, self.seconds = loaded.role.device, list[float]()
+        self._loaded, self._codec = loaded, codec
+
+    def videos(self, plan: Plan) -> Iterator[Video]:
+        """Yield the videos of each part; the latents are those of rollout with --seed s NOISE_STEP and this batch."""
+        for seed, numbers in plan.parts():
+            began, noise = time.perf_counter(), [noise_number(seed, i) for i in numbers]
+            latents = draw_latents(self._loaded, self._codec, plan.prompts_of(numbers), noise).float().cpu()
+            self.seconds.append((time.perf_counter() - began) / len(numbers))
+            yield self._codec.decode(latents.to(self.device))
+
+
+@torch.no_grad()
+def measure(
+    folder: Path,
+    checkpoint: Checkpoint,
+    source: Videos,
+    codec: Callable[[], Codec],
+    plan: Plan,
+    reward: VideoReward,
+    features: Features | None,
+    done: Callable[[], None],
+) -> Measured:
+    """Generate, score and write the samples of a checkpoint; `done` is called after each batch.
+
+    `codec` is asked for only where real clips are measured too.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    tensors: dict[str, list[Tensor]] = {}
+    for (seed, numbers), video in zip(plan.parts(), source.videos(plan), strict=True):
+        prompts = plan.prompts_of(numbers)
+        new = [_place(plan, seed, i) for i in numbers]
+        for row, columns in zip(new, _scores(video, prompts, plan, reward), strict=True):
+            row |= columns
+        _write_videos(folder, video, new, plan, checkpoint.run.video.fps)
+        rows += new
+        for name, found in _tensors(video, prompts, seed, numbers, plan, codec, features).items():
+            tensors.setdefault(name, []).append(found.float().cpu())
+        done()
+    joined = {name: torch.cat(parts).contiguous() for name, parts in tensors.items()}
+    calls, seconds = network_calls(checkpoint.run.sampler, source.latent_shape[1]), source.seconds
+    key = _key(checkpoint, plan, reward.config, source.device.type)
+    with writing(folder):
+        write_tensors(folder / FEATURES, joined)
+    held = {"key": key, "calls": calls, "seconds": seconds, "rows": rows}
+    write_text(folder / FILE, json.dumps(held, indent=1, ensure_ascii=False) + "\n")
+    return Measured(folder, rows, seconds, calls, joined)
+
+
+def network_calls(sampler: SamplerConfig, latent_frames: int) -> int:
+    """Return how often a network runs for one sample: guidance runs it twice, a causal student once more per chunk."""
+    guided = 1 if sampler.guidance_scale == 1 else 2
+    if not sampler.chunks.causal:
+        return guided * sampler.num_steps
+    chunks = len(sampler.chunks.ranges(latent_frames))
+    return guided * (chunks * sampler.num_steps + chunks - 1)  # every chunk but the last goes into the KV cache
+
+
+def _key(checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) -> dict[str, Any]:
+    """Return all that the samples and their scores depend on."""
+    run = plain(checkpoint.run)
+    scoring = {key: value for key, value in asdict(reward).items() if key not in ("retries", "timeout")}
+    about = {"version": VERSION, "spec": checkpoint.spec, "weights": checkpoint.digest, "device": device}
+    about |= {name: run[name] for name in ("sampler", "video")} | {"reward": scoring}
+    if (served := checkpoint.served) is not None:
+        about |= {"served_by": served.about["device"], "encoding": served.encoding}
+    else:
+        about |= {"base": run["student"]["path"], "precision": run["student"]["precision"]}
+        about |= {name: run["encoders"][name] for name in ("text_precision", "vae_precision")}
+    return json.loads(json.dumps(about | asdict(plan)))
+
+
+def _place(plan: Plan, seed: int, number: int) -> dict[str, Any]:
+    prompt, sample = divmod(number, plan.samples)
+    return {"seed": seed, "prompt": prompt, "sample": sample, "noise": noise_number(seed, number)}
+
+
+def _scores(video: Video, prompts: list[str], plan: Plan, reward: VideoReward) -> list[dict[str, Any]]:
+    """Return reward, scores, pixel statistics and, in the tiny world, accuracies of each video."""
+    names = (*reward.weights, *reward.held_out)
+    columns: dict[str, list[float]] = {}
+    if names:
+        parts = reward.parts(video, tuple(prompts), names).double()
+        columns |= {"reward": reward.total(parts[:, : len(reward.weights)]).tolist()} if reward.weights else {}
+        columns |= {f"reward/{name}": column.tolist() for name, column in zip(names, parts.unbind(1), strict=True)}
+    columns |= {f"pixels/{name}": values.double().tolist() for name, values in statistics(video).items()}
+    if is_tiny_world(video, plan.prompts):
+        hits = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
+        named = {"accuracy" if name == "all" else f"accuracy/{name}": right for name, right in hits.items()}
+        columns |= {name: right.double().tolist() for name, right in named.items()}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _tensors(
+    video: Video,
+    prompts: list[str],
+    seed: int,
+    numbers: list[int],
+    plan: Plan,
+    codec: Callable[[], Codec],
+    features: Features | None,
+) -> dict[str, Tensor]:
+    """Return thumbnails, and features of the frames and of those of real clips where there are any."""
+    found = {"thumbnails": thumbnail(video)}
+    if features is None:
+        return found
+    found["frames"] = frame_features(video, features, plan.frechet_stride, plan.batch)
+    if is_tiny_world(video, plan.prompts):
+        clips = render([real_clip(prompt, seed, i) for prompt, i in zip(prompts, numbers, strict=True)])
+        vae = codec()
+        real = vae.decode(vae.encode(clips.to(video.device)))
+        found["real"] = frame_features(real, features, plan.frechet_stride, plan.batch)
+    return found
+
+
+def _write_videos(folder: Path, video: Video, rows: Sequence[dict[str, Any]], plan: Plan, fps: float) -> None:
+    for row, frames in zip(rows, to_uint8(video), strict=True):
+        row["video"] = None
+        if row["sample"] < plan.videos:
+            row["video"] = f"{row['seed']}-{row['prompt']}-{row['sample']}.mp4"
+            with writing(folder):
+                write_mp4(frames, folder / row["video"], fps)

@@ -1,0 +1,57 @@
+"""The reward of an evaluation: one set of scorers that measures all checkpoints."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.rewards.base import RewardConfig, ScorerConfig
+from unified_trainer.rewards.scorers import scorer_kind
+from unified_trainer.run.settings.command_line import read_reward
+from unified_trainer.tools.evaluate.checkpoints import Checkpoint
+
+
+def common_reward(checkpoints: Sequence[Checkpoint], file: Path | None, held_out: Sequence[str]) -> RewardConfig:
+    """Return the reward of the file, or of the first checkpoint that has one, and the scorers that are held out.
+
+    Scorers that only other checkpoints have are held out too. Raise UserError if two of one name differ in more than
+    their weight, or for a scorer of `held_out` that is the reward's only one.
+    """
+    if file is not None:
+        reward = read_reward(file)
+    else:
+        configs = [one.run.reward for one in checkpoints]
+        reward = next((one for one in configs if one.named()), configs[0])
+        for one in checkpoints:
+            for name, part in one.run.reward.named().items():
+                reward = _with(reward, name, part, one.name)
+    for kind in held_out:
+        name = kind.rpartition(":")[2]
+        if name == reward.first:
+            raise UserError(f"--held-out {kind}: it is the first scorer of the reward, reward.kind; leave it out")
+        held = reward.scorers.get(name) or _of_kind(kind, reward)
+        part = dataclasses.replace(held, kind=held.kind or kind, weight=0.0)
+        reward = dataclasses.replace(reward, scorers=reward.scorers | {name: part})
+    reward.check()
+    return reward
+
+
+def _with(reward: RewardConfig, name: str, part: ScorerConfig, checkpoint: str) -> RewardConfig:
+    """Return the reward with one more scorer, held out, unless it has it already."""
+    have = reward.named()
+    if name not in have:
+        held = dataclasses.replace(part, weight=0.0)
+        return dataclasses.replace(reward, scorers=reward.scorers | {name: held})
+    if dataclasses.replace(have[name], weight=part.weight) != part:
+        raise UserError(
+            f"{checkpoint} has other settings of the scorer {name} than a checkpoint before it: give those of all with "
+            "--reward FILE, a YAML file with a section reward"
+        )
+    return reward
+
+
+def _of_kind(kind: str, reward: RewardConfig) -> ScorerConfig:
+    """Return the settings of a scorer that only its kind names: it sees all frames if one is too few for it."""
+    config = ScorerConfig(kind=kind)
+    least = scorer_kind(config, f"--held-out {kind}", reward.timeout).min_frames
+    return dataclasses.replace(config, frames="all") if least > 1 else config

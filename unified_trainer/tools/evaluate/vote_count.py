@@ -1,0 +1,115 @@
+"""Counting the votes that people gave on votes.html."""
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from unified_trainer.basics.errors import MissingFileError, UserError
+from unified_trainer.basics.input_files import read_json, read_text
+from unified_trainer.basics.terminal import printable, say
+from unified_trainer.numerics.bootstrap import wilson_interval
+from unified_trainer.tools.evaluate import files
+from unified_trainer.tools.evaluate.table import show
+from unified_trainer.tools.output_folder import write_text
+
+COLUMNS = ("key", "voter", "pair", "vote")
+VALUES = {"left": 0.0, "right": 1.0, "tie": 0.5}  # of the video on the right
+
+
+@dataclass(frozen=True)
+class Preference:
+    """The votes on two checkpoints, as those for the second against the first."""
+
+    first: str
+    second: str
+    wins: int  # of the second
+    losses: int
+    ties: int
+    prompts: int
+    voters: int
+    win_rate: float  # of the second, a tie is one half: mean over prompts of the mean over votes
+    interval: tuple[float, float]  # Wilson's, with prompts as its independent units
+
+
+def count(output: Path, votes: Sequence[Path], confidence: float) -> list[Preference]:
+    """Count the votes on the pages of an evaluation, print them and write votes.json; UserError for wrong files.
+
+    Of several votes of one voter on one pair the last counts.
+    """
+    if not (output / files.ABOUT).is_file():
+        raise MissingFileError(f"{output / files.ABOUT} is missing: name the folder of the evaluation with --output")
+    given: dict[tuple[str, str, int], tuple[dict[str, Any], str]] = {}
+    for file in votes:
+        for key, voter, pair, vote, ballot in _read(file, output):
+            given[key, voter, pair] = (ballot, vote)
+    names = [one["name"] for one in read_json(output / files.ABOUT)["checkpoints"]]
+    found = _preferences(names, given, confidence)
+    content = {"confidence": confidence, "votes": len(given), "preferences": [asdict(one) for one in found]}
+    write_text(output / "votes.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    table = Table("checkpoint", "against", "wins", "losses", "ties", "prompts", "voters", "win rate")
+    for one in found:
+        rate = f"{one.win_rate:.3f} [{one.interval[0]:.3f}, {one.interval[1]:.3f}]"
+        numbers = (one.wins, one.losses, one.ties, one.prompts, one.voters)
+        table.add_row(printable(one.second), printable(one.first), *map(str, numbers), rate)
+    show(table)
+    say(f"{output / 'votes.json'}: {len(given)} votes; a tie counts one half, intervals are of {confidence:.0%}")
+    return found
+
+
+def _read(file: Path, output: Path) -> list[tuple[str, str, int, str, dict[str, Any]]]:
+    """Return key, voter, number of the pair, vote and ballot of every line."""
+    reader = csv.reader(io.StringIO(read_text(file, "--votes"), newline=""))
+    rows = list(reader)
+    if not rows or tuple(rows[0]) != COLUMNS:
+        raise UserError(f"--votes {file} is no file of votes: its first line must be {','.join(COLUMNS)}")
+    ballots: dict[str, list[dict[str, Any]]] = {}
+    found = []
+    for line, row in enumerate(rows[1:], 2):
+        place = f"--votes {file}: line {line}"
+        if len(row) != len(COLUMNS):
+            raise UserError(f"{place} has {len(row)} values, not {len(COLUMNS)}")
+        key, voter, pair, vote = row
+        if key not in ballots:
+            held = output / f"votes-{key}.json"
+            if not key.isalnum() or not held.is_file():
+                raise UserError(f"{place} is of another evaluation: {output} has no votes-{key}.json")
+            ballots[key] = read_json(held)["ballots"]
+        if vote not in VALUES:
+            raise UserError(f"{place}: the vote must be left, right or tie, not {vote!r}")
+        if not pair.isdecimal() or int(pair) >= len(ballots[key]):
+            raise UserError(f"{place}: pair {pair} is none of the {len(ballots[key])} of votes-{key}.json")
+        found.append((key, voter, int(pair), vote, ballots[key][int(pair)]))
+    return found
+
+
+def _preferences(
+    names: Sequence[str], given: dict[tuple[str, str, int], tuple[dict[str, Any], str]], confidence: float
+) -> list[Preference]:
+    """Return the votes on every two checkpoints."""
+    # by checkpoints in the order of the evaluation: (prompt, voter, value of the second)
+    votes: dict[tuple[str, str], list[tuple[str, str, float]]] = {}
+    order = {name: i for i, name in enumerate(names)}
+    for (_, voter, _), (ballot, vote) in given.items():
+        left, right = ballot["left"], ballot["right"]
+        swapped = order.get(left, len(names)) > order.get(right, len(names))
+        value = 1 - VALUES[vote] if swapped else VALUES[vote]
+        pair = (right, left) if swapped else (left, right)
+        votes.setdefault(pair, []).append((ballot["prompt"], voter, value))
+    found = []
+    for (first, second), rows in votes.items():
+        values = [value for _, _, value in rows]
+        by_prompt: dict[str, list[float]] = {}
+        for prompt, _, value in rows:
+            by_prompt.setdefault(prompt, []).append(value)
+        rate = sum(sum(one) / len(one) for one in by_prompt.values()) / len(by_prompt)
+        counts = {"wins": values.count(1.0), "losses": values.count(0.0), "ties": values.count(0.5)}
+        counts |= {"prompts": len(by_prompt), "voters": len({voter for _, voter, _ in rows})}
+        interval = wilson_interval(rate, len(by_prompt), confidence)
+        found.append(Preference(first, second, **counts, win_rate=rate, interval=interval))
+    return found

@@ -1,0 +1,1 @@
+"""Write a student as a diffusers folder."""

@@ -1,0 +1,230 @@
+"""The command export: it writes a role's weights as a diffusers pipeline folder."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from peft import LoraConfig, PeftModel
+from torch import Tensor
+
+from unified_trainer.basics.errors import OutputExistsError, UserError, writing
+from unified_trainer.basics.input_files import read_json
+from unified_trainer.basics.terminal import say
+from unified_trainer.basics.types import DTYPES
+from unified_trainer.models.base import Family, VideoModel
+from unified_trainer.models.tensor_file import write_tensors
+from unified_trainer.numerics.flow import GuidanceScale
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.checkpoint.manifest import Spec
+from unified_trainer.run.settings import config as settings
+from unified_trainer.tools.export.model_card import AdapterFile, write_model_card
+from unified_trainer.tools.export.scheduler import SAMPLER, euler_scheduler, sampler_file
+from unified_trainer.tools.load_run import LoadedRole, load_role
+from unified_trainer.tools.output_folder import scratch_folder
+from unified_trainer.tools.prepare.import_hpsv3 import link_or_copy
+
+ABOUT = "unified_trainer.json"
+MERGED, WRITTEN = 1e-3, 1e-5  # largest change of the example's velocity, relative to its largest value
+INDEX = "model_index.json"
+PIPELINE = "pipeline.py"  # the name that diffusers looks for
+LORA = "pytorch_lora_weights.safetensors"  # the name that load_lora_weights looks for
+
+
+class ExportError(UserError, RuntimeError):
+    """The exported weights differ from the run's; the message says by how much."""
+
+
+def export(
+    run: Annotated[str, tyro.conf.Positional],
+    out: Annotated[Path, tyro.conf.Positional],
+    role: str = "student",
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    adapter: Literal["merge", "peft", "published"] = "merge",
+    components: Literal["link", "copy", "none"] = "link",
+    max_shard_size: str = "10GB",
+    base: Path | None = None,
+) -> None:
+    """Write a role's weights as a folder that diffusers loads, and check them by loading them again.
+
+    The folder's pipeline.py makes the videos of `sample`; its README.md is a model card that shows how to run it.
+
+    Args:
+        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
+        out: Folder to write; it must be empty or absent.
+        role: Role whose weights are written.
+        dtype: Precision of the written weights.
+        adapter: Merge an adapter into the weights, or write it alone: in the layouts of peft and of diffusers, of two
+            experts one folder each (peft), or by the names of the family's published adapters, of two experts one file
+            each (published).
+        components: Text encoder, VAE and the rest of the base: hard links (copies across file systems), copies, or
+            none.
+        max_shard_size: Largest size of one file of weights.
+        base: Pipeline folder that the role started from, if it is no longer where the run found it.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise OutputExistsError(f"{out} exists and is not an empty folder; choose another one or remove it")
+    loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False)
+    if adapter != "merge" and not loaded.role.config.adapter.rank:
+        raise UserError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
+    with writing(out), scratch_folder(out.parent, out.name, out.name, say) as scratch:
+        folder = scratch / out.name
+        folder.mkdir()
+        _write_scheduler(loaded, folder)
+        adapters = []
+        if adapter == "peft":
+            adapters = _write_adapters(loaded, folder)
+        elif adapter == "published":
+            adapters = _write_published(loaded, folder)
+        else:
+            _write_network(loaded, folder, DTYPES[dtype], max_shard_size)
+            _write_components(loaded, folder, components)
+        _write_sampler(loaded, folder)
+        about = _about(loaded, role, run)
+        (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        write_model_card(loaded, Spec.of(run), folder, out.name, dtype, adapters)
+        folder.replace(out)
+    say(f"{out}: {loaded.said}. {about['how']}")
+
+
+def _write_network(loaded: LoadedRole, folder: Path, dtype: torch.dtype, max_shard_size: str) -> None:
+    """Write the network or both experts with adapters merged; raise ExportError unless they read back unchanged."""
+    before = {}
+    for expert in loaded.role.experts:
+        with loaded.role.running(expert) as model:
+            before[expert] = _velocity(model)
+    loaded.role.merge()
+    for expert, component in loaded.components.items():
+        with loaded.role.running(expert) as model:
+            _must_agree(_velocity(model), before[expert], MERGED, f"{loaded.said}: with its adapter merged")
+            model.save(folder, component, dtype, max_shard_size)
+            again = _read(loaded.family, folder, component)
+            read = again.network.state_dict()
+            for key, weight in model.network.state_dict().items():
+                if not torch.equal(read[key], weight):
+                    raise ExportError(f"{loaded.said}: {key} is not written as it is in memory; check the disk")
+            _must_agree(_velocity(again), _velocity(model), WRITTEN, f"{loaded.said}: {component} read again")
+
+
+def _write_adapters(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
+    """Write the adapter in peft's layout and in that of diffusers, those of two experts in a folder each."""
+    written = []
+    for expert in loaded.layout.trained:
+        component = loaded.components[expert]
+        own = folder / component if expert else folder
+        with loaded.role.running(expert) as model:
+            before = _velocity(model)
+        loaded.role.save_adapter(expert, own)
+        again = _read(loaded.family, loaded.base, loaded.layout.components[expert])
+        peft = PeftModel.from_pretrained(again.network, own, local_files_only=True)  # a folder that was just written
+        _must_agree(_velocity(again), before, WRITTEN, f"{loaded.said}: the adapter read again")
+        _write_for_diffusers(*loaded.role.adapter(expert), peft.peft_config["default"], own / LORA)
+        written.append(AdapterFile(component, str((own / LORA).relative_to(folder))))
+    return written
+
+
+def _write_for_diffusers(weights: Mapping[str, Tensor], alpha: float, config: LoraConfig, file: Path) -> None:
+    """Write an adapter as `load_lora_weights` reads it; without the metadata it would take the rank for alpha."""
+    named = {f"transformer.{key}": weight.detach().contiguous() for key, weight in weights.items()}
+    facts = {"r": config.r, "lora_alpha": alpha, "target_modules": sorted(config.target_modules)}
+    metadata = json.dumps({f"transformer.{key}": value for key, value in facts.items()})
+    write_tensors(file, named, {"format": "pt", "lora_adapter_metadata": metadata})
+
+
+def _write_published(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
+    """Write the adapter by the names of the family's published ones, those of two experts in a file each."""
+    names = dict(zip(("high", "low"), loaded.family.adapter_files, strict=True)) | {"": "model"}
+    written = []
+    for expert in loaded.layout.trained:
+        named = loaded.family.published_adapter(*loaded.role.adapter(expert))
+        file = f"{names[expert]}.safetensors"
+        write_tensors(folder / file, named, {"format": "pt"})
+        written.append(AdapterFile(loaded.components[expert], file))
+    return written
+
+
+def _write_scheduler(loaded: LoadedRole, folder: Path) -> None:
+    """Write the run's own scheduler, where diffusers has one."""
+    scheduler = euler_scheduler(loaded.run.sampler)
+    if scheduler is not None:
+        scheduler.save_pretrained(folder / "scheduler")
+
+
+def _write_sampler(loaded: LoadedRole, folder: Path) -> None:
+    """Write the family's pipeline, if it has one, and the sampler that it reads."""
+    if loaded.family.exported_pipeline is None:
+        return
+    shutil.copyfile(loaded.family.exported_pipeline, folder / PIPELINE)
+    (folder / SAMPLER).parent.mkdir(exist_ok=True)
+    (folder / SAMPLER).unlink(missing_ok=True)  # a base that is an export has one, and this may be a link to it
+    content = sampler_file(loaded.run, loaded.role.config, loaded.layout.boundary)
+    (folder / SAMPLER).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _read(family: Family, folder: Path, component: str) -> VideoModel:
+    model = family.model(folder, component)
+    model.read(Mesh(torch.device("cpu")))
+    return model
+
+
+@torch.no_grad()
+def _velocity(model: VideoModel) -> Tensor:
+    return model.velocity(*model.example())
+
+
+def _must_agree(velocity: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    off = float((velocity - expected).abs().max() / expected.abs().max())
+    if not off <= tolerance:
+        raise ExportError(f"{what}, the network's output is off by {off:.1e} of its largest value")
+
+
+def _write_components(loaded: LoadedRole, folder: Path, how: Literal["link", "copy", "none"]) -> None:
+    """Write the rest of the pipeline; a scheduler that is written already is the run's own."""
+    index = read_json(loaded.base / INDEX)
+    index.pop("_name_or_path", None)  # a path on the machine that wrote the base
+    scheduler = euler_scheduler(loaded.run.sampler)
+    if scheduler is not None:
+        index["scheduler"] = ["diffusers", type(scheduler).__name__]
+    if loaded.layout.boundary is not None:
+        high, low = loaded.family.experts
+        index |= {low: index[high], "boundary_ratio": loaded.layout.boundary}
+    if how == "none":
+        return
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    present = [name for name, entry in index.items() if isinstance(entry, list) and entry[0] is not None]
+    place = link_or_copy if how == "link" else shutil.copyfile
+    for name in present:
+        if not (folder / name).exists():
+            shutil.copytree(loaded.base / name, folder / name, copy_function=lambda a, b: place(Path(a), Path(b)))
+
+
+def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
+    """Say where the folder comes from, without a path of this machine, and how diffusers samples as the run does."""
+    sampler, name = loaded.run.sampler, Spec.of(spec)
+    if euler_scheduler(sampler) is None:
+        how = "diffusers has no scheduler for its sampler"
+    else:
+        alone = f"num_inference_steps={sampler.num_steps}, {_guidance(sampler.guidance_scale)}"
+        how = f"With the scheduler alone, sample with {alone}"
+        if sampler.solver == "sde" and sampler.num_steps > 1:
+            how += "; the noise of its sde then comes from torch.manual_seed, not from the generator of the pipeline"
+    if loaded.family.exported_pipeline is not None:
+        how = f"Its {PIPELINE} makes the videos of `sample`: README.md shows how. {how}"
+    return {
+        "role": role,
+        "from": f"{name.run.resolve().name}@{loaded.metadata['step']}{':ema' * name.ema}",
+        "step": loaded.metadata["step"],
+        "method": loaded.metadata["method"],
+        "boundary": loaded.layout.boundary,
+        "sampler": settings.plain(loaded.run)["sampler"],
+        "how": how,
+    }
+
+
+def _guidance(scale: GuidanceScale) -> str:
+    """Write a guidance scale as arguments of a diffusers pipeline."""
+    high, low = scale if isinstance(scale, tuple) else (scale, None)
+    return f"guidance_scale={high}" + ("" if low is None else f", guidance_scale_2={low}")

@@ -1,0 +1,101 @@
+"""The folders that commands write: over several calls, with a file that says what is in them, or whole at the end."""
+
+import fcntl
+import glob
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from unified_trainer.basics.errors import OutputExistsError, writing
+from unified_trainer.basics.input_files import read_json
+from unified_trainer.run.checkpoint.run_lock import LOCK
+
+
+def check_output(folder: Path, about: str, what: str) -> None:
+    """Raise OutputExistsError unless the folder is absent, empty, or holds the file `about`."""
+    if not folder.exists() or (folder / about).is_file():
+        return
+    if not folder.is_dir() or any(not file.name.startswith(LOCK) for file in folder.iterdir()):
+        raise OutputExistsError(f"{folder} exists and is no folder of {what}; choose another one or remove it")
+
+
+def begin_output(folder: Path, about: str, settings: Mapping[str, Any], what: str, *, empty: bool = False) -> None:
+    """Begin a folder by writing its file `about`; OutputExistsError if it holds anything of other settings.
+
+    `what` names the content of such folders in messages. One that is `empty`, with nothing in it that depends on
+    settings, is begun again.
+    """
+    check_output(folder, about, what)
+    settings = json.loads(json.dumps(settings))
+    if empty or not (folder / about).is_file():
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / about, json.dumps(settings, indent=1) + "\n")
+        return
+    held = read_json(folder / about)
+    if differing := [key for key in settings if held.get(key) != settings[key]]:
+        key = differing[0]
+        raise OutputExistsError(
+            f"{folder} holds other {what}: their {key} is {_short(held.get(key))}, now {_short(settings[key])}; "
+            "choose another folder"
+        )
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text file atomically."""
+    building = file.with_suffix(file.suffix + ".tmp")
+    with writing(file):
+        building.write_text(text, encoding="utf-8")
+        building.replace(file)
+
+
+@contextmanager
+def scratch_folder(parent: Path, prefix: str, name: str, say: Callable[[str], None]) -> Iterator[Path]:
+    """Yield a new folder `.PREFIX-xxxxxxxx` in `parent`, in which a folder `name` is built; it is removed at the end.
+
+    Such folders of processes that were killed are removed and said: nothing locks them, and they hold nothing else.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    for left_over in sorted(parent.glob(f".{glob.escape(prefix)}-*")):
+        if not (re.fullmatch(r"\w{8}", left_over.name[len(prefix) + 2 :]) and _is_scratch(left_over, name)):
+            continue
+        with _locked(left_over) as free:
+            if free:
+                shutil.rmtree(left_over, ignore_errors=True)
+        say(f"{'removed' if free else 'another process may be writing'} {left_over}, which is not finished")
+    with tempfile.TemporaryDirectory(dir=parent, prefix=f".{prefix}-") as scratch, _locked(Path(scratch)):
+        yield Path(scratch)
+
+
+def _is_scratch(folder: Path, name: str) -> bool:
+    """Return whether a folder holds nothing but a folder of this name, or scratch folders for it."""
+    own = rf"{re.escape(name)}|\.{re.escape(name)}-\w{{8}}"
+    held = list(folder.iterdir()) if folder.is_dir() else []
+    return bool(held) and all(re.fullmatch(own, one.name) for one in held)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder; False if another process holds the lock, or if the file system has no locks."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        free = False
+    else:
+        free = True
+    try:
+        yield free
+    finally:
+        os.close(opened)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,118 @@
+"""The sizes of the models that the recipes are made for: from a folder's configs, or as they were published.
+
+No file but a config.json is read. Sources of the published ones: config.json of the transformers, the text encoder and
+the VAE in Wan-AI/Wan2.1-T2V-1.3B-Diffusers, Wan-AI/Wan2.1-T2V-14B-Diffusers and Wan-AI/Wan2.2-T2V-A14B-Diffusers on
+the Hugging Face hub; HPSv3 (arXiv:2508.03789) is Qwen/Qwen2-VL-7B-Instruct with a head in place of the vocabulary's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan
+from transformers import UMT5Config, UMT5EncoderModel
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import read_json
+from unified_trainer.models import hub
+from unified_trainer.models.wan.configs import EXPERTS, INDEX
+from unified_trainer.run.registry import family_of
+from unified_trainer.run.settings.config import RunConfig, load_recipe
+from unified_trainer.tools.plan.flops import TransformerSize
+
+WAN = {"patch_size": [1, 2, 2], "attention_head_dim": 128, "in_channels": 16, "out_channels": 16, "text_dim": 4096}
+WAN |= {"freq_dim": 256, "rope_max_seq_len": 1024}
+UMT5_XXL = {"vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
+PUBLISHED: dict[str, tuple[dict[str, Any], float | None]] = {
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ({**WAN, "num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}, None),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": ({**WAN, "num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}, None),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (
+        {**WAN, "num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824},
+        0.875,
+    ),
+}
+HPSV3_WEIGHTS = 8.29e9 - 152064 * 3584 + 3584 * 1024 + 1024 * 16  # without the vocabulary's head, with its own
+NETWORK = "WanTransformer3DModel"
+TEXT_TOKENS = 512  # that Wan pads prompts to
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of the Wan family: one or two transformers, a VAE and a text encoder."""
+
+    source: str  # where the sizes come from
+    transformer: Mapping[str, Any]  # config
+    boundary: float | None  # noise level at which two networks meet
+    vae: Mapping[str, Any]  # config
+    text_encoder: Mapping[str, Any]  # config
+    text_tokens: int = TEXT_TOKENS
+
+    @cached_property
+    def size(self) -> TransformerSize:
+        return TransformerSize.of(self.transformer)
+
+    @cached_property
+    def vae_weights(self) -> int:
+        """The number of weights of the VAE, laid out without memory."""
+        return _count(lambda: AutoencoderKLWan.from_config(dict(self.vae)))
+
+    @cached_property
+    def text_weights(self) -> int:
+        """The number of weights of the text encoder, laid out without memory."""
+        return _count(lambda: UMT5EncoderModel(UMT5Config(**self.text_encoder)))
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Return channels, latent frames, height and width of a video's latents."""
+        time, space = self.vae.get("scale_factor_temporal", 4), self.vae.get("scale_factor_spatial", 8)
+        return self.size.channels, (frames - 1) // time + 1, height // space, width // space
+
+
+def _count(make: Any) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in make().parameters())
+
+
+def architecture_of(role: str, path: str, run: RunConfig) -> Architecture:
+    """Return the sizes of the model in a role's path; an empty path is the model that the recipe was made for.
+
+    UserError for a model that is neither published with these sizes nor in a folder.
+    """
+    if path and path != "tiny" and hub.is_hub_id(path) and not Path(path).exists():
+        name = path.partition("@")[0]
+        if name not in PUBLISHED:
+            raise UserError(
+                f"{role}.path {path}: no sizes are known for it; name a folder with its config.json files, or one of "
+                f"{', '.join(PUBLISHED)}"
+            )
+        return _published(name, f"published configs of {name}")
+    if path:
+        family, folder = family_of(role, path)
+        components, boundary = family.networks(folder)
+        network = read_json(folder / components[0] / "config.json")
+        if network.get("_class_name") != NETWORK:
+            raise UserError(
+                f"{role}.path {path}: memory and FLOPs are computed for networks of class {NETWORK} alone, not for "
+                f"{network.get('_class_name')}"
+            )
+        vae, encoder = (read_json(folder / part / "config.json") for part in ("vae", "text_encoder"))
+        tokens, settings = TEXT_TOKENS, folder / "tokenizer" / "tokenizer_config.json"
+        if settings.is_file():
+            tokens = int(min(TEXT_TOKENS, read_json(settings).get("model_max_length", TEXT_TOKENS)))
+        return Architecture(f"configs in {folder}", network, boundary, vae, encoder, tokens)
+    fits = load_recipe(run.recipe).get("fits", {}) if run.recipe else {}
+    for name, (config, boundary) in PUBLISHED.items():
+        known = {**config, "networks": 1 if boundary is None else len(EXPERTS)}
+        if fits and fits.items() <= known.items():
+            return _published(name, f"recipe {run.recipe}: published configs of {name}")
+    raise UserError(
+        f"{role}.path is not given and recipe {run.recipe or '(none)'} fits no published model: name a folder with "
+        f"{INDEX} and the config.json files, or a hub id of {', '.join(PUBLISHED)}"
+    )
+
+
+def _published(name: str, source: str) -> Architecture:
+    config, boundary = PUBLISHED[name]
+    return Architecture(source, config, boundary, {"_class_name": "AutoencoderKLWan"}, UMT5_XXL)

@@ -1,0 +1,369 @@
+"""The memory of one rank by phase of a training step, from a rehearsal's passes and the sizes of the models.
+
+A phase has what is always there (weights, moments, EMA, scorers), what a step keeps (prompts, rollouts, gradients), and
+the activations of the passes that run together.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from unified_trainer.methods.rl.rollout_config import RolloutConfig
+from unified_trainer.parallel.meter import Pass
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.experts import Expert
+from unified_trainer.roles.optimizer import BUCKET
+from unified_trainer.roles.recompute import Recompute
+from unified_trainer.roles.role import Role, Trainable, TrainableConfig
+from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.tools.plan.architecture import Architecture
+from unified_trainer.tools.plan.passes import (
+    Network,
+    PassBytes,
+    decode_bytes,
+    frozen_config,
+    pass_bytes,
+    without_gradient,
+)
+from unified_trainer.tools.plan.rehearsal import Counts
+
+FP32, BF16 = 4, 2
+PREFETCHED = 2  # blocks whose weights are gathered at a time
+ROUNDING = 5  # numbers of 4 bytes for each element of a bucket: two moments, the random bits and two copies of them
+LATENTS = 8  # tensors of the size of the latents that a loss holds besides its passes: noise, states, predictions
+
+
+@dataclass(frozen=True)
+class Held:
+    """One network in memory, with what belongs to its training; bytes of one rank."""
+
+    weights: float
+    gradients: float
+    moments: float
+    ema: float
+    gathered: float  # weights of other ranks while a pass runs
+    unsharded: float  # gradients of other ranks' weights: of two blocks, or of all until the last backward pass
+    sent: float  # all weights as ranks send them, for one gathering
+    stored: float  # in a checkpoint, of all ranks
+    trained: int  # weights
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The settings and sizes that memory depends on besides the rehearsal."""
+
+    run: RunConfig
+    models: Mapping[str, Architecture]  # by role
+    ranks: int
+    scorers: float = 0.0  # bytes of their weights, which are there only in a reward phase with reward.offload
+    samples: int = 1  # of a step on this rank
+    accumulation: int = 1  # backward passes of an update
+
+    def recomputed(self, role: str) -> Recompute:
+        """Return what the networks of a trained role recompute."""
+        config = self.run.roles.get(role)  # None: a copy of another role, which is not trained
+        if not isinstance(config, TrainableConfig):
+            return Recompute()
+        return Recompute.of_setting(config.activation_memory, self.models[role].size.layers)
+
+    @property
+    def shards(self) -> int:
+        return max(1, self.ranks // self.run.parallel.replicate)
+
+    @property
+    def latent(self) -> tuple[int, int, int, int]:
+        video = self.run.video
+        return self.models["student"].latent_shape(video.frames, video.height, video.width)
+
+    @property
+    def latent_bytes(self) -> int:
+        channels, frames, height, width = self.latent
+        return FP32 * channels * frames * height * width
+
+
+@dataclass
+class Memory:
+    """Bytes of one rank: what is there in every phase, and each phase's own."""
+
+    always: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def total(self, phase: str) -> float:
+        return sum(self.always.values()) + sum(self.phases[phase].values())
+
+    @property
+    def peak(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=self.total)
+
+
+def memory_of(counts: Counts, sizes: Sizes) -> Memory:
+    """Return the memory of one rank."""
+    held = held_networks(counts, sizes)
+    memory = Memory(_always(held.values(), sizes))
+    run, student = sizes.run, sizes.models["student"]
+    gathered = max(one.gathered for one in held.values())
+    text = FP32 * student.text_tokens * student.size.text_width
+    rollouts, part = _rollouts(counts, sizes)
+    data = float(sizes.samples * (sizes.latent_bytes if run.trains_on == "clips" else 0))
+    prompts, parts = float(sizes.samples * text), 2.0 * sizes.samples * text
+    silent = [_without(counts, sizes, one) for one in _distinct(counts.passes) if not one.gradient]
+    if silent:
+        memory.phases["rollout"] = {
+            "activations": max(max(one.peak for one in silent), part),  # the states of a part are joined at its end
+            "gathered weights": gathered,
+            "KV cache": _cache(sizes, counts),
+            "rollouts": rollouts + part,
+            "prompts and clips": parts + data + (prompts if counts.kept else 0.0),
+        }
+    if counts.decoded:
+        samples, frames, gradient = max(counts.decoded, key=lambda one: (one[2], one[0] * one[1]))
+        memory.phases["reward"] = {
+            "VAE": _decoding(sizes, samples, frames, gradient=gradient),
+            "scorers": sizes.scorers if run.reward.offload else 0.0,
+            "rollouts": rollouts,
+            "prompts and clips": parts + data + (prompts if counts.kept else 0.0),
+        }
+    for name, role in counts.roles.items():
+        if not isinstance(role, Trainable):
+            continue
+        losses = [one for one in counts.losses if _trains(name, one)]
+        if not losses:
+            continue
+        own = [one for (user, _), one in held.items() if user == name]
+        found = max((_activations(counts, sizes, one) for one in _kinds(losses)), key=lambda pair: pair[0])
+        memory.phases[f"update of {name}"] = {
+            "activations": found[0],
+            "gradients": max(0.0, found[1] + sum(one.gradients for one in own) if sizes.accumulation > 1 else found[1]),
+            "gathered weights and gradients": gathered + max(one.unsharded for one in own),
+            "KV cache": _cache(sizes, counts) if name == "student" else 0.0,
+            "rollouts": rollouts,
+            "prompts and clips": (prompts if counts.kept else parts) + data,
+        }
+        memory.phases[f"optimizer of {name}"] = {
+            "gradients": sum(one.gradients for one in own),
+            "temporary": _temporary(sizes, name, sum(one.trained for one in own)),
+            "rollouts": rollouts,
+            "prompts and clips": (prompts if counts.kept else parts) + data,
+        }
+    if run.validate_every and counts.validation and not run.rollouts.evaluation_workers:
+        share = max(1, run.validation.num_samples // max(1, sizes.ranks // run.parallel.sequence))
+        batch = min(run.validation.batch, share)
+        frame = FP32 * 3.0 * run.video.height * run.video.width * run.video.frames
+        passes = [_without(counts, sizes, one) for one in _distinct(counts.validation)]
+        decode = _decoding(sizes, batch, sizes.latent[1], gradient=False)
+        memory.phases["validation"] = {
+            "activations or VAE": max(max(one.peak for one in passes) + gathered + _cache(sizes, counts), decode),
+            "videos": batch * frame,
+            "scorers": sizes.scorers if run.reward.offload else 0.0,
+        }
+    return memory
+
+
+def held_networks(counts: Counts, sizes: Sizes) -> dict[tuple[str, Expert], Held]:
+    """Return each network once, under the role that trains it or else the first that runs it."""
+    users: dict[int, list[tuple[str, Expert, Role]]] = {}
+    for name, role in counts.roles.items():
+        for expert, backbone in role.backbones.items():
+            users.setdefault(id(backbone), []).append((name, expert, role))
+    found: dict[tuple[str, Expert], Held] = {}
+    for seats in users.values():
+        base = True
+        for name, expert, role in sorted(seats, key=lambda seat: not isinstance(seat[2], Trainable)):
+            if not base and not _trained(counts, name, expert):
+                continue
+            found[name, expert] = _held(counts, sizes, name, expert, role.backbones[expert], base=base)
+            base = False
+    return found
+
+
+def _trained(counts: Counts, name: str, expert: Expert) -> bool:
+    return isinstance(counts.roles[name], Trainable) and expert in counts.plans[name].layout.trained
+
+
+def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Backbone, *, base: bool) -> Held:
+    size, run, config = sizes.models[name].size, sizes.run, counts.plans[name].config
+    whole, rank = size.parameters, _rank(sizes, name)
+    small = 12 * size.width * size.layers + 2 * size.width  # norms and modulation tables, which stay in fp32
+    held = BF16 * (whole - small) + FP32 * small if backbone.half else FP32 * whole
+    trained = 0 if not _trained(counts, name, expert) else size.adapter(rank) if rank else whole
+    adapter = FP32 * trained if rank else 0
+    several, shards = sizes.ranks > 1, sizes.shards
+    half = backbone.half_passes and several and not run.parallel.offload  # gathered in bf16, norms whole on every rank
+    unit, kept = (BF16, FP32 * small) if half else (held / whole, 0)
+    moving = unit * (whole - small) if half else held
+    block = unit * (8 * size.width**2 + 2 * size.width * size.ffn + size.ffn + 21 * size.width)
+    outside = moving - size.layers * block
+    gathered = (outside + PREFETCHED * block if run.parallel.reshard_after_forward else moving) if several else 0.0
+    waits = sizes.accumulation > 1 and run.parallel.reduce_gradients == "last"
+    unsharded = FP32 * trained if waits else FP32 * trained * PREFETCHED / size.layers
+    on_device = 0 if run.parallel.offload else 1
+    training = config if isinstance(config, TrainableConfig) and trained else None
+    moment = BF16 if training and training.moments == "bf16" else FP32
+    ema = FP32 * trained if training and training.ema_decay else 0
+    return Held(
+        weights=on_device * (((held - kept) / shards + kept if base else 0) + adapter / shards),
+        gradients=on_device * FP32 * trained / shards,
+        moments=on_device * 2 * moment * trained / shards,
+        ema=on_device * ema / shards if training and training.ema_device == "same" else 0.0,
+        gathered=gathered,
+        unsharded=unsharded if several else 0.0,
+        sent=(moving if base else 0) + adapter * (BF16 / FP32 if half else 1),
+        stored=(FP32 + 2 * moment) * trained + ema,
+        trained=trained,
+    )
+
+
+def _always(held: Iterable[Held], sizes: Sizes) -> dict[str, float]:
+    networks, encoders = list(held), sizes.run.encoders
+    vae = (BF16 if encoders.vae_precision == "bf16" else FP32) * sizes.models["student"].vae_weights
+    return {
+        "weights": sum(one.weights for one in networks),
+        "moments": sum(one.moments for one in networks),
+        "EMA": sum(one.ema for one in networks),
+        "scorers": 0.0 if sizes.run.reward.offload else sizes.scorers,
+        "VAE": 0.0 if encoders.offload else float(vae),
+    }
+
+
+def _rank(sizes: Sizes, name: str) -> int:
+    config = sizes.run.roles.get(name)
+    return config.adapter.rank if isinstance(config, TrainableConfig) else 0
+
+
+def seat_of(counts: Counts, one: Pass) -> tuple[str, Expert]:
+    """Return the role and the expert that a pass ran."""
+    name, _, expert = one.role.rpartition("_")
+    for known in ("high", "low"):
+        if expert == known and name in counts.roles:
+            return name, known
+    return one.role, ""
+
+
+def recompute_of(name: str, expert: Expert, counts: Counts, sizes: Sizes) -> Recompute:
+    """Return what a network recomputes: what suits all trained roles that share it."""
+    backbone = counts.roles[name].backbones[expert]
+    return Recompute.least_memory(
+        sizes.recomputed(user)
+        for user, role in counts.roles.items()
+        if isinstance(role, Trainable) and backbone in role.backbones.values()
+    )
+
+
+def _network(counts: Counts, sizes: Sizes, one: Pass) -> Network:
+    name, expert = seat_of(counts, one)
+    config, backbone = counts.plans[name].config, counts.roles[name].backbones[expert]
+    rank, model, recompute = _rank(sizes, name), sizes.models[name], recompute_of(name, expert, counts, sizes)
+    layers = model.size.layers_to_features if one.to_features else model.size.layers
+    return Network(
+        frozen_config({**model.transformer, "num_layers": layers}),
+        config.precision,
+        backbone.half,
+        rank=rank,
+        trained=_trained(counts, name, expert) and not rank,
+        recompute=replace(recompute, full=min(recompute.full, layers)),
+    )
+
+
+def _pass(counts: Counts, sizes: Sizes, one: Pass) -> PassBytes:
+    name, _ = seat_of(counts, one)
+    channels, _, height, width = sizes.latent
+    network = _network(counts, sizes, one)
+    gradient = one.gradient and bool(network.trained or network.rank)
+    network = network if gradient else without_gradient(network)
+    shape = (channels, one.tokens // one.samples, height, width)
+    found = pass_bytes(
+        network, shape, sizes.models[name].text_tokens, one.samples, gradient=gradient, fresh=_fresh(sizes)
+    )
+    share = 1 / sizes.run.parallel.sequence
+    return PassBytes(*(share * value for value in vars(found).values()))
+
+
+def _without(counts: Counts, sizes: Sizes, one: Pass) -> PassBytes:
+    found, extra = _pass(counts, sizes, one), LATENTS * sizes.latent_bytes * one.samples
+    return PassBytes(found.peak + extra, found.kept, found.backward, found.first)
+
+
+def _activations(counts: Counts, sizes: Sizes, passes: list[Pass]) -> tuple[float, float]:
+    """Return the activations of one loss, and the gradients at its peak that were not there before."""
+    with_graph = [_pass(counts, sizes, one) for one in passes if one.gradient]
+    silent = [_pass(counts, sizes, one).peak for one in passes if not one.gradient]
+    kept = sum(one.kept for one in with_graph)
+    last, samples = with_graph[-1], max(one.samples for one in passes)
+    extra = LATENTS * sizes.latent_bytes * samples
+    peak = kept + max([0.0, *silent, max(one.peak - one.kept for one in with_graph), last.backward - last.kept])
+    if not _fresh(sizes):
+        return peak + extra, _sharded(counts, sizes, passes)
+    return peak + extra, max(0.0, kept - last.kept + last.first - peak)
+
+
+def _fresh(sizes: Sizes) -> bool:
+    """Whether one backward pass makes all gradients of an update, which no rank shares."""
+    return sizes.accumulation == 1 and sizes.ranks == 1
+
+
+def _sharded(counts: Counts, sizes: Sizes, passes: list[Pass]) -> float:
+    if sizes.accumulation > 1:
+        return 0.0  # they are counted as a whole
+    name, expert = seat_of(counts, next(one for one in passes if one.gradient))
+    return _held(counts, sizes, name, expert, counts.roles[name].backbones[expert], base=True).gradients
+
+
+def _rollouts(counts: Counts, sizes: Sizes) -> tuple[float, float]:
+    """Return the bytes on the device of a step's rollout, and of the part of it that is being made."""
+    whole, algorithm = float(counts.kept * sizes.latent_bytes), sizes.run.algorithm
+    if not isinstance(algorithm, RolloutConfig):
+        return whole, 0.0
+    part = whole * min(1.0, algorithm.rollout_batch / sizes.samples)
+    if algorithm.trajectories == "cpu":
+        return 0.0, part
+    return whole, part if part < whole else 0.0  # a single part is the whole
+
+
+def _trains(name: str, passes: list[Pass]) -> bool:
+    return any(one.gradient and one.role.startswith(name) for one in passes)
+
+
+def _distinct(passes: Iterable[Pass]) -> list[Pass]:
+    return list({(one.role, one.samples, one.tokens, one.gradient): one for one in passes}.values())
+
+
+def _kinds(losses: list[list[Pass]]) -> list[list[Pass]]:
+    """Return the losses that differ in their passes."""
+    return list({tuple((p.role, p.samples, p.tokens, p.gradient) for p in one): one for one in losses}.values())
+
+
+def _cache(sizes: Sizes, counts: Counts) -> float:
+    """The KV cache of a causal student for the samples of a rollout."""
+    run, size = sizes.run, sizes.models["student"].size
+    if not run.sampler.chunks.causal:
+        return 0.0
+    samples = max(one.samples for one in counts.passes if one.role.startswith("student"))
+    frames = min(sizes.latent[1], run.sampler.chunks.window_frames or sizes.latent[1])
+    tokens = frames * sizes.latent[2] * sizes.latent[3] // size.patch
+    width = BF16 if run.roles["student"].precision == "bf16" else FP32
+    return 2.0 * size.layers * samples * tokens * size.width * width / run.parallel.sequence
+
+
+def _decoding(sizes: Sizes, samples: int, frames: int, *, gradient: bool) -> float:
+    model, encoders = sizes.models["student"], sizes.run.encoders
+    half = encoders.vae_precision == "bf16"
+    shape = (sizes.latent[0], frames, *sizes.latent[2:])
+    weights = (BF16 if half else FP32) * model.vae_weights if encoders.offload else 0
+    config, others = frozen_config(dict(model.vae)), 0.0
+    if encoders.vae_slicing and not gradient:  # without gradient a slice leaves its video alone
+        video = sizes.run.video
+        others, samples = FP32 * 3.0 * video.height * video.width * video.frames * (samples - 1), 1
+    return weights + others + decode_bytes(config, shape, samples, half=half, gradient=gradient)
+
+
+def _temporary(sizes: Sizes, name: str, trained: int) -> float:
+    """Return what an optimizer step needs: two tensors like the largest weight, and a bucket of moments in bf16."""
+    largest, config = _largest(sizes.models[name]), sizes.run.roles[name]
+    if not isinstance(config, TrainableConfig) or config.moments == "fp32":
+        return 2.0 * FP32 * largest / sizes.shards
+    bucket = min(max(BUCKET, largest / sizes.shards), trained / sizes.shards)
+    return ROUNDING * FP32 * bucket + 2.0 * FP32 * largest / sizes.shards
+
+
+def _largest(model: Architecture) -> int:
+    return max(model.size.width * model.size.ffn, 6 * model.size.width**2)

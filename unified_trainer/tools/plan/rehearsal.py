@@ -1,0 +1,301 @@
+"""A rehearsal of training steps: the method's own code, on networks of one block and one token a latent frame.
+
+It counts what a step does: passes of each role, samples decoded, states kept. None of these counts depends on the width
+of a network or on the pixels of a frame, so that they hold for the real sizes.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+
+from unified_trainer.basics.types import Batch, Latents, Rollout, Trajectory, Video
+from unified_trainer.data.batch_plan import largest_divisor
+from unified_trainer.data.loader import Loader, Source
+from unified_trainer.methods.base import Method, SingleUpdateConfig
+from unified_trainer.methods.rl.policy import PolicyConfig
+from unified_trainer.methods.rl.rollout_config import RolloutConfig
+from unified_trainer.methods.rl.rollouts import LocalRollouts, ScoredSamples
+from unified_trainer.models.base import Codec
+from unified_trainer.models.wan.codec import WanCondition
+from unified_trainer.models.wan.configs import EXPERTS
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.parallel.meter import Meter, Pass
+from unified_trainer.parallel.random import Streams
+from unified_trainer.rewards.base import RewardConfig
+from unified_trainer.rewards.reward import Reward
+from unified_trainer.roles.adapter import AdapterConfig, AdapterFileConfig
+from unified_trainer.roles.role import Role, RoleConfig, Trainable, TrainableConfig
+from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.run.load_roles import load_roles
+from unified_trainer.run.plan.roles import RolePlan, plan_roles, role_path
+from unified_trainer.run.registry import method_named
+from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.settings.workers import WorkerConfig
+from unified_trainer.run.trainer import Trainer
+from unified_trainer.sampling.solver import generate
+from unified_trainer.tools.plan.tracing import quiet_norms
+
+CHANNELS, TEXT_TOKENS, TEXT_WIDTH, HEAD = 4, 2, 4, 6  # of the rehearsal; 6 is the least width of a head
+PROMPTS = 4096  # more than a step has
+SCORER = "rehearsal"
+
+
+@dataclass
+class Counts:
+    """The counts of training steps on one rank."""
+
+    steps: int  # that were counted
+    repeats: int  # how many times each pass stands: micro-batches alike are rehearsed once
+    plans: Mapping[str, RolePlan] = field(default_factory=dict)
+    roles: Mapping[str, Role] = field(default_factory=dict)  # those of the rehearsal
+    losses: list[list[Pass]] = field(default_factory=list)  # the passes that each loss needed, in order
+    decoded: list[tuple[int, int, bool]] = field(default_factory=list)  # samples, latent frames, with gradient
+    kept: int = 0  # states and samples of a step's rollout, each as large as a sample's latents
+    validation: list[Pass] = field(default_factory=list)  # of one batch of a validation
+
+    @property
+    def passes(self) -> list[Pass]:
+        """All passes of training, in order."""
+        return [one for passes in self.losses for one in passes]
+
+    def listen(self) -> Meter:
+        """Return a meter that notes every pass under the loss that needs it."""
+
+        def show(label: str) -> None:
+            if ", loss " in label:  # the trainer asks for the next loss
+                self.losses.append([])
+
+        return Meter(torch.device("cpu"), show, lambda one: self.losses[-1].append(one))
+
+    def calls(self) -> dict[str, dict[str, float]]:
+        """Return the passes of a training step by role: their number with and without gradient, and their samples."""
+        found: dict[str, dict[str, float]] = {}
+        share = self.repeats / self.steps
+        for one in self.passes:
+            row = found.setdefault(one.role, {"with gradient": 0.0, "without gradient": 0.0, "samples": 0.0})
+            row["with gradient" if one.gradient else "without gradient"] += share
+            row["samples"] += share * one.samples
+        return found
+
+
+def rehearse(
+    run: RunConfig,
+    latent_frames: int,
+    ranks: int,
+    boundaries: Mapping[str, float | None],
+    *,
+    first: int,
+    steps: int,
+) -> Counts:
+    """Count what a rank of `ranks` data ranks does in training steps `first`, `first` + 1, ..., and in a validation.
+
+    `boundaries` holds for each path of a role the noise level at which its two networks meet, None for one network. All
+    groups have different rewards, so that no update is skipped.
+    """
+    method = method_named(run.method)
+    with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        folders = {path: Path(place) / str(i) for i, path in enumerate(boundaries)}
+        for path, boundary in boundaries.items():
+            _write(folders[path], boundary)
+        small, repeats = _small(run, method, ranks, {path: str(folder) for path, folder in folders.items()})
+        mesh = Mesh(torch.device("cpu"))
+        plans = plan_roles(small, method)
+        roles = load_roles(plans, mesh, half=True)
+    counts = Counts(steps, repeats, plans, roles)
+    trainer = _trainer(small, method, plans, roles, mesh, (CHANNELS, latent_frames, 1, 1), counts)
+    for step in range(first, first + steps):
+        with quiet_norms(), counts.listen().measure():
+            trainer.step(step)
+    if not run.validate_every:
+        return counts
+    samples = min(run.validation.batch, max(1, run.validation.num_samples // ranks))
+    batch = trainer.loader.batch_of([0] * samples, list(range(samples)))
+    noise = torch.randn(samples, CHANNELS, latent_frames, 1, 1)
+    with quiet_norms(), Meter(mesh.device, note=counts.validation.append).measure():
+        generate(roles["student"], noise, batch, small.sampler, lambda s: noise)
+    return counts
+
+
+def paths_of(run: RunConfig) -> dict[str, str]:
+    """Return the path of each role that the run loads; "" is the model that the recipe was made for."""
+    method = method_named(run.method)
+    return {
+        name: role_path(run, method, name)
+        for name, spec in method.roles.items()
+        if spec.when(run.algorithm) and run.needs_role(name)
+    }
+
+
+def _write(folder: Path, boundary: float | None) -> None:
+    """Write a pipeline folder with one or two transformers of one block and nothing else."""
+    parts = EXPERTS[: 1 if boundary is None else 2]
+    for part in parts:
+        network = WanTransformer3DModel(
+            patch_size=(1, 1, 1),
+            num_attention_heads=1,
+            attention_head_dim=HEAD,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            text_dim=TEXT_WIDTH,
+            freq_dim=2,
+            ffn_dim=2,
+            num_layers=1,
+        )
+        network.save_pretrained(folder / part)
+    index: dict[str, Any] = {part: ["diffusers", "WanTransformer3DModel"] for part in parts}
+    index |= {"_class_name": "WanPipeline"} | ({} if boundary is None else {"boundary_ratio": boundary})
+    (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _small(run: RunConfig, method: type[Method], ranks: int, paths: Mapping[str, str]) -> tuple[RunConfig, int]:
+    """Return the run of one rank on small networks, and how many times what it does stands for."""
+    at = {name: role_path(run, method, name) for name in run.roles}
+    roles = {name: _small_role(config, paths[at[name]]) for name, config in run.roles.items() if at[name] in paths}
+    algorithm, repeats = _share(run.algorithm, ranks)
+    if isinstance(algorithm, PolicyConfig):  # no ratio leaves it: the student does not change
+        algorithm = replace(algorithm, clip_low=1.0, clip_high=1.0, clip_velocity=0.0)
+    changes = {"algorithm": algorithm, "parallel": ParallelConfig(), "rollouts": WorkerConfig(), **roles}
+    return replace(run, init_from=None, resume=None, **changes), repeats
+
+
+def _small_role(config: RoleConfig, path: str) -> RoleConfig:
+    config = replace(config, path=path, compile=False)
+    if not isinstance(config, TrainableConfig):
+        return replace(config, adapter=AdapterFileConfig())
+    adapter = AdapterConfig(rank=min(1, config.adapter.rank))
+    return replace(config, adapter=adapter, learning_rate=0.0, activation_memory="none")
+
+
+def _share(algorithm: Any, ranks: int) -> tuple[Any, int]:
+    """Return the settings of one rank's share, cut to as few passes as show all, and the factor of the cut."""
+    counts = algorithm.plan().table(ranks)
+    per_update, size = counts["samples per update and rank"], counts["micro-batch"]
+    if isinstance(algorithm, SingleUpdateConfig):
+        return replace(algorithm, batch_size=size), per_update // size
+    if not isinstance(algorithm, RolloutConfig):
+        return algorithm, 1
+    algorithm = replace(algorithm, trajectories="device")  # where they are counted
+    updates = counts["optimizer updates"]
+    groups = max(1, algorithm.prompts_per_update // ranks)
+    members = per_update // groups
+    rollout_batch = min(algorithm.rollout_batch, per_update * updates)
+    for few in range(1, groups + 1):
+        samples = few * members
+        whole = samples * updates % rollout_batch == 0 and largest_divisor(samples, algorithm.update_batch) == size
+        if groups % few == 0 and samples * updates > 1 and whole:
+            groups, repeats = few, groups // few
+            break
+    else:
+        repeats = 1
+    share = {"num_prompts": groups * updates, "prompts_per_update": groups, "num_samples": members}
+    return replace(algorithm, **share), repeats
+
+
+class _Prompts(Source):
+    """Rows of prompts."""
+
+    def __len__(self) -> int:
+        return PROMPTS
+
+    def prompt(self, index: int) -> str:
+        return str(index)
+
+    def latents(self, indices: list[int]) -> None:
+        return None
+
+
+class _Batches(Loader):
+    """Random batches, with latents and trajectories where the run trains on them."""
+
+    def use(self, run: RunConfig, latent_shape: tuple[int, int, int, int]) -> None:
+        self._run, self._shape = run, latent_shape
+
+    def batch_of(self, indices: list[int], sample_ids: list[int]) -> Batch:
+        count, run = len(indices), self._run
+        text = WanCondition(torch.zeros(count, TEXT_TOKENS, TEXT_WIDTH))
+        latents = torch.randn(count, *self._shape) if run.trains_on == "clips" else None
+        trajectory = None
+        if run.trains_on == "trajectories":
+            ode: Any = run.algorithm.teacher_ode(run.sampler)  # a run on trajectories has one
+            levels = ode.levels
+            states = torch.randn(count, len(levels), *self._shape)
+            trajectory = Trajectory(levels, states, states[:, -1])
+        ids = (tuple(map(str, indices)), tuple(indices), tuple(sample_ids))
+        return Batch(*ids, self._shape, text, text, latents, trajectory)
+
+
+@dataclass(frozen=True)
+class _Codec(Codec):
+    """Decodes latents to eight pixels a frame, and notes it."""
+
+    counts: Counts
+    folder = Path()
+    text_fingerprint = video_fingerprint = ""
+    text_tokens = TEXT_TOKENS
+
+    def in_use(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def decode(self, latents: Latents) -> Video:
+        self.counts.decoded.append((len(latents), latents.shape[2], latents.requires_grad))
+        return latents[:, :3].expand(-1, -1, -1, 8, 8).sigmoid()
+
+
+class _Rollouts(LocalRollouts):
+    """Samples of this process; notes what it keeps of them."""
+
+    counts: Counts
+
+    def samples(self, batch: Batch, step: int, rng: Streams, check: Any = None) -> ScoredSamples:
+        found = super().samples(batch, step, rng, check)
+        kept = cast(Rollout, found.rollout)  # that of a rehearsal is on the device
+        values = sum(x.numel() for x in (kept.states, kept.x0))
+        self.counts.kept = self.counts.repeats * (values // kept.x0[0].numel())
+        return found
+
+
+def _score(video: Video, prompts: Sequence[str]) -> Tensor:
+    """Give every sample another reward, with a gradient."""
+    return video.flatten(1).mean(1) + torch.arange(len(video)) + torch.rand(len(video))
+
+
+def _trainer(
+    run: RunConfig,
+    method: type[Method],
+    plans: Mapping[str, RolePlan],
+    roles: Mapping[str, Role],
+    mesh: Mesh,
+    latent_shape: tuple[int, int, int, int],
+    counts: Counts,
+) -> Trainer:
+    codec = _Codec(counts)  # type: ignore[abstract]  # it decodes, and nothing else
+    algorithm = cast(Any, run.algorithm)
+    loader = _Batches(_Prompts(), codec, run.algorithm.plan(), latent_shape, "", run.seed, mesh)
+    loader.use(run, latent_shape)
+    first = all(scorer.frames == "first" for scorer in run.reward.named().values())
+    frames: Literal["first", "all"] = "first" if first else "all"
+    reward = Reward({SCORER: _score}, codec, RewardConfig(kind=SCORER, frames=frames))
+    parts: dict[str, Any] = {"reward": reward, "loader": loader} if method.uses_reward else {}
+    if method.sampled_by:
+        sample: Callable[..., Any] = partial(method.sample, run.algorithm, run.sampler, roles[method.sampled_by])
+        parts["rollouts"] = _Rollouts(sample, reward, algorithm.rollout_batch)
+        parts["rollouts"].counts = counts
+    copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
+    return Trainer(
+        method(run.algorithm, run.sampler, **roles, **parts),
+        {name: role for name, role in roles.items() if isinstance(role, Trainable)},
+        loader,
+        mesh,
+        copies={name: (role, method.roles[name].copy_of) for name, role in copies.items()},
+        seed=run.seed,
+    )

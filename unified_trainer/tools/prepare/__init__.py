@@ -1,0 +1,1 @@
+"""Prepare data for training."""

@@ -1,0 +1,204 @@
+"""The command preprocess: it encodes videos with captions, or prompts, to FastVideo's parquet files."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import read_yaml
+from unified_trainer.basics.ranges import Count, FramesOrZero, PixelsOrZero, Seed, at_least
+from unified_trainer.basics.terminal import say
+from unified_trainer.data.captioned import CaptionedVideo, find_videos
+from unified_trainer.data.fastvideo import T2V, TEXT_ENCODER, TEXT_ONLY, t2v_row, text_only_row
+from unified_trainer.data.negative_prompt import use_negative_prompt, write_negative_prompt
+from unified_trainer.data.prompts import read_prompts
+from unified_trainer.data.video_reader import VideoError, read_clips, to_video
+from unified_trainer.models.base import Codec
+from unified_trainer.models.hub import is_hub_id
+from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.run.checkpoint.run_lock import claimed
+from unified_trainer.run.plan.downloads import fetch_pipeline
+from unified_trainer.run.registry import family_of
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.settings.config import ConfigError, RunConfig
+from unified_trainer.run.settings.settings import RunFlags
+from unified_trainer.tools.output_folder import begin_output, check_output
+from unified_trainer.tools.prepare.clip_folder import ABOUT, SKIPPED, WHAT, ClipFolder, add_row, is_empty, summarise
+from unified_trainer.tools.prepare.teacher_trajectories import write_trajectories
+from unified_trainer.tools.progress import ItemProgress
+
+VERSION = 1
+TEXTS = 64  # captions that are encoded at a time
+
+
+def preprocess(
+    source: Annotated[Path, tyro.conf.Positional],
+    out: Annotated[Path, tyro.conf.Positional],
+    captions: Path | None = None,
+    recipe: str = "",
+    config: Path | None = None,
+    method: str = "",
+    model: str = "",
+    frames: FramesOrZero = 0,
+    height: PixelsOrZero = 0,
+    width: PixelsOrZero = 0,
+    fps: Annotated[float, at_least(0, 1000)] = 0.0,
+    rows_per_file: Count = 64,
+    workers: Count = 4,
+    strict: bool = False,
+    trajectories: bool = False,
+    every_state: bool = False,
+    seed: Seed = 0,
+    device: Device = "auto",
+    *,
+    settings: RunFlags = (),
+) -> None:
+    """Encode videos with captions, or prompts, to parquet files to train on; called again, it continues.
+
+    Flags with a dot, such as --teacher.path, are settings of the run and come after SOURCE and OUT.
+
+    Args:
+        source: Folder of videos with x.txt beside x.mp4; or a .jsonl, .csv or .parquet file with columns path and
+            caption; or a .txt file with one prompt per line, which makes files of text embeddings.
+        out: Folder to write; it must be empty, absent or written by this command with equal settings.
+        captions: Table with the captions of the folder's videos, instead of text files; its paths are below the folder.
+        recipe: Recipe whose video size, precisions and negative prompt are used; by default tiny, without a model.
+        config: Saved config.yaml, or one with a few settings, that changes those of the recipe.
+        method: Method whose section of the recipe is used, unless the config names one; by default finetune, or
+            ode_init with --trajectories.
+        model: Pipeline folder or hub id whose text encoder and VAE are used.
+        frames: Pixel frames of a clip; 0 takes the recipe's.
+        height: Height of the clips in pixels; 0 takes the recipe's.
+        width: Width of the clips in pixels; 0 takes the recipe's.
+        fps: Frames per second at which videos are sampled; 0 takes the recipe's.
+        rows_per_file: Clips or prompts in one parquet file.
+        workers: Videos decoded at a time.
+        strict: End at the first video that cannot be used, instead of listing and skipping it.
+        trajectories: Write the states of the teacher's ODE from SOURCE, a file of prompts, that ode_init trains on.
+            The teacher is --teacher.path or --model; settings such as --sampler.num-steps,
+            --algorithm.guidance-scale, --algorithm.teacher-steps and --algorithm.teacher-shift are those of the run.
+        every_state: With --trajectories, write the states of all steps of the teacher, for students of other levels.
+        seed: Seed of the noise that trajectories start from.
+        device: Device to run on.
+        settings: Flags with a dot and their values, one word each.
+    """
+    if captions and not source.is_dir():
+        raise UserError(f"--captions is for a folder of videos, but SOURCE {source} is none: leave it out")
+    if (every_state or seed) and not trajectories:
+        raise UserError("--every-state and --seed are for trajectories of a teacher: add --trajectories")
+    size = {"frames": frames, "height": height, "width": width, "fps": fps}
+    run = _settings(recipe, config, method or ("ode_init" if trajectories else "finetune"), model, size, settings)
+    mesh = _one_process(device, run.parallel)
+    if trajectories:
+        run = replace(run, seed=seed)
+        write_trajectories(run, source, out, mesh, every_state=every_state, rows_per_file=rows_per_file)
+        return
+    run.encoders.check(mesh.device.type)
+    path = run.roles["student"].path
+    family, folder = family_of("--model", fetch_pipeline(path, "--model") if is_hub_id(path) else path)
+    family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
+    prompts = read_prompts(source, "SOURCE").prompts if source.suffix == ".txt" else ()
+    videos = () if prompts else find_videos(source, "SOURCE", captions)
+    check_output(out, ABOUT, WHAT)
+    with claimed(out, mesh) as note:
+        if note:
+            say(note)
+        codec = family.codec(folder, mesh.device, run.encoders)
+        negative = run.sampler.negative_prompt
+        about = {"version": VERSION, "kind": "t2v" if videos else "text_only", "negative_prompt": negative}
+        about["text_encoder"] = codec.text_fingerprint
+        if videos:
+            about["vae"] = codec.video_fingerprint
+            about |= {f"video.{name}": value for name, value in vars(run.video).items()}
+        begin_output(out, ABOUT, about, WHAT, empty=is_empty(out))
+        schema = (T2V if videos else TEXT_ONLY).with_metadata({TEXT_ENCODER: codec.text_fingerprint})
+        written = ClipFolder(out, schema, rows_per_file)
+        if not use_negative_prompt(out, negative, codec):
+            write_negative_prompt(out, negative, codec.embeddings([negative])[0], codec.text_fingerprint)
+        if videos:
+            _write_videos(videos, written, codec, run, workers, strict, out)
+        else:
+            _write_prompts(prompts, written, codec, out)
+
+
+def _one_process(device: Device, parallel: ParallelConfig) -> Mesh:
+    mesh = Mesh.join(device, ParallelConfig(attention=parallel.attention, tf32=parallel.tf32))
+    if mesh.size > 1:
+        raise UserError("preprocess is one process: give each of several a source of its own and a folder in OUT")
+    return mesh
+
+
+def _settings(
+    recipe: str, config: Path | None, method: str, model: str, video: dict[str, float], settings: Sequence[str]
+) -> RunConfig:
+    """Return the run whose clips are encoded; ConfigError for a model without a recipe."""
+    given = {"--recipe": recipe, "--config": str(config or ""), "--student.path": model}
+    given |= {f"--video.{name}": str(value) for name, value in video.items() if value}
+    named = config is not None and config.is_file() and "method" in read_yaml(config)
+    words = [word for flag, value in given.items() if value for word in (flag, value)]
+    run = parse([*words, *([] if named else ["--method", method]), *settings])
+    if not run.recipe or not run.roles["student"].path:
+        raise ConfigError("preprocess needs --model, a diffusers pipeline folder, with a --recipe made for it")
+    return run
+
+
+def _write_videos(
+    videos: Sequence[CaptionedVideo],
+    written: ClipFolder,
+    codec: Codec,
+    run: RunConfig,
+    workers: int,
+    strict: bool,
+    out: Path,
+) -> None:
+    done = written.captions()
+    for video in videos:
+        if done.get(video.name, video.caption) != video.caption:
+            raise UserError(f"{out} holds {video.name} with another caption: choose another folder, or remove it")
+    left = [video for video in videos if video.name not in done]
+    skipped: dict[str, str] = {}
+    size = f"{run.video.frames} frames of {run.video.height} x {run.video.width} at {run.video.fps:g} per second"
+    with ItemProgress("videos", len(left)) as progress:
+        progress.say(f"{len(left)} videos to encode, {len(videos) - len(left)} done before: {size}")
+        try:
+            for number, (video, clip) in enumerate(read_clips(left, run.video, workers)):
+                if number % TEXTS == 0:
+                    captions = [one.caption for one in left[number : number + TEXTS] if one.caption]
+                    embeddings = dict(zip(captions, codec.embeddings(captions), strict=True))
+                if isinstance(clip, VideoError):
+                    if strict:
+                        raise clip
+                    skipped[video.name] = str(clip).removeprefix(f"{video.file}: ")
+                    progress.advance()
+                    progress.note(f"skipped {clip}")
+                else:
+                    raw, embedding = codec.encode_raw(to_video(clip))[0], embeddings[video.caption]
+                    add_row(written, t2v_row(video.name, video.caption, raw, embedding, run.video), progress)
+        finally:
+            written.finish()
+            written.write_skipped(skipped)
+        new = len(left) - len(skipped)
+        if not done and not new:
+            raise UserError(f"none of the {len(videos)} videos could be used: {out / SKIPPED} says why")
+        summarise(progress, len(done) + new, "clip", out, new, len(skipped))
+
+
+def _write_prompts(prompts: Sequence[str], written: ClipFolder, codec: Codec, out: Path) -> None:
+    done = set(written.captions().values())
+    left = [prompt for prompt in prompts if prompt not in done]
+    with ItemProgress("prompts", len(left)) as progress:
+        try:
+            for prompt in left:
+                embedding = codec.embeddings([prompt])[0]
+                padded = torch.nn.functional.pad(embedding, (0, 0, 0, codec.text_tokens - len(embedding)))
+                name = f"text_{hashlib.sha256(prompt.encode()).hexdigest()[:16]}"
+                add_row(written, text_only_row(name, prompt, padded), progress)
+        finally:
+            written.finish()
+        summarise(progress, len(done) + len(left), "prompt", out, len(left))

@@ -1,0 +1,89 @@
+"""The command runs: it lists the runs below a folder with their state and best metrics."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.table import Table
+from rich.text import Text
+
+from unified_trainer.basics.errors import MissingFileError
+from unified_trainer.basics.terminal import console, printable
+from unified_trainer.run.tracking.tracker import VALIDATED
+from unified_trainer.tools.report.metrics_reader import MetricsReader
+from unified_trainer.tools.report.run_folder import METRICS, RunFolderUnreadableError, RunRecord, find_runs
+from unified_trainer.tools.report.run_watch import readable
+from unified_trainer.tools.report.status import Status, best_of, status_of
+
+WIDTH = 200  # columns where the output is no terminal
+AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+STYLES = {"running": "cyan", "finished": "green", "stopped": "yellow"} | dict.fromkeys(
+    ("hacked", "collapsed", "failed"), "red"
+)
+
+
+def runs(folder: Annotated[Path, tyro.conf.Positional] = Path("runs")) -> None:
+    """List the runs below a folder: state, steps, and the last and best value of the main validation metrics.
+
+    A run is running, finished, hacked or collapsed (the hacking monitor, or the guard of distillation, stopped it),
+    stopped (its last step is saved) or failed; how often it was rolled back follows.
+
+    Args:
+        folder: Folder with run directories, at any depth.
+    """
+    if not folder.is_dir():
+        raise MissingFileError(f"runs {folder}: no such folder; name one with run directories")
+    found = find_runs(folder)
+    if not found:
+        raise MissingFileError(f"runs {folder}: no run directory below it; name another folder")
+    table = Table(*("run", "method", "seed", "state", "steps", *VALIDATED.values(), "updated"))
+    for run in found:
+        table.add_row(*(Text(printable(words), style) for words, style in _row(run, _name(run, folder))))
+    screen = console()
+    if not screen.is_terminal:
+        screen.width = WIDTH
+    screen.print(table)
+
+
+def _row(folder: Path, name: str) -> list[tuple[str, str]]:
+    """Return the cells of a run as text and style; a run that cannot be read says why."""
+    try:
+        run = readable(folder, MetricsReader(folder / METRICS))
+    except RunFolderUnreadableError as error:
+        return [(name, ""), ("", ""), ("", ""), (f"unreadable: {error}", "red")]
+    status = status_of(run)
+    metrics = [_metric(run, name.removeprefix("validation/")) for name in VALIDATED]
+    cells = [name, run.method, str(run.config.get("seed", "")), _state(status), f"{status.step}/{status.steps}"]
+    styled = [(cell, STYLES[status.state] if i == 3 else "") for i, cell in enumerate(cells)]
+    return [*styled, *((text, "") for text in (*metrics, _age(run)))]
+
+
+def _state(status: Status) -> str:
+    """Return the state, how often the run was rolled back, and the first alarm of a guard that did not end it."""
+    words: list[str] = [status.state]
+    if status.rollbacks:
+        words.append(f"rolled back {status.rollbacks} time{'s' if status.rollbacks > 1 else ''}")
+    if status.hacking and status.state != "hacked":
+        words.append(f"hacking suspected at step {status.hacking[0]}")
+    if status.alarms and status.state != "collapsed":
+        words.append(f"collapse suspected at step {status.alarms[0]}")
+    return ", ".join(words)
+
+
+def _metric(run: RunRecord, name: str) -> str:
+    best = best_of(run, name)
+    return "" if best is None else f"{best.last:.4g}, best {best.best:.4g} @ {best.best_step}"
+
+
+def _age(run: RunRecord) -> str:
+    """Return how long ago the last line of metrics.jsonl was written."""
+    if not run.times:
+        return ""
+    seconds = max(0.0, time.time() - run.times[-1])
+    unit, size = next((row for row in AGES if seconds >= row[1]), AGES[-1])
+    return f"{int(seconds // size)} {unit} ago"
+
+
+def _name(run: Path, folder: Path) -> str:
+    return run.resolve().name if run == folder else str(run.relative_to(folder))

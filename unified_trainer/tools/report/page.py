@@ -1,0 +1,148 @@
+"""A report: one HTML file of one or several runs that a browser opens from disk, without a network."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from unified_trainer.basics.errors import OutputExistsError, UserError
+from unified_trainer.tools.report.charts import chart_groups
+from unified_trainer.tools.report.differences import Settings, differing, last_metrics, settings_of_run
+from unified_trainer.tools.report.healthy import departures
+from unified_trainer.tools.report.rewards_and_time import phase_times, reward_parts
+from unified_trainer.tools.report.run_folder import RunRecord, read_run, read_validations
+from unified_trainer.tools.report.sample_videos import SampleVideos
+from unified_trainer.tools.report.status import best_of, status_of
+from unified_trainer.tools.report.templates import INLINE, filled, inside, own_file
+from unified_trainer.tools.report.videos import VideoFormat, data_uri
+
+MEGABYTE = 10**6
+VIDEO_MEGABYTES = 20.0  # of a page, unless asked otherwise
+BASE64 = 4 / 3  # bytes of a data URI for each byte of a video
+MARK = '<meta name="generator" content="unified-trainer report">'
+HEADLINES = ("reward", "accuracy", "frechet")  # validation metrics at the top
+SCRIPTS = ("curves.js", "samples.js")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The surroundings of a page: scripts inside it or beside it, and the policy of what it may load."""
+
+    policy: str  # content security policy
+    scripts: tuple[Markup, ...]  # elements, in order
+    renewed_every: float | None = None  # seconds; None for a page that stays as it was written
+    most_points: int | None = None  # of a curve, about
+    settings: Callable[[RunRecord], Settings] = settings_of_run
+
+
+@dataclass(frozen=True)
+class Written:
+    """A report that was written."""
+
+    size: int  # bytes
+    videos: int
+    left_out: int  # videos that did not fit
+
+
+def write_report(
+    folders: Sequence[Path], out: Path, form: VideoFormat = "mp4", video_megabytes: float = VIDEO_MEGABYTES
+) -> Written:
+    """Write the report of run directories; UserError before anything is written if one cannot be read.
+
+    `video_megabytes` bounds the videos in the page, as they are there.
+    """
+    check_out(out)
+    if video_megabytes < 0:
+        raise UserError(f"--video-megabytes must not be negative, but is {video_megabytes}")
+    names = _distinct_names(folders)
+    runs = [read_run(folder) for folder in folders]
+    samples = SampleVideos(lambda file: data_uri(file, form))
+    frame = Frame(INLINE, inside((get_plotlyjs(), *map(own_file, SCRIPTS))))
+    text = render(runs, names, samples, int(video_megabytes * MEGABYTE / BASE64), frame)
+    building = out.with_suffix(".tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        building.write_text(text, encoding="utf-8", errors="replace")  # of a name that is not UTF-8
+        building.replace(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}); choose another --out") from error
+    return Written(out.stat().st_size, len(samples.videos), samples.left_out)
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError for a file that is no page, and OutputExistsError for one that another program wrote."""
+    if out.suffix != ".html":
+        raise UserError(f"--out {out} must end in .html")
+    if out.is_dir():
+        raise OutputExistsError(f"--out {out} is a folder; name a file in it, such as {out / 'report.html'}")
+    if out.exists() and MARK.encode() not in out.read_bytes()[:2000]:
+        raise OutputExistsError(f"--out {out} exists and is no report; choose another file or remove it")
+
+
+def render(
+    runs: Sequence[RunRecord],
+    names: Sequence[str],
+    samples: SampleVideos,
+    limit: float,
+    frame: Frame,
+) -> str:
+    """Return the page and fill `samples`, whose videos are bounded by `limit` in bytes, before they are text."""
+    validations = [read_validations(run.folder) for run in runs]
+    over_time = samples.over_time(validations, limit)
+    extremes = [samples.extremes(one) for one in validations]
+    groups = chart_groups(runs, frame.most_points)
+    data = {"runs": list(names), "groups": groups, "samples": over_time, "videos": samples.videos}
+    return filled(
+        "report.html",
+        frame.policy,
+        frame.scripts,
+        MARK,
+        renewed_every=frame.renewed_every,
+        data=data,
+        left_out=samples.left_out,
+        runs=[_about(run, name, found, frame) for run, name, found in zip(runs, names, extremes, strict=True)],
+        differing=differing(runs) if len(runs) > 1 else {},
+        last=last_metrics(runs),
+    )
+
+
+def _about(run: RunRecord, name: str, extremes: list[dict[str, Any]], frame: Frame) -> dict[str, Any]:
+    """Return what the page says of one run."""
+    return {
+        "name": name,
+        "folder": str(run.folder),
+        "method": run.method,
+        "recipe": run.config.get("recipe", ""),
+        "seed": run.config.get("seed"),
+        "status": status_of(run),
+        "best": [best for key in HEADLINES if (best := best_of(run, key)) is not None],
+        "departures": departures(run),
+        "extremes": extremes,
+        "parts": reward_parts(run),
+        "phases": phase_times(run),
+        "settings": frame.settings(run),
+        "starts": [_start(start) for start in run.starts],
+        "checkpoints": run.checkpoints,
+    }
+
+
+def _start(start: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of environment.jsonl as rows of a table."""
+    rows = {key: value for key, value in start.items() if key not in ("versions", "git")}
+    git = start.get("git") or {}
+    rows["commit"] = f"{git['commit']}{', changed' if git.get('dirty') else ''}" if git.get("commit") else None
+    return rows | {f"version of {key}": value for key, value in (start.get("versions") or {}).items()}
+
+
+def _distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Return a name for every run: its directory's, with those above it where two are the same."""
+    paths = [folder.resolve() for folder in folders]
+    if len({*paths}) < len(paths):
+        raise UserError("report: the same run is named twice; name each one once")
+    depth = 1
+    while len(found := {"/".join(path.parts[-depth:]) for path in paths}) < len(paths):
+        depth += 1
+    return ["/".join(path.parts[-depth:]) for path in paths] if found else []

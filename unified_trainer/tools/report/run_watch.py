@@ -1,0 +1,115 @@
+"""The runs below a folder as they go on: a run is read again only when its files changed, and what grew from there."""
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.run.checkpoint import manifest
+from unified_trainer.tools.report.metrics_reader import MetricsReader
+from unified_trainer.tools.report.run_folder import (
+    CONFIG,
+    ENVIRONMENT,
+    METRICS,
+    SAMPLES,
+    RunFolderUnreadableError,
+    RunRecord,
+    find_runs,
+    read_run,
+)
+from unified_trainer.tools.report.status import is_locked
+
+READ = 16  # runs whose metrics stay in memory
+CHECKPOINTS, VALIDATIONS = "checkpoints", "validation"
+
+
+@dataclass(frozen=True)
+class _Read:
+    signature: Hashable
+    record: RunRecord
+    reader: MetricsReader
+
+
+class RunWatch:
+    """Finds and reads the runs below a folder, which may appear, grow and disappear meanwhile; for one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder.resolve()
+        self._read: OrderedDict[Path, _Read] = OrderedDict()
+
+    def runs(self) -> dict[str, Path]:
+        """Return the run directories by name, which is their path below the folder; none if the folder is gone."""
+        try:
+            found = find_runs(self.root)
+        except OSError:
+            return {}
+        return {path.name if path == self.root else str(path.relative_to(self.root)): path for path in found}
+
+    def record(self, folder: Path) -> RunRecord:
+        """Return a run as it is now; RunFolderUnreadableError if it is damaged, gone, or linked to elsewhere."""
+        signature, known = signature_of(folder), self._read.get(folder)
+        if known is not None and known.signature == signature:
+            self._read.move_to_end(folder)
+            return known.record
+        for name in (CONFIG, METRICS, ENVIRONMENT):
+            self.require_inside(folder / name)
+        reader = known.reader if known is not None else MetricsReader(folder / METRICS)
+        record = readable(folder, reader)
+        self._read[folder] = _Read(signature, record, reader)
+        self._read.move_to_end(folder)
+        while len(self._read) > READ:
+            self._read.popitem(last=False)
+        return record
+
+    def check_samples(self, folder: Path) -> None:
+        """Raise RunFolderUnreadableError for a list of validation samples that leads out of the folder."""
+        for path in manifest.folders(folder / VALIDATIONS):
+            self.require_inside(path / SAMPLES)
+
+    def require_inside(self, file: Path) -> None:
+        """Raise RunFolderUnreadableError for a link that leads out of the folder."""
+        if not is_inside(file, self.root):
+            raise RunFolderUnreadableError(f"{file} leads out of {self.root}: put the file there in place of the link")
+
+
+def readable(folder: Path, reader: MetricsReader) -> RunRecord:
+    """Return a run; every fault of its files, which others write and remove, is a RunFolderUnreadableError."""
+    try:
+        return read_run(folder, reader)
+    except UserError as error:
+        raise RunFolderUnreadableError(str(error)) from error
+    except OSError as error:
+        raise RunFolderUnreadableError(f"{folder} cannot be read ({error.strerror})") from error
+
+
+def is_inside(file: Path, folder: Path) -> bool:
+    """Return whether a file lies below a folder once links are followed."""
+    try:
+        return file.resolve().is_relative_to(folder)
+    except (OSError, RuntimeError, ValueError):  # a circle of links, or no path at all
+        return False
+
+
+def signature_of(folder: Path) -> Hashable:
+    """Return what changes whenever a run writes metrics, settings or a checkpoint, starts or ends."""
+    files = (CONFIG, METRICS, ENVIRONMENT, CHECKPOINTS, VALIDATIONS)
+    try:
+        locked = is_locked(folder)
+    except OSError:
+        locked = False
+    return (*(stamp_of(folder / name) for name in files), locked)
+
+
+def signature_of_samples(folder: Path) -> Hashable:
+    """Return what changes whenever a run writes validation samples."""
+    return tuple((path.name, stamp_of(path / SAMPLES)) for path in manifest.folders(folder / VALIDATIONS))
+
+
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes with the content of a file or folder, or None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

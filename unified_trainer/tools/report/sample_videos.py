@@ -1,0 +1,85 @@
+"""The validation samples of a page as plain data: videos over training time, and best and worst by each scorer."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from unified_trainer.run.validation.report import ValidationSample
+from unified_trainer.tools.report.charts import finite
+from unified_trainer.tools.report.run_folder import ValidationRecord
+from unified_trainer.tools.report.videos import within
+
+EXTREMES = 3  # best and worst samples shown of each scorer
+
+
+class SampleVideos:
+    """Collects what a page shows of the validation samples of its runs; each video is in it once.
+
+    `source` returns the URL of a video file: one that holds it, or of a server.
+    """
+
+    def __init__(self, source: Callable[[Path], str]) -> None:
+        self.videos: list[str] = []  # URLs; cards name them by position
+        self.left_out = 0  # validations and samples whose videos did not fit
+        self._source, self._positions = source, dict[Any, int]()
+
+    def over_time(self, runs: Sequence[Sequence[ValidationRecord]], limit: float) -> dict[str, Any]:
+        """Return steps, and rows of one prompt, seed and sample with a card for every run and step.
+
+        `limit` is the size of all videos together, in bytes; it may be infinite.
+        """
+        rows: dict[tuple[int, int, str], dict[str, Any]] = {}
+        steps: set[int] = set()
+        for run, validations in enumerate(runs):
+            shown, samples = within(validations, limit / len(runs))
+            have = sum(sample.video is not None for one in validations for sample in one.samples)
+            for one in shown:
+                steps.add(one.step)
+                for sample in [s for s in one.samples if s.video is not None][:samples]:
+                    have -= 1
+                    row = rows.setdefault(
+                        (sample.sample, sample.seed, sample.prompt),
+                        {"sample": sample.sample, "seed": sample.seed, "prompt": sample.prompt, "cards": {}},
+                    )
+                    row["cards"].setdefault(str(run), {})[str(one.step)] = self.card(sample)
+            self.left_out += have
+        return {"steps": sorted(steps), "rows": [rows[key] for key in sorted(rows)]}
+
+    def extremes(self, validations: Sequence[ValidationRecord]) -> list[dict[str, Any]]:
+        """Return the best and the worst samples of the last validation by every scorer.
+
+        A video is shown if the page has it already.
+        """
+        if not validations:
+            return []
+        last = validations[-1]
+        found = []
+        for name in dict.fromkeys(name for sample in last.samples for name in sample.scores):
+            scored = [sample for sample in last.samples if finite(sample.scores.get(name)) is not None]
+            ranked = sorted(scored, key=lambda sample: -sample.scores[name])
+            count = min(EXTREMES, len(ranked) // 2)
+            cards = [self.card(sample, embed=False) for sample in ranked]
+            best, worst = cards[:count], cards[len(cards) - count :][::-1]
+            found.append({"scorer": name, "step": last.step, "of": len(ranked), "best": best, "worst": worst})
+        return found
+
+    def card(self, sample: ValidationSample, *, embed: bool = True) -> dict[str, Any]:
+        """Return prompt, scores and video of a sample; with `embed` its video is added to the page."""
+        if embed and sample.video is not None and sample.video not in self._positions:
+            self._positions[sample.video] = len(self.videos)
+            self.videos.append(self._source(sample.video))
+        return {
+            "sample": sample.sample,
+            "seed": sample.seed,
+            "prompt": sample.prompt,
+            "scores": _scores(sample),
+            "accuracy": sample.accuracy,
+            "video": self._positions.get(sample.video),
+        }
+
+
+def _scores(sample: ValidationSample) -> dict[str, float | None]:
+    """Return the reward, where it is not the only score itself, and all scores."""
+    alone = len(sample.scores) == 1
+    total = {} if sample.reward is None or alone else {"reward": finite(sample.reward)}
+    return total | {name: finite(value) for name, value in sample.scores.items()}

@@ -1,0 +1,1 @@
+"""Sample, roll out, score."""

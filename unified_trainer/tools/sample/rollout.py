@@ -1,0 +1,92 @@
+"""The command rollout: it generates and scores samples of a run without training."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from unified_trainer.basics.errors import UserError, writing
+from unified_trainer.basics.ranges import Count, CountOrZero, Seed
+from unified_trainer.basics.terminal import say
+from unified_trainer.basics.types import Video
+from unified_trainer.data.video_files import to_uint8, write_mp4
+from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rewards.reward import Reward
+from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers
+from unified_trainer.run.settings import config as settings
+from unified_trainer.run.settings.command_line import read_reward
+from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.sample.rollout_folder import RolloutFolder
+from unified_trainer.tools.sample.sample import draw_latents, read_lines
+
+
+def rollout(
+    run: Annotated[str, tyro.conf.Positional],
+    prompts: tuple[str, ...],
+    output: Path,
+    num_samples: Count = 1,
+    seed: Seed = 0,
+    batch: Count = 8,
+    num_videos: CountOrZero = 0,
+    name: str = "run",
+    reward: Path | None = None,
+    device: Device = "auto",
+    base: Path | None = None,
+) -> None:
+    """Write samples of the student, generated with the run's sampler, and their rewards; called again, it continues.
+
+    Args:
+        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
+        prompts: Prompts, or files with one prompt per line.
+        output: Folder to write: rollout.json, latents/N.safetensors, scores/NAME.jsonl; it must be empty, absent or
+            written by this command.
+        num_samples: Samples of each prompt.
+        seed: Seed of the first sample's noise; sample i has seed + i.
+        batch: Samples generated at a time, and in one file.
+        num_videos: Number of samples that are also written as videos/N.mp4.
+        name: Name of these scores; the command score adds more under other names.
+        reward: YAML file with a section reward, as in a recipe; by default the reward of the run.
+        device: Device to run on.
+        base: Pipeline folder that the student started from, if it is no longer where the run found it.
+    """
+    lines = read_lines(prompts)
+    loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
+    rewards = read_reward(reward) if reward else loaded.run.reward
+    if not rewards.named():
+        raise UserError(f"{run} was trained without a reward: give one with --reward FILE")
+    check_reward(rewards, loaded.run.video.frames)
+    check_prompts(rewards, (lines, lambda number: f"--prompts: prompt {number + 1}"))
+    plain = settings.plain(loaded.run)
+    size = {key: plain["video"][key] for key in ("frames", "height", "width")}
+    about = {"run": run, "step": loaded.metadata["step"], "method": loaded.metadata["method"], "base": str(loaded.base)}
+    about |= {"families": list(loaded.run.families)} if loaded.run.families else {}
+    about |= {"sampler": plain["sampler"], "video": size, "seed": seed, "num_samples": num_samples}
+    folder = RolloutFolder.begin(output, about | {"batch": batch, "prompts": lines})
+    codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+    prompt_of_sample = [prompt for _, prompt in folder.samples]
+    drawn = 0
+    for part, numbers in enumerate(folder.parts):
+        if not folder.file(part).is_file():
+            texts = [prompt_of_sample[i] for i in numbers]
+            folder.write(part, draw_latents(loaded, codec, texts, [seed + i for i in numbers]))
+            drawn += len(numbers)
+    scorers, _ = load_scorers(rewards, loaded.role.device)
+    on_video = _videos(output, num_videos, loaded.run.video.fps)
+    mean = folder.score(name, Reward(scorers, codec, rewards), codec, loaded.role.device, on_video)
+    message = f"{len(prompt_of_sample)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {loaded.said}"
+    say(message)
+
+
+def _videos(output: Path, count: int, fps: float) -> Callable[[range, Video], None]:
+    """Return a function that writes the first `count` of the videos it is given."""
+
+    def write(numbers: range, video: Video) -> None:
+        for number, frames in zip(numbers, to_uint8(video), strict=True):
+            if number < count:
+                with writing(output / "videos"):
+                    (output / "videos").mkdir(exist_ok=True)
+                    write_mp4(frames, output / "videos" / f"{number}.mp4", fps)
+
+    return write

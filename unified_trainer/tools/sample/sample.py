@@ -1,0 +1,211 @@
+"""The command sample: it generates videos with a run's own sampler, of any length, whole or chunk by chunk."""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Protocol
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor
+
+from unified_trainer.basics.errors import OutputExistsError, UserError, writing
+from unified_trainer.basics.ranges import Count, FramesOrZero, Seed
+from unified_trainer.basics.terminal import say
+from unified_trainer.basics.types import Batch, Latents, Video
+from unified_trainer.data.loader import make_batch
+from unified_trainer.data.prompts import SUFFIXES, read_prompts
+from unified_trainer.data.video_files import Mp4, Row, contact_sheet, to_uint8
+from unified_trainer.models.base import Codec
+from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.role import Trainable
+from unified_trainer.run.build import cache_memory
+from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.sampling.solver import Draw, generate, stream_chunks
+from unified_trainer.tools.load_run import LoadedRole, load_role
+
+
+def sample(
+    run: Annotated[str, tyro.conf.Positional],
+    prompts: tuple[str, ...],
+    output: Path,
+    seed: Seed = 0,
+    batch: Count = 8,
+    frames: FramesOrZero = 0,
+    stream: bool = False,
+    window_frames: FramesOrZero | None = None,
+    sink_frames: FramesOrZero | None = None,
+    device: Device = "auto",
+    base: Path | None = None,
+) -> None:
+    """Write videos of the student, generated with the steps, solver, guidance and size of its run.
+
+    Args:
+        run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
+        prompts: Prompts, or files with one prompt per line; "a | b" with --stream switches from a to b in one video.
+        output: Folder to write: N.mp4 of prompt N, contact_sheet.png, samples.json; it must be empty or absent.
+        seed: Seed of the first video's noise; video i has seed + i.
+        batch: Videos generated at a time.
+        frames: Pixel frames of a video; 0 takes the run's.
+        stream: Write the frames chunk by chunk as they are generated, and report the speed; causal students only.
+        window_frames: Finished latent frames that a causal student attends to; by default the run's. A video longer
+            than the run's, of a run without a window, has the longest past of the run.
+        sink_frames: Number of them that are always the first frames of the video; by default the run's.
+        device: Device to run on.
+        base: Pipeline folder that the student started from, if it is no longer where the run found it.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise OutputExistsError(f"{output} exists and is not an empty folder; choose another one or remove it")
+    lines = read_lines(prompts)
+    loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
+    loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)))
+    if stream and not loaded.run.sampler.chunks.causal:
+        raise UserError(f"--stream needs a causal student, but {run} generates all frames at once: leave it out")
+    rows = [{"video": f"{i}.mp4", "prompt": prompt, "seed": seed + i} for i, prompt in enumerate(lines)]
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+        clips, speed = _write(loaded, lines, seed, batch, output, stream)
+        sheet = [Row(clip, f"seed {seed + i}", line) for i, (clip, line) in enumerate(zip(clips, lines, strict=True))]
+        contact_sheet(sheet, output / "contact_sheet.png")
+        (output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    message = f"{len(lines)} videos in {output}: {loaded.said}{speed}"
+    say(message)
+
+
+def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | None, batch: int) -> LoadedRole:
+    """Set the number of frames and the attention window of a loaded student; None and 0 keep the run's.
+
+    For videos longer than the run's, a causal student without a window gets the longest past of its run as window.
+    Raise UserError for settings that cannot be, or for a cache that does not fit in memory.
+    """
+    run, chunks = loaded.run, loaded.run.sampler.chunks
+    video = dataclasses.replace(run.video, frames=frames or run.video.frames)
+    shape = loaded.family.latent_shape(loaded.base, video.frames, video.height, video.width)
+    if not chunks.causal:
+        if window is not None or sink is not None:
+            raise UserError("--window-frames and --sink-frames are for causal students: leave them out")
+        return dataclasses.replace(loaded, run=dataclasses.replace(run, video=video))
+    frames_of_run = loaded.family.latent_shape(loaded.base, run.video.frames, video.height, video.width)[1]
+    if window is None:
+        window = chunks.window_frames or (frames_of_run - chunks.chunk_frames if shape[1] > frames_of_run else 0)
+    sink = (chunks.sink_frames if window else 0) if sink is None else sink
+    sampler = dataclasses.replace(
+        run.sampler, chunks=dataclasses.replace(chunks, window_frames=window, sink_frames=sink)
+    )
+    sampler.check()
+    sampler.chunks.ranges(shape[1])
+    run = dataclasses.replace(run, video=video, sampler=sampler)
+    cache_memory(run, loaded.role, shape, batch, "lower --batch, or set --window-frames")
+    return dataclasses.replace(loaded, run=run)
+
+
+def read_lines(prompts: Sequence[str]) -> list[str]:
+    """Return the prompts, with a file of prompts replaced by its prompts; raise UserError if there are none.
+
+    A text that ends in .txt, .jsonl, .csv or .parquet or holds a slash names a file, which must exist.
+    """
+    lines: list[str] = []
+    for text in prompts:
+        if not (text.endswith(SUFFIXES) or "/" in text or Path(text).is_file()):
+            lines.append(text)
+            continue
+        read = read_prompts(Path(text))
+        lines += read.prompts
+        if read.note:
+            say(read.note)
+    if not lines:
+        raise UserError("--prompts needs at least one prompt or file of prompts")
+    return lines
+
+
+def videos(loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int) -> Iterator[Video]:
+    """Generate the videos of the prompts, `batch` at a time."""
+    for parts in pieces(loaded, prompts, seed, batch, by_chunk=False):
+        yield torch.cat(list(parts), 2)
+
+
+def pieces(
+    loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int, *, by_chunk: bool
+) -> Iterator[Iterator[Video]]:
+    """Generate the videos of the prompts, each batch as an iterator over its frames: all at once, or by chunks."""
+    codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+    for start in range(0, len(prompts), batch):
+        texts = prompts[start : start + batch]
+        seeds = range(seed + start, seed + start + len(texts))
+        made = _stream(loaded, codec, texts, seeds) if by_chunk else iter([draw_latents(loaded, codec, texts, seeds)])
+        yield map(codec.decoder(), made)
+
+
+class SampledRole(Protocol):
+    """A role with the run whose sampler and video size it generates with."""
+
+    @property
+    def run(self) -> RunConfig: ...
+
+    @property
+    def role(self) -> Trainable: ...
+
+
+def draw_latents(student: SampledRole, codec: Codec, prompts: Sequence[str], seeds: Sequence[int]) -> Latents:
+    """Generate a batch of clean latents; sample i depends on prompts[i] and seeds[i] alone, but for rounding.
+
+    Its noise is what diffusers draws with `torch.Generator().manual_seed(seeds[i])`.
+    """
+    batch_of, draw = _start(student, codec, seeds)
+    return generate(student.role, draw(0), batch_of(list(prompts)), student.run.sampler, draw)
+
+
+def _start(student: SampledRole, codec: Codec, seeds: Sequence[int]) -> tuple[Callable[[list[str]], Batch], Draw]:
+    """Return a function from prompts to a batch, and the noise of samples with these seeds."""
+    video, ids = student.run.video, list(range(len(seeds)))
+    shape = codec.latent_shape(video.frames, video.height, video.width)
+    uncond = codec.encode_text([student.run.sampler.negative_prompt])
+    streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def draw(_: int) -> Tensor:
+        return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(student.role.device)
+
+    def batch_of(texts: list[str]) -> Batch:
+        return make_batch(codec, texts, uncond, shape, prompt_ids=ids, sample_ids=ids)
+
+    return batch_of, draw
+
+
+@torch.no_grad()
+def _stream(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], seeds: Sequence[int]) -> Iterator[Latents]:
+    """Generate chunk by chunk; each prompt of "a | b" has an equal number of chunks, up to rounding."""
+    batch_of, draw = _start(loaded, codec, seeds)
+    noise, sampler = draw(0), loaded.run.sampler
+    scenes = [prompt.split(" | ") for prompt in prompts]
+    count = len(sampler.chunks.ranges(noise.shape[2]))
+    now = [[scene[i * len(scene) // count] for scene in scenes] for i in range(count)]
+    switches = {i: batch_of(now[i]).cond for i in range(1, count) if now[i] != now[i - 1]}
+    exits = [sampler.num_steps - 1] * count
+    yield from stream_chunks(loaded.role, noise, batch_of(now[0]), sampler, draw, exits, prompts=switches)
+
+
+def _write(
+    loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int, output: Path, by_chunk: bool
+) -> tuple[list[np.ndarray], str]:
+    """Write the videos as their frames come; return all frames, and the speed in words if it was chunk by chunk."""
+    clips: list[np.ndarray] = []
+    began, first = time.perf_counter(), 0.0
+    for parts in pieces(loaded, prompts, seed, batch, by_chunk=by_chunk):
+        with contextlib.ExitStack() as open_files:
+            files, seen = [], []
+            for part in parts:
+                seen.append(to_uint8(part))
+                first = first or time.perf_counter() - began
+                if not files:
+                    names = [output / f"{len(clips) + i}.mp4" for i in range(len(part))]
+                    files = [open_files.enter_context(Mp4(name, loaded.run.video.fps)) for name in names]
+                for file, frames in zip(files, seen[-1], strict=True):
+                    file.add(frames)
+        clips += [np.concatenate(of_one) for of_one in zip(*seen, strict=True)]
+    rate = sum(map(len, clips)) / (time.perf_counter() - began)
+    return clips, f"; first frames after {first:.2f} s, {rate:.1f} frames/s over all videos" if by_chunk else ""

@@ -1,0 +1,51 @@
+"""A student behind an HTTP server, such as that of the command serve: its videos, asked for from Python."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Video
+from unified_trainer.rewards.video_json import PROTOCOL, Encoding, from_json
+from unified_trainer.rewards.wire import check_server, exchange
+
+
+@dataclass(frozen=True)
+class RemoteStudent:
+    """A student behind the server at `url`, such as http://10.0.0.7:8000, which answers as docs/serving.md says.
+
+    `encoding` is the transport of the frames: float32 is exact, and uint8 takes a quarter of the bytes and rounds to 8
+    bits. `timeout` is the seconds within which the server must answer a request.
+    """
+
+    url: str
+    encoding: Encoding = "float32"
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_server(self.url, self.timeout)
+
+    def sample(self, prompts: Sequence[str], *, seed: int = 0, batch: int = 8) -> Video:
+        """Return a video of each prompt, in [0, 1], `[n, 3, frames, height, width]`, on the CPU.
+
+        Video i depends on its prompt and on seed + i, as that of `Student.sample`. A request has at most `batch`
+        prompts. Raise UserError for a request that the server refuses, and ConnectionError if it fails or gives no
+        answer.
+        """
+        if not prompts or batch < 1:
+            raise UserError(f"sample needs at least one prompt and a batch of at least 1, not {len(prompts)}, {batch}")
+        starts = range(0, len(prompts), batch)
+        return torch.cat([self._videos(list(prompts[i : i + batch]), seed + i) for i in starts])
+
+    def _videos(self, prompts: list[str], seed: int) -> Video:
+        body: dict[str, Any] = {"protocol": PROTOCOL, "prompts": prompts, "encoding": self.encoding}
+        body["seeds"] = list(range(seed, seed + len(prompts)))
+        answer = exchange(self.url, "sample", body, timeout=self.timeout)
+        if not isinstance(answer, dict):
+            raise UserError(f"{self.url}/sample answered {str(answer)[:200]}; expected an object with videos")
+        videos = from_json(answer.get("videos"))
+        if len(videos) != len(prompts):
+            raise UserError(f"{self.url}/sample gave {len(videos)} videos for {len(prompts)} prompts")
+        return videos

@@ -1,0 +1,54 @@
+"""A reward as a service: it answers the requests of docs/rewards.md, and scores those that wait together."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import PerSample, Video
+from unified_trainer.rewards.video_json import from_json
+from unified_trainer.tools.serve.batch_queue import Batcher
+from unified_trainer.tools.serve.web_server import Service, texts
+
+Score = Callable[[Video, Sequence[str]], PerSample]  # every score is finite
+
+
+@dataclass(frozen=True)
+class Clips:
+    """The videos of one request, with their prompts."""
+
+    videos: Video
+    prompts: list[str]
+
+    @property
+    def kind(self) -> Hashable:
+        return tuple(self.videos.shape[1:])
+
+    @property
+    def size(self) -> int:
+        return len(self.prompts)
+
+
+def reward_service(
+    name: str, min_frames: int, score: Score, device: torch.device, batch: int, wait: float
+) -> Service[Clips, list[float]]:
+    """Return a service that scores `batch` videos at a time; the first request waits `wait` seconds for others."""
+
+    def read(asked: dict[str, Any]) -> Clips:
+        videos, prompts = from_json(asked.get("videos")), texts(asked, "prompts")
+        if len(prompts) != len(videos):
+            raise UserError(f"{len(videos)} videos but {len(prompts)} prompts, expected one prompt for each")
+        if videos.shape[2] < min_frames:
+            raise UserError(f"{name} needs at least {min_frames} frames of a video, not {videos.shape[2]}")
+        return Clips(videos, prompts)
+
+    @torch.no_grad()
+    def together(requests: Sequence[Clips]) -> list[list[float]]:
+        videos = torch.cat([one.videos for one in requests]).to(device)
+        scores = score(videos, tuple(prompt for one in requests for prompt in one.prompts))
+        return [part.tolist() for part in scores.float().split([one.size for one in requests])]
+
+    about = {"name": name, "min_frames": min_frames}
+    return Service(about, "/score", read, lambda _, scores: {"scores": scores}, Batcher(together, batch, wait))

@@ -1,0 +1,69 @@
+"""The command serve-reward: it answers requests for scores over HTTP, for runs in other environments or machines."""
+
+from pathlib import Path
+from typing import Annotated
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Count, Port, at_least
+from unified_trainer.parallel.device import Device, pick_device
+from unified_trainer.rewards.base import Scorer
+from unified_trainer.rewards.reward import RewardConfig, VideoReward
+from unified_trainer.rewards.scorers import check_reward, least_frames, load_scorers
+from unified_trainer.rewards.time_limit import watched
+from unified_trainer.run.settings.command_line import read_reward
+
+
+def serve_reward(
+    reward: str,
+    path: str = "",
+    port: Port = 8000,
+    host: str = "127.0.0.1",
+    batch: Count = 64,
+    wait: Annotated[float, at_least(0, 60)] = 0.01,
+    device: Device = "auto",
+) -> None:
+    """Serve a scorer or a whole reward to runs with reward.scorers.NAME.kind http, until SIGTERM or Ctrl-C.
+
+    A scorer that gives no answer within reward.timeout ends the server with exit code 2.
+
+    Args:
+        reward: YAML file with a section reward, as in a recipe, whose weighted sum is served; or a kind of scorer.
+        path: Folder of the weights, if --reward is a kind that has some.
+        port: Port to listen at; 0 takes a free one.
+        host: Address to listen at. The server asks for no password: open it only to a network that you trust.
+        batch: Most videos that are scored together; requests that wait are joined up to it.
+        wait: Seconds that the first request in the queue waits for others.
+        device: Device to run on.
+    """
+    from unified_trainer.tools.serve.reward_service import reward_service  # an optional extra
+    from unified_trainer.tools.serve.web_server import Service, serve_until_stopped
+
+    name, config = _served(reward, path)
+    frames = least_frames(config)
+    check_reward(config, frames)
+
+    def load() -> Service:
+        def late(error: TimeoutError) -> None:
+            service.batcher.give_up(TimeoutError(f"{name}: {error}; the call cannot be ended, so the server ends"))
+
+        def limit(scorer: Scorer, seconds: float, key: str) -> Scorer:
+            return watched(scorer, seconds, key, late)
+
+        picked = pick_device(device, 0)
+        scorer = VideoReward(load_scorers(config, picked, limit)[0], config)
+        score = lambda video, prompts: scorer.total(scorer.parts(video, tuple(prompts), scorer.weights))  # noqa: E731
+        service = reward_service(name, frames, score, picked, batch, wait)
+        return service
+
+    flags = "--reward.scorers.NAME.kind http --reward.scorers.NAME.settings.url"
+    serve_until_stopped(host, port, load, lambda address: f"{name} at {address}: {flags} {address}")
+
+
+def _served(reward: str, path: str) -> tuple[str, RewardConfig]:
+    """Return the name and the settings of what is served; a single scorer reads every frame that it gets."""
+    if not reward.endswith((".yaml", ".yml")):
+        config = RewardConfig(kind=reward, path=path, frames="all")
+        return config.first, config
+    if path:
+        raise UserError(f"--path {path}: {reward} names the weights of its scorers; leave --path out")
+    return Path(reward).stem, read_reward(Path(reward))

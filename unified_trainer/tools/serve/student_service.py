@@ -1,0 +1,95 @@
+"""A student as a service: it answers the requests of docs/serving.md, and generates those that wait together."""
+
+import base64
+import tempfile
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.suggestions import must_know
+from unified_trainer.basics.types import Video
+from unified_trainer.data.video_files import to_uint8, write_mp4
+from unified_trainer.models.base import Codec
+from unified_trainer.rewards.video_json import to_json
+from unified_trainer.run.settings.config import plain
+from unified_trainer.tools.sample.sample import SampledRole, draw_latents
+from unified_trainer.tools.serve.batch_queue import Batcher
+from unified_trainer.tools.serve.web_server import Service, texts
+
+KEYS = ("protocol", "prompts", "seeds", "encoding")  # of a request
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The samples that one request asks for."""
+
+    prompts: list[str]
+    seeds: list[int]
+    encoding: Literal["float32", "uint8", "mp4"]
+
+    @property
+    def kind(self) -> Hashable:
+        return "samples"  # all have the size of the run's videos
+
+    @property
+    def size(self) -> int:
+        return len(self.prompts)
+
+
+def student_service(
+    name: str, student: SampledRole, codec: Codec, batch: int, wait: float, weights: str
+) -> Service[Wanted, Video]:
+    """Return a service that generates `batch` videos at a time; the first request waits `wait` seconds for others.
+
+    `name` and `weights`, a digest of the student's weights, are what it says of itself.
+    """
+    video = student.run.video
+
+    @torch.no_grad()
+    def together(requests: Sequence[Wanted]) -> list[Video]:
+        samples = [pair for one in requests for pair in zip(one.prompts, one.seeds, strict=True)]
+        parts = []
+        for start in range(0, len(samples), batch):
+            prompts, seeds = zip(*samples[start : start + batch], strict=True)
+            parts.append(codec.decode(draw_latents(student, codec, prompts, seeds)).cpu())
+        return list(torch.cat(parts).split([one.size for one in requests]))
+
+    def write(wanted: Wanted, videos: Video) -> dict[str, Any]:
+        if wanted.encoding == "mp4":
+            return {"videos": _mp4_json(videos, video.fps)}
+        return {"videos": to_json(videos, wanted.encoding)}
+
+    about = {"name": name, "frames": video.frames, "height": video.height, "width": video.width, "fps": video.fps}
+    about |= {"latents": list(codec.latent_shape(video.frames, video.height, video.width)), "weights": weights}
+    about |= {"sampler": plain(student.run)["sampler"], "device": student.role.device.type}
+    return Service(about, "/sample", _read, write, Batcher(together, batch, wait))
+
+
+def _read(asked: dict[str, Any]) -> Wanted:
+    """Return what a request asks for; raise UserError for one that cannot be generated."""
+    for key in asked:
+        must_know("key of a request", key, KEYS)
+    prompts, seeds, encoding = texts(asked, "prompts"), asked.get("seeds"), asked.get("encoding", "float32")
+    if not prompts:
+        raise UserError("prompts must not be empty")
+    if not isinstance(seeds, list) or not all(type(seed) is int and -(2**63) <= seed < 2**63 for seed in seeds):
+        raise UserError("seeds must be a list of integers of 64 bits")
+    if len(seeds) != len(prompts):
+        raise UserError(f"{len(prompts)} prompts but {len(seeds)} seeds, expected one seed for each")
+    if encoding not in ("float32", "uint8", "mp4"):
+        raise UserError(f"encoding must be float32, uint8 or mp4, not {encoding!r}")
+    return Wanted(prompts, seeds, encoding)
+
+
+def _mp4_json(videos: Video, fps: float) -> dict[str, Any]:
+    """Return videos as JSON with an H.264 file in base64 for each."""
+    files = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i, frames in enumerate(to_uint8(videos)):
+            write_mp4(frames, Path(folder) / f"{i}.mp4", fps)
+            files.append(base64.b64encode((Path(folder) / f"{i}.mp4").read_bytes()).decode())
+    return {"shape": list(videos.shape), "encoding": "mp4", "data": files}
