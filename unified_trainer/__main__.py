@@ -70,8 +70,12 @@ def _train(argv: list[str]) -> int:
 
 def _page(argv: list[str], width: int) -> str:
     """Return the help page that a command line with --help, or an empty one, asks for."""
+    everything, sought = "--help-all" in argv, ""
+    if everything and (after := argv[argv.index("--help-all") + 1 :]) and not after[0].startswith("-"):
+        sought, place = after[0], argv.index("--help-all")
+        argv = argv[:place] + after[1:]
     words = [word for word in argv if word not in HELP]
-    if not words and "--help-all" not in argv:
+    if not words and not everything:
         return overview(COMMANDS, width)
     from unified_trainer.run.registry import method_named
     from unified_trainer.run.settings.command_line import before_flags
@@ -80,7 +84,7 @@ def _page(argv: list[str], width: int) -> str:
     if _names_command(words):
         return help_pages.of_command(words[0], command_named(words[0]), width)
     run = before_flags(words)
-    return help_pages.of_method(method_named(run.method), run, width, everything="--help-all" in argv)
+    return help_pages.of_method(method_named(run.method), run, width, everything=everything, sought=sought)
 
 
 def _names_command(argv: list[str]) -> bool:

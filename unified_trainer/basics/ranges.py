@@ -44,6 +44,12 @@ class Range:
         words += "".join(f" but not {_shown(value)}" for value in self.never)
         return words + "".join(f", or {_shown(value)}" for value in self.also)
 
+    @property
+    def interval(self) -> str:
+        """The interval as formulas write it, such as (0, 1]."""
+        low, high = "(" if self.open_low else "[", ")" if self.open_high else "]"
+        return f"{low}{_shown(self.low)}, {_shown(self.high)}{high}"
+
 
 def at_least(low: float, high: float = math.inf) -> Range:
     """Return the numbers from `low` on, up to `high`, both included."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import math
 import sys
 import typing
 from collections.abc import Callable, Iterable
@@ -11,6 +12,9 @@ from typing import Annotated, Any
 
 import docstring_parser
 
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Range
+from unified_trainer.basics.suggestions import nearest
 from unified_trainer.methods.base import Method, MethodConfig
 from unified_trainer.rewards.reward import ScorerConfig
 from unified_trainer.roles.role import Trainable
@@ -19,6 +23,7 @@ from unified_trainer.run.settings.flags import choices, of_one_flag
 from unified_trainer.run.settings.settings import REQUIRED, Setting, settings_of
 from unified_trainer.tools.overview import PROGRAM, first_paragraph, row, wrapped
 
+LARGE = 100  # upper bounds from here on refuse only what nobody means
 FORMS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 # Settings that --help explains; --help-all explains the others too. Of the method's own settings, algorithm.*, those
@@ -79,20 +84,27 @@ GROUPS = {
 }
 
 
-def of_method(method: type[Method], run: RunConfig, width: int, *, everything: bool) -> str:
+def of_method(method: type[Method], run: RunConfig, width: int, *, everything: bool, sought: str = "") -> str:
     """Return the page of a method's settings, with the values of `run` as defaults.
 
-    With `everything` all settings of the run are explained; else the common ones of those that the method reads, and
-    the others are named.
+    With `everything` all settings of the run are explained, or those with `sought` in their key or explanation;
+    UserError names the nearest ones if there are none. Else the common ones of those that the method reads are
+    explained, and the others are named.
     """
     scorers = {**run.reward.scorers, "NAME": ScorerConfig(settings={"KEY": ""})}
     run = dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers))
     groups: dict[str, list[Setting]] = {name: [] for name in ("", "algorithm", *run.roles, *GROUPS)}
     for setting in settings_of(run):
         section = setting.key.partition(".")[0] if "." in setting.key else ""
+        if everything and not _has(setting, sought):
+            continue
         if everything or reads(method, setting.key):
             groups.setdefault(section, []).append(setting)
-    page = "--help-all" if everything else "--help"
+    if not any(groups.values()):
+        near = nearest(sought.removeprefix("--").replace("-", "_"), [one.key for one in settings_of(run)])
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(f"--help-all {sought}: no setting of {run.method} has it in its name or explanation{hint}")
+    page = f"--help-all {sought}".strip() if everything else "--help"
     lines = [f"{PROGRAM} --method {run.method} {page}", "", *wrapped(summary(method), width), ""]
     lines += wrapped(
         f"Defaults are those of {f'--recipe {run.recipe}' if run.recipe else 'the recipe'}, then of --config and "
@@ -112,6 +124,11 @@ def of_method(method: type[Method], run: RunConfig, width: int, *, everything: b
             prefix = f"--{section}.".replace("_", "-") if section else "--"
             lines += wrapped(f"Also {prefix}NAME: {', '.join(others)}.".replace("_", "-"), width, 2)
     return "\n".join(lines)
+
+
+def _has(setting: Setting, sought: str) -> bool:
+    """Whether a setting's flag, key or explanation contains a word, in upper or lower case."""
+    return sought.lower() in f"{setting.flag} {setting.key} {explanation(setting)}".lower()
 
 
 def _title(method: type[Method], section: str) -> str:
@@ -183,10 +200,20 @@ def _entry(setting: Setting, width: int) -> list[str]:
         heads = [setting.flag, setting.off]
     else:
         heads = [f"{setting.flag} {form(setting.kind)}"]
-    limits = f"Must be {setting.limits}." if setting.limits else ""
-    text = " ".join(filter(None, (explanation(setting), limits, _default(setting.default))))
+    text = " ".join(filter(None, (explanation(setting), _limits(setting), _default(setting.default))))
     joined = ", ".join(heads)
     return row([joined] if len(joined) + 2 <= width else heads, text, width // 3, width)
+
+
+def _limits(setting: Setting) -> str:
+    """Return the range in words where it surprises: numbers from 0 or 1 on, up to LARGE or more, are expected."""
+    limits = setting.limits or Range()
+    if limits.high >= LARGE:
+        limits = dataclasses.replace(limits, high=math.inf)
+    from_0_or_1 = limits.low == 0 or (limits.low == 1 and not limits.open_low)
+    if limits.low <= -LARGE or (from_0_or_1 and limits.high == math.inf):
+        limits = dataclasses.replace(limits, low=-math.inf, open_low=False)
+    return "" if limits == Range() or limits.interval in explanation(setting) else f"Must be {limits}."
 
 
 def _default(value: Any) -> str:

@@ -47,6 +47,7 @@ def overview(commands: Mapping[str, str], width: int) -> str:
             {
                 "--method METHOD --help": "The settings that the method reads, with their defaults.",
                 "--method METHOD --help-all": "The same with an explanation of every setting.",
+                "--method METHOD --help-all WORD": "Settings with WORD in their name or explanation.",
                 "COMMAND --help": "The arguments of a command.",
                 "--version": "The versions of this program and of torch.",
             },
