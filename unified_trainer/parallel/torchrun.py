@@ -1,4 +1,4 @@
-"""What torchrun says in the environment: the number of ranks, and which one this is. Nothing here needs torch."""
+"""The number of ranks, and which one this is, from the environment that torchrun sets; torch is not imported."""
 
 import os
 
