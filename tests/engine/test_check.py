@@ -76,9 +76,8 @@ def trainer_with(ray, words: list[str], fault, ahead: int, half: bool = False):
     worker = Worker(fault, run, str(Path.cwd()), torch.get_num_threads(), True, True)
     group, how = WorkerGroup(Here(ray, worker), {}), {"size": 2, "ahead": ahead, "check_every": 1}
     student = trainer.roles["student"]
-    trainer.method.rollouts = RemoteRollouts(
-        group, student, trainer.loader, ALONE, WeightSender(ALONE, half=half), **how
-    )
+    sender = WeightSender(ALONE, half=half)
+    trainer.method.sample_from(RemoteRollouts(group, student, trainer.loader, ALONE, sender, **how))
     return trainer
 
 
