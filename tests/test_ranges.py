@@ -12,7 +12,7 @@ import pytest
 from helpers import SMALL
 
 import unified_trainer as ut
-from unified_trainer.__main__ import COMMANDS, main
+from unified_trainer.__main__ import COMMANDS, command_named, main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Range, above, at_least, numeric, range_of
 from unified_trainer.methods.base import MethodConfig
@@ -21,7 +21,7 @@ from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.own_settings import ScorerSettings, typed
 from unified_trainer.rewards.remote import Remote
 from unified_trainer.rewards.vlm import VisionLanguageModel
-from unified_trainer.run.registry import METHODS
+from unified_trainer.run.registry import METHODS, method_named
 from unified_trainer.run.settings.command_line import before_flags
 from unified_trainer.run.settings.config import RunConfig, run_class
 from unified_trainer.run.settings.flags import apply
@@ -36,7 +36,7 @@ VALUES = (0, -1, 10**9, 10**30, INF, -INF, NAN)
 @functools.cache
 def run_of(method: str) -> RunConfig:
     """A run of a method with one more scorer, without a recipe."""
-    run = run_class(METHODS[method])()
+    run = run_class(method_named(method))()
     return dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers={"more": ScorerConfig()}))
 
 
@@ -95,7 +95,7 @@ def test_every_number_of_a_method_has_a_range_that_holds_its_default(method):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_number_of_a_command_has_a_range(command):
-    assert [setting.key for setting in numbers(COMMANDS[command]) if not has_range(setting)] == []
+    assert [setting.key for setting in numbers(command_named(command)) if not has_range(setting)] == []
 
 
 @pytest.mark.parametrize("scorer", [Aesthetic, Remote, VisionLanguageModel])
@@ -170,16 +170,16 @@ def test_texts_of_every_type_of_number():
             assert not message or message.startswith(("value must ", "--value must ")), (setting.key, message)
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if numbers(COMMANDS[name])])
+@pytest.mark.parametrize("command", [name for name in COMMANDS if numbers(command_named(name))])
 def test_numbers_of_commands(command):
     """Values out of range are refused as the command line is read, before the command runs."""
-    known = list(settings_of(COMMANDS[command]))
+    known = list(settings_of(command_named(command)))
     needed = [one for one in known if one.default is REQUIRED]
     given = [one.key for one in needed if one.positional]
     given += [word for one in needed if not one.positional for word in (one.flag, "x")]
-    for setting in numbers(COMMANDS[command]):
+    for setting in numbers(command_named(command)):
         for number in (-1, 10**9):
-            message = said(lambda: apply(COMMANDS[command], [*given, f"{setting.flag}={number}"]))  # noqa: B023
+            message = said(lambda: apply(command_named(command), [*given, f"{setting.flag}={number}"]))  # noqa: B023
             assert bool(message) != (number in setting.limits)
             assert not message or message.startswith(f"{setting.flag} must ")
 

@@ -7,12 +7,12 @@ reward. The declaration is checked when its module is imported.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Count
+from unified_trainer.basics.ranges import MAY_CHANGE, Count
 from unified_trainer.basics.types import Batch, Rollout
 from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
 from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw
@@ -156,7 +156,7 @@ class SingleUpdateConfig(MethodConfig):
 
     batch_size: Count = 32
     """Samples per optimizer update, over all ranks."""
-    micro_batch: Count = 32
+    micro_batch: Annotated[Count, MAY_CHANGE] = 32
     """Samples per backward pass, at most: a rank takes the largest size that divides its share."""
 
     def plan(self) -> BatchPlan:
