@@ -1,4 +1,4 @@
-"""The commands of the README, in their order and in one folder: each finds what the ones before it wrote.
+"""The commands of README, start and running, in their order and in one folder: each finds what earlier ones wrote.
 
 Training commands are shortened (fewer steps and samples); commands with the names of real models stop before their
 weights are read, in folders that hold the configs of those models.
@@ -20,16 +20,19 @@ from unified_trainer.run.plan.plan import check
 from unified_trainer.run.settings.command_line import parse
 
 MODELS = {"Wan2.1-T2V-1.3B-Diffusers": "wan2.1-1.3b", "Wan2.2-T2V-A14B-Diffusers": "wan2.2-a14b"}
-STEPS = {"20": "1", "40": "2", "100": "1", "500": "2"}  # in the README: here
+STEPS = {"20": "1", "40": "2", "100": "1", "500": "2"}  # in a page: here
 SHORT = ["--steps", "1", "--checkpoint-every", "1", "--validate-every", "1"]
 SHORT += ["--validation.num-samples", "2", "--validation.num-videos", "1"]
 GROUPS = ["--algorithm.num-prompts", "2", "--algorithm.num-samples", "2", "--algorithm.prompts-per-update", "2"]
 PAIRS = ["--algorithm.batch-size", "2"]
 
 
+PAGES = ("README.md", "docs/start.md", "docs/running.md")
+
+
 def readme_lines() -> list[str]:
-    """The lines of the README's shell blocks behind the installation, continuations joined."""
-    text = (REPO / "README.md").read_text(encoding="utf-8")
+    """The lines of the pages' shell blocks behind the installation, continuations joined."""
+    text = "\n".join((REPO / page).read_text(encoding="utf-8") for page in PAGES)
     blocks = re.findall(r"```sh\n(.*?)```", text, re.S)[1:]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
@@ -47,7 +50,7 @@ def shortened(words: list[str]) -> list[str]:
 
 
 def run(line: str) -> None:
-    """Run one line of the README."""
+    """Run one line of a page."""
     words = shlex.split(line, comments=True)
     if "unified_trainer" not in words:
         subprocess.run(["bash", "-c", line], check=True)
