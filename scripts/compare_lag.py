@@ -43,6 +43,7 @@ class LaggedRollouts:
     """Makes the samples of training step k with the weights after max(0, k - ahead) steps."""
 
     uniform = True
+    check: Check | None = None
 
     def __init__(self, rollouts: Rollouts, student: Trainable, ahead: int) -> None:
         self.ahead = ahead
@@ -50,7 +51,7 @@ class LaggedRollouts:
         self._weights: dict[int, dict[str, Tensor]] = {}  # by the number of training steps behind them
         self._newest = 0  # version of the newest weights that made samples
 
-    def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
+    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
         if step not in self._weights:
             self._weights[step] = {key: weight.detach().clone() for key, weight in self._student.weights.items()}
         self._newest = max(self._newest, step - self.ahead)
@@ -122,7 +123,7 @@ def measured(folder: Path, steps: int, ahead: int, flags: list[str]) -> list[dic
     run = parse(["--method", "dance_grpo", "--steps", str(steps), *flags])
     built = build(run, Mesh.join(run.device))
     trainer, student = built.trainer, built.trainer.roles["student"]
-    trainer.method.rollouts = LaggedRollouts(trainer.method.rollouts, student, ahead)
+    trainer.method.sample_from(LaggedRollouts(trainer.method.rollouts, student, ahead))
     folder.mkdir(parents=True, exist_ok=True)
     lines = [{"step": 0} | validate(built.validation, student, folder / "before", 0).metrics]
     for step in range(steps):

@@ -359,9 +359,9 @@ class WatchedRollouts:
     """Rollouts, and a list of the samples that they gave."""
 
     def __init__(self, rollouts) -> None:
-        self.rollouts, self.seen, self.uniform = rollouts, [], rollouts.uniform
+        self.rollouts, self.seen, self.uniform, self.check = rollouts, [], rollouts.uniform, None
 
-    def samples(self, batch, step, rng, check=None):
+    def samples(self, batch, step, rng):
         self.seen.append(self.rollouts.samples(batch, step, rng))
         return self.seen[-1]
 

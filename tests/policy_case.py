@@ -90,7 +90,7 @@ class OlderRollouts(WatchedRollouts):
         super().__init__(rollouts)
         self.lags, self.lowered = torch.as_tensor(lags), 0
 
-    def samples(self, batch, step, rng, check=None):
+    def samples(self, batch, step, rng):
         samples = super().samples(batch, step, rng)
         return dataclasses.replace(samples, versions=samples.versions - self.lags)
 
@@ -119,7 +119,7 @@ class Case:
         self.one = dance_grpo(config, sampler=sampler, scorer=scorer, reference=reference)
         self.one.method.update.on_policy.over = moved
         if lags is not None:
-            self.one.method.rollouts = OlderRollouts(self.one.method.rollouts, lags)
+            self.one.method.sample_from(OlderRollouts(self.one.method.rollouts, lags))
         if moved:
             scorer.before = lambda: nudge(self.one.roles["student"])
         if between:

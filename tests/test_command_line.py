@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import re
 import shlex
 import tomllib
@@ -14,19 +15,20 @@ import torch
 import yaml
 from helpers import REPO, SMALL, WAN, command, copy_of, rewrite, shell
 
-from unified_trainer.__main__ import COMMANDS, main
+from unified_trainer.__main__ import COMMANDS, command_named, main
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Range, above, at_least
 from unified_trainer.basics.suggestions import RANKS, USUAL, nearest
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.run.registry import METHODS
+from unified_trainer.run.registry import METHODS, method_named
 from unified_trainer.run.settings import command_line
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import before_flags, parse
 from unified_trainer.run.settings.config import RunConfig, flat, plain, run_class
 from unified_trainer.run.settings.flags import apply
 from unified_trainer.run.settings.settings import Setting, settings_of
-from unified_trainer.tools import help_pages
+from unified_trainer.tools import help_pages, overview
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +38,7 @@ TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 @functools.cache
 def settings_of_method(name: str) -> dict[str, Setting]:
     """Every setting of a method's runs, with those of one more scorer."""
-    run = run_class(METHODS[name])()
+    run = run_class(method_named(name))()
     scorers = {"NAME": ScorerConfig(settings={"KEY": ""})}
     run = dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers))
     return {setting.key: setting for setting in settings_of(run)}
@@ -277,8 +279,8 @@ def test_a_wrong_word_of_a_command_is_named(capsys, subtests):
 
 
 def test_a_command_takes_its_places_and_flags_in_any_order():
-    bound = apply(COMMANDS["sample"], ["--stream", "runs/a", "--output", "videos", "--prompts", "a", "b"])
-    given = inspect.signature(COMMANDS["sample"]).bind(*bound.args, **bound.keywords).arguments
+    bound = apply(command_named("sample"), ["--stream", "runs/a", "--output", "videos", "--prompts", "a", "b"])
+    given = inspect.signature(command_named("sample")).bind(*bound.args, **bound.keywords).arguments
     assert (given["run"], given["prompts"], given["stream"]) == ("runs/a", ("a", "b"), True)
 
 
@@ -307,7 +309,7 @@ def test_unknown_adapter_layers_are_refused_before_weights_are_read(run_folder, 
 
 
 WIDTHS = (80, 120)
-ARGUMENTS = [(name, one) for name, command in COMMANDS.items() for one in settings_of(command)]
+ARGUMENTS = [(name, one) for name in COMMANDS for one in settings_of(command_named(name))]
 EVERY_SETTING = {key: one for method in METHODS for key, one in settings_of_method(method).items()}
 
 
@@ -322,7 +324,7 @@ def test_every_setting_and_argument_is_explained_by_a_sentence():
 def test_the_help_of_a_method_is_whole(method):
     """--help-all explains every setting in full, and no line is longer than the terminal is wide."""
     for width in WIDTHS:
-        page = help_pages.of_method(METHODS[method], run_of(method), width, everything=True)
+        page = help_pages.of_method(method_named(method), run_of(method), width, everything=True)
         said = " ".join(page.split())
         for setting in settings_of_method(method).values():
             assert help_pages.explanation(setting) in said, setting.key
@@ -333,7 +335,7 @@ def test_the_help_of_a_method_is_whole(method):
 def test_the_help_of_a_command_is_whole(subtests):
     for name, width in itertools.product(COMMANDS, WIDTHS):
         with subtests.test(name, width=width):
-            page = help_pages.of_command(name, COMMANDS[name], width)
+            page = help_pages.of_command(name, command_named(name), width)
             for argument in (one for of, one in ARGUMENTS if of == name):
                 assert help_pages.explanation(argument) in " ".join(page.split())
                 assert argument.shown in page
@@ -343,16 +345,16 @@ def test_the_help_of_a_command_is_whole(subtests):
 @pytest.mark.parametrize("method", METHODS)
 def test_help_names_the_settings_that_a_method_reads(method):
     for width in WIDTHS:
-        page = help_pages.of_method(METHODS[method], run_of(method), width, everything=False)
+        page = help_pages.of_method(method_named(method), run_of(method), width, everything=False)
         sections = re.findall(r"^(\w+)(?:: .*)?$", page, re.M)
-        assert ("hacking_monitor" in sections) == METHODS[method].uses_reward
+        assert ("hacking_monitor" in sections) == method_named(method).uses_reward
         reads_clips = ("finetune", "consistency", "dmd2", "self_forcing", "ode_init", "distill_rl")
         assert ("data" in sections) == (method in reads_clips)
         assert ("  --prompts TEXT" in page) == (method not in ("finetune", "consistency"))
         assert {"algorithm", "student", "reward", "validation"} <= set(sections)
         assert max(map(len, page.splitlines())) <= width
         named = {key for key in settings_of_method(method) if key.rpartition(".")[2].replace("_", "-") in page}
-        assert {key for key in settings_of_method(method) if help_pages.reads(METHODS[method], key)} <= named
+        assert {key for key in settings_of_method(method) if help_pages.reads(method_named(method), key)} <= named
 
 
 def test_the_marks_of_common_settings_and_the_groups_exist():
@@ -362,21 +364,21 @@ def test_the_marks_of_common_settings_and_the_groups_exist():
     sections = {key.partition(".")[0] for key in EVERY_SETTING if "." in key}
     assert sections == {
         *help_pages.GROUPS,
-        *(role for method in METHODS for role in run_class(METHODS[method])().roles),
+        *(role for method in METHODS for role in run_class(method_named(method))().roles),
     }
 
 
 def test_the_overview_names_methods_commands_and_examples_that_parse(monkeypatch):
-    page = help_pages.overview(COMMANDS, 80)
+    page = overview.overview(COMMANDS, 80)
     for name in (*METHODS, *COMMANDS):
         assert re.search(rf"^  {name}  +[A-Z]", page, re.M)
     assert max(map(len, page.splitlines())) <= 80
     monkeypatch.setattr(command_line, "trained_sampler", lambda spec: None)
-    for line in help_pages.EXAMPLES.replace("\\\n", "").splitlines():
+    for line in overview.EXAMPLES.replace("\\\n", "").splitlines():
         words = shlex.split(line)
         words = words[words.index("unified_trainer") + 1 :]
         if words[0] in COMMANDS:
-            apply(COMMANDS[words[0]], words[1:])
+            apply(command_named(words[0]), words[1:])
         elif "--resume" not in words:  # there is no such run here
             parse(words)
 
@@ -413,8 +415,49 @@ def test_help_shows_the_values_of_the_recipe_and_the_saved_file(tmp_path, capsys
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"method": "dmd2", "steps": 77}))
     assert main(["--config", str(tmp_path / "mine.yaml"), "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "or one update. Must be from 1 to 1000000000. Default: 77." in said
-    assert "Network calls per sample. Must be from 1 to 1000. Default: 4." in said
+    assert "or one update. Default: 77." in said
+    assert "Network calls per sample. Default: 4." in said
+
+
+LIMITS = [
+    (None, "", ""),
+    (at_least(0), "", ""),
+    (at_least(1, 1000), "", ""),
+    (above(0, 1000), "", ""),
+    (at_least(-(10**18), 10**18), "", ""),
+    (Range(), "", ""),
+    (at_least(2, 10**6), "", "Must be at least 2."),
+    (above(1), "", "Must be above 1."),
+    (at_least(0, 60), "", "Must be from 0 to 60."),
+    (above(0, 1), "", "Must be above 0 and at most 1."),
+    (above(0, 1), "A number in (0, 1].", ""),
+    (at_least(0, 1), "A number in (0, 1].", "Must be from 0 to 1."),
+    (Range(never=(0,)), "", "Must be a finite number but not 0."),
+    (Range(also=(math.inf,)), "", "Must be a finite number, or inf."),
+]
+
+
+def test_help_shows_ranges_that_surprise(monkeypatch, subtests):
+    for limits, text, shown in LIMITS:
+        with subtests.test(f"{limits} {text}"):
+            monkeypatch.setattr(help_pages, "explanation", lambda setting: text)  # noqa: B023
+            assert help_pages._limits(Setting("key", float, 1.0, Setting, limits=limits)) == shown
+
+
+def test_all_help_of_a_word_shows_the_settings_that_have_it(capsys):
+    for words in (["--help-all", "Sink", "--method", "dmd2"], ["--method", "dmd2", "--help-all", "sink"]):
+        assert main(words) == 0
+        said = capsys.readouterr().out
+        assert re.findall(r"^  --([\w.-]+)", said, re.M) == [
+            "sampler.chunks.window-frames",
+            "sampler.chunks.sink-frames",
+        ]
+    assert main(["--method", "dmd2", "--help-all", "learning-rate"]) == 0
+    assert "--critic.learning-rate" in capsys.readouterr().out  # as a flag is written
+    assert main(["--method", "dmd2", "--help-all", "learnin_rat"]) == 2
+    said = capsys.readouterr().err
+    assert "--help-all learnin_rat: no setting of dmd2 has it in its name or explanation; did you mean" in said
+    assert "student.learning_rate" in said and len(said.splitlines()) == 1
 
 
 OWN = """

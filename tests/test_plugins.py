@@ -14,7 +14,7 @@ from unified_trainer.models.wan.family import WAN as WAN_FAMILY
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.scorers import scorer_kind
 from unified_trainer.run.registry import FAMILIES, add_families, family_of, method_named
-from unified_trainer.tools import help_pages
+from unified_trainer.tools.overview import overview
 
 POINTS = """\
 [unified_trainer.methods]
@@ -66,7 +66,7 @@ def model_of(folder, pipeline: str):
 def test_a_method_of_an_installed_package_has_a_name(package):
     method = method_named("own_finetune")
     assert method.__name__ == "OwnFinetune" and issubclass(method, Finetune)
-    page = help_pages.overview(COMMANDS, 100)
+    page = overview(COMMANDS, 100)
     assert "own_finetune" in page and "Of an installed package: own_package:OwnFinetune." in page
     with pytest.raises(UserError, match="did you mean own_finetune"):
         method_named("own_finetun")

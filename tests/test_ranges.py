@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import pytest
 
 import unified_trainer as ut
-from unified_trainer.__main__ import COMMANDS
+from unified_trainer.__main__ import COMMANDS, command_named
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Range, above, at_least, numeric, range_of
 from unified_trainer.methods.base import MethodConfig
@@ -21,7 +21,7 @@ from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.own_settings import ScorerSettings, typed
 from unified_trainer.rewards.remote import Remote
 from unified_trainer.rewards.vlm import VisionLanguageModel as VLM
-from unified_trainer.run.registry import METHODS
+from unified_trainer.run.registry import METHODS, method_named
 from unified_trainer.run.settings.command_line import before_flags
 from unified_trainer.run.settings.config import RunConfig, run_class
 from unified_trainer.run.settings.flags import apply
@@ -36,7 +36,7 @@ VALUES = (0, -1, 10**9, 10**30, INF, -INF, NAN)
 @functools.cache
 def run_of(method: str) -> RunConfig:
     """A run of a method with one more scorer, without a recipe."""
-    run = run_class(METHODS[method])()
+    run = run_class(method_named(method))()
     return dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers={"more": ScorerConfig()}))
 
 
@@ -88,11 +88,9 @@ def flattened(kind: Any) -> set[Any]:
 
 def test_every_number_has_a_range_that_holds_its_default():
     scorers = {scorer: typing.get_type_hints(scorer, include_extras=True) for scorer in (Aesthetic, Remote, VLM)}
+    trees = {name: run_of(name) for name in METHODS} | {name: command_named(name) for name in COMMANDS}
     missing = [
-        f"{of}: {setting.key}"
-        for of, tree in [*((method, run_of(method)) for method in METHODS), *COMMANDS.items()]
-        for setting in numbers(tree)
-        if not has_range(setting)
+        f"{of}: {setting.key}" for of, tree in trees.items() for setting in numbers(tree) if not has_range(setting)
     ] + [
         f"{scorer.__name__}: {field.name}"
         for scorer, kinds in scorers.items()
@@ -172,7 +170,8 @@ def test_texts_of_every_type_of_number():
 
 def test_numbers_of_commands(subtests):
     """Values out of range are refused as the command line is read, before the command runs."""
-    for name, command in COMMANDS.items():
+    for name in COMMANDS:
+        command = command_named(name)
         known = list(settings_of(command))
         needed = [one for one in known if one.default is REQUIRED]
         given = [one.key for one in needed if one.positional]

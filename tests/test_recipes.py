@@ -14,7 +14,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.run.plan.plan import check, fits
-from unified_trainer.run.registry import METHODS, family_of
+from unified_trainer.run.registry import METHODS, family_of, method_named
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import ConfigError
@@ -83,8 +83,10 @@ def test_every_real_recipe_has_a_published_size():
 def given(recipe: str, method: str, folder, prompts) -> list[str]:
     """The flags of a run that has everything it needs."""
     words = ["--recipe", recipe, "--method", method, "--student.path", folder]
-    words += ["--data.path", prompts.parent] if METHODS[method].config_class().needs_clips else ["--prompts", prompts]
-    return [*words, "--reward.path", HPSV3] if METHODS[method].uses_reward else words
+    words += (
+        ["--data.path", prompts.parent] if method_named(method).config_class().needs_clips else ["--prompts", prompts]
+    )
+    return [*words, "--reward.path", HPSV3] if method_named(method).uses_reward else words
 
 
 @pytest.fixture
@@ -190,7 +192,8 @@ def test_a_distillation_without_reward_measures_none(run_folder, prompts, capsys
 
 
 def test_nothing_of_the_tiny_world_is_a_default_of_the_code():
-    for name, method in METHODS.items():
+    for name in METHODS:
+        method = method_named(name)
         run = settings.run_class(method)()
         assert "tiny" not in json.dumps(settings.plain(run)), name
         assert run.reward.named() == {}, name

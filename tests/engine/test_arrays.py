@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 def test_samples_arrive_as_they_were_made():
     x0 = torch.randn(2, 16, 2, 2, 2)
-    rollout = Rollout(torch.randn(2, 3, 16, 2, 2, 2), torch.randn(2, 2, dtype=torch.float64), x0, x0[:, None][:, :0])
+    rollout = Rollout(torch.randn(2, 3, 16, 2, 2, 2), torch.randn(2, 2, dtype=torch.float64), x0)
     scores = Scores(torch.randn(2, 1), {"mean": torch.randn(2)}, torch.randn(2, 4))
     for made, there in (
         (rollout, arrays.to_rollout(arrays.of_rollout(rollout), CPU)),

@@ -9,7 +9,8 @@ from helpers import ALONE, SMALL, flags
 
 from unified_trainer.methods.rl.on_policy_check import ReplayError
 from unified_trainer.methods.rl.rollouts import Sampling
-from unified_trainer.run.build import build, build_sampling
+from unified_trainer.run.build import build
+from unified_trainer.run.build_worker import build_sampling
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.workers.rollouts import RemoteRollouts
 from unified_trainer.run.workers.weights import WeightSender
@@ -76,9 +77,8 @@ def trainer_with(ray, words: list[str], fault, ahead: int, half: bool = False):
     worker = Worker(fault, run, str(Path.cwd()), torch.get_num_threads(), True, True)
     group, how = WorkerGroup(Here(ray, worker), {}), {"size": 2, "ahead": ahead, "check_every": 1}
     student = trainer.roles["student"]
-    trainer.method.rollouts = RemoteRollouts(
-        group, student, trainer.loader, ALONE, WeightSender(ALONE, half=half), **how
-    )
+    sender = WeightSender(ALONE, half=half)
+    trainer.method.sample_from(RemoteRollouts(group, student, trainer.loader, ALONE, sender, **how))
     return trainer
 
 

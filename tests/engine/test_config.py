@@ -7,7 +7,7 @@ from helpers import CPU, SMALL
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
-from unified_trainer.run import build as module
+from unified_trainer.run.build_worker import build_sampling
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.workers import check_transport
 
@@ -74,7 +74,7 @@ def test_a_model_that_does_not_fit_one_device_is_refused(monkeypatch, words, siz
         needed.append(bytes_needed)
         raise UserError(f"{what}: {way_out}")
 
-    monkeypatch.setattr(module, "require_memory", none_is_free)
+    monkeypatch.setattr("unified_trainer.run.build_worker.require_memory", none_is_free)
     with pytest.raises(UserError, match=r"the model of a rollout worker: .*--rollouts\.workers 0"):
-        module.build_sampling(parse([*GRPO, *words]), CPU, True, False)
+        build_sampling(parse([*GRPO, *words]), CPU, True, False)
     assert needed == [size * WEIGHTS]

@@ -62,6 +62,7 @@ class Run:
         group, sender = WorkerGroup(self.scheduler, {}), WeightSender(ALONE)
         how = {"size": 3, "ahead": ahead, "check_every": check_every, "trajectories": trajectories}
         self.rollouts = RemoteRollouts(group, self.student, self.loader, ALONE, sender, **how)
+        self.rollouts.check = self.check
         self.first = next(iter(self.student.weights.values())).data.view(-1)
         self.start = float(self.first[0])
         self.checks: list[tuple[str, int, int]] = []  # who made the samples that were checked, samples, version
@@ -69,7 +70,7 @@ class Run:
     def step(self, step: int) -> int:
         """The version that made the samples of this step; it must be that of the weights that they show."""
         batch = self.loader.batch(step)
-        samples = self.rollouts.samples(batch, step, Streams(0, step), self.check)
+        samples = self.rollouts.samples(batch, step, Streams(0, step))
         assert samples.batch is batch
         (version,) = samples.versions.unique().tolist()
         shown = samples.rollout.end(range(len(batch))).unique().tolist()
@@ -78,7 +79,7 @@ class Run:
         self.first[0] += 1
         return version
 
-    def check(self, samples, maker: str) -> None:
+    def check(self, samples, rng: Streams, maker: str) -> None:
         """The student has the weights that made the samples."""
         (version,) = samples.versions.unique().tolist()
         assert samples.rollout.end(range(len(samples.batch))).unique().tolist() == [float(self.first[0])]

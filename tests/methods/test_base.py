@@ -26,7 +26,7 @@ from unified_trainer.methods.base import (
 from unified_trainer.methods.base import frozen as declare_frozen
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.plan.roles import plan_roles
-from unified_trainer.run.registry import METHODS
+from unified_trainer.run.registry import METHODS, method_named
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.sampling.solver import SamplerConfig
@@ -139,23 +139,24 @@ def test_a_method_without_a_constructor_gets_its_roles_as_attributes():
 
 
 def test_the_settings_have_exactly_the_roles_of_the_method():
-    for name, method in METHODS.items():
+    for name in METHODS:
+        method = method_named(name)
         own = settings.run_class(method)().roles
         assert list(own) == [role for role, spec in method.roles.items() if not spec.copy_of], name
-    assert "teacher" not in settings.run_class(METHODS["dance_grpo"])().roles
+    assert "teacher" not in settings.run_class(method_named("dance_grpo"))().roles
 
 
 def test_a_role_takes_the_folder_of_the_role_it_starts_from():
-    run = settings.run_class(METHODS["dmd2"])()
+    run = settings.run_class(method_named("dmd2"))()
     own, student = str(WAN), TrainableConfig(path="tiny")  # the same folder under two names
     run = dataclasses.replace(run, method="dmd2", student=student, teacher=RoleConfig(path=own, precision="bf16"))
-    plans = plan_roles(run, METHODS["dmd2"])
+    plans = plan_roles(run, method_named("dmd2"))
     assert {name: role.path for name, role in plans.items()} == {"student": "tiny", "teacher": own, "critic": own}
     assert plans["critic"].config.precision == "fp32"  # settings are its own, whatever it starts from
 
 
 def test_a_role_that_the_settings_do_not_need_is_not_built():
-    method = METHODS["dance_grpo"]
+    method = method_named("dance_grpo")
     run = settings.run_class(method)(method="dance_grpo", student=TrainableConfig(path="tiny"))
     assert list(plan_roles(run, method)) == ["student"]
     algorithm = dataclasses.replace(run.algorithm, kl_coefficient=0.1)

@@ -261,7 +261,7 @@ def test_only_the_states_of_the_window_are_kept():
         sampler=dataclasses.replace(ODE, num_steps=9),
         scorer=ScriptedScorer(REWARDS),
     )
-    one.method.rollouts = watched = WatchedRollouts(one.method.rollouts)
+    one.method.sample_from(watched := WatchedRollouts(one.method.rollouts))
     one.step(0)
     kept = watched.seen[0].rollout
     assert kept.states.shape[1] == 3 and kept.log_probs.shape[1] == 2
@@ -274,7 +274,7 @@ def test_a_random_window_is_one_for_all_parts_of_a_rollout():
         for size in (2, 8):
             config = dataclasses.replace(CONFIG, window=WindowConfig(size=2, schedule="random"), rollout_batch=size)
             one = dance_grpo(config, sampler=dataclasses.replace(ODE, num_steps=9), scorer=ScriptedScorer(REWARDS))
-            one.method.rollouts = watched = WatchedRollouts(one.method.rollouts)
+            one.method.sample_from(watched := WatchedRollouts(one.method.rollouts))
             one.step(step)
             rollouts.append(watched.seen[0].rollout)
         torch.testing.assert_close(rollouts[0].states, rollouts[1].states, rtol=1e-4, atol=1e-5)

@@ -257,7 +257,7 @@ class Stale(WatchedRollouts):
         super().__init__(rollouts)
         self.lag = lag
 
-    def samples(self, batch, step, rng, check=None):
+    def samples(self, batch, step, rng):
         samples = super().samples(batch, step, rng)
         return dataclasses.replace(samples, versions=samples.versions - self.lag)
 
@@ -267,7 +267,7 @@ def test_a_lag_without_a_change_of_weights_is_gae(gae_lambda):
     """The replay finds ratios of 1: V-trace is GAE, and the update is that of a step without lag."""
     expected = recorded(head=0.3, gae_lambda=gae_lambda)
     one = trainer(head=0.3, gae_lambda=gae_lambda)
-    one.method.rollouts = Stale(one.method.rollouts, 1)
+    one.method.sample_from(Stale(one.method.rollouts, 1))
     calls = Calls.of(one.roles["student"])
     metrics = one.step(0)
     assert metrics["lag"] == 1 and len(calls.graph) == STEPS + 2 * (STEPS - 1)  # rollout, V-trace's replay, update

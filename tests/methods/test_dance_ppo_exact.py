@@ -103,12 +103,12 @@ class KnownValue(Value):
 class LinearReward:
     """Rollouts of a role, scored after the last step of the linear student; `age` is the lag of their weights."""
 
-    uniform = True
+    uniform, check = True, None
 
     def __init__(self, role, config, age: int = 0) -> None:
         self.role, self.config, self.age = role, config, age
 
-    def samples(self, batch, step, rng, check=None):
+    def samples(self, batch, step, rng):
         rollout = DancePPO.sample(self.config, SAMPLER, self.role, batch, step, rng.restarted())
         parts = true_value(rollout.states[:, -1], LAST)[:, None]
         versions = torch.full((len(batch),), step - self.age)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
-from unified_trainer.parallel.mesh import Mesh, ParallelConfig, where
+from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.parallel.torchrun import where
 from unified_trainer.run.plan.plan import check
 from unified_trainer.run.settings.command_line import parse
 

@@ -8,7 +8,7 @@ from helpers import CPU, SMALL, flags, shell
 
 from unified_trainer.__main__ import main
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
-from unified_trainer.run.build import _in_worker
+from unified_trainer.run.build_worker import _in_worker
 from unified_trainer.run.settings.command_line import parse
 
 

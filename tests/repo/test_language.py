@@ -255,7 +255,7 @@ WORDS = {
     r"\bFeed\b|\bfeed(?=[=.:,)])": "Loader, loader",
     r"\baveraged (?:weights|ones)\b": "EMA weights",
     r"\bwitness": "held-out scorer",
-    r"\bHARMLESS\b|\bPLACES\b|\bMENDABLE\b|\bmend(?:ed|ing|s)?\b": "RESUMABLE_KEYS, PATH_KEYS, UserError, fix",
+    r"\bHARMLESS\b|\bPLACES\b|\bMENDABLE\b|\bmend(?:ed|ing|s)?\b": "MAY_CHANGE, PATH_KEYS, UserError, fix",
     r"\bof_end\b": "from_x0",
     r"\bsurrogates\.\w|\bpolicy\.(?:transition|log_prob)`|\bgroups\.judge\b": "objectives, kernels, compute_advantages",
     # American spelling

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from helpers import REPO, shell
 
-from unified_trainer.__main__ import COMMANDS, main
+from unified_trainer.__main__ import COMMANDS, command_named, main
 from unified_trainer.basics.input_files import read_yaml
 from unified_trainer.rewards.aesthetic import Aesthetic
 from unified_trainer.rewards.endpoint import Endpoint
 from unified_trainer.rewards.reward import ScorerConfig
-from unified_trainer.run.registry import METHODS
+from unified_trainer.run.registry import METHODS, method_named
 from unified_trainer.run.settings import command_line
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import parse
@@ -215,7 +215,7 @@ def fields_of(kind: type, prefix: str = "") -> list[tuple[type, str, str]]:
     return found
 
 
-SETTINGS = list({row[1:]: row for method in METHODS.values() for row in fields_of(run_class(method))}.values())
+SETTINGS = list({row[1:]: row for name in METHODS for row in fields_of(run_class(method_named(name)))}.values())
 SETTINGS += fields_of(ScorerConfig, "reward.scorers.NAME.")
 # Settings that kinds of scorers declare for themselves.
 OWN = [
@@ -306,7 +306,7 @@ def test_the_readme_shows_the_two_commands_first():
 def test_the_commands_of_the_documents_parse(document, flags, tmp_path, monkeypatch):
     """A run directory of a document is one of the method that its name holds, such as runs/dmd2."""
     if flags[0] in COMMANDS:
-        apply(COMMANDS[flags[0]], flags[1:])  # parsed, and not run
+        apply(command_named(flags[0]), flags[1:])  # parsed, and not run
         return
     method = next(
         (name for name in METHODS if "--resume" in flags and name in flags[flags.index("--resume") + 1]), None
@@ -342,7 +342,7 @@ def test_files_a_document_names_are_there(path):
 def known_names() -> set[str]:
     """Every function, class, method, attribute and setting of the package."""
     names = {flag for _, flag, _ in SETTINGS} | {flag.rpartition(".")[0] for _, flag, _ in SETTINGS}
-    runs = [run_class(method)() for method in METHODS.values()]
+    runs = [run_class(method_named(name))() for name in METHODS]
     names |= {one.off.removeprefix("--").replace("-", "_") for run in runs for one in settings_of(run) if one.switch}
     for text in TEXTS.values():
         for node in ast.walk(ast.parse(text)):

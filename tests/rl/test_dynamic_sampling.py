@@ -28,7 +28,8 @@ from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
-from unified_trainer.methods.rl.dynamic_sampling import collect_samples
+from unified_trainer.methods.rl.dynamic_sampling import with_replacement
+from unified_trainer.methods.rl.groups import Groups
 from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.reward import Scores
@@ -49,7 +50,7 @@ class EqualRewards:
     prompts: set[int]
     uniform: bool = True
 
-    def samples(self, batch, step, rng, check=None) -> ScoredSamples:
+    def samples(self, batch, step, rng) -> ScoredSamples:
         ids = zip(batch.prompt_ids, batch.sample_ids, strict=True)
         rewards = torch.tensor([0.0 if prompt in self.prompts else float(i) for prompt, i in ids])
         x0 = torch.tensor(batch.sample_ids).float().view(-1, 1, 1, 1, 1).expand(-1, *LATENT_SHAPE)
@@ -72,8 +73,9 @@ def resampled(rounds: int, equal) -> tuple[ScoredSamples, dict[str, float], list
     """
     one, config = loader(), dataclasses.replace(CONFIG, dynamic_sampling_rounds=rounds)
     made = WatchedRollouts(EqualRewards(equal))
-    samples, metrics = collect_samples(config, made, reward_of(), one, one.batch(0), 0, Streams(0, 0), ALONE)
-    return samples, metrics, [len(part.batch) for part in made.seen]
+    source = with_replacement(made, config, reward_of(), one)
+    samples = source.samples(one.batch(0), 0, Streams(0, 0))
+    return samples, source.metrics(), [len(part.batch) for part in made.seen]
 
 
 def first_prompts() -> list[int]:
@@ -184,9 +186,9 @@ def test_a_failure_is_a_group_below_the_threshold():
     )
     metrics = one.step(0)
     assert one.loader.state_dict()["failures"].tolist() == [1, 1, 1, 1] and metrics["failed_groups"] == 1
-    one.method.config = dataclasses.replace(one.method.config, failure_below=0.5)
+    one.method.groups = Groups(dataclasses.replace(one.method.config, failure_below=0.5), one.method.reward, one.loader)
     batch = one.loader.batch(1)
-    one.method.rollouts = watched = WatchedRollouts(one.method.rollouts)
+    one.method.sample_from(watched := WatchedRollouts(one.method.rollouts))
     one.step(1)
     parts = watched.seen[0].scores.parts[:, 0]
     means = {p: parts[[i for i, q in enumerate(batch.prompt_ids) if q == p]].mean() for p in range(4)}

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import ALONE, ScriptedScorer, dance_grpo, tiny_codec
+from helpers import ScriptedScorer, dance_grpo, tiny_codec
 
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
-from unified_trainer.methods.rl.groups import compute_advantages
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.reward import Reward, RewardConfig, ScorerConfig
 
@@ -34,9 +33,8 @@ def test_gdpo_compares_each_part_with_its_group_before_they_are_weighted():
     scorers = {name: column_of(row) for name, row in zip(("first", "second"), parts, strict=True)}
     one = dance_grpo(dataclasses.replace(CONFIG, advantage="gdpo"), reward=Reward(scorers, tiny_codec(), config))
     batch = one.loader.batch(0)
-    scores = one.method.rollouts.samples(batch, 0, Streams(0, 0)).scores
-    computed = compute_advantages(one.method.config, one.method.reward, scores, None, batch, one.loader, ALONE)
-    advantages, metrics = computed.values, computed.metrics
+    samples, metrics = one.method.rollouts.samples(batch, 0, Streams(0, 0)), {}
+    advantages = one.method.groups.advantages(samples, None, metrics).values
     by_group = [torch.stack([standard(row[:4]), standard(row[4:])]).flatten() for row in parts]
     mixed = 0.5 * by_group[0] - 2 * by_group[1]
     torch.testing.assert_close(advantages, (mixed - mixed.mean()) / mixed.std(), rtol=1e-4, atol=1e-5)

@@ -199,7 +199,7 @@ def lagged(ahead: int, steps: int, **changes):
     """Return a trainer whose student moves, after some training steps, its samples, and its weights at each step."""
     one = dance_grpo(dataclasses.replace(CONFIG, **changes), sampler=ODE, scorer=ScriptedScorer(REWARDS), moves=True)
     student = one.roles["student"]
-    one.method.rollouts = LaggedRollouts(OlderRollouts(one.method.rollouts, 0), student, ahead)
+    one.method.sample_from(LaggedRollouts(OlderRollouts(one.method.rollouts, 0), student, ahead))
     before, metrics = [], []
     for step in range(steps):
         before.append(weights(student.network))
@@ -217,7 +217,7 @@ def test_samples_of_step_k_come_from_the_weights_after_k_minus_ahead_steps():
         with torch.no_grad():
             for key, weight in student.network.named_parameters():
                 weight.copy_(before[version][key])
-        fresh.method.rollouts = watched = OlderRollouts(fresh.method.rollouts, 0)
+        fresh.method.sample_from(watched := OlderRollouts(fresh.method.rollouts, 0))
         fresh.step(step)
         assert torch.equal(made[step].rollout.states, watched.seen[0].rollout.states)
 

@@ -29,6 +29,11 @@ class Schema(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="ignore")
 
 
+def is_weights(file: Path) -> bool:
+    """Return whether a file is read as weights, by its name; hidden ones are of a file browser or a file system."""
+    return file.suffix == ".safetensors" and not file.name.startswith(".")
+
+
 def check_file(file: Path, key: str = "") -> None:
     """Raise UserError unless there is a regular file; `key` is the setting that names it, for messages."""
     place = _place(file, key)

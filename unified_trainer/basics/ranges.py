@@ -1,10 +1,17 @@
-"""Ranges of numeric settings: each is declared once, in the type of its field, and holds wherever a value comes from.
+"""What the type of a setting's field says besides the type: the range of a number, and whether --resume may change it.
+
+A range is declared once, in the type of its field, and holds wherever a value comes from.
 
     max_grad_norm: NonNegative = 1.0
     eta: Annotated[float, above(0, 100)] = 0.3
 
 A range in the type of an optional value or of a tuple holds for each number. Infinity and NaN are in no range that does
 not list them, and a number whose type has no range must be finite.
+
+A resumed run computes what the run before would have computed, so only marked fields, or those of a marked section, may
+have other values than in its config.yaml:
+
+    keep_last: Annotated[Count, MAY_CHANGE] = 2
 """
 
 import math
@@ -14,6 +21,14 @@ from typing import Annotated, Any
 
 LONGEST = 10**9  # training steps or updates: more than any run has, and few enough to count with
 MOST = 10**6  # of what a run makes or holds at a time, such as samples or processes
+
+
+@dataclass(frozen=True)
+class MayChange:
+    """The mark of a setting that does not change what a training step computes."""
+
+
+MAY_CHANGE = MayChange()
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,12 @@ class Range:
             words = " and ".join(filter(None, (low, high))) or "a finite number"
         words += "".join(f" but not {_shown(value)}" for value in self.never)
         return words + "".join(f", or {_shown(value)}" for value in self.also)
+
+    @property
+    def interval(self) -> str:
+        """The interval as formulas write it, such as (0, 1]."""
+        low, high = "(" if self.open_low else "[", ")" if self.open_high else "]"
+        return f"{low}{_shown(self.low)}, {_shown(self.high)}{high}"
 
 
 def at_least(low: float, high: float = math.inf) -> Range:

@@ -1,1 +1,14 @@
 """One file per algorithm; each yields losses."""
+
+METHODS = {  # as text: `registry.method_named` imports the one that is asked for
+    "consistency": "unified_trainer.methods.consistency:Consistency",
+    "dance_grpo": "unified_trainer.methods.dance_grpo:DanceGRPO",
+    "dance_ppo": "unified_trainer.methods.dance_ppo:DancePPO",
+    "diffusion_nft": "unified_trainer.methods.diffusion_nft:DiffusionNFT",
+    "distill_rl": "unified_trainer.methods.distill_rl:DistillRL",
+    "dmd2": "unified_trainer.methods.dmd2:DMD2",
+    "finetune": "unified_trainer.methods.finetune:Finetune",
+    "ode_init": "unified_trainer.methods.ode_init:ODEInit",
+    "reward_gradient": "unified_trainer.methods.reward_gradient:RewardGradient",
+    "self_forcing": "unified_trainer.methods.self_forcing:SelfForcing",
+}

@@ -7,12 +7,12 @@ reward. The declaration is checked when its module is imported.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Count
+from unified_trainer.basics.ranges import MAY_CHANGE, Count
 from unified_trainer.basics.types import Batch, Rollout
 from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
 from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw
@@ -24,6 +24,7 @@ from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling.solver import SamplerConfig
 from unified_trainer.sampling.teacher_ode import TeacherODE
 
+Metrics = dict[str, float]  # of one training step; noted where they are computed
 PARTS = ("reward", "loader", "rollouts")  # constructor arguments besides roles: see `Method.parts`
 
 
@@ -155,7 +156,7 @@ class SingleUpdateConfig(MethodConfig):
 
     batch_size: Count = 32
     """Samples per optimizer update, over all ranks."""
-    micro_batch: Count = 32
+    micro_batch: Annotated[Count, MAY_CHANGE] = 32
     """Samples per backward pass, at most: a rank takes the largest size that divides its share."""
 
     def plan(self) -> BatchPlan:
@@ -176,9 +177,11 @@ class Method:
     sampled_by: ClassVar[str] = ""  # the role that makes the samples of `rollouts`, a constructor argument then
     trained_for_sampler: ClassVar[bool] = False  # the student fits the run's sampler alone: checkpoints keep it
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        _check_declaration(cls)
+    def __init_subclass__(cls, *, shared: bool = False) -> None:
+        """Check the declaration of a method; a `shared` base class of several methods declares nothing."""
+        super().__init_subclass__()
+        if not shared:
+            _check_declaration(cls)
 
     def __init__(self, config: Any, sampler: SamplerConfig, **parts: Any) -> None:
         self.config, self.sampler = config, sampler
@@ -254,9 +257,11 @@ def _check_declaration(cls: type[Method]) -> None:
     if cls.step is Method.step:
         fail("must define step(batch, step, rng, mesh), a generator of losses")
     if cls.__init__ is not Method.__init__:
-        given = [p.name for p in inspect.signature(cls.__init__).parameters.values() if p.kind is not p.VAR_KEYWORD][1:]
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters)  # it hands them on to Method's constructor
+        given = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD][1:]
         wanted = ["config", "sampler", *roles, *cls.parts()]
-        if sorted(given) != sorted(wanted):
+        if not {*given} <= {*wanted} or (not takes_others and len(given) != len(wanted)):
             fail(f"has a constructor with {', '.join(given)}, but declares {', '.join(wanted)}")
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -10,25 +11,21 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Fraction, NonNegative, PeriodOrZero, Positive, PositiveFraction
-from unified_trainer.basics.types import Batch, PerSample, Rollout, take_rows, widest
+from unified_trainer.basics.types import Batch, PerSample, take_rows, widest
 from unified_trainer.data.batch_plan import largest_divisor
-from unified_trainer.data.loader import Loader
-from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained
-from unified_trainer.methods.rl.dynamic_sampling import lag_metrics
+from unified_trainer.methods.base import Loss, MethodSetup, Metrics, initial_copy, trained
 from unified_trainer.methods.rl.groups import reward_metrics
 from unified_trainer.methods.rl.minibatches import Minibatch, plan_minibatches
-from unified_trainer.methods.rl.policy import PolicyConfig, sample_policy
-from unified_trainer.methods.rl.policy_update import PolicyUpdate
+from unified_trainer.methods.rl.policy import PolicyConfig
 from unified_trainer.methods.rl.replay import Trajectories
-from unified_trainer.methods.rl.rollout_config import RolloutConfig
-from unified_trainer.methods.rl.rollouts import Rollouts
+from unified_trainer.methods.rl.rollout_method import PolicyMethod
+from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.methods.rl.updates import MinibatchLoss, role_losses
 from unified_trainer.numerics.advantages import gae, standardized, vtrace
 from unified_trainer.numerics.values import explained_variance, value_loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rewards.reward import RewardSum
-from unified_trainer.roles.role import Frozen, Role, Trainable, TrainableConfig
+from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.roles.value import Value
 from unified_trainer.sampling.solver import SamplerConfig
 
@@ -36,7 +33,7 @@ PerTransition = Float[Tensor, "b s"]  # of each sample at the state before each 
 
 
 @dataclass(frozen=True)
-class DancePPOConfig(PolicyConfig, RolloutConfig):
+class DancePPOConfig(PolicyConfig):
     """Settings of the policy, of its update and of the value function."""
 
     num_prompts: Count = 64
@@ -88,7 +85,7 @@ class DancePPOConfig(PolicyConfig, RolloutConfig):
         setup.require_trained("value", [[sigmas[s]] for s in sorted(states)], "algorithm.window")
 
 
-class DancePPO(Method):
+class DancePPO(PolicyMethod):
     """Roll out, score, compare with predicted rewards, and raise the density of the better transitions."""
 
     config_class = DancePPOConfig
@@ -97,64 +94,39 @@ class DancePPO(Method):
         "value": trained(Value),
         "reference": initial_copy("student", when=lambda config: config.kl_coefficient > 0),
     }
-    uses_reward = True
-    sampled_by = "student"
-    trained_for_sampler = True
+    value: Value
 
-    def __init__(
-        self,
-        config: DancePPOConfig,
-        sampler: SamplerConfig,
-        *,
-        student: Trainable,
-        value: Value,
-        reward: RewardSum,
-        loader: Loader,
-        rollouts: Rollouts,
-        reference: Frozen | None = None,
-    ) -> None:
-        self.config, self.value, self.reward, self.loader, self.rollouts = config, value, reward, loader, rollouts
-        same = config.init_same_noise
-        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, same_noise=same)
+    def __init__(self, config: DancePPOConfig, sampler: SamplerConfig, **parts: Any) -> None:
+        super().__init__(config, sampler, **parts)
         self.scale = torch.zeros(2, dtype=torch.float64)  # mean and std of the first rewards, the unit of all values
 
-    @staticmethod
-    def sample(
-        config: DancePPOConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
-    ) -> Rollout:
-        return sample_policy(config, sampler, role, batch, step, rng, same_noise=config.init_same_noise)
-
-    def micro_batches(self, batch: Batch) -> list[Batch]:
-        return [batch]  # all samples of the rank: advantages are computed before the first update
-
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
-        config, (window, trained) = self.config, self.update.transitions(step, rng)
-        check = partial(self.update.check_worker, window, trained, rng)
-        samples = self.rollouts.samples(batch, step, rng, check)
+        metrics: Metrics = {}
+        window, trained = self.update.transitions(step, rng, metrics)
+        samples = self.roll_out(batch, step, rng, mesh, metrics)
         trajectories = self.update.trajectories(samples, step, window, rng)
-        penalty, metrics = self.update.kl.penalty(trajectories, mesh)
-
-        scores = samples.scores.gathered(mesh)
-        rewards = self.reward.total(scores.parts)
-        returns = self._standardised(rewards if penalty is None else rewards - mesh.gather(penalty).cpu().double())
+        returns = self._returns(samples, trajectories, mesh, metrics)
         values = self._values(trajectories)
         targets, advantages = self._compare(trajectories, _own(returns, mesh), values, mesh)
-        advantages = self._normalised(advantages[:, [s - window.start for s in trained]], mesh)
-
-        ids = mesh.gather(torch.tensor(samples.batch.sample_ids, device=rewards.device)) // config.num_samples
-        metrics |= reward_metrics(rewards, ids) | self.reward.metrics(scores, ids) | lag_metrics(samples, step, mesh)
-        metrics |= self.rollouts.metrics() | self.update.transition_metrics(window, trained)
-        metrics |= self._value_metrics(mesh.gather(values), returns, window)
+        advantages = self._normalised(advantages[:, [trajectories.index(s) for s in trained]], mesh)
+        self._note_values(mesh.gather(values), returns, window, metrics)
 
         updates = self._minibatches(len(batch), mesh)
         value_at = partial(self._value_loss, trajectories, values, targets)
         start_update = self.update.begin(trajectories, advantages, trained, updates, mesh)
         for minibatches in updates:
             yield from role_losses("value", minibatches, window, value_at, metrics)
-            if step >= config.value_warmup_steps:
+            if step >= self.config.value_warmup_steps:
                 yield from role_losses("student", minibatches, trained, start_update(minibatches), metrics)
-        if self.update.lags_too_far:
-            self.rollouts.lower_ahead()
+
+    def _returns(self, samples: ScoredSamples, trajectories: Trajectories, mesh: Mesh, metrics: Metrics) -> PerSample:
+        """Return the rewards of all ranks' samples minus the KL's penalty, in the unit of the value function."""
+        penalty = self.update.kl.penalty(trajectories, mesh, metrics)
+        scores = samples.scores.gathered(mesh)
+        rewards = self.reward.total(scores.parts)
+        ids = mesh.gather(torch.tensor(samples.batch.sample_ids, device=rewards.device)) // self.config.num_samples
+        metrics |= reward_metrics(rewards, ids) | self.reward.metrics(scores, ids)
+        return self._standardised(rewards if penalty is None else rewards - mesh.gather(penalty).cpu().double())
 
     def _minibatches(self, samples: int, mesh: Mesh) -> list[list[Minibatch]]:
         """Return the minibatches of each update, which together hold all of this rank's samples."""
@@ -176,8 +148,8 @@ class DancePPO(Method):
         return self._of_states(trajectories, partial(self._value, trajectories)).cpu().double()
 
     def _value(self, trajectories: Trajectories, rows: Tensor, s: int) -> PerSample:
-        batch, x_t, *_ = trajectories.transition(s, rows)
-        value = self.value.value(x_t, self.update.policy.sigmas[s].expand(len(batch)), batch.cond)
+        made = trajectories.transition(s, rows)
+        value = self.value.value(made.x_t, self.update.policy.sigmas[s].expand(len(rows)), made.batch.cond)
         return value.to(widest(value.device))
 
     @torch.no_grad()
@@ -187,7 +159,7 @@ class DancePPO(Method):
         def log_ratio(rows: Tensor, s: int) -> PerSample:
             log_prob, mean, _ = self.update.density(trajectories, rows, s)
             elements = mean[0].numel() if self.config.weight_density == "joint" else 1
-            old = trajectories.rollout.log_probs[:, s - trajectories.window.start]
+            old = trajectories.rollout.log_probs[:, trajectories.index(s)]
             return elements * (log_prob - take_rows(old, rows.tolist()))
 
         return self._of_states(trajectories, log_ratio).cpu().double()
@@ -226,30 +198,28 @@ class DancePPO(Method):
         last: bool,
     ) -> MinibatchLoss:
         """The value loss at the state before transition s, weighted over the samples of the minibatch."""
-        rows, at = minibatch.rows, s - trajectories.window.start
+        rows, at = minibatch.rows, trajectories.index(s)
         value = self._value(trajectories, rows, s)
         value_old, target = (x[rows, at].to(value, non_blocking=True) for x in (values, targets))
         loss = value_loss(value, value_old, target, self.config.value_clip)
         seen = {"value_loss": take_rows(loss.detach(), minibatch.real.nonzero().flatten().tolist())}
         return MinibatchLoss((minibatch.weights.to(loss, non_blocking=True) * loss).sum(), seen)
 
-    def _value_metrics(self, values: PerTransition, returns: PerSample, window: range) -> dict[str, float]:
-        """Return the mean prediction in the unit of the reward, and how much it explains of the discounted returns."""
+    def _note_values(self, values: PerTransition, returns: PerSample, window: range, metrics: Metrics) -> None:
+        """Note the mean prediction in the unit of the reward, and how much it explains of the discounted returns."""
         mean, std = self.scale.tolist()
         to_end = torch.arange(len(window) - 1, -1, -1).to(returns)
         discounted = returns[:, None] * self.config.discount**to_end
-        metrics = {
-            "value_mean": mean + std * float(values.mean()),
-            "explained_variance": explained_variance(values, discounted),
-        }
-        columns = zip(window, values.unbind(1), discounted.unbind(1), strict=True)
-        return metrics | {f"explained_variance/{s}": explained_variance(v, r) for s, v, r in columns}
+        metrics["value_mean"] = mean + std * float(values.mean())
+        metrics["explained_variance"] = explained_variance(values, discounted)
+        for s, value, target in zip(window, values.unbind(1), discounted.unbind(1), strict=True):
+            metrics[f"explained_variance/{s}"] = explained_variance(value, target)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self.update.state_dict() | {"reward_scale": self.scale}
+        return super().state_dict() | {"reward_scale": self.scale}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.update.load_state_dict(state)
+        super().load_state_dict(state)
         self.scale.copy_(state["reward_scale"])
 
 

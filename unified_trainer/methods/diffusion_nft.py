@@ -2,26 +2,26 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Decay, Fraction, NonNegative, Positive, PositiveFraction
 from unified_trainer.basics.types import Batch, Latents, PerSample, Rollout, take_rows
-from unified_trainer.data.loader import Loader
-from unified_trainer.methods.base import Loss, Method, MethodSetup, initial_copy, trained, updated_copy
-from unified_trainer.methods.rl.dynamic_sampling import collect_samples
-from unified_trainer.methods.rl.groups import GroupConfig, compute_advantages
+from unified_trainer.methods.base import Loss, MethodSetup, Metrics, initial_copy, trained, updated_copy
+from unified_trainer.methods.rl.dynamic_sampling import with_replacement
+from unified_trainer.methods.rl.groups import GroupConfig, Groups
 from unified_trainer.methods.rl.minibatches import Minibatch
 from unified_trainer.methods.rl.policy import initial_noise
 from unified_trainer.methods.rl.reference_kl import check_reference
 from unified_trainer.methods.rl.replay import transition_noise
-from unified_trainer.methods.rl.rollouts import Rollouts, ScoredSamples
+from unified_trainer.methods.rl.rollout_method import RolloutMethod
+from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss, update_losses
 from unified_trainer.numerics.flow import Sigma, add_noise, sample_mean, x0_from_velocity
 from unified_trainer.numerics.kl import velocity_kl
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rewards.reward import RewardSum
-from unified_trainer.roles.role import Frozen, Role, Trainable
+from unified_trainer.roles.role import Role
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.sampling.solver import SamplerConfig, generate, policy_velocity, trainable_steps
 
@@ -62,7 +62,7 @@ class DiffusionNFTConfig(GroupConfig):
         setup.require_trained("student", [sampler.sigmas()[:-1].tolist()], "sampler.num_steps")
 
 
-class DiffusionNFT(Method):
+class DiffusionNFT(RolloutMethod):
     """Sample with the old policy, compare groups, and train the student's velocity on noised samples."""
 
     config_class = DiffusionNFTConfig
@@ -71,25 +71,14 @@ class DiffusionNFT(Method):
         "old": updated_copy("student"),
         "reference": initial_copy("student", when=lambda config: config.kl_coefficient > 0),
     }
-    uses_reward = True
     sampled_by = "old"
-    trained_for_sampler = True
+    old: WeightCopy
 
-    def __init__(
-        self,
-        config: DiffusionNFTConfig,
-        sampler: SamplerConfig,
-        *,
-        student: Trainable,
-        old: WeightCopy,
-        reward: RewardSum,
-        loader: Loader,
-        rollouts: Rollouts,
-        reference: Frozen | None = None,
-    ) -> None:
-        check_reference(config.kl_coefficient, reference)
-        self.config, self.sampler, self.loader, self.rollouts = config, sampler, loader, rollouts
-        self.student, self.old, self.reward, self.reference = student, old, reward, reference
+    def __init__(self, config: DiffusionNFTConfig, sampler: SamplerConfig, **parts: Any) -> None:
+        super().__init__(config, sampler, **parts)
+        check_reference(config.kl_coefficient, self.reference)
+        self.groups = Groups(config, self.reward, self.loader)
+        self.rollouts = with_replacement(self.rollouts, config, self.reward, self.loader)
 
     @staticmethod
     def sample(
@@ -101,21 +90,14 @@ class DiffusionNFT(Method):
         noise, equal = initial_noise(rng, batch, same=config.init_same_noise)
         return Rollout.from_x0(generate(role, noise.to(role.device), batch, sampler, draw, equal))
 
-    def micro_batches(self, batch: Batch) -> list[Batch]:
-        return [batch]  # all samples of the rank: groups are compared before the first update
-
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         calls = trainable_steps(self.student, self.sampler)
         count = max(1, round(self.config.timestep_fraction * len(calls)))
         levels = sorted(calls[i] for i in rng.shared.permutation(len(calls))[:count])
-        samples, collected = collect_samples(
-            self.config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh
-        )
-        advantages = compute_advantages(
-            self.config, self.reward, samples.scores, None, samples.batch, self.loader, mesh
-        )
         decay = min(self.config.old_decay, self.config.old_decay_rise * step)
-        metrics = advantages.metrics | collected | {"old_decay": decay}
+        metrics: Metrics = {"old_decay": decay}
+        samples = self.roll_out(batch, step, rng, mesh, metrics)
+        advantages = self.groups.advantages(samples, None, metrics)
 
         def start_update(minibatches: list[Minibatch]) -> LossAt:
             return lambda minibatch, s, last: self._loss(samples, advantages.values, minibatch, s, rng)

@@ -4,37 +4,36 @@ The joint objective is max E[R] - beta KL(p || p_teacher), whose law is p_teache
 arXiv:2511.13649; Reward Forcing, arXiv:2512.04678; RTDMD, arXiv:2605.26108.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.types import Batch, PerSample, Rollout
+from unified_trainer.basics.types import Batch, PerSample
 from unified_trainer.data.batch_plan import largest_divisor
-from unified_trainer.data.loader import Loader
-from unified_trainer.methods.base import Loss, Method, frozen, initial_copy, trained
+from unified_trainer.methods.base import Loss, Metrics, frozen, initial_copy, trained
 from unified_trainer.methods.distill_rl_settings import DistillRLConfig
 from unified_trainer.methods.distribution_matching import DistributionMatching
-from unified_trainer.methods.rl.dynamic_sampling import collect_samples
-from unified_trainer.methods.rl.groups import compute_advantages, gather_ids
+from unified_trainer.methods.rl.dynamic_sampling import with_replacement
+from unified_trainer.methods.rl.groups import Groups, gather_ids
 from unified_trainer.methods.rl.minibatches import Minibatch
-from unified_trainer.methods.rl.policy import sample_policy
-from unified_trainer.methods.rl.policy_update import PolicyUpdate
-from unified_trainer.methods.rl.rollouts import Rollouts, ScoredSamples
+from unified_trainer.methods.rl.rollout_method import PolicyMethod
+from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss
 from unified_trainer.methods.x0_terms import X0Terms
 from unified_trainer.numerics.advantages import tilt_weights
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.rewards.reward import Reward, RewardSum
+from unified_trainer.rewards.reward import Reward
 from unified_trainer.roles.critic import Critic
-from unified_trainer.roles.role import Frozen, Role, Trainable
+from unified_trainer.roles.role import Frozen
 from unified_trainer.sampling.solver import SamplerConfig
 
 
-class DistillRL(Method):
+class DistillRL(PolicyMethod):
     """Roll out and score; teach the critic the samples, then move the student along the sum of the terms."""
 
     config_class = DistillRLConfig
@@ -44,69 +43,46 @@ class DistillRL(Method):
         "critic": trained(Critic, starts_from="teacher"),
         "reference": initial_copy("student", when=lambda config: config.kl_coefficient > 0),
     }
-    uses_reward = True
-    sampled_by = "student"
-    trained_for_sampler = True
+    teacher: Frozen
+    critic: Critic
 
-    def __init__(
-        self,
-        config: DistillRLConfig,
-        sampler: SamplerConfig,
-        *,
-        student: Trainable,
-        teacher: Frozen,
-        critic: Critic,
-        reward: RewardSum,
-        loader: Loader,
-        rollouts: Rollouts,
-        reference: Frozen | None = None,
-    ) -> None:
-        self.config, self.sampler, self.student = config, sampler, student
-        self.reward, self.loader, self.rollouts = reward, loader, rollouts
-        if config.reward_gradient.weight and not isinstance(reward, Reward):
+    def __init__(self, config: DistillRLConfig, sampler: SamplerConfig, **parts: Any) -> None:
+        super().__init__(config, sampler, **parts)
+        if config.reward_gradient.weight and not isinstance(self.reward, Reward):
             raise UserError(
                 "algorithm.reward_gradient needs the scorers in the training processes: set rollouts.workers 0, or "
                 "algorithm.reward_gradient.weight 0"
             )
-        gan = {"gan_weight": config.gan.weight, "gan_critic_weight": config.gan.critic_weight}
-        self.matching = DistributionMatching(config.matching, teacher, critic, **gan)
-        self.x0_terms = X0Terms(config, sampler, student, self.matching, reward)
-        same = config.init_same_noise
-        self.update = PolicyUpdate(config, sampler, student, reference, config.update_batch, same_noise=same)
-
-    @staticmethod
-    def sample(
-        config: DistillRLConfig, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams
-    ) -> Rollout:
-        return sample_policy(config, sampler, role, batch, step, rng, same_noise=config.init_same_noise)
-
-    def micro_batches(self, batch: Batch) -> list[Batch]:
-        return [batch]  # all samples of the rank: groups are compared before the first update
+        self.matching = DistributionMatching(
+            config.matching,
+            self.teacher,
+            self.critic,
+            gan_weight=config.gan.weight,
+            gan_critic_weight=config.gan.critic_weight,
+        )
+        self.x0_terms = X0Terms(config, sampler, self.student, self.matching, self.reward)
+        self.groups = Groups(config, self.reward, self.loader)
+        self.rollouts = with_replacement(self.rollouts, config, self.reward, self.loader)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
-        config = self.config
-        window, transitions = self.update.transitions(step, rng)
-        check = partial(self.update.check_worker, window, transitions, rng)
-        samples, collected = collect_samples(
-            config, self.rollouts, self.reward, self.loader, batch, step, rng, mesh, check
-        )
+        config, metrics = self.config, Metrics()
+        window, trained = self.update.transitions(step, rng, metrics)
+        samples = self.roll_out(batch, step, rng, mesh, metrics)
         trajectories = self.update.trajectories(samples, step, window, rng)
-        penalty, kl_metrics = self.update.kl.penalty(trajectories, mesh)
-        advantages = compute_advantages(config, self.reward, samples.scores, penalty, samples.batch, self.loader, mesh)
-        shared = collected | kl_metrics | self.update.transition_metrics(window, transitions)
-        metrics = advantages.metrics | shared
+        penalty = self.update.kl.penalty(trajectories, mesh, metrics)
+        advantages = self.groups.advantages(samples, penalty, metrics)
         critic_weights = self._critic_weights(samples, config.tilt.beta_at(step), mesh)
-        updates = advantages.minibatches
-        values = advantages.values[:, None].expand(-1, len(transitions))
-        start_update = self.update.begin(trajectories, values, transitions, updates, mesh)
+
+        updates, weights = advantages.minibatches, config.weights_at(step)
+        values = advantages.values[:, None].expand(-1, len(trained))
+        start_update = self.update.begin(trajectories, values, trained, updates, mesh)
         rows_of = torch.arange(len(samples.batch)).chunk(len(updates))
         moved = False  # whether the student has changed since the rollout
-        weights = config.weights_at(step)
         for minibatches, rows in zip(updates, rows_of, strict=True):
             parts = rows.split(largest_divisor(len(rows), config.update_batch))
             if config.trains_critic:
                 yield from self._critic_losses(samples, parts, critic_weights, rng)
-            passes = self._surrogate_passes(minibatches, transitions, start_update, moved, weights["surrogate"])
+            passes = self._surrogate_passes(minibatches, trained, start_update, moved, weights["surrogate"])
             passes += self.x0_terms.passes(samples, parts, rng, weights)
             for loss_of in passes:
                 loss, last = loss_of(), loss_of is passes[-1]
@@ -114,14 +90,6 @@ class DistillRL(Method):
             moved = moved or bool(passes)
             if not passes:
                 yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, advantages.messages)
-        if self.update.lags_too_far:
-            self.rollouts.lower_ahead()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.update.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.update.load_state_dict(state)
 
     def _critic_weights(self, samples: ScoredSamples, beta: float, mesh: Mesh) -> PerSample | None:
         """Return exp(-reward / beta) of this rank's samples, centered and normalised; None without beta."""

@@ -5,9 +5,10 @@ ReFL, arXiv:2304.05977; DRaFT-1, arXiv:2309.17400.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Count, NetworkCalls
+from unified_trainer.basics.ranges import MAY_CHANGE, Count, NetworkCalls
 from unified_trainer.basics.types import Batch, Latents
 from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, trained
 from unified_trainer.parallel.mesh import Mesh
@@ -19,7 +20,7 @@ from unified_trainer.sampling.solver import predict_at
 class RewardGradientConfig(SingleUpdateConfig):
     batch_size: Count = 16
     """Samples per optimizer update, over all ranks, each of another prompt."""
-    micro_batch: Count = 16
+    micro_batch: Annotated[Count, MAY_CHANGE] = 16
     """Samples per backward pass, at most; each is decoded and scored with its graph."""
     last_calls: NetworkCalls = 1
     """The sample is the x0 that one of this many last network calls predicts, drawn equal on all ranks."""

@@ -3,10 +3,10 @@
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import CountOrZero, Gibibytes
+from unified_trainer.basics.ranges import MAY_CHANGE, CountOrZero, Gibibytes
 from unified_trainer.parallel.device import has_channels_last
 
 TILE_UNIT = 64  # pixels: three quarters of a tile are whole latents of VAEs with up to 16 pixels a latent
@@ -29,15 +29,15 @@ class EncoderConfig:
     vae_channels_last: bool = False
     """Hold the VAE's convolutions with channels last in memory, the order that most convolution kernels work in.
     Values change by rounding. Not for an NPU."""
-    offload: bool = False
+    offload: Annotated[bool, MAY_CHANGE] = False
     """Keep text encoder and VAE in CPU memory, copied to the device while they are used: the VAE once for all
     samples that a training step scores, which are then all made first. Changes no result."""
-    cache: str = ""
+    cache: Annotated[str, MAY_CHANGE] = ""
     """Folder for the embeddings of prompts on a disk that all ranks share; several runs may share it too. By default
     prompt_embeddings in the run directory."""
-    cache_memory_gib: Gibibytes = 1.0
+    cache_memory_gib: Annotated[Gibibytes, MAY_CHANGE] = 1.0
     """Embeddings of prompts that each rank keeps in CPU memory, in GiB."""
-    cache_disk_gib: Gibibytes = 100.0
+    cache_disk_gib: Annotated[Gibibytes, MAY_CHANGE] = 100.0
     """Embeddings on disk, in GiB. The run's prompts are encoded before the first step as far as they fit; the text
     encoder is then removed from memory, and read again only for a prompt that did not fit."""
 

@@ -6,14 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import constants
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from unified_trainer.basics.errors import MissingFileError, UserError
@@ -45,9 +38,11 @@ def cached(path: str, key: str, patterns: Sequence[str], advised: Sequence[str] 
     `key` is the setting, for messages, which advise to get the files of `advised` in place of `patterns`. Nothing is
     downloaded.
     """
+    from huggingface_hub import errors
+
     try:
         return _snapshot(path, patterns, local=True)
-    except (LocalEntryNotFoundError, HFValidationError) as error:
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError) as error:
         raise MissingFileError(absent(path, key, advised or patterns, "the hub's cache lacks it")) from error
 
 
@@ -58,18 +53,20 @@ def download(path: str, key: str, patterns: Sequence[str], advised: Sequence[str
     cached one. Raise UserError, with the way out, if there is no such repository or the files cannot be had. `key` and
     `advised` are as in `cached`.
     """
+    from huggingface_hub import errors
+
     try:
         with _progress():
             return _snapshot(path, patterns, local=False)
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         repo, revision = _parts(path)
         raise UserError(f"{key} {path}: {repo} has no revision {revision} on the hub") from error
-    except RepositoryNotFoundError as error:  # also one that is private or gated
+    except errors.RepositoryNotFoundError as error:  # also one that is private or gated
         raise UserError(
             f"{key} {path} is no folder here, and the hub has no such repository, or shows it to its members alone: "
             "check the name, or run `hf auth login`"
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, HFValidationError) as error:
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError, errors.HFValidationError) as error:
         offline = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "the hub cannot be reached"
         raise MissingFileError(absent(path, key, advised or patterns, f"{offline} and its cache lacks it")) from error
 
@@ -85,6 +82,8 @@ def _parts(path: str) -> tuple[str, str | None]:
 
 
 def _snapshot(path: str, patterns: Sequence[str], *, local: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
     repo, revision = _parts(path)
     allowed, ignored = list(patterns), list(VARIANTS)
     return Path(

@@ -1,4 +1,7 @@
-"""Sharding a network over the ranks with FSDP2, and when its weights are gathered and its gradients reduced."""
+"""Sharding a network over the ranks with FSDP2, and when its weights are gathered and its gradients reduced.
+
+torch.distributed.fsdp and .tensor are imported where they are used: that takes half a second, also for a wrong flag.
+"""
 
 import itertools
 import math
@@ -10,8 +13,6 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from unified_trainer.parallel.device import can_pin
 from unified_trainer.parallel.mesh import Mesh
@@ -31,6 +32,8 @@ def shard(network: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, *, half: 
     """
     if mesh.weights is None:
         return
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     # The networks of diffusers return a view. FSDP2 warns about in-place operations on it; there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     offload = CPUOffloadPolicy(pin_memory=can_pin(mesh.device)) if mesh.config.offload else OffloadPolicy()
@@ -56,13 +59,20 @@ def shard(network: nn.Module, blocks: Sequence[nn.Module], mesh: Mesh, *, half: 
 @contextmanager
 def without_forward_prefetch(block: nn.Module, following: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, a pass that ends with this block does not gather the weights of the one block that follows, if any."""
-    if isinstance(block, FSDPModule):
+    if _is_unit(block):
         block.set_modules_to_forward_prefetch([])
     try:
         yield
     finally:
-        if isinstance(block, FSDPModule):
+        if _is_unit(block):
             block.set_modules_to_forward_prefetch([*following])
+
+
+def _is_unit(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers the module's weights."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
 
 
 def _not_rounded(network: nn.Module) -> set[nn.Parameter]:
@@ -94,7 +104,7 @@ def exchange_gradients(network: nn.Module, *, last: bool, mesh: Mesh) -> None:
     `last` says that it is the last backward pass before an optimizer step; earlier passes reduce only under
     parallel.reduce_gradients "every".
     """
-    if isinstance(network, FSDPModule):
+    if _is_unit(network):
         network.set_requires_gradient_sync(last or mesh.config.reduce_gradients == "every")
         network.set_is_last_backward(last)
 
@@ -108,14 +118,14 @@ def set_reshard_policy(network: nn.Module, mesh: Mesh) -> None:
     weights stay only if parallel.reshard_after_forward is False.
     """
     reshard(network)
-    if isinstance(network, FSDPModule):
+    if _is_unit(network):
         network.set_reshard_after_backward(False, recurse=False)
         network.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=not mesh.config.reshard_after_forward)
 
 
 def reshard(network: nn.Module) -> None:
     """Free gathered weights, so that only this rank's shards remain; call it before the shards change."""
-    if isinstance(network, FSDPModule):
+    if _is_unit(network):
         network.reshard()
 
 
@@ -126,17 +136,19 @@ def storage_device(mesh: Mesh) -> torch.device:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether this rank may hold only a part of the tensor."""
+    from torch.distributed.tensor import DTensor
+
     return isinstance(tensor, DTensor)
 
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor; return other tensors unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def offset_of(tensor: Tensor) -> int:
     """Return how many elements of a sharded tensor come before this rank's shard; 0 of other tensors."""
-    if not isinstance(tensor, DTensor) or not tensor.to_local().numel():
+    if not is_sharded(tensor) or not tensor.to_local().numel():
         return 0
     (first, *_) = tensor.__create_chunk_list__()[0].offsets
     return first * math.prod(tensor.shape[1:])
@@ -148,8 +160,8 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
     As in torch.nn.utils.get_total_norm it is the norm of the tensors' norms, but one collective serves all tensors.
     """
-    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    sharded = [tensor for tensor in tensors if is_sharded(tensor)]
+    whole = [tensor for tensor in tensors if not is_sharded(tensor)]
     norms = [*torch._foreach_norm(whole)] if whole else []
     if sharded:
         squares = torch.stack(torch._foreach_norm([tensor.to_local() for tensor in sharded])) ** 2
@@ -173,14 +185,16 @@ def clip(tensors: Sequence[Tensor], largest: float, norm: float) -> None:
 
 def local_part(whole: Tensor, like: Tensor) -> Tensor:
     """Return the part of a tensor that this rank holds of `like`, without communication; every rank has the whole."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return whole
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def full(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded tensor on every rank (a collective); return other tensors unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 @torch.no_grad()

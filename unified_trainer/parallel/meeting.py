@@ -15,14 +15,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.parallel.mesh import (
-    TORCHRUN,
-    RanksDivergedError,
-    environment_number,
-    peer_lost,
-    size_and_rank,
-    where,
-)
+from unified_trainer.parallel.mesh import RanksDivergedError, peer_lost
+from unified_trainer.parallel.torchrun import TORCHRUN, environment_number, size_and_rank, where
 
 MEET = timedelta(minutes=30)  # for all ranks to start
 LISTEN = timedelta(days=20)  # longer than runs last without a restart; more milliseconds do not fit 32 bits

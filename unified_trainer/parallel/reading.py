@@ -14,12 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import is_weights
 from unified_trainer.parallel.mesh import Mesh
-
-
-def is_weights(file: Path) -> bool:
-    """Return whether a file is read as weights, by its name; hidden ones are of a file browser or a file system."""
-    return file.suffix == ".safetensors" and not file.name.startswith(".")
 
 
 class _Files(FileSystem):

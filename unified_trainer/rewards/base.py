@@ -9,7 +9,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Count, CountOrZero, Finite, Period, PositiveFraction, Range, Seconds
+from unified_trainer.basics.ranges import (
+    MAY_CHANGE,
+    Count,
+    CountOrZero,
+    Finite,
+    Period,
+    PositiveFraction,
+    Range,
+    Seconds,
+)
 from unified_trainer.basics.types import PerSample, Video
 
 # Videos in [0, 1] and one prompt for each -> one number for each; higher is better. A scorer raises rather than guess.
@@ -70,16 +79,16 @@ class RewardConfig(ScorerConfig):
     """Folder of the first scorer's weights; "tiny" is the embedded HPSv3, others are written by import-hpsv3."""
     scorers: dict[str, ScorerConfig] = field(default_factory=dict)
     """Further scorers by name: scorers.NAME.weight and so on."""
-    offload: bool = False
+    offload: Annotated[bool, MAY_CHANGE] = False
     """Keep the networks of the scorers that declare theirs (docs/rewards.md) in pinned CPU memory, copied to the device
     while samples are scored: once for all samples of a training step, which are then all made first. Changes no
     result."""
-    statistics_every: Period = 1
+    statistics_every: Annotated[Period, MAY_CHANGE] = 1
     """Training steps from one with pixel statistics of its rollout (pixels/NAME) to the next. The hacking monitor reads
     those of validations, which are always computed, and the diversity of every training step."""
-    retries: CountOrZero = 0
+    retries: Annotated[CountOrZero, MAY_CHANGE] = 0
     """Calls of a scorer that are repeated after a fault of its device, disk or connection."""
-    timeout: Seconds = 600.0
+    timeout: Annotated[Seconds, MAY_CHANGE] = 600.0
     """Seconds within which a scorer must answer a call, and one with a Python of its own must load; scorers that ask a
     server have settings.timeout instead."""
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import NotFiniteError
@@ -30,7 +30,7 @@ from unified_trainer.parallel.fsdp import (
 )
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import Meter, Pass
-from unified_trainer.roles.adapter import AdapterConfig, inject, lora_config
+from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.blocks import prepare_blocks
 from unified_trainer.roles.recompute import ActivationMemory, Recompute
 
@@ -77,11 +77,15 @@ class Backbone:
         self.half_passes = half or half_passes
         self.adapters = dict(adapters or {})
         model.network.eval().requires_grad_(trained and not self.adapters)
-        for name, config in self.adapters.items():
-            inject(model, name, config, mesh.device)
+        self._layers: list[Any] = []  # those with adapters, of peft
+        if self.adapters:
+            from unified_trainer.roles.lora import inject, layers_of
+
+            for name, config in self.adapters.items():
+                inject(model, name, config, mesh.device)
+            self._layers = layers_of(model.network)
         if half:
             _hold_in_bf16(model.network)
-        self._layers = [module for module in model.network.modules() if isinstance(module, LoraLayer)]
         self._running, self._role = "", ""
         self._features: list[Tensor] | None = None  # of a pass that ends at them
         self._switch(NO_ADAPTER)
@@ -150,7 +154,7 @@ class Backbone:
     def merge(self, role: str) -> None:
         """Fold the role's adapter into the weights and forget all adapters, for good."""
         for key, layer in list(self.model.network.named_modules()):
-            if isinstance(layer, LoraLayer):
+            if layer in self._layers:
                 layer.merge(safe_merge=True, adapter_names=[role])
                 self.model.network.set_submodule(key, layer.get_base_layer())
         self.adapters, self._layers = {}, []
@@ -169,6 +173,8 @@ class Backbone:
 
     def save_adapter(self, role: str, folder: Path) -> None:
         """Write the role's adapter in peft's layout: adapter_config.json and adapter_model.safetensors."""
+        from unified_trainer.roles.lora import lora_config
+
         weights = {f"base_model.model.{key}": p.detach().contiguous() for key, p in self.weights(role).items()}
         folder.mkdir(parents=True, exist_ok=True)
         write_tensors(folder / "adapter_model.safetensors", weights, {"format": "pt"})

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,17 +15,17 @@ from unified_trainer.data.parquet import ParquetClips, ParquetRows, ParquetTraje
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.data.raw_clips import encode_videos
 from unified_trainer.data.stored_prompts import use_stored_prompts
-from unified_trainer.methods.base import Method
-from unified_trainer.methods.rl.rollouts import LocalRollouts, Sampling
+from unified_trainer.methods.rl.rollouts import LocalRollouts, Rollouts
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.agreement import assert_equal
-from unified_trainer.parallel.device import attention_order, has_tf32, require_memory, use_attention, use_tf32
-from unified_trainer.parallel.mesh import Mesh, ParallelConfig
+from unified_trainer.parallel.device import attention_order, has_tf32, require_memory
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rewards.base import Features
 from unified_trainer.rewards.reward import Reward, RewardSum
 from unified_trainer.rewards.scorers import load_scorers
-from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.role import Role, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.run.build_worker import build_evaluation, build_sampling
 from unified_trainer.run.checkpoint.manager import Keep
 from unified_trainer.run.guards.base import Guard
 from unified_trainer.run.guards.distillation import DistillationGuard
@@ -33,16 +33,15 @@ from unified_trainer.run.guards.hacking_monitor import HackingMonitor
 from unified_trainer.run.guards.responses import Guards
 from unified_trainer.run.guards.teacher_probe import TeacherProbe
 from unified_trainer.run.load_roles import load_roles
-from unified_trainer.run.plan.downloads import fetched
 from unified_trainer.run.plan.plan import RunPlan, check
-from unified_trainer.run.plan.roles import RolePlan, plan_roles
-from unified_trainer.run.registry import add_families, family_of, method_named, open_model
 from unified_trainer.run.settings.config import RunConfig, plain
 from unified_trainer.run.summary import summary
 from unified_trainer.run.trainer import Trainer
-from unified_trainer.run.validation.report import Report, Validation, ValidationSource
-from unified_trainer.run.validation.samples import SampleMaker, sample_prompts
+from unified_trainer.run.validation.report import Validation, ValidationSource
 from unified_trainer.run.workers import cluster
+
+if TYPE_CHECKING:  # Ray is an extra
+    from unified_trainer.run.workers.workers import WorkerGroup
 
 EMBEDDINGS = "prompt_embeddings"  # folder in the run directory
 
@@ -76,153 +75,176 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     Embeddings of prompts are kept below the run directory `output`, or without one only in memory.
     """
     plan = check(run, mesh)
-    run, workers = plan.run, None
     assert_equal(mesh, plan.compared())
-    encoders = replace(run.encoders, cache=run.encoders.cache or (str(output / EMBEDDINGS) if output else ""))
-    codec = plan.family.codec(plan.folder, mesh.device, encoders)
-    source = _source(run, plan, codec)
-    use_negative_prompt(
-        Path(run.prompts if run.trains_on == "prompts" else run.data.path), run.sampler.negative_prompt, codec
+    run = _with_cache(plan.run, output)
+    codec = plan.family.codec(plan.folder, mesh.device, run.encoders)
+    source, prompts = _prompts(run, plan, codec)
+    workers = _start_workers(run, prompts, mesh)
+    scorers, features = load_scorers(run.reward, mesh.device) if plan.scores_here else ({}, None)
+    reward = Reward(scorers, codec, run.reward) if plan.scores_here else RewardSum(run.reward)
+    roles = _load_roles(run, plan, mesh)
+    loader = Loader(
+        source,
+        codec,
+        plan.batch,
+        plan.latent_shape,
+        run.sampler.negative_prompt,
+        run.seed,
+        mesh,
+        ahead=run.rollouts.ahead,
     )
-    prompts = plan.validation_prompts or [source.prompt(i) for i in range(min(run.validation.num_samples, len(source)))]
-    beside = run.rollouts.evaluation_workers > 0
-    if run.rollouts.workers or beside:
-        cluster.connect(run.ray, run.rollouts.cores, mesh)
-        from unified_trainer.run.workers.weights import WeightSender  # Ray is an extra
-        from unified_trainer.run.workers.workers import WorkerGroup
+    places = _check_workers(run, plan, roles, workers)
+    rollouts = _rollouts(run, plan, roles, reward, loader, mesh, workers)
+    trainer = _trainer(run, plan, roles, reward, loader, rollouts, _guards(run, plan, roles, codec, prompts, mesh))
+    validation = _validation(run, plan, codec, reward, features, prompts, mesh, workers)
+    # Last, so that a folder of weights that is not whole is refused before any file is written.
+    encoded = _encode(run, codec, source, loader, prompts if validation else (), mesh)
+    return Built(
+        run=plan.run,
+        trainer=trainer,
+        roles=roles,
+        codec=codec,
+        reward=reward,
+        validation=validation,
+        summary=summary(plan.run, plan, roles, source) | _kernels(run, mesh) | places,
+        counts=plan.counts,
+        notes=(*_notes(mesh, run), *encoded, *plan.notes),
+        keep=plan.keep,
+        stop_workers=workers.stop if workers is not None else None,
+    )
 
-        kinds = (build_sampling, build_evaluation)
-        workers = WorkerGroup.start(replace(run, encoders=encoders), *kinds, tuple(prompts), mesh)
-    scores_here = (plan.method.uses_reward and not run.rollouts.workers) or (run.validate_every > 0 and not beside)
-    scorers, features = load_scorers(run.reward, mesh.device) if scores_here else ({}, None)
-    reward = Reward(scorers, codec, run.reward) if scores_here else RewardSum(run.reward)
+
+def _with_cache(run: RunConfig, output: Path | None) -> RunConfig:
+    """Return the run with the folder of its prompts' embeddings."""
+    cache = run.encoders.cache or (str(output / EMBEDDINGS) if output else "")
+    return replace(run, encoders=replace(run.encoders, cache=cache))
+
+
+def _prompts(run: RunConfig, plan: RunPlan, codec: Codec) -> tuple[Source, Sequence[str]]:
+    """Return the source of training data and the prompts of validation: by default the first of the source."""
+    source = _source(run, plan, codec)
+    stored = Path(run.prompts if run.trains_on == "prompts" else run.data.path)
+    use_negative_prompt(stored, run.sampler.negative_prompt, codec)
+    count = min(run.validation.num_samples, len(source))
+    return source, plan.validation_prompts or [source.prompt(i) for i in range(count)]
+
+
+def _start_workers(run: RunConfig, prompts: Sequence[str], mesh: Mesh) -> "WorkerGroup | None":
+    """Start the workers of a run that has some; they load while training loads."""
+    if not (run.rollouts.workers or run.rollouts.evaluation_workers):
+        return None
+    cluster.connect(run.ray, run.rollouts.cores, mesh)
+    from unified_trainer.run.workers.workers import WorkerGroup
+
+    return WorkerGroup.start(run, build_sampling, build_evaluation, tuple(prompts), mesh)
+
+
+def _load_roles(run: RunConfig, plan: RunPlan, mesh: Mesh) -> dict[str, Role]:
+    """Load the roles; copies take the weights of the roles that they copy."""
     roles = load_roles(plan.roles, mesh)
-    copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
-    for name, copy in copies.items():
-        copy.update_from(roles[plan.method.roles[name].copy_of])
+    for name, role in roles.items():
+        if isinstance(role, WeightCopy):
+            role.update_from(roles[plan.method.roles[name].copy_of])
     if run.sampler.chunks.causal:
         way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
         samples = max(plan.batch.micro_batch, run.validation.batch)
         needed = cache_memory(run, roles["student"], plan.latent_shape, samples, way_out)
         plan.counts["KV cache of the student"] = needed
-    data = (source, codec, plan.batch, plan.latent_shape, run.sampler.negative_prompt, run.seed, mesh)
-    loader = Loader(*data, ahead=run.rollouts.ahead)
-    parts = {"reward": reward, "loader": loader} if plan.method.uses_reward else {}
-    places: dict[str, str] = {}
-    if workers is not None:
-        places = workers.check(roles[plan.method.sampled_by or "student"].weights, 60 * run.ray.timeout_minutes)
-    if plan.method.sampled_by:
-        role, size = roles[plan.method.sampled_by], run.algorithm.rollout_batch
-        if not run.rollouts.workers:
-            sample = partial(plan.method.sample, run.algorithm, run.sampler, role)
-            # Scorers in another process answer while samples are made, for which the VAE comes once for each part.
-            last = reward.offloaded or (run.encoders.offload and not reward.apart)
-            parts["rollouts"] = LocalRollouts(sample, reward, size, run.algorithm.trajectories, score_last=last)
-        else:
-            from unified_trainer.run.workers.rollouts import RemoteRollouts
+    return roles
 
-            how = {"ahead": run.rollouts.ahead, "check_every": run.rollouts.check_every}
-            how["trajectories"] = run.algorithm.trajectories
-            sender = WeightSender(mesh, run.rollouts.transport, half=run.rollouts.send == "bf16")
-            parts["rollouts"] = RemoteRollouts(workers, role, loader, mesh, sender, size=size, **how)
-    trainer = Trainer(
+
+def _check_workers(
+    run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], workers: "WorkerGroup | None"
+) -> dict[str, str]:
+    """Wait for the workers and compare their weights with those of training; return where each one runs."""
+    if workers is None:
+        return {}
+    return workers.check(roles[plan.method.sampled_by or "student"].weights, 60 * run.ray.timeout_minutes)
+
+
+def _rollouts(
+    run: RunConfig,
+    plan: RunPlan,
+    roles: Mapping[str, Role],
+    reward: RewardSum,
+    loader: Loader,
+    mesh: Mesh,
+    workers: "WorkerGroup | None",
+) -> Rollouts | None:
+    """Return where the samples of a method come from, if it asks for some: this process, or workers."""
+    if not plan.method.sampled_by:
+        return None
+    role, algorithm = roles[plan.method.sampled_by], run.algorithm
+    if run.rollouts.workers:
+        from unified_trainer.run.workers.sources import remote_rollouts
+
+        return remote_rollouts(run, algorithm, workers, role, loader, mesh)
+    # Scorers in another process answer while samples are made, for which the VAE comes once for each part.
+    last = reward.offloaded or (run.encoders.offload and not reward.apart)
+    sample = partial(plan.method.sample, algorithm, run.sampler, role)
+    return LocalRollouts(sample, reward, algorithm.rollout_batch, algorithm.trajectories, score_last=last)
+
+
+def _trainer(
+    run: RunConfig,
+    plan: RunPlan,
+    roles: Mapping[str, Role],
+    reward: RewardSum,
+    loader: Loader,
+    rollouts: Rollouts | None,
+    guards: Guards,
+) -> Trainer:
+    parts: dict[str, Any] = {"reward": reward, "loader": loader} if plan.method.uses_reward else {}
+    parts |= {} if rollouts is None else {"rollouts": rollouts}
+    copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
+    return Trainer(
         plan.method(run.algorithm, run.sampler, **roles, **parts),
         {name: role for name, role in roles.items() if isinstance(role, Trainable)},
         loader,
-        mesh,
+        loader.mesh,
         copies={name: (role, plan.method.roles[name].copy_of) for name, role in copies.items()},
         seed=run.seed,
         trained_sampler=plain(run)["sampler"] if plan.method.trained_for_sampler else None,
-        guards=_guards(run, plan, roles, codec, prompts, mesh),
-        rollouts=parts.get("rollouts"),
+        guards=guards,
+        rollouts=rollouts,
     )
-    validation: ValidationSource | None = None
-    if beside:
-        from unified_trainer.run.workers.evaluation import RemoteValidation
 
-        report = Report(run.validation, reward, sample_prompts(prompts, run.validation), mesh, run.video.fps)
-        validation = RemoteValidation(workers, run.validation, report, mesh, WeightSender(mesh, run.rollouts.transport))
-    elif run.validate_every:
-        measured = (codec, reward, features, run.sampler, prompts, plan.latent_shape)
-        validation = Validation(run.validation, *measured, mesh, run.video.fps)
-    # Last, so that a folder of weights that is not whole is refused before any file is written.
+
+def _validation(
+    run: RunConfig,
+    plan: RunPlan,
+    codec: Codec,
+    reward: RewardSum,
+    features: Features | None,
+    prompts: Sequence[str],
+    mesh: Mesh,
+    workers: "WorkerGroup | None",
+) -> ValidationSource | None:
+    """Return what validates the student: this process, evaluation workers, or nothing."""
+    if run.rollouts.evaluation_workers:
+        from unified_trainer.run.workers.sources import remote_validation
+
+        return remote_validation(run, workers, reward, prompts, mesh)
+    if not run.validate_every:
+        return None
+    return Validation(
+        run.validation, codec, reward, features, run.sampler, prompts, plan.latent_shape, mesh, run.video.fps
+    )
+
+
+def _encode(
+    run: RunConfig, codec: Codec, source: Source, loader: Loader, validated: Sequence[str], mesh: Mesh
+) -> tuple[str, ...]:
+    """Encode the prompts of validation and of all training steps ahead of the first one."""
     compared = run.guard.teacher_prompts if run.guarded else 0
-    validated = prompts[: max(run.validation.num_samples, compared)] if validation else ()
-    encoded = _encode_ahead(run, codec, source, lambda: [*validated, *loader.prompts(run.steps)], mesh)
+    first = validated[: max(run.validation.num_samples, compared)]
+    return _encode_ahead(run, codec, source, lambda: [*first, *loader.prompts(run.steps)], mesh)
+
+
+def _kernels(run: RunConfig, mesh: Mesh) -> dict[str, str]:
+    """Return the rows of the table at the start that depend on the device."""
     kernels = ", ".join(attention_order(run.parallel.attention, mesh.device)) or "torch's order of kernels"
-    rows = summary(run, plan, roles, source) | {"attention": kernels}
-    rows |= {"TF32": run.parallel.tf32} if has_tf32(mesh.device) else {}
-    rows |= places
-    notes = (*_notes(mesh, run), *encoded, *plan.notes)
-    stop = workers.stop if workers is not None else None
-    return Built(run, trainer, roles, codec, reward, validation, rows, plan.counts, notes, plan.keep, stop)
-
-
-def build_sampling(run: RunConfig, device: torch.device, samples: bool, scores: bool) -> Sampling:
-    """Load what a worker needs to make samples, or to score them: one role without an optimizer, encoders, scorers."""
-    run, method = _in_worker(run, device)
-    name = method.sampled_by
-    plan = plan_roles(run, method, starting=False)[name]  # its weights are sent by training
-    codec, video = _codec_of(name, plan, run, device), run.video
-    parts: dict[str, Any] = {"sample": None, "weights": {}, "reward": None}
-    if samples:
-        role = _weights_of_training(name, plan, run, device, "a rollout worker", "sample", "--rollouts.workers 0")
-        parts |= {"sample": partial(method.sample, run.algorithm, run.sampler, role), "weights": role.weights}
-    if scores:
-        parts["reward"] = Reward(load_scorers(run.reward, device)[0], codec, run.reward)
-    return Sampling(
-        **parts, codec=codec, latent_shape=codec.latent_shape(video.frames, video.height, video.width), device=device
-    )
-
-
-def build_evaluation(run: RunConfig, device: torch.device, prompts: Sequence[str]) -> tuple[WeightCopy, SampleMaker]:
-    """Load what an evaluation worker needs: the student without an optimizer, encoders, and all scorers."""
-    run, method = _in_worker(run, device)
-    plan = plan_roles(run, method, starting=False)["student"]
-    codec, video = _codec_of("student", plan, run, device), run.video
-    way_out = "--rollouts.evaluation-workers 0"
-    role = _weights_of_training("student", plan, run, device, "an evaluation worker", "validate", way_out)
-    scorers, features = load_scorers(run.reward, device)
-    shape = codec.latent_shape(video.frames, video.height, video.width)
-    measured = (codec, Reward(scorers, codec, run.reward), features, run.sampler, prompts, shape, device)
-    return role, SampleMaker(run.validation, *measured)
-
-
-def _in_worker(run: RunConfig, device: torch.device) -> tuple[RunConfig, type[Method]]:
-    """Return run and method as a process of one device sees them that Ray started; set how it computes."""
-    add_families(run.families)
-    method = method_named(run.method)
-    use_attention(run.parallel.attention, device)
-    use_tf32(run.parallel.tf32)
-    return fetched(replace(run, parallel=ParallelConfig()), Mesh(device)), method  # that of the training processes
-
-
-def _codec_of(name: str, plan: RolePlan, run: RunConfig, device: torch.device) -> Codec:
-    family, folder = family_of(name, plan.path)
-    return family.codec(folder, device, run.encoders)
-
-
-def _weights_of_training(
-    name: str, plan: RolePlan, run: RunConfig, device: torch.device, worker: str, does: str, instead: str
-) -> WeightCopy:
-    """Load a role whose trained weights training sends; UserError, with the way out, if the device is too small."""
-    kind = causal_form(WeightCopy) if run.sampler.chunks.causal else WeightCopy
-    way_out = f"set the role's precision to bf16, train an adapter, or {does} in the training processes, which share "
-    require_memory(_bytes(name, plan), device, f"the model of {worker}", f"{way_out}the model: {instead}")
-    role: Any = load_roles({name: replace(plan, kind=kind)}, Mesh(device))[name]
-    return role
-
-
-def _bytes(name: str, plan: RolePlan) -> int:
-    """Return the bytes of a role's networks on one device, read from configs alone."""
-    causal = issubclass(plan.kind, Causal)
-    total = 0
-    for expert, component in plan.layout.components.items():
-        network = open_model(name, plan.path, component, causal=causal).network
-        changes = expert in plan.layout.trained and not plan.config.adapter.rank
-        size = 2 if plan.config.precision == "bf16" and not changes else 4
-        total += size * sum(p.numel() for p in network.parameters())
-    return total
+    return {"attention": kernels} | ({"TF32": run.parallel.tf32} if has_tf32(mesh.device) else {})
 
 
 def cache_memory(

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.terminal import printable
-from unified_trainer.parallel.mesh import peer_lost, where
+from unified_trainer.parallel.torchrun import where
 
 WRONG = 2  # a UserError, or a rank whose peer has ended
 HACKED = 3  # the hacking monitor stopped the run
@@ -36,6 +36,8 @@ def exit_code(work: Callable[[], int]) -> int:
         sys.stderr.write(f"error{where()}: {shown}: {os.strerror(error.errno)}; name another path\n")
         return WRONG
     except RuntimeError as error:
+        from unified_trainer.parallel.mesh import peer_lost  # needs torch, which takes a second
+
         if not peer_lost(error):
             raise
         sys.stderr.write(f"error{where()}: another rank has ended; its own message says why ({error})\n")

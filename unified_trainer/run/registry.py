@@ -1,4 +1,4 @@
-"""The table of methods and model families: the only module that names them."""
+"""Methods and model families by name. The tables are text: an entry is imported when it is named."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,35 +9,13 @@ from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import Schema, read_as
 from unified_trainer.basics.plugins import installed, load_object
 from unified_trainer.basics.suggestions import must_know
+from unified_trainer.methods import METHODS
 from unified_trainer.methods.base import Method
-from unified_trainer.methods.consistency import Consistency
-from unified_trainer.methods.dance_grpo import DanceGRPO
-from unified_trainer.methods.dance_ppo import DancePPO
-from unified_trainer.methods.diffusion_nft import DiffusionNFT
-from unified_trainer.methods.distill_rl import DistillRL
-from unified_trainer.methods.dmd2 import DMD2
-from unified_trainer.methods.finetune import Finetune
-from unified_trainer.methods.ode_init import ODEInit
-from unified_trainer.methods.reward_gradient import RewardGradient
-from unified_trainer.methods.self_forcing import SelfForcing
 from unified_trainer.models import hub
 from unified_trainer.models.base import Family, VideoModel
-from unified_trainer.models.wan.family import WAN
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
-METHODS: dict[str, type[Method]] = {
-    "consistency": Consistency,
-    "dance_grpo": DanceGRPO,
-    "dance_ppo": DancePPO,
-    "diffusion_nft": DiffusionNFT,
-    "distill_rl": DistillRL,
-    "dmd2": DMD2,
-    "finetune": Finetune,
-    "ode_init": ODEInit,
-    "reward_gradient": RewardGradient,
-    "self_forcing": SelfForcing,
-}
-FAMILIES: dict[str, Family] = {WAN.pipeline: WAN}
+FAMILIES: dict[str, str | Family] = {"WanPipeline": "unified_trainer.models.wan.family:WAN"}
 
 
 class PipelineIndex(Schema):
@@ -48,10 +26,8 @@ class PipelineIndex(Schema):
 
 def method_named(name: str) -> type[Method]:
     """Return the method of --method: a name, or path/to/file.py:Class or package.module:Class."""
-    if name in METHODS:
-        return METHODS[name]
-    if ":" in name:
-        method = load_object(name, "--method")
+    if name in METHODS or ":" in name:
+        method = load_object(METHODS.get(name, name), "--method")
     else:
         offered = installed("methods")
         must_know("--method", name, [*METHODS, *offered])
@@ -94,7 +70,10 @@ def family_of(role: str, path: str) -> tuple[Family, Path]:
             have = ", ".join(sorted({*FAMILIES, *offered}))
             raise UserError(f"{index}: {name} is not supported; have {have}, or name a family of yours by --families")
         FAMILIES[name] = offered[name].load()
-    return FAMILIES[name], folder
+    family = FAMILIES[name]
+    if isinstance(family, str):
+        family = FAMILIES[name] = load_object(family, "the model family")
+    return family, folder
 
 
 def open_model(role: str, path: str, component: str, *, causal: bool) -> VideoModel:

@@ -1,27 +1,29 @@
-"""Help pages: the overview, the settings of a method, and the arguments of a command."""
+"""Help pages of a method's settings and of a command's arguments; that of the program is in overview.py."""
 
 import dataclasses
 import functools
 import inspect
+import math
 import sys
-import textwrap
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import docstring_parser
 
-from unified_trainer.basics.plugins import installed
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Range
+from unified_trainer.basics.suggestions import nearest
 from unified_trainer.methods.base import Method, MethodConfig
 from unified_trainer.rewards.reward import ScorerConfig
 from unified_trainer.roles.role import Trainable
-from unified_trainer.run.registry import METHODS
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.settings.flags import choices, of_one_flag
 from unified_trainer.run.settings.settings import REQUIRED, Setting, settings_of
+from unified_trainer.tools.overview import PROGRAM, first_paragraph, row, wrapped
 
-PROGRAM = "python -m unified_trainer"
+LARGE = 100  # upper bounds from here on refuse only what nobody means
 FORMS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 # Settings that --help explains; --help-all explains the others too. Of the method's own settings, algorithm.*, those
@@ -80,68 +82,31 @@ GROUPS = {
     "ray": "processes on a Ray cluster",
     "tracking": "where metrics are written besides metrics.jsonl",
 }
-EXAMPLES = """\
-python -m unified_trainer --method dance_grpo
-python -m unified_trainer --method dmd2 --steps 200 --output runs/dmd2
-python -m unified_trainer --method dance_grpo --init-from runs/dmd2
-python -m unified_trainer --resume runs/dmd2 --steps 400
-python -m unified_trainer sample runs/dmd2:ema --output videos \\
-    --prompts "a red circle moving left"
-torchrun --nproc-per-node 8 -m unified_trainer --method finetune \\
-    --recipe wan2.1-1.3b --student.path Wan2.1-T2V-1.3B-Diffusers \\
-    --data.path clips"""
 
 
-def overview(commands: Mapping[str, Callable[..., int | None]], width: int) -> str:
-    """Return the page of the program: methods, commands and examples."""
-    methods = {name: summary(method) for name, method in METHODS.items()}
-    methods |= {name: f"Of an installed package: {point.value}." for name, point in installed("methods").items()}
-    lines = [
-        *_wrapped(inspect.getdoc(sys.modules["unified_trainer"]) or "", width),
-        "",
-        f"Train:             {PROGRAM} --method METHOD [settings]",
-        f"Run a command:     {PROGRAM} COMMAND [arguments]",
-        "",
-        "Methods",
-        *_table(methods, width),
-        *_wrapped("A method of your own: --method path/to/file.py:Class or package.module:Class.", width, 2),
-        "",
-        "Commands",
-        *_table({name: summary(command) for name, command in commands.items()}, width),
-        "",
-        "Examples",
-        *(f"  {line}" for line in EXAMPLES.splitlines()),
-        "",
-        "Help",
-        *_table(
-            {
-                "--method METHOD --help": "The settings that the method reads, with their defaults.",
-                "--method METHOD --help-all": "The same with an explanation of every setting.",
-                "COMMAND --help": "The arguments of a command.",
-                "--version": "The versions of this program and of torch.",
-            },
-            width,
-        ),
-    ]
-    return "\n".join(lines)
-
-
-def of_method(method: type[Method], run: RunConfig, width: int, *, everything: bool) -> str:
+def of_method(method: type[Method], run: RunConfig, width: int, *, everything: bool, sought: str = "") -> str:
     """Return the page of a method's settings, with the values of `run` as defaults.
 
-    With `everything` all settings of the run are explained; else the common ones of those that the method reads, and
-    the others are named.
+    With `everything` all settings of the run are explained, or those with `sought` in their key or explanation;
+    UserError names the nearest ones if there are none. Else the common ones of those that the method reads are
+    explained, and the others are named.
     """
     scorers = {**run.reward.scorers, "NAME": ScorerConfig(settings={"KEY": ""})}
     run = dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers))
     groups: dict[str, list[Setting]] = {name: [] for name in ("", "algorithm", *run.roles, *GROUPS)}
     for setting in settings_of(run):
         section = setting.key.partition(".")[0] if "." in setting.key else ""
+        if everything and not _has(setting, sought):
+            continue
         if everything or reads(method, setting.key):
             groups.setdefault(section, []).append(setting)
-    page = "--help-all" if everything else "--help"
-    lines = [f"{PROGRAM} --method {run.method} {page}", "", *_wrapped(summary(method), width), ""]
-    lines += _wrapped(
+    if not any(groups.values()):
+        near = nearest(sought.removeprefix("--").replace("-", "_"), [one.key for one in settings_of(run)])
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise UserError(f"--help-all {sought}: no setting of {run.method} has it in its name or explanation{hint}")
+    page = f"--help-all {sought}".strip() if everything else "--help"
+    lines = [f"{PROGRAM} --method {run.method} {page}", "", *wrapped(summary(method), width), ""]
+    lines += wrapped(
         f"Defaults are those of {f'--recipe {run.recipe}' if run.recipe else 'the recipe'}, then of --config and "
         "--init-from if they are given. A switch "
         "such as --async-save is turned off by --no-async-save, and --validation.ema by --validation.no-ema. "
@@ -157,8 +122,13 @@ def of_method(method: type[Method], run: RunConfig, width: int, *, everything: b
             lines += _entry(setting, width)
         if others := [one.key.partition(".")[2] or one.key for one in settings if one not in shown]:
             prefix = f"--{section}.".replace("_", "-") if section else "--"
-            lines += _wrapped(f"Also {prefix}NAME: {', '.join(others)}.".replace("_", "-"), width, 2)
+            lines += wrapped(f"Also {prefix}NAME: {', '.join(others)}.".replace("_", "-"), width, 2)
     return "\n".join(lines)
+
+
+def _has(setting: Setting, sought: str) -> bool:
+    """Whether a setting's flag, key or explanation contains a word, in upper or lower case."""
+    return sought.lower() in f"{setting.flag} {setting.key} {explanation(setting)}".lower()
 
 
 def _title(method: type[Method], section: str) -> str:
@@ -172,7 +142,7 @@ def of_command(name: str, command: Callable[..., int | None], width: int) -> str
     settings = list(settings_of(command))
     needed = [one for one in settings if one.default is REQUIRED]
     usage = " ".join(one.shown if one.positional else f"{one.flag} {form(one.kind)}" for one in needed)
-    lines = [*_wrapped(f"{PROGRAM} {name} {usage} [flags]", width), "", *_wrapped(summary(command), width), ""]
+    lines = [*wrapped(f"{PROGRAM} {name} {usage} [flags]", width), "", *wrapped(summary(command), width), ""]
     for setting in settings:
         lines += _entry(setting, width)
     return "\n".join(lines)
@@ -203,8 +173,7 @@ def reads(method: type[Method], key: str) -> bool:
 def summary(owner: type[Method] | Callable[..., int | None]) -> str:
     """Return the first sentence about a method, which is its module's, or about a command."""
     documented = owner if inspect.isfunction(owner) else sys.modules[owner.__module__]
-    text = inspect.getdoc(documented) or inspect.getdoc(owner) or ""
-    return " ".join(text.partition("\n\n")[0].split())
+    return first_paragraph(inspect.getdoc(documented) or inspect.getdoc(owner) or "")
 
 
 def explanation(setting: Setting) -> str:
@@ -231,10 +200,20 @@ def _entry(setting: Setting, width: int) -> list[str]:
         heads = [setting.flag, setting.off]
     else:
         heads = [f"{setting.flag} {form(setting.kind)}"]
-    limits = f"Must be {setting.limits}." if setting.limits else ""
-    text = " ".join(filter(None, (explanation(setting), limits, _default(setting.default))))
+    text = " ".join(filter(None, (explanation(setting), _limits(setting), _default(setting.default))))
     joined = ", ".join(heads)
-    return _row([joined] if len(joined) + 2 <= width else heads, text, width // 3, width)
+    return row([joined] if len(joined) + 2 <= width else heads, text, width // 3, width)
+
+
+def _limits(setting: Setting) -> str:
+    """Return the range in words where it surprises: numbers from 0 or 1 on, up to LARGE or more, are expected."""
+    limits = setting.limits or Range()
+    if limits.high >= LARGE:
+        limits = dataclasses.replace(limits, high=math.inf)
+    from_0_or_1 = limits.low == 0 or (limits.low == 1 and not limits.open_low)
+    if limits.low <= -LARGE or (from_0_or_1 and limits.high == math.inf):
+        limits = dataclasses.replace(limits, low=-math.inf, open_low=False)
+    return "" if limits == Range() or limits.interval in explanation(setting) else f"Must be {limits}."
 
 
 def _default(value: Any) -> str:
@@ -263,24 +242,3 @@ def form(kind: Any) -> str:
     if inner:
         return " | ".join(form(one) for one in inner if one is not type(None))
     return FORMS.get(kind) or kind.__name__.upper()
-
-
-def _table(rows: Mapping[str, str], width: int) -> list[str]:
-    column = max(map(len, rows)) + 4
-    return [line for head, text in rows.items() for line in _row([head], text, column, width)]
-
-
-def _row(heads: list[str], text: str, column: int, width: int) -> list[str]:
-    """Return text beside the last head if that is short enough, else below it."""
-    body = _wrapped(text, width, column)
-    lines = [f"  {head}" for head in heads]
-    if body and len(lines[-1]) + 2 <= column:
-        lines[-1] = lines[-1].ljust(column) + body.pop(0).strip()
-    return lines + body
-
-
-def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
-    space = " " * indent
-    return textwrap.wrap(
-        text, width, initial_indent=space, subsequent_indent=space, break_long_words=False, break_on_hyphens=False
-    )

@@ -13,9 +13,10 @@ from unified_trainer.basics.ranges import CountOrZero, Finite, Range
 from unified_trainer.basics.types import Batch, PerSample
 from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
 from unified_trainer.data.loader import Loader
-from unified_trainer.methods.base import MethodSetup
+from unified_trainer.methods.base import MethodSetup, Metrics
 from unified_trainer.methods.rl.minibatches import Minibatch, plan_minibatches
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
+from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.numerics.advantages import (
     Estimator,
     below_threshold,
@@ -25,7 +26,7 @@ from unified_trainer.numerics.advantages import (
     zero_variance,
 )
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rewards.reward import RewardSum, Scores
+from unified_trainer.rewards.reward import RewardSum
 
 
 @dataclass(frozen=True)
@@ -62,67 +63,82 @@ class Advantages:
 
     values: PerSample  # of this rank's samples
     minibatches: list[list[Minibatch]]  # of each update; empty for an update without any advantage
-    metrics: dict[str, float]
     messages: tuple[str, ...]  # names skipped updates, if any
 
 
-def compute_advantages(
-    config: GroupConfig,
-    reward: RewardSum,
-    scores: Scores,
-    penalty: PerSample | None,
-    batch: Batch,
-    loader: Loader,
-    mesh: Mesh,
-) -> Advantages:
-    """Compute advantages within the groups of all ranks, and plan each update's minibatches.
+class Groups:
+    """The groups of a training step's samples, each of one prompt, over all ranks."""
 
-    Advantages compare the rewards minus the penalty; thresholds, failures and metrics use the rewards themselves.
-    """
-    gathered = scores.gathered(mesh)
-    ids, rewards = gather_ids(batch, gathered.parts, mesh), reward.total(gathered.parts)
-    below = below_threshold(rewards, ids, config.reward_threshold)
-    if penalty is not None:
-        penalised = rewards - mesh.gather(penalty).cpu().double()
-        advantages, equal = group_advantages(penalised, ids, config.advantage), zero_variance(penalised, ids)
-    else:
-        equal = equal_groups(config, reward, gathered.parts, ids)
+    def __init__(self, config: GroupConfig, reward: RewardSum, loader: Loader) -> None:
+        self._config, self._reward, self._loader, self._mesh = config, reward, loader, loader.mesh
+
+    def advantages(self, samples: ScoredSamples, penalty: PerSample | None, metrics: Metrics) -> Advantages:
+        """Compute advantages within the groups, plan each update's minibatches, and note rewards and groups.
+
+        Advantages compare the rewards minus the penalty; thresholds, failures and metrics use the rewards themselves.
+        """
+        config, mesh = self._config, self._mesh
+        gathered = samples.scores.gathered(mesh)
+        ids, rewards = gather_ids(samples.batch, gathered.parts, mesh), self._reward.total(gathered.parts)
+        advantages, equal = self._compare(gathered.parts, rewards, ids, penalty)
+        below = below_threshold(rewards, ids, config.reward_threshold)
+        advantages[below | equal] = 0.0
+        useful = ~equal
+        if config.best_of_n:
+            useful &= best_of_n(advantages, ids, config.best_of_n)
+        updates, own = config.num_prompts // config.prompts_per_update, len(samples.batch)
+        size = largest_divisor(own // updates, config.update_batch)
+        minibatches = plan_minibatches(useful, advantages, mesh.data_rank, mesh.data_size, updates, size)
+        metrics |= reward_metrics(rewards, ids)
+        metrics["frac_zero_advantage"] = (advantages == 0).double().mean().item()
+        message = self._note_groups(rewards, ids, equal, below, minibatches, metrics)
+        metrics |= self._reward.metrics(gathered, ids)
+        mine = advantages[mesh.data_rank * own :][:own].clamp(-config.advantage_clip, config.advantage_clip)
+        return Advantages(mine.float(), minibatches, message)
+
+    def _compare(
+        self, parts: Float[Tensor, "all r"], rewards: PerSample, ids: Int[Tensor, " all"], penalty: PerSample | None
+    ) -> tuple[PerSample, Bool[Tensor, " all"]]:
+        """Return the advantages of all samples, and which are of groups of equal rewards."""
+        config = self._config
+        if penalty is not None:
+            rewards = rewards - self._mesh.gather(penalty).cpu().double()
+            return group_advantages(rewards, ids, config.advantage), zero_variance(rewards, ids)
+        equal = equal_groups(config, self._reward, parts, ids)
         if config.advantage == "gdpo":  # compares each part in its group, before the parts are weighted
-            weights = list(reward.weights.values())
-            advantages = group_advantages(gathered.parts, ids, "gdpo", weights=weights)
-        else:
-            advantages = group_advantages(rewards, ids, config.advantage)
-    advantages[below | equal] = 0.0
-    useful = ~equal
-    if config.best_of_n:
-        useful &= best_of_n(advantages, ids, config.best_of_n)
-    updates = config.num_prompts // config.prompts_per_update
-    size = largest_divisor(len(batch) // updates, config.update_batch)
-    minibatches = plan_minibatches(useful, advantages, mesh.data_rank, mesh.data_size, updates, size)
-    groups, equals, lows = (len(ids[rows].unique()) for rows in (slice(None), equal, below & ~equal))
-    skipped = sum(not parts for parts in minibatches)
-    metrics = reward_metrics(rewards, ids) | {
-        "frac_zero_advantage": (advantages == 0).double().mean().item(),
-        "frac_zero_std_groups": equals / groups,
-        "skipped_updates": float(skipped),
-    }
-    if config.reward_threshold > float("-inf"):
-        metrics["frac_below_threshold_groups"] = lows / groups
-    if config.failure_below is not None:
-        failed = ids[below_threshold(rewards, ids, config.failure_below)].unique().tolist()
-        loader.note_failures(failed)
-        metrics["failed_groups"] = len(failed) / groups
-    message = (
-        f"{skipped} of {updates} updates skipped because no sample has an advantage: of {groups} groups "
-        f"{equals} have equal rewards, {lows} are below algorithm.reward_threshold"
-    )
-    metrics |= reward.metrics(gathered, ids)
-    start = mesh.data_rank * len(batch)
-    mine = advantages[start : start + len(batch)].clamp(-config.advantage_clip, config.advantage_clip)
-    return Advantages(mine.float(), minibatches, metrics, (message,) if skipped else ())
+            weights = list(self._reward.weights.values())
+            return group_advantages(parts, ids, "gdpo", weights=weights), equal
+        return group_advantages(rewards, ids, config.advantage), equal
+
+    def _note_groups(
+        self,
+        rewards: PerSample,
+        ids: Int[Tensor, " all"],
+        equal: Bool[Tensor, " all"],
+        below: Bool[Tensor, " all"],
+        minibatches: list[list[Minibatch]],
+        metrics: Metrics,
+    ) -> tuple[str, ...]:
+        """Note how many groups and updates teach nothing, and failures; return a message about skipped updates."""
+        config = self._config
+        groups, equals, lows = (len(ids[rows].unique()) for rows in (slice(None), equal, below & ~equal))
+        skipped = sum(not parts for parts in minibatches)
+        metrics |= {"frac_zero_std_groups": equals / groups, "skipped_updates": float(skipped)}
+        if config.reward_threshold > float("-inf"):
+            metrics["frac_below_threshold_groups"] = lows / groups
+        if config.failure_below is not None:
+            failed = ids[below_threshold(rewards, ids, config.failure_below)].unique().tolist()
+            self._loader.note_failures(failed)
+            metrics["failed_groups"] = len(failed) / groups
+        if not skipped:
+            return ()
+        return (
+            f"{skipped} of {len(minibatches)} updates skipped because no sample has an advantage: of {groups} groups "
+            f"{equals} have equal rewards, {lows} are below algorithm.reward_threshold",
+        )
 
 
-def reward_metrics(rewards: PerSample, ids: Int[Tensor, " all"]) -> dict[str, float]:
+def reward_metrics(rewards: PerSample, ids: Int[Tensor, " all"]) -> Metrics:
     """Return mean and standard deviations of all samples' rewards; those in and between groups where groups exist."""
     metrics = {"reward": rewards.mean().item(), "reward_std": rewards.std().item()}
     in_groups, between_groups = spread(rewards, ids)

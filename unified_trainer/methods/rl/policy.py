@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Fraction, NonNegative, Positive, PositiveFraction, above, at_least
 from unified_trainer.basics.types import Batch, Latents, Rollout
-from unified_trainer.methods.base import MethodConfig, MethodSetup
+from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.rl.reference_kl import KLSettings
 from unified_trainer.methods.rl.replay import transition_noise
+from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.numerics.kernels import Kernel, Policy
 from unified_trainer.numerics.kl import KL
@@ -22,7 +23,7 @@ from unified_trainer.sampling.solver import SamplerConfig, rollout
 
 
 @dataclass(frozen=True)
-class PolicyConfig(MethodConfig):
+class PolicyConfig(RolloutConfig):
     """Settings of the methods that train the transitions of a stochastic policy."""
 
     kernel: Kernel | Literal["auto"] = "auto"

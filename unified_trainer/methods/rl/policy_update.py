@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -11,13 +11,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.types import Batch, Latents, PerSample, take_rows, widest
+from unified_trainer.methods.base import Loss, Metrics
+from unified_trainer.methods.rl.groups import Advantages
 from unified_trainer.methods.rl.minibatches import Minibatch
 from unified_trainer.methods.rl.on_policy_check import OnPolicyCheck
 from unified_trainer.methods.rl.policy import PolicyConfig
 from unified_trainer.methods.rl.reference_kl import ReferenceKL
 from unified_trainer.methods.rl.replay import Replay, ReplayCollector, ReplayStats, Trajectories, Transition
-from unified_trainer.methods.rl.rollouts import ScoredSamples
-from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss
+from unified_trainer.methods.rl.rollouts import Rollouts, ScoredSamples
+from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss, update_losses
 from unified_trainer.numerics.kl import gaussian_kl
 from unified_trainer.numerics.objectives import (
     calibrated_clip,
@@ -43,12 +45,11 @@ class PolicyUpdate:
         sampler: SamplerConfig,
         student: Trainable,
         reference: Frozen | None,
-        update_batch: int,
         *,
-        same_noise: bool = False,
+        update_batch: int,
+        same_noise: bool,
     ) -> None:
         """`update_batch` is the number of samples per pass of a KL of whole rollouts, and of a check.
-
         With `same_noise` the samples of a prompt have one initial noise: the call of the window's first transition is
         replayed once for all of them, as the rollout made it, unless the student is causal and each attends to chunks
         of its own.
@@ -57,40 +58,56 @@ class PolicyUpdate:
         self.kl = ReferenceKL(config.kl_settings(update_batch), sampler, self.policy, reference)
         self._same_noise = same_noise and not sampler.chunks.causal
         self.on_policy, self._update_batch = OnPolicyCheck(student.config.precision), update_batch
-        self.lags_too_far = False  # whether ess of this training step is below its floor, equal on all ranks
+        self._now = range(0), list[int]()  # the window of this training step, and its trained transitions
         self._ess_unread = False  # whether ess of this training step is still to be compared with its floor
 
-    def transitions(self, step: int, rng: Streams) -> tuple[range, list[int]]:
-        """Return the stochastic transitions of a training step and those trained, equal on all ranks.
+    def follow(self, rollouts: Rollouts) -> None:
+        """Check the samples of workers of these rollouts, and make them less ahead where they lag too far."""
+        self._rollouts, rollouts.check = rollouts, self.check_worker
+
+    def transitions(self, step: int, rng: Streams, metrics: Metrics) -> tuple[range, list[int]]:
+        """Return the stochastic transitions of a training step and those trained, equal on all ranks; note them.
 
         The last transition of the sampler has no density and is never trained. Trained are the transitions of the
         window that trained experts make; without a window size, a drawn fraction of them.
         """
         window = self.config.window.at(step, self.sampler.num_steps - 1, rng.shared)
-        trainable = [s for s in window if self.student.trains(self.policy.sigmas[s])]
+        trained = [s for s in window if self.student.trains(self.policy.sigmas[s])]
         if self.config.window.size:
-            return window, trainable
-        count = max(1, round(self.config.timestep_fraction * len(trainable)))
-        return window, sorted(trainable[i] for i in rng.shared.permutation(len(trainable))[:count])
+            metrics["window_first"] = float(window.start)
+        else:
+            count = max(1, round(self.config.timestep_fraction * len(trained)))
+            trained = sorted(trained[i] for i in rng.shared.permutation(len(trained))[:count])
+        metrics |= self.student.transition_counts(self.policy.sigmas[trained])
+        self._now = window, trained
+        return window, trained
 
     def trajectories(self, samples: ScoredSamples, step: int, window: range, rng: Streams) -> Trajectories:
         """Return samples of training step `step`, to be replayed."""
         return Trajectories.of(samples, step, window, rng, same_noise=self._same_noise)
 
-    def transition_metrics(self, window: range, trained: list[int]) -> dict[str, float]:
-        """Return where the window is, if it moves, and how many trained transitions each expert makes."""
-        first = {"window_first": float(window.start)} if self.config.window.size else {}
-        return first | self.student.transition_counts(self.policy.sigmas[trained])
-
     @torch.no_grad()
-    def check_worker(self, window: range, trained: list[int], rng: Streams, samples: ScoredSamples, maker: str) -> None:
+    def check_worker(self, samples: ScoredSamples, rng: Streams, maker: str) -> None:
         """Replay samples of a worker with the weights that made them, which the student has during this call."""
-        version = int(samples.versions[0])
+        version, (window, trained) = int(samples.versions[0]), self._now
         trajectories = self.trajectories(samples, version, window, rng)
         for rows in torch.arange(len(samples.batch)).split(self._update_batch):
             for s in trained:
                 replay = self._replay(trajectories, rows, s)
                 self.on_policy.worker(replay, self.policy.mean_gain(s), self.policy.std(s), maker, version)
+
+    def losses(
+        self,
+        trajectories: Trajectories,
+        advantages: Advantages,
+        trained: list[int],
+        mesh: Mesh,
+        metrics: Metrics,
+    ) -> Iterator[Loss]:
+        """Yield the losses of a training step whose samples have one advantage each."""
+        values = advantages.values[:, None].expand(-1, len(trained))
+        start_update = self.begin(trajectories, values, trained, advantages.minibatches, mesh)
+        return update_losses(advantages, trained, start_update, metrics)
 
     def begin(
         self,
@@ -104,8 +121,7 @@ class PolicyUpdate:
 
         The advantages are of each sample at each trained transition. Call it before any weight of the step changes.
         """
-        lagging, self.lags_too_far = mesh.any(bool(trajectories.lags.any())), False
-        self._ess_unread = lagging
+        lagging = self._ess_unread = mesh.any(bool(trajectories.lags.any()))
         if lagging:
             self.on_policy.over = True  # a replay with newer weights than the rollout's differs
             if self.config.correction == "decoupled":
@@ -120,7 +136,7 @@ class PolicyUpdate:
         log_probs = trajectories.rollout.log_probs.clone()
         for minibatch in itertools.chain.from_iterable(updates):
             for s in trained:
-                at, real = s - trajectories.window.start, minibatch.real
+                at, real = trajectories.index(s), minibatch.real
                 log_prob, *_ = self.density(trajectories, minibatch.rows, s)
                 rows, own = minibatch.rows[real], real.nonzero().flatten().tolist()
                 log_probs[:, at].index_copy_(0, rows.to(log_prob.device, non_blocking=True), take_rows(log_prob, own))
@@ -164,30 +180,28 @@ class PolicyUpdate:
         return self._density(trajectories.transition(s, rows), trajectories.equal_rows(rows, s), s)
 
     def _density(self, made: Transition, equal: EqualRows | None, s: int) -> tuple[PerSample, Latents, Tensor]:
-        batch, x_t, x_next, _, x0 = made
-        velocity = policy_velocity(self.student, x_t, self.policy.sigmas[s], batch, self.sampler, x0, equal)
-        mean, std = self.policy.step(s, x_t, velocity)
-        return self.policy.log_prob(x_next, mean, std), mean, std
+        sigma = self.policy.sigmas[s]
+        velocity = policy_velocity(self.student, made.x_t, sigma, made.batch, self.sampler, made.x0, equal)
+        mean, std = self.policy.step(s, made.x_t, velocity)
+        return self.policy.log_prob(made.x_next, mean, std), mean, std
 
     def _replay(self, trajectories: Trajectories, rows: Tensor, s: int) -> Replay:
         """Compare transition s under the present weights with the rollout, the proximal policy and the reference."""
         config = self.config
         made, equal = trajectories.transition(s, rows), trajectories.equal_rows(rows, s)
         log_prob, mean, std = self._density(made, equal, s)
-        batch, x_t, x_next, log_prob_old, x0 = made
-        at = s - trajectories.window.start
-        elements = math.prod(batch.latent_shape)
+        elements = math.prod(made.batch.latent_shape)
         lag = trajectories.lags[rows].to(log_prob.device, non_blocking=True)
-        log_ratio = log_prob - log_prob_old
-        mean_old = x_next - std * trajectories.noise(batch, s)
+        log_ratio = log_prob - made.log_prob
+        mean_old = made.x_next - std * trajectories.noise(made.batch, s)
         ratio = guarded_log_ratio(log_ratio, mean, mean_old, std) if config.guard else log_ratio
-        start = take_rows(trajectories.start_log_probs[:, at], rows.tolist()) - log_prob_old
+        start = take_rows(trajectories.start_log_probs[:, trajectories.index(s)], rows.tolist()) - made.log_prob
         proximal = proximal_log_ratio(config.correction, log_ratio, start, lag)
         weight = importance_weight(proximal, elements, config.weight_density, config.weight_max)
         kl_old = gaussian_kl(mean.detach(), mean_old, std)
         kl = None
         if self.kl.in_loss:
-            kl = self.kl.of_transition(s, x_t, x_next, mean, batch, x0, equal)
+            kl = self.kl.of_transition(s, made, mean, equal)
         return Replay(log_ratio, ratio - proximal, kl_old, kl, self._clip(s, elements), weight, lag)
 
     @torch.no_grad()
@@ -247,7 +261,7 @@ class PolicyUpdate:
         unread, self._ess_unread = self._ess_unread, False
         if not unread or ess >= self.config.ess_floor:
             return ()
-        self.lags_too_far = True
+        self._rollouts.lower_ahead()
         floor = f"algorithm.ess_floor {self.config.ess_floor:g}"
         return (f"ess is {ess:.2g}, below {floor}: samples lag too far behind the student; later ones lag less",)
 

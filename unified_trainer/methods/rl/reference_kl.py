@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.types import Batch, Latents, PerSample
-from unified_trainer.methods.rl.replay import Trajectories
+from unified_trainer.basics.types import Latents, PerSample
+from unified_trainer.methods.base import Metrics
+from unified_trainer.methods.rl.replay import Trajectories, Transition
 from unified_trainer.numerics.kernels import Policy
 from unified_trainer.numerics.kl import KL, AdaptiveKL, gaussian_kl, gaussian_kl_estimate, velocity_kl
 from unified_trainer.parallel.mesh import Mesh
@@ -75,23 +76,15 @@ class ReferenceKL:
     def in_reward(self) -> bool:
         return self._settings.coefficient > 0 and self._settings.where == "reward"
 
-    def of_transition(
-        self,
-        s: int,
-        x_t: Latents,
-        x_next: Latents,
-        mean: Latents,
-        batch: Batch,
-        x0: Latents,
-        equal: EqualRows | None = None,
-    ) -> PerSample:
-        """Return the KL of transition s, made with this mean, to the reference's transition.
+    def of_transition(self, s: int, made: Transition, mean: Latents, equal: EqualRows | None = None) -> PerSample:
+        """Return the KL of transition s with this mean to the reference's transition.
 
         The reference is called once for rows that are `equal` before the transition.
         """
+        sigma = self._policy.sigmas[s]
         with torch.no_grad():
-            velocity = policy_velocity(self._reference, x_t, self._policy.sigmas[s], batch, self._sampler, x0, equal)
-        return divergence(self._settings.kind, self._policy, s, x_t, x_next, mean, velocity)
+            velocity = policy_velocity(self._reference, made.x_t, sigma, made.batch, self._sampler, made.x0, equal)
+        return divergence(self._settings.kind, self._policy, s, made.x_t, made.x_next, mean, velocity)
 
     @torch.no_grad()
     def of_samples(self, trajectories: Trajectories) -> PerSample:
@@ -100,22 +93,22 @@ class ReferenceKL:
         for rows in torch.arange(len(trajectories.batch)).split(self._settings.batch):
             steps = []
             for s in trajectories.window:
-                batch, x_t, x_next, _, x0 = trajectories.transition(s, rows)
-                _, std = self._policy.step(s, x_t, torch.zeros_like(x_t))
-                mean = x_next - std * trajectories.noise(batch, s)
-                equal = trajectories.equal_rows(rows, s)
-                steps.append(self.of_transition(s, x_t, x_next, mean, batch, x0, equal))
+                made = trajectories.transition(s, rows)
+                _, std = self._policy.step(s, made.x_t, torch.zeros_like(made.x_t))
+                mean = made.x_next - std * trajectories.noise(made.batch, s)
+                steps.append(self.of_transition(s, made, mean, trajectories.equal_rows(rows, s)))
             parts.append(torch.stack(steps).mean(0))
         return torch.cat(parts)
 
-    def penalty(self, trajectories: Trajectories, mesh: Mesh) -> tuple[PerSample | None, dict[str, float]]:
-        """Return what is subtracted from each sample's reward, None without a KL in the reward, and metrics."""
+    def penalty(self, trajectories: Trajectories, mesh: Mesh, metrics: Metrics) -> PerSample | None:
+        """Return the penalty on each sample's reward, and note it; None without a KL in the reward."""
         if not self.in_reward:
-            return None, {}
+            return None
         kl, coefficient = self.of_samples(trajectories), self.coefficient
-        return coefficient * kl, self.adapt(mesh.gather(kl))
+        metrics |= self.adapt(mesh.gather(kl))
+        return coefficient * kl
 
-    def adapt(self, kl: Tensor) -> dict[str, float]:
+    def adapt(self, kl: Tensor) -> Metrics:
         """Return metrics of the KL of all samples and the coefficient used, then adapt the coefficient."""
         metrics = {"kl": float(kl.mean()), "kl_coefficient": self.coefficient}
         if self._adaptive:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +17,15 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.sampling.equal_rows import EqualRows
 
-Transition = tuple[Batch, Latents, Latents, PerSample, Latents]  # batch, x_t, x_next, log-density, final x0
+
+class Transition(NamedTuple):
+    """One transition of some samples, as the rollout made it."""
+
+    batch: Batch
+    x_t: Latents
+    x_next: Latents
+    log_prob: PerSample  # averaged over elements
+    x0: Latents  # end of the samples
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,10 @@ class Trajectories:
         state = _first_states(samples) if same_noise else ()
         return cls(samples.batch, samples.rollout, window, rng, lags, samples.rollout.log_probs, state)
 
+    def index(self, s: int) -> int:
+        """Return the column of transition s among those of the window."""
+        return s - self.window.start
+
     def equal_rows(self, rows: Tensor, s: int) -> EqualRows | None:
         """Return which of these samples are in one state before transition s, with one prompt; None for none."""
         if not self.first_states or s != self.window.start:
@@ -47,10 +60,15 @@ class Trajectories:
         return EqualRows.of(self.first_states[row] for row in rows.tolist())
 
     def transition(self, s: int, rows: Tensor) -> Transition:
-        """Return the batch, x_t, x_next and log-density of transition s, and the final x0, of some samples."""
-        rollout, at, index = self.rollout, s - self.window.start, rows.tolist()
-        x_t, x_next, x0 = rollout.state(at, index), rollout.state(at + 1, index), rollout.end(index)
-        return self.batch.take(index), x_t, x_next, take_rows(rollout.log_probs[:, at], index), x0
+        """Return transition s of some samples."""
+        rollout, at, index = self.rollout, self.index(s), rows.tolist()
+        return Transition(
+            batch=self.batch.take(index),
+            x_t=rollout.state(at, index),
+            x_next=rollout.state(at + 1, index),
+            log_prob=take_rows(rollout.log_probs[:, at], index),
+            x0=rollout.end(index),
+        )
 
     def noise(self, batch: Batch, s: int) -> Latents:
         """Redraw the noise of transition s for these samples; it is not stored."""

@@ -1,9 +1,9 @@
 """Settings of a training step's rollout, and of how its samples divide into updates."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from unified_trainer.basics.ranges import Count, Positive
+from unified_trainer.basics.ranges import MAY_CHANGE, Count, Positive
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.methods.base import MethodConfig
 
@@ -20,11 +20,11 @@ class RolloutConfig(MethodConfig):
     """Samples of each prompt: the group within which advantages are computed."""
     prompts_per_update: Count = 8
     """Prompts of one optimizer update; a rollout has num_prompts / prompts_per_update updates."""
-    rollout_batch: Count = 32
+    rollout_batch: Annotated[Count, MAY_CHANGE] = 32
     """Samples generated, decoded and scored at a time, at most."""
-    update_batch: Count = 32
+    update_batch: Annotated[Count, MAY_CHANGE] = 32
     """Samples per backward pass, at most: a rank takes the largest size that divides its share of an update."""
-    trajectories: TrajectoryPlace = "device"
+    trajectories: Annotated[TrajectoryPlace, MAY_CHANGE] = "device"
     """Where the latents of a rollout are kept until its updates have read them: on the device, or in pinned CPU memory,
     from where those of a backward pass are copied while the pass before runs. Changes no result."""
     init_same_noise: bool = False

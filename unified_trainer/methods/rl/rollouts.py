@@ -13,9 +13,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from unified_trainer.basics.types import Batch, Latents, Rollout
+from unified_trainer.methods.base import Metrics
 from unified_trainer.methods.rl.kept_rollout import KeptRollout, RolloutParts, join
 from unified_trainer.methods.rl.rollout_config import TrajectoryPlace
 from unified_trainer.models.base import Codec
+from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import phase
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.reward import Reward, Scores
@@ -47,7 +49,7 @@ class ScoredSamples:
         return ScoredSamples(self.batch.cat(others.batch).take(order), rollout, scores, versions)
 
 
-Check = Callable[[ScoredSamples, str], None]  # samples of one process, and which one it is
+Check = Callable[[ScoredSamples, Streams, str], None]  # samples of a worker, their random numbers, and its name
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,11 @@ class Rollouts(Protocol):
     """A source of scored samples."""
 
     uniform: bool  # whether all ranks must ask for equally many samples, because their networks run in collectives
+    # Called from time to time with samples of a worker, while the role that samples has the weights that made them.
+    check: Check | None
 
-    def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
-        """Return the samples of a batch of this training step.
-
-        Another process's samples are given to `check` from time to time, while the role that samples has the weights
-        that made them.
-        """
+    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
+        """Return the samples of a batch of this training step."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -84,10 +84,17 @@ class Rollouts(Protocol):
         ...
 
 
+def lag_metrics(samples: ScoredSamples, step: int, mesh: Mesh) -> Metrics:
+    """Return by how many training steps the weights that samples began with are older than the present ones, if so."""
+    lag = (step - mesh.all_gather_cpu(samples.versions)).double()
+    return {"lag": float(lag.mean()), "lag_max": float(lag.max())} if bool(lag.any()) else {}
+
+
 class LocalRollouts:
     """Samples, decodes and scores in this process, `size` samples at a time."""
 
     uniform = True
+    check: Check | None = None  # samples of this process need none
 
     def __init__(
         self,
@@ -102,7 +109,7 @@ class LocalRollouts:
         self._sample, self._reward, self._size, self._place = sample, reward, size, trajectories
         self._score_last = score_last
 
-    def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
+    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
         kept, parts = RolloutParts(self._place, len(batch)), batch.split(self._size)
         with kept_for_the_next_part():
             made = self._made(parts, kept, step, rng)

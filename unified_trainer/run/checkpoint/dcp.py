@@ -24,7 +24,7 @@ from unified_trainer.parallel.reading import fill, shapes_in
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manifest import CheckpointError, Manifest, Spec, damage, find, newest_sound
 
-__all__ = ["CheckpointError", "DiskFull", "Spec", "damage", "find", "load", "newest_sound", "save", "trained_sampler"]
+__all__ = ["CheckpointError", "DiskFull", "Spec", "damage", "find", "load", "newest_sound", "save"]
 
 HEADERS = 2**20  # bytes reserved for what a checkpoint holds besides its tensors
 T = TypeVar("T")
@@ -84,11 +84,6 @@ def record(root: Path, step: int, metadata: Mapping[str, Any], mesh: Mesh) -> No
         _sync(folder)
 
     _on_main(mesh, root, rewrite)
-
-
-def trained_sampler(spec: str | Path) -> dict[str, Any] | None:
-    """Return the sampler settings that a checkpoint's student was trained for, or None if it fits any sampler."""
-    return find(spec)[1]["sampler"]
 
 
 def load(folder: Path, tensors: Mapping[str, Tensor], mesh: Mesh) -> None:

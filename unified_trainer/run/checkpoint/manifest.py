@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import is_weights
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.parallel.reading import is_weights
 
 FILE = "manifest.json"
 VERSION = 2
@@ -65,6 +65,11 @@ def find(spec: str | Path) -> tuple[Path, Manifest]:
     if fault:
         raise CheckpointError(f"{folder} is not complete: {fault}")
     return folder, metadata
+
+
+def trained_sampler(spec: str | Path) -> dict[str, Any] | None:
+    """Return the sampler settings that a checkpoint's student was trained for, or None if it fits any sampler."""
+    return find(spec)[1]["sampler"]
 
 
 def newest_sound(run: Path, mesh: Mesh) -> tuple[Path, Manifest, list[str]]:

@@ -11,7 +11,6 @@ from torch import nn
 from unified_trainer.methods.base import Method
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.roles.adapter import inject
 from unified_trainer.roles.backbone import adapter_weights
 from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import Expert, ExpertLayout, layout_of
@@ -117,6 +116,8 @@ def weight_shapes(name: str, role: RolePlan) -> dict[str, tuple[int, ...]]:
     for expert in role.layout.trained:
         model = open_model(name, role.path, role.layout.components[expert], causal=issubclass(role.kind, Causal))
         if role.config.adapter.rank:
+            from unified_trainer.roles.lora import inject
+
             key = Role.key(name, expert)
             inject(model, key, role.config.adapter, torch.device("meta"))
             own = shapes_of(adapter_weights(model.network, key))

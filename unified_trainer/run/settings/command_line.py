@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from unified_trainer.basics.input_files import read_yaml
+from unified_trainer.methods import METHODS
 from unified_trainer.rewards.reward import RewardConfig, ScorerConfig
-from unified_trainer.run.checkpoint.dcp import trained_sampler
-from unified_trainer.run.registry import METHODS, add_families, method_named
+from unified_trainer.run.checkpoint.manifest import trained_sampler
+from unified_trainer.run.registry import add_families, method_named
 from unified_trainer.run.settings import run_paths
 from unified_trainer.run.settings.config import ConfigError, RunConfig, flat, load_recipe, merged, run_class
 from unified_trainer.run.settings.flags import UnknownFlagError, apply, split, words_of
@@ -153,7 +154,7 @@ def _other_methods_named(run: RunConfig) -> Iterator[None]:
     try:
         yield
     except UnknownFlagError as error:
-        having = [name for name, method in METHODS.items() if error.key in _known(run_class(method)())]
+        having = [name for name in METHODS if error.key in _known(run_class(method_named(name))())]
         if not having:
             raise
         raise ConfigError(f"{error.name} is a setting of {', '.join(having)}, not of {run.method}") from error

@@ -13,7 +13,7 @@ import yaml
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
-from unified_trainer.basics.ranges import MOST, Count, CountOrZero, Period, PeriodOrZero, Seed, at_least
+from unified_trainer.basics.ranges import MAY_CHANGE, MOST, Count, CountOrZero, Period, PeriodOrZero, Seed, at_least
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.methods.base import DeclarationError, Method, MethodConfig, place_of
@@ -26,58 +26,13 @@ from unified_trainer.run.guards.distillation import DistillationGuardConfig
 from unified_trainer.run.guards.hacking_monitor import HackingMonitorConfig
 from unified_trainer.run.settings import run_paths
 from unified_trainer.run.settings.config_checksum import is_edited, with_checksum
+from unified_trainer.run.settings.settings import may_change
 from unified_trainer.run.settings.workers import RayConfig, WorkerConfig
 from unified_trainer.sampling.solver import SamplerConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 # Flags that say where a run is read from and written to; a saved config leaves them out.
 PATH_KEYS = ("config", "resume", "output", "allow")
-# Settings that may differ when a run is resumed: they do not change what a step computes.
-RESUMABLE_KEYS = (
-    "steps",
-    "checkpoint_every",
-    "validate_every",
-    "keep_last",
-    "keep_best",
-    "best_metric",
-    "best_is",
-    "async_save",
-    "validation",
-    "hacking_monitor",
-    "guard",
-    "tracking",
-    "report",
-    "reward.retries",
-    "reward.statistics_every",
-    "reward.timeout",
-    "parallel",
-    "launcher",
-    "ray",
-    "rollouts.transport",
-    "rollouts.workers",
-    "rollouts.reward_workers",
-    "rollouts.cpus",
-    "rollouts.gpus",
-    "rollouts.reward_cpus",
-    "rollouts.reward_gpus",
-    "rollouts.evaluation_workers",
-    "rollouts.evaluation_lag",
-    "rollouts.evaluation_cpus",
-    "rollouts.evaluation_gpus",
-    "rollouts.timeout_minutes",
-    "rollouts.check_every",
-    "encoders.offload",
-    "reward.offload",
-    "encoders.cache",
-    "encoders.cache_memory_gib",
-    "encoders.cache_disk_gib",
-    "algorithm.micro_batch",
-    "algorithm.rollout_batch",
-    "algorithm.trajectories",
-    "algorithm.update_batch",
-)
-
-
 EDITED = "config"  # what --allow names to take a config.yaml that was edited by hand
 
 
@@ -138,7 +93,7 @@ class RunConfig:
     a role is given."""
     config: Path | None = None
     """Saved config.yaml to start from."""
-    steps: Period = 60
+    steps: Annotated[Period, MAY_CHANGE] = 60
     """Training steps; one is a rollout with its updates, or one update."""
     seed: Seed = 0
     """Seed of all random numbers."""
@@ -152,21 +107,21 @@ class RunConfig:
     init_from: str | None = None
     """RUN[@step][:ema]: a run whose newest checkpoint, or that step's, gives the weights of the trained roles; with
     :ema their EMA weights."""
-    checkpoint_every: PeriodOrZero = 20
+    checkpoint_every: Annotated[PeriodOrZero, MAY_CHANGE] = 20
     """Training steps between checkpoints; the last step is always saved, and 0 saves no other."""
-    async_save: bool = False
+    async_save: Annotated[bool, MAY_CHANGE] = False
     """Write checkpoints from a copy in CPU memory while training goes on."""
-    keep_last: Count = 2
+    keep_last: Annotated[Count, MAY_CHANGE] = 2
     """Newest checkpoints kept."""
-    keep_best: CountOrZero = 0
+    keep_best: Annotated[CountOrZero, MAY_CHANGE] = 0
     """Best checkpoints kept besides, among those saved after a validation."""
-    best_metric: str = "reward"
+    best_metric: Annotated[str, MAY_CHANGE] = "reward"
     """Validation metric that ranks them."""
-    best_is: Literal["highest", "lowest"] = "highest"
+    best_is: Annotated[Literal["highest", "lowest"], MAY_CHANGE] = "highest"
     """Order of that metric."""
-    validate_every: PeriodOrZero = 10
+    validate_every: Annotated[PeriodOrZero, MAY_CHANGE] = 10
     """Training steps between validations; one runs before the first step and after the last too. 0 is never."""
-    report: bool = False
+    report: Annotated[bool, MAY_CHANGE] = False
     """Also write report.html into the run directory when the run ends."""
     families: tuple[str, ...] = ()
     """Model families of your own, each path/to/file.py:NAME or package.module:NAME."""
@@ -176,22 +131,22 @@ class RunConfig:
     on clips take the clips' captions instead."""
     prompts_column: str = ""
     """Column of a .jsonl, .csv or .parquet file of prompts; by default prompt, caption or text."""
-    launcher: Literal["process", "ray"] = "process"
+    launcher: Annotated[Literal["process", "ray"], MAY_CHANGE] = "process"
     """Starter of the training processes: process runs in this one, or in those of torchrun; ray starts ray.ranks."""
     device: Device = "auto"
     """Device to run on."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    ray: RayConfig = field(default_factory=RayConfig)
+    parallel: Annotated[ParallelConfig, MAY_CHANGE] = field(default_factory=ParallelConfig)
+    ray: Annotated[RayConfig, MAY_CHANGE] = field(default_factory=RayConfig)
     rollouts: WorkerConfig = field(default_factory=WorkerConfig)
     video: VideoConfig = field(default_factory=VideoConfig)
     encoders: EncoderConfig = field(default_factory=EncoderConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    hacking_monitor: HackingMonitorConfig = field(default_factory=HackingMonitorConfig)
-    guard: DistillationGuardConfig = field(default_factory=DistillationGuardConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    validation: Annotated[ValidationConfig, MAY_CHANGE] = field(default_factory=ValidationConfig)
+    hacking_monitor: Annotated[HackingMonitorConfig, MAY_CHANGE] = field(default_factory=HackingMonitorConfig)
+    guard: Annotated[DistillationGuardConfig, MAY_CHANGE] = field(default_factory=DistillationGuardConfig)
+    tracking: Annotated[TrackingConfig, MAY_CHANGE] = field(default_factory=TrackingConfig)
     algorithm: MethodConfig = field(default_factory=MethodConfig)
 
     @property
@@ -290,7 +245,7 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
         )
     if unknown := sorted(allowed - changed.keys() - ({EDITED} if edited else set())):
         raise ConfigError(f"--allow {unknown[0]}: this setting does not differ from that of --resume {file.parent}")
-    refused = {key: words for key, words in changed.items() if not _is_resumable(key) and key not in allowed}
+    refused = {key: words for key, words in changed.items() if not may_change(run, key) and key not in allowed}
     if refused:
         raise ConfigError(
             f"--resume {file.parent} cannot change {'; '.join(refused.values())}. Leave these flags out, add "
@@ -328,10 +283,6 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     """Return two trees of settings as one; where both have a value, `above` wins."""
     both = {key: merged(below[key], value) for key, value in above.items() if key in below and isinstance(value, dict)}
     return {**below, **above, **both}
-
-
-def _is_resumable(key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in RESUMABLE_KEYS)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

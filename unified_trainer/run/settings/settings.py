@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Range, range_of, reason
+from unified_trainer.basics.ranges import MAY_CHANGE, Range, range_of, reason
 
 REQUIRED = inspect.Parameter.empty
 RunFlags = Annotated[tuple[str, ...], tyro.conf.Suppress]  # argument of a command: flags of a run, see `flags._divided`
@@ -88,11 +88,31 @@ def settings_of(tree: Any, prefix: str = "") -> Iterator[Setting]:
 
 
 @functools.cache
+def _marked(owner: Any) -> dict[str, Any]:
+    """Return the type of each field or argument, with its marks."""
+    return typing.get_type_hints(owner, include_extras=True)
+
+
+@functools.cache
 def _declared(owner: Any) -> dict[str, tuple[Any, Range | None]]:
     """Return the type and the range of each field or argument; marks stay where a flag is repeatable by one."""
-    marked, bare = typing.get_type_hints(owner, include_extras=True), typing.get_type_hints(owner)
+    marked, bare = _marked(owner), typing.get_type_hints(owner)
     repeatable = {name for name, kind in marked.items() if tyro.conf.UseAppendAction in typing.get_args(kind)}
     return {name: (kind if name in repeatable else bare[name], range_of(kind)) for name, kind in marked.items()}
+
+
+def may_change(tree: Any, key: str) -> bool:
+    """Whether --resume may change a setting of a tree of dataclasses: its field, or a section above it, is marked."""
+    for name in key.split("."):
+        if isinstance(tree, dict):
+            tree = tree.get(name)
+        elif name in (marked := _marked(type(tree))):
+            if MAY_CHANGE in typing.get_args(marked[name]):
+                return True
+            tree = getattr(tree, name)
+        else:
+            return False
+    return False
 
 
 def check_ranges(tree: Any, file: str = "") -> None:

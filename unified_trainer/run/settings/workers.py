@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import MOST, Count, CountOrZero, Minutes, PeriodOrZero, above, at_least
+from unified_trainer.basics.ranges import MAY_CHANGE, MOST, Count, CountOrZero, Minutes, PeriodOrZero, above, at_least
 
 Transport = Literal["object_store", "nixl"]
 
@@ -34,35 +34,35 @@ class WorkerConfig:
     send: Literal["exact", "bf16"] = "exact"
     """Precision in which trained weights are sent to rollout workers: exact, or bf16, which halves the bytes and needs
     student.precision bf16. Samples then differ from those without workers by rounding in bf16 (experimental)."""
-    transport: Transport = "object_store"
+    transport: Annotated[Transport, MAY_CHANGE] = "object_store"
     """How weights travel to workers: through Ray's object store, or nixl: workers read them straight from the memory of
     the main rank's device (experimental; needs CUDA devices or CPUs). The numbers are the same."""
-    workers: CountOrZero = 0
+    workers: Annotated[CountOrZero, MAY_CHANGE] = 0
     """Rollout workers: processes on Ray that make the samples of training; 0 makes them in the training processes."""
-    reward_workers: CountOrZero = 0
+    reward_workers: Annotated[CountOrZero, MAY_CHANGE] = 0
     """Reward workers: processes on Ray that only decode and score samples; 0 scores in the rollout workers."""
-    cpus: Annotated[float, above(0, MOST)] = 1.0
+    cpus: Annotated[float, above(0, MOST), MAY_CHANGE] = 1.0
     """CPU cores of one rollout worker, as Ray counts them."""
-    gpus: Annotated[float, at_least(0, MOST)] = 1.0
+    gpus: Annotated[float, at_least(0, MOST), MAY_CHANGE] = 1.0
     """Devices of one rollout worker, or the part of one that it shares; 0 samples on the CPU."""
-    reward_cpus: Annotated[float, above(0, MOST)] = 1.0
+    reward_cpus: Annotated[float, above(0, MOST), MAY_CHANGE] = 1.0
     """CPU cores of one reward worker, as Ray counts them."""
-    reward_gpus: Annotated[float, at_least(0, MOST)] = 1.0
+    reward_gpus: Annotated[float, at_least(0, MOST), MAY_CHANGE] = 1.0
     """Devices of one reward worker, or the part of one that it shares; 0 decodes and scores on the CPU."""
-    evaluation_workers: CountOrZero = 0
+    evaluation_workers: Annotated[CountOrZero, MAY_CHANGE] = 0
     """Evaluation workers: processes on Ray that validate while training goes on; 0 validates in the training processes,
     which wait."""
-    evaluation_lag: CountOrZero = 0
+    evaluation_lag: Annotated[CountOrZero, MAY_CHANGE] = 0
     """Training steps after which the result of a validation beside training takes effect: it is written, and guards and
     keep_best decide by it. Training waits for it then. 0 is as late as the next validation."""
-    evaluation_cpus: Annotated[float, above(0, MOST)] = 1.0
+    evaluation_cpus: Annotated[float, above(0, MOST), MAY_CHANGE] = 1.0
     """CPU cores of one evaluation worker, as Ray counts them."""
-    evaluation_gpus: Annotated[float, at_least(0, MOST)] = 1.0
+    evaluation_gpus: Annotated[float, at_least(0, MOST), MAY_CHANGE] = 1.0
     """Devices of one evaluation worker, or the part of one that it shares; 0 validates on the CPU."""
-    timeout_minutes: Minutes = 30.0
+    timeout_minutes: Annotated[Minutes, MAY_CHANGE] = 30.0
     """Minutes that a worker may take for algorithm.rollout_batch or validation.batch samples; after that it is
     restarted."""
-    check_every: PeriodOrZero = 20
+    check_every: Annotated[PeriodOrZero, MAY_CHANGE] = 20
     """Training steps after which samples of the same rollout worker are compared again with their replay in training.
     0 compares the first samples of each worker only."""
 

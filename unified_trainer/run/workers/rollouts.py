@@ -40,6 +40,7 @@ class RemoteRollouts:
     """
 
     uniform = False
+    check: Check | None = None
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class RemoteRollouts:
         self._metrics: dict[str, float] = {}
         self._received = 0  # samples of this step
 
-    def samples(self, batch: Batch, step: int, rng: Streams, check: Check | None = None) -> ScoredSamples:
+    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
         past = self._past  # without the present weights
         if step != self._step:
             self._step, self._metrics, self._received = step, {}, 0
@@ -83,16 +84,17 @@ class RemoteRollouts:
                 self._ordered[later] = self._order(later, version, self._planned(later, step))
         self._publish(step, step)
         ordered, asked = self._ordered[step], (batch.prompts, batch.prompt_ids, batch.sample_ids)
-        if asked != self._planned(step, step):  # further samples of this step
+        further = asked != self._planned(step, step)
+        if further:
             ordered = self._order(step, step, asked)
         with phase("rollout"):
             received = (self._receive(item, reply) for item, reply in ordered)
             rollouts, scores, makers = zip(*received, strict=True)
         versions = [torch.full((len(item.prompts),), item.version) for item, _ in ordered]
-        if check is not None and (one := self._due(makers, step)) is not None:
+        if self.check is not None and not further and (one := self._due(makers, step)) is not None:
             part, version = batch.split(self._size)[one], ordered[one][0].version  # the version of all ranks
             with nullcontext() if version == step else exchanged(self._role.weights, past[step - version - 1]):
-                check(ScoredSamples(part, rollouts[one], scores[one], versions[one]), makers[one])
+                self.check(ScoredSamples(part, rollouts[one], scores[one], versions[one]), rng, makers[one])
         return ScoredSamples(batch, join(rollouts), Scores.cat(scores), torch.cat(versions))
 
     def metrics(self) -> dict[str, float]:

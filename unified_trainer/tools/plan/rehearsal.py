@@ -256,8 +256,8 @@ class _Rollouts(LocalRollouts):
 
     counts: Counts
 
-    def samples(self, batch: Batch, step: int, rng: Streams, check: Any = None) -> ScoredSamples:
-        found = super().samples(batch, step, rng, check)
+    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
+        found = super().samples(batch, step, rng)
         kept = cast(Rollout, found.rollout)  # that of a rehearsal is on the device
         values = sum(x.numel() for x in (kept.states, kept.x0))
         self.counts.kept = self.counts.repeats * (values // kept.x0[0].numel())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.run.registry import METHODS
+from unified_trainer.methods import METHODS
 from unified_trainer.run.settings.command_line import before_flags
 from unified_trainer.run.settings.config import flat, plain
 from unified_trainer.tools.report.run_folder import VALIDATION, RunRecord

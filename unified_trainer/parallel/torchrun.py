@@ -1,0 +1,30 @@
+"""The number of ranks, and which one this is, from the environment that torchrun sets; torch is not imported."""
+
+import os
+
+from unified_trainer.basics.errors import UserError
+
+TORCHRUN = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # environment variables by which ranks find each other
+
+
+def where() -> str:
+    """Return " on rank R" for messages, or "" if there is one rank."""
+    return "" if os.environ.get("WORLD_SIZE", "1") == "1" else f" on rank {os.environ.get('RANK', '0')}"
+
+
+def size_and_rank() -> tuple[int, int]:
+    """Return the number of ranks that torchrun started, 1 without it, and this process's rank; UserError if wrong."""
+    size, rank = environment_number("WORLD_SIZE", 1, least=1), environment_number("RANK", 0)
+    if rank >= size:
+        raise UserError(f"the environment variable RANK is {rank}, but WORLD_SIZE is {size}: use torchrun")
+    return size, rank
+
+
+def environment_number(name: str, default: int, least: int = 0) -> int:
+    """Return an integer of the environment that torchrun sets; raise UserError, naming the variable, for another."""
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(
+            f"the environment variable {name} must be an integer of at least {least}, not {text!r}: use torchrun"
+        )
+    return int(text)

@@ -1,0 +1,88 @@
+"""The prompts and clips of a run, read and checked before any weight is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.data.captioned import CaptionedVideo
+from unified_trainer.data.clips import check_tiny_clips
+from unified_trainer.data.parquet_files import StoredFiles, read_stored_files
+from unified_trainer.data.prompts import PromptFile, prompts_of, training_captions, validation_captions
+from unified_trainer.data.raw_clips import checked_videos, holds_videos
+from unified_trainer.data.row_kinds import ClipRows, RowKind, Shape, TrajectoryRows
+from unified_trainer.methods.base import Method
+from unified_trainer.rewards.scorers import check_prompts
+from unified_trainer.run.settings.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Clips:
+    """The clips or trajectories of data.path: parquet files, videos of a folder, or none."""
+
+    stored: StoredFiles | None = None
+    videos: tuple[CaptionedVideo, ...] = ()
+
+    @property
+    def captions(self) -> Sequence[str]:
+        return self.stored.captions if self.stored is not None else tuple(video.caption for video in self.videos)
+
+    def place(self, number: int) -> str:
+        """Return where the caption of this number stands."""
+        if self.stored is not None:
+            return self.stored.place(number)
+        return f"the caption of {self.videos[number].file}"
+
+
+def read_prompts(run: RunConfig) -> tuple[PromptFile, PromptFile]:
+    """Return the prompts of training and of validation; none where captions of clips or the first ones are taken."""
+    prompts = validation = PromptFile(())
+    if run.trains_on == "prompts":
+        prompts = prompts_of(run.prompts, training_captions(), "--prompts", run.prompts_column)
+    if run.validation.prompts:
+        captions, column = validation_captions(run.validation.num_samples), run.validation.prompts_column
+        validation = prompts_of(run.validation.prompts, captions, "--validation.prompts", column)
+    check_prompts(run.reward, prompts.placed, validation.placed)
+    return prompts, validation
+
+
+def read_clips(run: RunConfig, latent_shape: Shape) -> Clips:
+    """Return the clips that a run trains on; UserError names the file that is missing or does not fit."""
+    path = Path(run.data.path)
+    if run.trains_on == "prompts":
+        return Clips()
+    if run.trains_on == "clips" and run.data.path == "tiny":
+        check_tiny_clips(run.video)
+        return Clips()
+    if run.trains_on == "clips" and holds_videos(path):
+        return Clips(videos=checked_videos(path))
+    return Clips(stored=read_stored_files(path, _row_kind(run, latent_shape)))
+
+
+def check_captions(run: RunConfig, method: type[Method], clips: Clips, validates_prompts: bool) -> None:
+    """Raise UserError for captions of clips that a scorer cannot read."""
+    captions = clips.captions
+    if not method.uses_reward:  # then validation alone scores, by default the first captions
+        captions = captions[: 0 if validates_prompts or not run.validate_every else run.validation.num_samples]
+    check_prompts(run.reward, (captions, lambda number: f"data.path: {clips.place(number)}"))
+
+
+def note_lanes(run: RunConfig, batch: BatchPlan, clips: Clips, ranks: int, counts: dict[str, int | str]) -> str:
+    """Count the row groups that parquet files are read from; return a warning if they are fewer than the ranks."""
+    if clips.stored is None:
+        return ""
+    counts["row groups read from"] = lanes = clips.stored.lanes(batch.prompts, run.data.window_gib)
+    if lanes >= ranks:
+        return ""
+    return (
+        f"warning: {ranks} ranks read from {lanes} row groups at a time, several from the same one: raise "
+        "data.window_gib, or write smaller row groups"
+    )
+
+
+def _row_kind(run: RunConfig, latent_shape: Shape) -> RowKind:
+    if run.trains_on == "clips":
+        return ClipRows(latent_shape)
+    ode = run.algorithm.teacher_ode(run.sampler)
+    assert ode is not None  # a run that trains on trajectories
+    return TrajectoryRows(latent_shape, ode.levels, run.sampler.shift)

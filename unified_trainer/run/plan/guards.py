@@ -1,0 +1,51 @@
+"""What guards, checkpoints and workers of a run need of each other, checked before any weight is read."""
+
+from unified_trainer.methods.base import Method
+from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.run.guards.base import GuardConfig
+from unified_trainer.run.guards.distillation import DistillationGuardConfig
+from unified_trainer.run.guards.hacking_monitor import HackingMonitorConfig
+from unified_trainer.run.settings.config import ConfigError, RunConfig
+from unified_trainer.run.settings.workers import check_installed, check_transport
+
+
+def check_guards(run: RunConfig, method: type[Method]) -> None:
+    """Raise ConfigError for settings of a guard that the method has not, or whose action the run cannot take."""
+    guards: dict[str, GuardConfig] = {}
+    if method.uses_reward:
+        guards["hacking_monitor"] = run.hacking_monitor
+        if run.hacking_monitor.action in ("stop", "roll_back") and not run.validate_every:
+            action = run.hacking_monitor.action
+            raise ConfigError(f"hacking_monitor.action {action} needs validations to compare: set validate_every")
+    elif run.hacking_monitor != HackingMonitorConfig():
+        raise ConfigError(f"--hacking-monitor.*: {run.method} trains on no reward; leave these settings out")
+    if run.algorithm.teacher_guidance is not None:
+        run.guard.check()
+        guards["guard"] = run.guard
+    elif run.guard != DistillationGuardConfig():
+        raise ConfigError(f"--guard.*: {run.method} has no teacher and critic to compare; leave these settings out")
+    for key, guard in guards.items():
+        if guard.action != "roll_back":
+            continue
+        if not run.checkpoint_every:
+            raise ConfigError(f"{key}.action roll_back needs checkpoints to go back to: set checkpoint_every")
+        student = run.roles["student"]
+        if not (isinstance(student, TrainableConfig) and student.ema_decay):
+            raise ConfigError(f"{key}.action roll_back goes on from EMA weights: set student.ema_decay")
+        if run.rollouts.workers or run.rollouts.evaluation_workers:
+            raise ConfigError(
+                f"{key}.action roll_back cannot take back what workers make beside training: set rollouts.workers 0 "
+                "and rollouts.evaluation_workers 0"
+            )
+
+
+def check_workers(run: RunConfig, method: type[Method], device: str) -> None:
+    run.rollouts.check(bool(method.sampled_by), run.method, run.validate_every)
+    if run.rollouts.send == "bf16" and run.roles["student"].precision != "bf16":
+        raise ConfigError(
+            "rollouts.send bf16 needs student.precision bf16: else workers compute otherwise than training"
+        )
+    for name, count in (("workers", run.rollouts.workers), ("evaluation_workers", run.rollouts.evaluation_workers)):
+        if count:
+            check_installed(f"rollouts.{name}")
+    check_transport(run.rollouts.transport, device)

@@ -1,0 +1,48 @@
+"""What workers give to training: the samples of a method, and validations."""
+
+from collections.abc import Sequence
+
+from unified_trainer.data.loader import Loader
+from unified_trainer.methods.rl.rollout_config import RolloutConfig
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rewards.reward import RewardSum
+from unified_trainer.roles.role import Trainable
+from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.validation.report import Report
+from unified_trainer.run.validation.samples import sample_prompts
+from unified_trainer.run.workers.evaluation import RemoteValidation
+from unified_trainer.run.workers.rollouts import RemoteRollouts
+from unified_trainer.run.workers.weights import WeightSender
+from unified_trainer.run.workers.workers import WorkerGroup
+
+
+def remote_rollouts(
+    run: RunConfig,
+    algorithm: RolloutConfig,
+    workers: WorkerGroup,
+    role: Trainable | WeightCopy,
+    loader: Loader,
+    mesh: Mesh,
+) -> RemoteRollouts:
+    """Return the samples of rollout workers."""
+    sender = WeightSender(mesh, run.rollouts.transport, half=run.rollouts.send == "bf16")
+    return RemoteRollouts(
+        workers,
+        role,
+        loader,
+        mesh,
+        sender,
+        size=algorithm.rollout_batch,
+        ahead=run.rollouts.ahead,
+        check_every=run.rollouts.check_every,
+        trajectories=algorithm.trajectories,
+    )
+
+
+def remote_validation(
+    run: RunConfig, workers: WorkerGroup, reward: RewardSum, prompts: Sequence[str], mesh: Mesh
+) -> RemoteValidation:
+    """Return the validations of evaluation workers."""
+    report = Report(run.validation, reward, sample_prompts(prompts, run.validation), mesh, run.video.fps)
+    return RemoteValidation(workers, run.validation, report, mesh, WeightSender(mesh, run.rollouts.transport))
