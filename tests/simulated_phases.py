@@ -90,7 +90,7 @@ def step(place: str, *, offload: bool) -> dict[str, object]:
             found["sample"].append(now())
             random = torch.Generator().manual_seed(part.sample_ids[0])
             states = torch.randn(len(part), STATES, *SHAPE, generator=random).to(NPU, non_blocking=True)
-            return Rollout(states, torch.zeros(len(part), STATES - 1, device=NPU), states[:, -1] * 1, states[:, :0])
+            return Rollout(states, torch.zeros(len(part), STATES - 1, device=NPU), states[:, -1] * 1)
 
         reward = Reward({"colors": scorer}, codec, RewardConfig(kind="colors", offload=offload))
         reward._part = functools.partial(_noted, reward._part, found["score"], now)

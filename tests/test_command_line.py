@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import re
 import shlex
@@ -65,43 +66,45 @@ def refused_flags(method: str, *words: str) -> str:
 # Names.
 
 
-@pytest.mark.parametrize(
-    ("method", "wrong", "right"),
-    [
-        ("dance_grpo", "--student.learning-rat", "--student.learning-rate"),
-        ("dance_grpo", "--learnin-rate", "--student.learning-rate"),
-        ("dmd2", "--lr", "--student.learning-rate or --critic.learning-rate"),
-        ("dmd2", "--critic.lr", "--critic.learning-rate"),
-        ("dmd2", "--bs", "--algorithm.batch-size"),
-        ("dance_grpo", "--bs", "--algorithm.num-prompts"),
-        ("finetune", "--gradient-accumulation-steps", "--algorithm.micro-batch"),
-        ("finetune", "--student.wd", "--student.weight-decay"),
-        ("finetune", "--cfg", "--sampler.guidance-scale"),
-        ("dmd2", "--guidance", "--sampler.guidance-scale or --algorithm.guidance-scale"),
-        ("finetune", "--num_inference_steps", "--sampler.num-steps"),
-        ("finetune", "--epochs", "--steps"),
-        ("finetune", "--max-train-steps", "--steps"),
-        ("finetune", "--output_dir", "--output"),
-        ("finetune", "--resume_from_checkpoint", "--resume"),
-        ("finetune", "--lora-rank", "--student.adapter.rank"),
-        ("finetune", "--frames", "--video.frames or --reward.frames"),
-        ("finetune", "--no-validation.ema", "--validation.no-ema"),
-    ],
-)
-def test_an_unknown_flag_comes_with_those_it_may_mean(method, wrong, right):
-    assert refused_flags(method, wrong, "1") == f"{wrong} is not known; did you mean {right}?"
+UNKNOWN = [
+    ("dance_grpo", "--student.learning-rat", "--student.learning-rate"),
+    ("dance_grpo", "--learnin-rate", "--student.learning-rate"),
+    ("dmd2", "--lr", "--student.learning-rate or --critic.learning-rate"),
+    ("dmd2", "--critic.lr", "--critic.learning-rate"),
+    ("dmd2", "--bs", "--algorithm.batch-size"),
+    ("dance_grpo", "--bs", "--algorithm.num-prompts"),
+    ("finetune", "--gradient-accumulation-steps", "--algorithm.micro-batch"),
+    ("finetune", "--student.wd", "--student.weight-decay"),
+    ("finetune", "--cfg", "--sampler.guidance-scale"),
+    ("dmd2", "--guidance", "--sampler.guidance-scale or --algorithm.guidance-scale"),
+    ("finetune", "--num_inference_steps", "--sampler.num-steps"),
+    ("finetune", "--epochs", "--steps"),
+    ("finetune", "--max-train-steps", "--steps"),
+    ("finetune", "--output_dir", "--output"),
+    ("finetune", "--resume_from_checkpoint", "--resume"),
+    ("finetune", "--lora-rank", "--student.adapter.rank"),
+    ("finetune", "--frames", "--video.frames or --reward.frames"),
+    ("finetune", "--no-validation.ema", "--validation.no-ema"),
+]
 
 
-@pytest.mark.parametrize("name", USUAL)
-def test_what_other_trainers_call_a_setting_leads_to_one(name):
-    found = [nearest(name, settings_of_method(method)) for method in METHODS]
-    ends = tuple(f".{end}" for end in USUAL[name])
-    assert any(f".{key}".endswith(ends) for keys in found for key in keys)
+def test_an_unknown_flag_comes_with_those_it_may_mean(subtests):
+    for method, wrong, right in UNKNOWN:
+        with subtests.test(wrong):
+            assert refused_flags(method, wrong, "1") == f"{wrong} is not known; did you mean {right}?"
 
 
-@pytest.mark.parametrize("name", RANKS)
-def test_the_number_of_ranks_is_set_by_torchrun(name):
-    assert "torchrun --nproc-per-node N" in refused_flags("finetune", f"--{name}", "8")
+def test_what_other_trainers_call_a_setting_leads_to_one():
+    lost = []
+    for name, meant in USUAL.items():
+        keys = [key for method in METHODS for key in nearest(name, settings_of_method(method))]
+        lost += [name] * (not any(f".{key}".endswith(tuple(f".{end}" for end in meant)) for key in keys))
+    assert lost == []
+
+
+def test_the_number_of_ranks_is_set_by_torchrun():
+    said = {name: refused_flags("finetune", f"--{name}", "8") for name in RANKS}
+    assert {name: text for name, text in said.items() if "torchrun --nproc-per-node N" not in text} == {}
 
 
 def test_a_flag_of_another_method_names_it():
@@ -113,10 +116,11 @@ def test_a_name_like_no_other_is_pointed_to_the_help():
     assert refused("--xyzzy", "1") == "--xyzzy is not known; --help-all lists all there are"
 
 
-@pytest.mark.parametrize("word", ["-steps", "\u2013steps", "\u2014steps", "\u2014\u2014steps", "\u2212steps=3"])
-def test_other_dashes_are_named(word):
-    right = f"--{word[word.index('steps') :]}"
-    assert refused_flags("finetune", word, "3") == f"{word} must begin with two hyphens: write {right}"
+def test_other_dashes_are_named(subtests):
+    for word in ("-steps", "\u2013steps", "\u2014steps", "\u2014\u2014steps", "\u2212steps=3"):
+        with subtests.test(word):
+            right = f"--{word[word.index('steps') :]}"
+            assert refused_flags("finetune", word, "3") == f"{word} must begin with two hyphens: write {right}"
 
 
 def test_underscores_and_equals_signs_are_allowed():
@@ -125,43 +129,43 @@ def test_underscores_and_equals_signs_are_allowed():
     assert not run.validation.ema
 
 
-@pytest.mark.parametrize(
-    ("flag", "near"), [("--method=dance_gpro", "dance_grpo"), ("--recipe=tinny", "tiny"), ("--method=DMD", "dmd2")]
-)
-def test_an_unknown_method_or_recipe_comes_with_the_nearest(flag, near):
-    name, _, value = flag.partition("=")
-    assert refused(flag).startswith(f"{name} {value!r} is not known; did you mean {near}? Have: ")
+def test_an_unknown_method_or_recipe_comes_with_the_nearest(subtests):
+    for flag, near in (("--method=dance_gpro", "dance_grpo"), ("--recipe=tinny", "tiny"), ("--method=DMD", "dmd2")):
+        with subtests.test(flag):
+            name, _, value = flag.partition("=")
+            assert refused(flag).startswith(f"{name} {value!r} is not known; did you mean {near}? Have: ")
 
 
 # Values.
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--steps many", "--steps must be a whole number, not 'many'"),
-        ("--steps 1 2", "--steps must be a whole number, not '1 2'"),
-        ("--steps", "--steps needs a value: a whole number"),
-        ("--steps --seed 1", "--steps needs a value: a whole number"),
-        ("--steps=", "--steps must be a whole number, not ''"),
-        ("--seed 0.5", "--seed must be a whole number, not '0.5'"),
-        ("--device tpu", "--device must be one of auto, cuda, npu, cpu, not 'tpu'"),
-        ("--student.betas 0.9", "--student.betas must be 2 values separated by spaces, each a number, not '0.9'"),
-        ("--sampler.shift 1 --algorithm.kernel x", "--algorithm.kernel must be one of ode, dance, flow, flow_wan, cps"),
-        ("--allow a b", "--allow must be a text, not 'a b'"),
-        ("--student 5", "--student is a group of settings: name one of them, such as --student.path"),
-        ("-- --steps 3", "-- stands alone: write a flag, such as --steps"),
-        ("./runs/a --steps 3", "'./runs/a' belongs to no flag"),
-        ("--async-save True", "--async-save takes no value, not 'True': write --async-save or --no-async-save"),
-        ("--async-save=false", "--async-save takes no value, not 'false': write --async-save or --no-async-save"),
-        (
-            "--validation.ema False",
-            "--validation.ema takes no value, not 'False': write --validation.ema or",
-        ),
-    ],
-)
-def test_a_value_that_cannot_be_is_named_with_what_can(words, message):
-    assert refused_flags("dance_grpo", *words.split()).startswith(message)
+VALUES = [
+    ("--steps many", "--steps must be a whole number, not 'many'"),
+    ("--steps 1 2", "--steps must be a whole number, not '1 2'"),
+    ("--steps", "--steps needs a value: a whole number"),
+    ("--steps --seed 1", "--steps needs a value: a whole number"),
+    ("--steps=", "--steps must be a whole number, not ''"),
+    ("--seed 0.5", "--seed must be a whole number, not '0.5'"),
+    ("--device tpu", "--device must be one of auto, cuda, npu, cpu, not 'tpu'"),
+    ("--student.betas 0.9", "--student.betas must be 2 values separated by spaces, each a number, not '0.9'"),
+    ("--sampler.shift 1 --algorithm.kernel x", "--algorithm.kernel must be one of ode, dance, flow, flow_wan, cps"),
+    ("--allow a b", "--allow must be a text, not 'a b'"),
+    ("--student 5", "--student is a group of settings: name one of them, such as --student.path"),
+    ("-- --steps 3", "-- stands alone: write a flag, such as --steps"),
+    ("./runs/a --steps 3", "'./runs/a' belongs to no flag"),
+    ("--async-save True", "--async-save takes no value, not 'True': write --async-save or --no-async-save"),
+    ("--async-save=false", "--async-save takes no value, not 'false': write --async-save or --no-async-save"),
+    (
+        "--validation.ema False",
+        "--validation.ema takes no value, not 'False': write --validation.ema or",
+    ),
+]
+
+
+def test_a_value_that_cannot_be_is_named_with_what_can(subtests):
+    for words, message in VALUES:
+        with subtests.test(words):
+            assert refused_flags("dance_grpo", *words.split()).startswith(message)
 
 
 def test_nan_a_method_without_a_name_and_a_group_are_refused():
@@ -186,28 +190,29 @@ def test_the_last_of_two_flags_holds():
 # Files.
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("student: {learning_rat: 0.1}", "student.learning_rat is not known; did you mean student.learning_rate?"),
-        ("student: {learning_rate: fast}", "student.learning_rate must be a number, not 'fast'"),
-        ("student: {learning_rate: }", "student.learning_rate must be a number, not empty"),
-        ("student: {path: }", "student.path must be a text, not empty"),
-        ("student: 5", "student is a group of settings: name one of them, such as student.path"),
-        ("steps: {a: 5}", "steps.a is not known; "),
-        ("steps: [5, 6]", "steps must be a whole number, not '5 6'"),
-        ("async_save: 1", "async_save must be true or false, not 1"),
-        ("async_save: 'true'", "async_save must be true or false, not 'true'"),
-        ("tracking: {wandb: off}", "tracking.wandb is read as false; write 'off' in quotes"),
-        ("algorithm: {batch_size: 3}", "algorithm.batch_size is a setting of "),
-        ("method: 3", "--method '3' is not known"),
-    ],
-)
-def test_an_error_in_a_file_names_file_and_key(tmp_path, text, message):
+IN_A_FILE = [
+    ("student: {learning_rat: 0.1}", "student.learning_rat is not known; did you mean student.learning_rate?"),
+    ("student: {learning_rate: fast}", "student.learning_rate must be a number, not 'fast'"),
+    ("student: {learning_rate: }", "student.learning_rate must be a number, not empty"),
+    ("student: {path: }", "student.path must be a text, not empty"),
+    ("student: 5", "student is a group of settings: name one of them, such as student.path"),
+    ("steps: {a: 5}", "steps.a is not known; "),
+    ("steps: [5, 6]", "steps must be a whole number, not '5 6'"),
+    ("async_save: 1", "async_save must be true or false, not 1"),
+    ("async_save: 'true'", "async_save must be true or false, not 'true'"),
+    ("tracking: {wandb: off}", "tracking.wandb is read as false; write 'off' in quotes"),
+    ("algorithm: {batch_size: 3}", "algorithm.batch_size is a setting of "),
+    ("method: 3", "--method '3' is not known"),
+]
+
+
+def test_an_error_in_a_file_names_file_and_key(tmp_path, subtests):
     file = tmp_path / "mine.yaml"
-    file.write_text(text)
-    said = refused("--config", str(file))
-    assert said.startswith(message if message.startswith("--") else f"{file}: {message}")
+    for text, message in IN_A_FILE:
+        with subtests.test(text):
+            file.write_text(text)
+            said = refused("--config", str(file))
+            assert said.startswith(message if message.startswith("--") else f"{file}: {message}")
 
 
 def test_an_error_in_a_recipe_names_recipe_and_key(tmp_path, monkeypatch):
@@ -247,29 +252,30 @@ def test_every_switch_has_two_flags_and_is_saved(method, tmp_path):
 # Commands.
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("train --steps 3", "command 'train' is not known. Have: "),
-        ("exprot a b", "command 'exprot' is not known; did you mean export? Have: "),
-        ("dance_grpo --steps 3", "dance_grpo is a method, not a command; did you mean --method dance_grpo?"),
-        ("export", "RUN, OUT must be given; --help says how"),
-        ("export a", "OUT must be given; --help says how"),
-        ("export a b c", "'c' is one word too many: without a flag there is only RUN OUT"),
-        ("export a b --dtype fp64", "--dtype must be one of fp32, bf16, not 'fp64'"),
-        ("export a b --dtpye fp32", "--dtpye is not known; did you mean --dtype?"),
-        ("export --run a", "--run is no flag: RUN is given without one"),
-        ("export a --output b", "--output is not known; did you mean OUT?"),
-        ("sample a --prompts x", "--output must be given; --help says how"),
-        ("sample a --output x --stream True", "--stream takes no value, not 'True': write --stream or --no-stream"),
-        ("rollout a --prompts x --output o --batch x", "--batch must be a whole number, not 'x'"),
-        ("import-hpsv3 --base x", "--out must be given; --help says how"),
-    ],
-)
-def test_a_wrong_word_of_a_command_is_named(words, message, capsys):
-    assert main(words.split()) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {message}")
+WORDS = [
+    ("train --steps 3", "command 'train' is not known. Have: "),
+    ("exprot a b", "command 'exprot' is not known; did you mean export? Have: "),
+    ("dance_grpo --steps 3", "dance_grpo is a method, not a command; did you mean --method dance_grpo?"),
+    ("export", "RUN, OUT must be given; --help says how"),
+    ("export a", "OUT must be given; --help says how"),
+    ("export a b c", "'c' is one word too many: without a flag there is only RUN OUT"),
+    ("export a b --dtype fp64", "--dtype must be one of fp32, bf16, not 'fp64'"),
+    ("export a b --dtpye fp32", "--dtpye is not known; did you mean --dtype?"),
+    ("export --run a", "--run is no flag: RUN is given without one"),
+    ("export a --output b", "--output is not known; did you mean OUT?"),
+    ("sample a --prompts x", "--output must be given; --help says how"),
+    ("sample a --output x --stream True", "--stream takes no value, not 'True': write --stream or --no-stream"),
+    ("rollout a --prompts x --output o --batch x", "--batch must be a whole number, not 'x'"),
+    ("import-hpsv3 --base x", "--out must be given; --help says how"),
+]
+
+
+def test_a_wrong_word_of_a_command_is_named(capsys, subtests):
+    for words, message in WORDS:
+        with subtests.test(words):
+            assert main(words.split()) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"error: {message}")
 
 
 def test_a_command_takes_its_places_and_flags_in_any_order():
@@ -302,52 +308,53 @@ def test_unknown_adapter_layers_are_refused_before_weights_are_read(run_folder, 
 # Help.
 
 
+WIDTHS = (80, 120)
 ARGUMENTS = [(name, one) for name in COMMANDS for one in settings_of(command_named(name))]
 EVERY_SETTING = {key: one for method in METHODS for key, one in settings_of_method(method).items()}
 
 
-@pytest.mark.parametrize("setting", [*EVERY_SETTING.values(), *(one for _, one in ARGUMENTS)], ids=lambda one: one.key)
-def test_every_setting_and_argument_is_explained_by_a_sentence(setting):
-    text = help_pages.explanation(setting)
-    assert re.match(r"[A-Z0-9]", text) and text.endswith("."), text
+def test_every_setting_and_argument_is_explained_by_a_sentence():
+    explained = [
+        (one.key, help_pages.explanation(one)) for one in [*EVERY_SETTING.values(), *(x for _, x in ARGUMENTS)]
+    ]
+    assert [one for one in explained if not re.match(r"[A-Z0-9].*\.$", one[1], re.S)] == []
 
 
-@pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_help_of_a_method_is_whole(method, width):
+def test_the_help_of_a_method_is_whole(method):
     """--help-all explains every setting in full, and no line is longer than the terminal is wide."""
-    page = help_pages.of_method(method_named(method), run_of(method), width, everything=True)
-    said = " ".join(page.split())
-    for setting in settings_of_method(method).values():
-        assert help_pages.explanation(setting) in said, setting.key
-        assert f"{setting.flag} " in said or f"{setting.flag}, {setting.off} " in said
-    assert max(map(len, page.splitlines())) <= width
+    for width in WIDTHS:
+        page = help_pages.of_method(method_named(method), run_of(method), width, everything=True)
+        said = " ".join(page.split())
+        for setting in settings_of_method(method).values():
+            assert help_pages.explanation(setting) in said, setting.key
+            assert f"{setting.flag} " in said or f"{setting.flag}, {setting.off} " in said
+        assert max(map(len, page.splitlines())) <= width
 
 
-@pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_is_whole(name, width):
-    page = help_pages.of_command(name, command_named(name), width)
-    for of, argument in ARGUMENTS:
-        if of == name:
-            assert help_pages.explanation(argument) in " ".join(page.split())
-            assert argument.shown in page
-    assert max(map(len, page.splitlines())) <= width
+def test_the_help_of_a_command_is_whole(subtests):
+    for name, width in itertools.product(COMMANDS, WIDTHS):
+        with subtests.test(name, width=width):
+            page = help_pages.of_command(name, command_named(name), width)
+            for argument in (one for of, one in ARGUMENTS if of == name):
+                assert help_pages.explanation(argument) in " ".join(page.split())
+                assert argument.shown in page
+            assert max(map(len, page.splitlines())) <= width
 
 
-@pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("method", METHODS)
-def test_help_names_the_settings_that_a_method_reads(method, width):
-    page = help_pages.of_method(method_named(method), run_of(method), width, everything=False)
-    sections = re.findall(r"^(\w+)(?:: .*)?$", page, re.M)
-    assert ("hacking_monitor" in sections) == method_named(method).uses_reward
-    reads_clips = ("finetune", "consistency", "dmd2", "self_forcing", "ode_init", "distill_rl")
-    assert ("data" in sections) == (method in reads_clips)
-    assert ("  --prompts TEXT" in page) == (method not in ("finetune", "consistency"))
-    assert {"algorithm", "student", "reward", "validation"} <= set(sections)
-    assert max(map(len, page.splitlines())) <= width
-    named = {key for key in settings_of_method(method) if key.rpartition(".")[2].replace("_", "-") in page}
-    assert {key for key in settings_of_method(method) if help_pages.reads(method_named(method), key)} <= named
+def test_help_names_the_settings_that_a_method_reads(method):
+    for width in WIDTHS:
+        page = help_pages.of_method(method_named(method), run_of(method), width, everything=False)
+        sections = re.findall(r"^(\w+)(?:: .*)?$", page, re.M)
+        assert ("hacking_monitor" in sections) == method_named(method).uses_reward
+        reads_clips = ("finetune", "consistency", "dmd2", "self_forcing", "ode_init", "distill_rl")
+        assert ("data" in sections) == (method in reads_clips)
+        assert ("  --prompts TEXT" in page) == (method not in ("finetune", "consistency"))
+        assert {"algorithm", "student", "reward", "validation"} <= set(sections)
+        assert max(map(len, page.splitlines())) <= width
+        named = {key for key in settings_of_method(method) if key.rpartition(".")[2].replace("_", "-") in page}
+        assert {key for key in settings_of_method(method) if help_pages.reads(method_named(method), key)} <= named
 
 
 def test_the_marks_of_common_settings_and_the_groups_exist():
@@ -376,26 +383,27 @@ def test_the_overview_names_methods_commands_and_examples_that_parse(monkeypatch
             parse(words)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "start"),
-    [
-        ("", 2, "One trainer for"),
-        ("--help", 0, "One trainer for"),
-        ("-h", 0, "One trainer for"),
-        ("--method dmd2 --help --steps many", 0, "python -m unified_trainer --method dmd2 --help\n\nDMD2: "),
-        ("--help --method dmd2", 0, "python -m unified_trainer --method dmd2 --help\n"),
-        ("--method finetune --help-all", 0, "python -m unified_trainer --method finetune --help-all\n"),
-        ("export --help", 0, "python -m unified_trainer export RUN OUT [flags]\n\nWrite a role's weights"),
-        ("sample runs/a --help", 0, "python -m unified_trainer sample RUN --prompts [TEXT ...] --output PATH"),
-        ("--version", 0, "unified-trainer "),
-    ],
-)
-def test_help_is_printed_wherever_it_is_asked_for(words, code, start, capsys, tmp_path, monkeypatch):
+HELP = [
+    ("", 2, "One trainer for"),
+    ("--help", 0, "One trainer for"),
+    ("-h", 0, "One trainer for"),
+    ("--method dmd2 --help --steps many", 0, "python -m unified_trainer --method dmd2 --help\n\nDMD2: "),
+    ("--help --method dmd2", 0, "python -m unified_trainer --method dmd2 --help\n"),
+    ("--method finetune --help-all", 0, "python -m unified_trainer --method finetune --help-all\n"),
+    ("export --help", 0, "python -m unified_trainer export RUN OUT [flags]\n\nWrite a role's weights"),
+    ("sample runs/a --help", 0, "python -m unified_trainer sample RUN --prompts [TEXT ...] --output PATH"),
+    ("--version", 0, "unified-trainer "),
+]
+
+
+def test_help_is_printed_wherever_it_is_asked_for(capsys, tmp_path, monkeypatch, subtests):
     monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == code
-    said = capsys.readouterr()
-    assert said.out.startswith(start) and not said.err
-    assert not list(tmp_path.iterdir())
+    for words, code, start in HELP:
+        with subtests.test(words):
+            assert main(words.split()) == code
+            said = capsys.readouterr()
+            assert said.out.startswith(start) and not said.err
+            assert not list(tmp_path.iterdir())
 
 
 def test_help_for_an_unknown_method_is_refused(capsys):
@@ -411,29 +419,29 @@ def test_help_shows_the_values_of_the_recipe_and_the_saved_file(tmp_path, capsys
     assert "Network calls per sample. Default: 4." in said
 
 
-@pytest.mark.parametrize(
-    ("limits", "text", "shown"),
-    [
-        (None, "", ""),
-        (at_least(0), "", ""),
-        (at_least(1, 1000), "", ""),
-        (above(0, 1000), "", ""),
-        (at_least(-(10**18), 10**18), "", ""),
-        (Range(), "", ""),
-        (at_least(2, 10**6), "", "Must be at least 2."),
-        (above(1), "", "Must be above 1."),
-        (at_least(0, 60), "", "Must be from 0 to 60."),
-        (above(0, 1), "", "Must be above 0 and at most 1."),
-        (above(0, 1), "A number in (0, 1].", ""),
-        (at_least(0, 1), "A number in (0, 1].", "Must be from 0 to 1."),
-        (Range(never=(0,)), "", "Must be a finite number but not 0."),
-        (Range(also=(math.inf,)), "", "Must be a finite number, or inf."),
-    ],
-    ids=str,
-)
-def test_help_shows_ranges_that_surprise(limits, text, shown, monkeypatch):
-    monkeypatch.setattr(help_pages, "explanation", lambda setting: text)
-    assert help_pages._limits(Setting("key", float, 1.0, Setting, limits=limits)) == shown
+LIMITS = [
+    (None, "", ""),
+    (at_least(0), "", ""),
+    (at_least(1, 1000), "", ""),
+    (above(0, 1000), "", ""),
+    (at_least(-(10**18), 10**18), "", ""),
+    (Range(), "", ""),
+    (at_least(2, 10**6), "", "Must be at least 2."),
+    (above(1), "", "Must be above 1."),
+    (at_least(0, 60), "", "Must be from 0 to 60."),
+    (above(0, 1), "", "Must be above 0 and at most 1."),
+    (above(0, 1), "A number in (0, 1].", ""),
+    (at_least(0, 1), "A number in (0, 1].", "Must be from 0 to 1."),
+    (Range(never=(0,)), "", "Must be a finite number but not 0."),
+    (Range(also=(math.inf,)), "", "Must be a finite number, or inf."),
+]
+
+
+def test_help_shows_ranges_that_surprise(monkeypatch, subtests):
+    for limits, text, shown in LIMITS:
+        with subtests.test(f"{limits} {text}"):
+            monkeypatch.setattr(help_pages, "explanation", lambda setting: text)  # noqa: B023
+            assert help_pages._limits(Setting("key", float, 1.0, Setting, limits=limits)) == shown
 
 
 def test_all_help_of_a_word_shows_the_settings_that_have_it(capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import typing
 from dataclasses import dataclass
@@ -9,10 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
-from helpers import SMALL
 
 import unified_trainer as ut
-from unified_trainer.__main__ import COMMANDS, command_named, main
+from unified_trainer.__main__ import COMMANDS, command_named
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Range, above, at_least, numeric, range_of
 from unified_trainer.methods.base import MethodConfig
@@ -20,7 +20,7 @@ from unified_trainer.rewards.aesthetic import Aesthetic
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.own_settings import ScorerSettings, typed
 from unified_trainer.rewards.remote import Remote
-from unified_trainer.rewards.vlm import VisionLanguageModel
+from unified_trainer.rewards.vlm import VisionLanguageModel as VLM
 from unified_trainer.run.registry import METHODS, method_named
 from unified_trainer.run.settings.command_line import before_flags
 from unified_trainer.run.settings.config import RunConfig, run_class
@@ -86,23 +86,21 @@ def flattened(kind: Any) -> set[Any]:
 # Declarations.
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_number_of_a_method_has_a_range_that_holds_its_default(method):
-    assert [setting.key for setting in numbers(run_of(method)) if not has_range(setting)] == []
-    check_ranges(run_of(method))
-    check_ranges(before_flags(["--method", method]))
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_number_of_a_command_has_a_range(command):
-    assert [setting.key for setting in numbers(command_named(command)) if not has_range(setting)] == []
-
-
-@pytest.mark.parametrize("scorer", [Aesthetic, Remote, VisionLanguageModel])
-def test_every_number_of_a_scorer_has_a_range(scorer):
-    kinds = typing.get_type_hints(scorer, include_extras=True)
-    fields = [field.name for field in dataclasses.fields(scorer)]
-    assert [name for name in fields if numeric(kinds[name]) and range_of(kinds[name]) is None] == []
+def test_every_number_has_a_range_that_holds_its_default():
+    scorers = {scorer: typing.get_type_hints(scorer, include_extras=True) for scorer in (Aesthetic, Remote, VLM)}
+    trees = {name: run_of(name) for name in METHODS} | {name: command_named(name) for name in COMMANDS}
+    missing = [
+        f"{of}: {setting.key}" for of, tree in trees.items() for setting in numbers(tree) if not has_range(setting)
+    ] + [
+        f"{scorer.__name__}: {field.name}"
+        for scorer, kinds in scorers.items()
+        for field in dataclasses.fields(scorer)
+        if numeric(kinds[field.name]) and range_of(kinds[field.name]) is None
+    ]
+    assert missing == []
+    for method in METHODS:
+        check_ranges(run_of(method))
+        check_ranges(before_flags(["--method", method]))
 
 
 def test_a_field_without_a_range_is_found():
@@ -129,7 +127,7 @@ def test_a_value_is_in_range_or_refused_by_its_key():
     for (owner, name), (_, setting) in declared().items():
         kinds = [part for part in flattened(setting.kind) if typing.get_origin(part) is tuple]
         for kind in {setting.kind, *kinds}:
-            for number in (value for value in VALUES if isinstance(value, int) or kind is not int):
+            for number in (value for value in VALUES if isinstance(value, int) or float in flattened(kind)):
                 part = dataclasses.replace(owner(), **{name: of_kind(kind, number)})
                 message = said(lambda: check_ranges(part, "origin"))  # noqa: B023
                 place = f"{setting.key} {number} as {kind}"
@@ -140,7 +138,7 @@ def test_a_value_is_in_range_or_refused_by_its_key():
 
 def test_the_message_has_the_whole_key():
     for run, setting in declared().values():
-        wrong = changed(run, setting.key, of_kind(setting.kind, 10**30 if setting.kind is int else NAN))
+        wrong = changed(run, setting.key, of_kind(setting.kind, NAN if float in flattened(setting.kind) else 10**30))
         assert said(lambda: check_ranges(wrong)).startswith(f"{setting.key} must ")  # noqa: B023
 
 
@@ -170,65 +168,47 @@ def test_texts_of_every_type_of_number():
             assert not message or message.startswith(("value must ", "--value must ")), (setting.key, message)
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if numbers(command_named(name))])
-def test_numbers_of_commands(command):
+def test_numbers_of_commands(subtests):
     """Values out of range are refused as the command line is read, before the command runs."""
-    known = list(settings_of(command_named(command)))
-    needed = [one for one in known if one.default is REQUIRED]
-    given = [one.key for one in needed if one.positional]
-    given += [word for one in needed if not one.positional for word in (one.flag, "x")]
-    for setting in numbers(command_named(command)):
-        for number in (-1, 10**9):
-            message = said(lambda: apply(command_named(command), [*given, f"{setting.flag}={number}"]))  # noqa: B023
-            assert bool(message) != (number in setting.limits)
-            assert not message or message.startswith(f"{setting.flag} must ")
+    for name in COMMANDS:
+        command = command_named(name)
+        known = list(settings_of(command))
+        needed = [one for one in known if one.default is REQUIRED]
+        given = [one.key for one in needed if one.positional]
+        given += [word for one in needed if not one.positional for word in (one.flag, "x")]
+        for setting, number in itertools.product(numbers(command), (-1, 10**9)):
+            with subtests.test(name, setting=setting.key, number=number):
+                message = said(lambda: apply(command, [*given, f"{setting.flag}={number}"]))  # noqa: B023
+                assert bool(message) != (number in setting.limits)
+                assert not message or message.startswith(f"{setting.flag} must ")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--student.max-grad-norm -1", "student.max_grad_norm must be at least 0, not -1"),
-        ("--student.high.max-grad-norm -1", "student.high.max_grad_norm must be at least 0, not -1"),
-        ("--student.min-lr-ratio -0.1", "student.min_lr_ratio must be from 0 to 1, not -0.1"),
-        ("--student.betas 0.9 1", "student.betas must each be at least 0 and below 1, not 1"),
-        ("--student.warmup-updates -1", "student.warmup_updates must be from 0 to 1000000000, not -1"),
-        ("--student.lr-decay-updates -1", "student.lr_decay_updates must be from 0 to 1000000000, not -1"),
-        ("--student.adapter.alpha -1", "student.adapter.alpha must be from 0 to 1e+06, not -1"),
-        ("--student.adapter.rank 100000", "student.adapter.rank must be from 0 to 8192, not 100000"),
-        ("--checkpoint-every -1", "checkpoint_every must be from 0 to 1000000000, not -1"),
-        ("--validate-every -5", "validate_every must be from 0 to 1000000000, not -5"),
-        ("--sampler.shift 0", "sampler.shift must be above 0 and at most 1000, not 0"),
-        ("--sampler.guidance-scale -3", "sampler.guidance_scale must be from 0 to 1000, not -3"),
-        ("--sampler.guidance-scale 3 -3", "sampler.guidance_scale must each be from 0 to 1000, not -3"),
-        ("--sampler.step-sigmas 1 0", "sampler.step_sigmas must each be above 0 and at most 1, not 0"),
-        ("--reward.scale 0", "reward.scale must be a finite number but not 0, not 0"),
-        ("--algorithm.reward-threshold inf", "algorithm.reward_threshold must be a finite number, or -inf, not inf"),
-        ("--output=", "--output needs a value: a path"),
-        ("--init-from=", "--init-from needs a value: a text"),
-    ],
-)
-def test_what_was_accepted_before(flags, message):
-    assert said(lambda: apply(run_of("dance_grpo"), flags.split())) == message
+FLAGS = [
+    ("--student.max-grad-norm -1", "student.max_grad_norm must be at least 0, not -1"),
+    ("--student.high.max-grad-norm -1", "student.high.max_grad_norm must be at least 0, not -1"),
+    ("--student.min-lr-ratio -0.1", "student.min_lr_ratio must be from 0 to 1, not -0.1"),
+    ("--student.betas 0.9 1", "student.betas must each be at least 0 and below 1, not 1"),
+    ("--student.warmup-updates -1", "student.warmup_updates must be from 0 to 1000000000, not -1"),
+    ("--student.lr-decay-updates -1", "student.lr_decay_updates must be from 0 to 1000000000, not -1"),
+    ("--student.adapter.alpha -1", "student.adapter.alpha must be from 0 to 1e+06, not -1"),
+    ("--student.adapter.rank 100000", "student.adapter.rank must be from 0 to 8192, not 100000"),
+    ("--checkpoint-every -1", "checkpoint_every must be from 0 to 1000000000, not -1"),
+    ("--validate-every -5", "validate_every must be from 0 to 1000000000, not -5"),
+    ("--sampler.shift 0", "sampler.shift must be above 0 and at most 1000, not 0"),
+    ("--sampler.guidance-scale -3", "sampler.guidance_scale must be from 0 to 1000, not -3"),
+    ("--sampler.guidance-scale 3 -3", "sampler.guidance_scale must each be from 0 to 1000, not -3"),
+    ("--sampler.step-sigmas 1 0", "sampler.step_sigmas must each be above 0 and at most 1, not 0"),
+    ("--reward.scale 0", "reward.scale must be a finite number but not 0, not 0"),
+    ("--algorithm.reward-threshold inf", "algorithm.reward_threshold must be a finite number, or -inf, not inf"),
+    ("--output=", "--output needs a value: a path"),
+    ("--init-from=", "--init-from needs a value: a text"),
+]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--student.max-grad-norm", "-1"], "student.max_grad_norm must be at least 0, not -1"),
-        (["--method="], "--method needs a value"),
-        (["--init-from="], "--init-from needs a value"),
-        (["--allow", "student.learning_rate"], "--allow student.learning_rate is for --resume"),
-        (
-            ["--student.lr-schedule", "cosine", "--student.lr-decay-updates", "0"],
-            "student.lr_schedule cosine needs student.lr_decay_updates",
-        ),
-        (["--student.adapter.rank", "2", "--student.adapter.layers", "to_q", "to_q"], "layers names to_q more than"),
-    ],
-)
-def test_a_refused_run_leaves_nothing_behind(tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.chdir(tmp_path)
-    assert main([*SMALL["dance_grpo"], *words]) == 2
-    assert message in " ".join(capsys.readouterr().err.split()) and list(tmp_path.iterdir()) == []
+def test_what_was_accepted_before(subtests):
+    for flags, message in FLAGS:
+        with subtests.test(flags):
+            assert said(lambda: apply(run_of("dance_grpo"), flags.split())) == message  # noqa: B023
 
 
 def test_files_and_python_are_held_to_the_same_ranges(tmp_path, monkeypatch):
@@ -259,19 +239,20 @@ class Own(ScorerSettings):
     power: Annotated[int, at_least(1, 4)] = 1
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"gain": "1"}, ""),
-        ({"gain": "0"}, "key.settings.gain must be above 0 and at most 2, not 0"),
-        ({"gain": "nan"}, "key.settings.gain must be above 0 and at most 2, not nan"),
-        ({"gain": "1", "offset": "-1000000000"}, ""),
-        ({"gain": "1", "offset": "-inf"}, "key.settings.offset must be a finite number, not -inf"),
-        ({"gain": "1", "power": "5"}, "key.settings.power must be from 1 to 4, not 5"),
-    ],
-)
-def test_settings_of_an_own_scorer(given, message):
-    assert said(lambda: typed(Own, given, "key")) == message
+OWN = [
+    ({"gain": "1"}, ""),
+    ({"gain": "0"}, "key.settings.gain must be above 0 and at most 2, not 0"),
+    ({"gain": "nan"}, "key.settings.gain must be above 0 and at most 2, not nan"),
+    ({"gain": "1", "offset": "-1000000000"}, ""),
+    ({"gain": "1", "offset": "-inf"}, "key.settings.offset must be a finite number, not -inf"),
+    ({"gain": "1", "power": "5"}, "key.settings.power must be from 1 to 4, not 5"),
+]
+
+
+def test_settings_of_an_own_scorer(subtests):
+    for given, message in OWN:
+        with subtests.test(str(given)):
+            assert said(lambda: typed(Own, given, "key")) == message  # noqa: B023
 
 
 OWN_METHOD = """
@@ -310,19 +291,21 @@ def test_settings_of_an_own_method(tmp_path):
 # Ranges.
 
 
-@pytest.mark.parametrize(
-    ("limits", "numbers_in", "numbers_out", "words"),
-    [
-        (Range(), (0, -1e300), (INF, -INF, NAN), "a finite number"),
-        (at_least(1), (1, 1e300), (0.999, INF), "at least 1"),
-        (above(0, 1), (1e-300, 1), (0, 1.001, -1), "above 0 and at most 1"),
-        (Range(0, 1, open_high=True), (0, 0.999), (1, -0.001), "at least 0 and below 1"),
-        (at_least(2, 5), (2, 5), (1, 6, 10**400), "from 2 to 5"),
-        (Range(never=(0,)), (1, -1), (0, -0.0, INF), "a finite number but not 0"),
-        (Range(high=3), (3, -1e300), (3.001, -INF), "at most 3"),
-        (Range(also=(-INF,)), (0, -INF), (INF, NAN), "a finite number, or -inf"),
-    ],
-)
-def test_a_range_holds_its_numbers_and_says_so(limits, numbers_in, numbers_out, words):
-    assert all(number in limits for number in numbers_in) and not any(number in limits for number in numbers_out)
-    assert str(limits) == words
+RANGES = [
+    (Range(), (0, -1e300), (INF, -INF, NAN), "a finite number"),
+    (at_least(1), (1, 1e300), (0.999, INF), "at least 1"),
+    (above(0, 1), (1e-300, 1), (0, 1.001, -1), "above 0 and at most 1"),
+    (Range(0, 1, open_high=True), (0, 0.999), (1, -0.001), "at least 0 and below 1"),
+    (at_least(2, 5), (2, 5), (1, 6, 10**400), "from 2 to 5"),
+    (Range(never=(0,)), (1, -1), (0, -0.0, INF), "a finite number but not 0"),
+    (Range(high=3), (3, -1e300), (3.001, -INF), "at most 3"),
+    (Range(also=(-INF,)), (0, -INF), (INF, NAN), "a finite number, or -inf"),
+]
+
+
+def test_a_range_holds_its_numbers_and_says_so(subtests):
+    for limits, numbers_in, numbers_out, words in RANGES:
+        with subtests.test(words):
+            assert [number for number in numbers_in if number not in limits] == []
+            assert [number for number in numbers_out if number in limits] == []
+            assert str(limits) == words
