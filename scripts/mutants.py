@@ -35,7 +35,8 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.M)
 TIMEOUT = 900  # seconds for the tests of one mutant
 CHECK = ("-m", "not slow and not ranks and not kill", "tests")
 IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # of plugins that were imported before the fork
-LIBRARIES = ("unified_trainer.__main__", "unified_trainer.tools.export.export", "hypothesis", "beartype", "matplotlib")
+TOOLS = ("evaluate.evaluate", "export.export", "prepare.preprocess", "report.after_training", "serve.serve")
+LIBRARIES = (*(f"unified_trainer.tools.{name}" for name in TOOLS), "hypothesis", "beartype", "matplotlib")
 
 
 @dataclass(frozen=True)

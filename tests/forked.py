@@ -22,7 +22,11 @@ import jaxtyping
 import torch
 from helpers import REPO, environment, free_port
 
-from unified_trainer.__main__ import main
+from unified_trainer.__main__ import COMMANDS, command_named, main
+from unified_trainer.tools.report import after_training  # noqa: F401  (all that a training imports)
+
+for name in COMMANDS:
+    command_named(name)  # imports it
 
 PROGRAM = ["-m", "unified_trainer"]
 LAUNCHED = ["--standalone", "--nproc-per-node"]

@@ -17,6 +17,7 @@ from unified_trainer.__main__ import main
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan import codec
 from unified_trainer.rewards import hpsv3
+from unified_trainer.tools.report import after_training  # noqa: F401  (all that a training imports)
 
 
 def warm(folder: str) -> None:

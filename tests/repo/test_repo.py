@@ -12,6 +12,7 @@ from helpers import REPO, shell
 
 from unified_trainer.__main__ import COMMANDS, command_named, main
 from unified_trainer.basics.input_files import read_yaml
+from unified_trainer.rewards import scorers  # noqa: F401  (it imports every kind)
 from unified_trainer.rewards.aesthetic import Aesthetic
 from unified_trainer.rewards.endpoint import Endpoint
 from unified_trainer.rewards.reward import ScorerConfig

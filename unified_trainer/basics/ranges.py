@@ -1,4 +1,4 @@
-"""What the type of a setting's field says besides the type: the range of a number, and whether --resume may change it.
+"""Marks in the type of a setting: the range of its numbers, and whether --resume may change it.
 
 A range is declared once, in the type of its field, and holds wherever a value comes from.
 

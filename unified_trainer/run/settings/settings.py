@@ -104,10 +104,11 @@ def _declared(owner: Any) -> dict[str, tuple[Any, Range | None]]:
 def may_change(tree: Any, key: str) -> bool:
     """Whether --resume may change a setting of a tree of dataclasses: its field, or a section above it, is marked."""
     for name in key.split("."):
+        owner: Any = type(tree)
         if isinstance(tree, dict):
             tree = tree.get(name)
-        elif name in (marked := _marked(type(tree))):
-            if MAY_CHANGE in typing.get_args(marked[name]):
+        elif name in _marked(owner):
+            if MAY_CHANGE in typing.get_args(_marked(owner)[name]):
                 return True
             tree = getattr(tree, name)
         else:
