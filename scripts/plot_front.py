@@ -12,8 +12,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from plot_run import column, curve, rows_of
 
-ROW = 142  # pixels of a video on a contact sheet, with its prompt above it
-PROMPT = 14  # pixels of the prompt
+VIDEOS = 4  # on a contact sheet of the demo
+VIDEO = 128  # pixels of a video on a contact sheet, below its prompt
 
 
 def main(run: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], video: int = 3) -> None:
@@ -31,7 +31,8 @@ def main(run: tyro.conf.Positional[Path], out: tyro.conf.Positional[Path], video
     for place, step in enumerate((steps[0], steps[-1])):
         sheet = plt.imread(run / "validation" / f"step_{step}" / "contact_sheet.png")
         axes = figure.add_subplot(grid[place, 0])
-        axes.imshow(sheet[video * ROW + PROMPT : (video + 1) * ROW])
+        row = sheet.shape[0] // VIDEOS
+        axes.imshow(sheet[(video + 1) * row - VIDEO : (video + 1) * row])
         axes.set(xticks=[], yticks=[], ylabel="before" if step == steps[0] else f"{step} steps")
     axes = figure.add_subplot(grid[:, 1])
     curve(axes, rows, "train/reward", label="rollouts", color="0.7")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from rules import each
 
 REPO = Path(__file__).parents[2]
 PACKAGE = REPO / "unified_trainer"
@@ -182,15 +183,12 @@ def test_paragraphs_and_bullets_open_with_a_sentence():
     assert not hits, report(hits)
 
 
-@pytest.mark.parametrize(
-    "text", ["The same over all ranks.", "Of AdamW.", "of AdamW", "What a method is.", "As it is."]
-)
+@each(["The same over all ranks.", "Of AdamW.", "of AdamW", "What a method is.", "As it is."])
 def test_fragments_are_found(text):
     assert FRAGMENT.match(text)
 
 
-@pytest.mark.parametrize(
-    "text",
+@each(
     [
         "Whether the student is updated in this step.",
         "Offload the weights to CPU memory.",
@@ -198,7 +196,7 @@ def test_fragments_are_found(text):
         "One network or two experts.",
         "However large the batch is, one graph is alive.",
         "Thousands of clips fit.",
-    ],
+    ]
 )
 def test_sentences_are_left_alone(text):
     assert not FRAGMENT.match(text)
@@ -277,14 +275,13 @@ def old_words(path: Path, text: str) -> list[Hit]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", CHECKED)
+@each(CHECKED)
 def test_words_are_those_of_the_field(place):
     hits = [hit for path, text in texts(place) for hit in old_words(path, text)]
     assert not hits, report(hits)
 
 
-@pytest.mark.parametrize(
-    "line",
+@each(
     [
         "share of the pixels, one side of a square, the shape of a tensor",
         "samples that carry the gradient; a run that takes turns",
@@ -296,14 +293,13 @@ def test_words_are_those_of_the_field(place):
         "no past key is stored; the following block",
         "the contracts of import-linter in pyproject.toml",
         "task(1), mask(x), flask()",
-    ],
+    ]
 )
 def test_ordinary_words_are_left_alone(line):
     assert old_words(REPO / "README.md", line) == []
 
 
-@pytest.mark.parametrize(
-    "line",
+@each(
     [
         "the judge says so",
         "judge_colour",
@@ -313,7 +309,7 @@ def test_ordinary_words_are_left_alone(line):
         "the averaged weights",
         "validation/sentinel",
         "ask(self._shares(sigma), of)",
-    ],
+    ]
 )
 def test_old_words_are_found(line):
     assert old_words(REPO / "README.md", line)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from helpers import REPO
+from rules import each
 
 sys.path.insert(0, str(REPO / "scripts"))
 from mutants import Mutant, load
@@ -21,7 +22,7 @@ def names_in(file: str) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@each(MUTANTS, lambda mutant: mutant.name)
 def test_a_mutant_applies_and_names_its_test(mutant: Mutant):
     source = (REPO / "unified_trainer" / mutant.file).read_text(encoding="utf-8")
     assert source.count(mutant.find) == 1, f"{mutant.file}: `find` must occur exactly once"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import REPO, shell
+from rules import each
 
 from unified_trainer.__main__ import COMMANDS, command_named, main
 from unified_trainer.basics.input_files import read_yaml
@@ -72,7 +73,7 @@ def imports_of(path: Path) -> set[str]:
 NUMERICS = sorted((PACKAGE / "numerics").glob("*.py"))
 
 
-@pytest.mark.parametrize("path", NUMERICS, ids=name_of)
+@each(NUMERICS, name_of)
 def test_formulas_need_torch_only(path):
     allowed = {"torch", "torch.nn.functional", "jaxtyping", "math", "typing", "dataclasses", "collections.abc"}
     allowed |= {"unified_trainer.basics.errors", "unified_trainer.basics.ranges", "unified_trainer.basics.types"}
@@ -112,8 +113,7 @@ def test_methods_do_not_know_of_experts():
 # The no-list.
 
 
-@pytest.mark.parametrize(
-    "banned",
+@each(
     [
         r"(?<![\w.])print\(",
         r"\bpickle\b",
@@ -130,7 +130,7 @@ def test_methods_do_not_know_of_experts():
         r"\bFIXME\b",
         r"\bXXX\b",
         r"os\.environ\.get\(\"UT_",
-    ],
+    ]
 )
 def test_the_no_list(banned):
     assert not [name_of(path) for path, text in TEXTS.items() if re.search(banned, text)]
@@ -143,8 +143,7 @@ def test_getattr_has_no_default():
         assert all(len(call.args) == 2 for call in calls), name_of(path)
 
 
-@pytest.mark.parametrize(
-    "word",
+@each(
     [
         "noise_pred",
         "model_output",
@@ -154,7 +153,7 @@ def test_getattr_has_no_default():
         "fake_score",
         "num_generations",
         "timesteps",
-    ],
+    ]
 )
 def test_words_of_the_house(word):
     assert not [name_of(path) for path, text in TEXTS.items() if re.search(rf"\b{word}\b", text)]
@@ -187,10 +186,12 @@ def test_methods_do_not_inherit():
         for node in ast.walk(ast.parse(TEXTS[path])):
             if isinstance(node, ast.ClassDef) and "Config" not in node.name:
                 bases = {ast.unparse(base) for base in node.bases}
-                assert bases <= {"Protocol", "Method", "RolloutMethod", "UserError", "RuntimeError"}, name_of(path)
+                assert bases <= {"Protocol", "Method", "RolloutMethod", "PolicyMethod", "UserError", "RuntimeError"}, (
+                    name_of(path)
+                )
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+@each(SOURCES, name_of)
 def test_every_module_says_what_it_is(path):
     assert ast.get_docstring(ast.parse(TEXTS[path]))
 
@@ -230,7 +231,7 @@ SETTINGS += OWN
 READ = {name for text in TEXTS.values() for name in re.findall(r"\.(\w+)\b(?!\s*=[^=])", text)}
 
 
-@pytest.mark.parametrize(("owner", "flag", "name"), SETTINGS, ids=lambda value: value if isinstance(value, str) else "")
+@each(SETTINGS)
 def test_every_setting_is_read(owner, flag, name):
     """`.name` is used somewhere; a key that nobody reads is a lie. --config is read as a word of the flags."""
     assert name in READ or name == "config", f"{owner.__name__}.{name} is read by nothing"
@@ -249,7 +250,7 @@ for text in TEXTS.values():
             CLASSES.setdefault(node.name, []).append(node)
 
 
-@pytest.mark.parametrize("kind", sorted({owner for owner, _, _ in SETTINGS}, key=lambda kind: kind.__name__))
+@each(sorted({owner for owner, _, _ in SETTINGS}, key=lambda kind: kind.__name__))
 def test_every_setting_says_what_it_is(kind):
     """The docstring under each field is its help text; tyro prints it."""
     (tree,) = CLASSES[kind.__name__]
@@ -261,8 +262,7 @@ def test_every_setting_says_what_it_is(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
-@pytest.mark.parametrize("method", METHODS)
+@each([(recipe, method) for recipe in sorted(RECIPES.glob("*.yaml")) for method in METHODS])
 def test_every_recipe_parses_for_every_method(recipe, method):
     run = parse(["--recipe", recipe.stem, "--method", method])
     assert (run.recipe, run.method) == (recipe.stem, method)
@@ -324,7 +324,7 @@ def test_the_commands_of_the_documents_parse(document, flags, tmp_path, monkeypa
         parse(flags)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@each(DOCUMENTS, name_of)
 def test_what_a_document_links_to_is_there(path):
     text = path.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):
@@ -332,7 +332,7 @@ def test_what_a_document_links_to_is_there(path):
             assert (path.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@each(DOCUMENTS, name_of)
 def test_files_a_document_names_are_there(path):
     text = path.read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:unified_trainer|scripts|tests|docs)/[\w./-]+\.\w+)`", text))
@@ -352,7 +352,7 @@ def known_names() -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@each(DOCUMENTS, name_of)
 def test_settings_a_document_names_exist(path):
     """`section.key` in backticks, where the section is one of ours."""
     sections = {flag.split(".")[0] for _, flag, _ in SETTINGS if "." in flag}
@@ -363,7 +363,7 @@ def test_settings_a_document_names_exist(path):
     assert named - files <= known_names()
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@each(DOCUMENTS, name_of)
 def test_functions_a_document_names_exist(path):
     called = set(re.findall(r"`(?:\w+\.)*(\w+)\([^`]*\)`", path.read_text(encoding="utf-8")))
     foreign = {"FlowMatchEulerDiscreteScheduler", "Generator", "from_pretrained", "int", "exp", "min", "max"}

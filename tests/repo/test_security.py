@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-import pytest
+from rules import each
 
 REPO = Path(__file__).parents[2]
 PACKAGE = REPO / "unified_trainer"
@@ -94,13 +94,12 @@ def test_only_files_that_say_so_use_the_network():
     assert {file: used for file, tree in TREES.items() if (used := connections(tree))}.keys() == CONNECTED.keys()
 
 
-@pytest.mark.parametrize("file", CONNECTED)
+@each(CONNECTED)
 def test_files_that_use_the_network_say_so(file):
     assert connections(TREES[file]) and CONNECTED[file] in " ".join(ast.get_docstring(TREES[file]).split())
 
 
-@pytest.mark.parametrize(
-    "line",
+@each(
     [
         "torch.load(file)",
         "import pickle",
@@ -115,14 +114,13 @@ def test_files_that_use_the_network_say_so(file):
         "os.system(words)",
         "AutoTokenizer.from_pretrained(folder)",
         "AutoModel.from_config(config, trust_remote_code=True)",
-    ],
+    ]
 )
 def test_the_scan_finds(line):
     assert dangers(ast.parse(line), "commands/other.py")
 
 
-@pytest.mark.parametrize(
-    "line",
+@each(
     [
         "import requests",
         "import urllib.request",
@@ -130,7 +128,7 @@ def test_the_scan_finds(line):
         "from huggingface_hub import HfApi",
         "def later():\n    import httpx",
         "import socket\nsocket.create_connection(place)",
-    ],
+    ]
 )
 def test_the_scan_finds_the_network(line):
     assert connections(ast.parse(line))

@@ -61,7 +61,7 @@ class PolicyUpdate:
         self._now = range(0), list[int]()  # the window of this training step, and its trained transitions
         self._ess_unread = False  # whether ess of this training step is still to be compared with its floor
 
-    def follow(self, rollouts: Rollouts) -> None:
+    def attach(self, rollouts: Rollouts) -> None:
         """Check the samples of workers of these rollouts, and make them less ahead where they lag too far."""
         self._rollouts, rollouts.check = rollouts, self.check_worker
 

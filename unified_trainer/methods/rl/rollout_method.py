@@ -58,7 +58,7 @@ class PolicyMethod(RolloutMethod, shared=True):
     def sample_from(self, rollouts: Rollouts) -> None:
         """Take the samples from these rollouts."""
         self.rollouts = rollouts
-        self.update.follow(rollouts)
+        self.update.attach(rollouts)
 
     @staticmethod
     def sample(

@@ -1,4 +1,4 @@
-"""What guards, checkpoints and workers of a run need of each other, checked before any weight is read."""
+"""The checks of guards, checkpoints and workers against each other, before any weight is read."""
 
 from unified_trainer.methods.base import Method
 from unified_trainer.roles.role import TrainableConfig

@@ -1,4 +1,4 @@
-"""What workers give to training: the samples of a method, and validations."""
+"""The samples and validations that workers give to training."""
 
 from collections.abc import Sequence
 
