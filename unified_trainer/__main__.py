@@ -62,8 +62,8 @@ def _train(argv: list[str]) -> int:
         from unified_trainer.parallel.meeting import meeting
         from unified_trainer.run.settings.command_line import parse
     with meeting() as store:
-        run = parse(argv)
-        with _importing():  # after a wrong flag was refused
+        with _importing():
+            run = parse(argv)  # before what a wrong flag does not need is imported
             from unified_trainer.tools.report.after_training import train_and_report
         return train_and_report(run, argv, store)
 
@@ -77,9 +77,10 @@ def _page(argv: list[str], width: int) -> str:
     words = [word for word in argv if word not in HELP]
     if not words and not everything:
         return overview(COMMANDS, width)
-    from unified_trainer.run.registry import method_named
-    from unified_trainer.run.settings.command_line import before_flags
-    from unified_trainer.tools import help_pages
+    with _importing():
+        from unified_trainer.run.registry import method_named
+        from unified_trainer.run.settings.command_line import before_flags
+        from unified_trainer.tools import help_pages
 
     if _names_command(words):
         return help_pages.of_command(words[0], command_named(words[0]), width)
@@ -102,14 +103,22 @@ def command_named(name: str) -> Callable[..., int | None]:
 
 @contextmanager
 def _importing() -> Iterator[None]:
-    """Inside, the garbage collector is off: it would look at imported objects again and again, a fifth of the time."""
-    collects = gc.isenabled()
+    """Inside, Ctrl-C ends the program at once, because transformers would make it an error of another kind.
+
+    The garbage collector is off: it would look at imported objects again and again, a fifth of the time.
+    """
+    collects, handler = gc.isenabled(), signal.getsignal(signal.SIGINT)
+    interruptible = __name__ == "__main__" and handler is signal.default_int_handler
     gc.disable()
+    if interruptible:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
         if collects:
             gc.enable()
+        if interruptible:
+            signal.signal(signal.SIGINT, handler)
 
 
 def run_cli() -> None:
