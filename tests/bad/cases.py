@@ -40,12 +40,11 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 MACROS = "{% macro a(n) %}{% if n %}{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(60) }}"
 SOUND_TEMPLATE = "<|vision_start|><|image_pad|><|vision_end|>{{ messages[0]['content'][1]['text'] }}"
-SIZE = "size.json"
 ROPE = "text_config.rope_parameters"
 
 FIELDS = {
     "fields": {  # of a schema of every type
-        SIZE: [
+        "size.json": [
             ("width", ABSENT, "width is missing"),
             ("width", 0, "width must be greater than or equal to 1, not 0"),
             ("width", "1", "width must be a valid integer, not '1'"),
@@ -184,27 +183,22 @@ FIELDS = {
         ],
         "chat_template.json": [
             ("", "", "is empty"),
-            *(
-                ("chat_template", *case)
-                for case in (
-                    ("{% for message in messages %}", "chat_template fails"),
-                    ("{% frobnicate %}", "unknown tag"),
-                    ("{{ messages | frobnicate }}", "frobnicate"),
-                    ("{{ messages[7].role }}", "chat_template fails"),
-                    ("{{ 1 / 0 }}", "division by zero"),
-                    ("{{ raise_exception('not this chat') }}", "not this chat"),
-                    ("{{ ''.__class__.__mro__ }}", "chat_template fails"),
-                    ("{{ messages.append(1) }}", "chat_template fails"),
-                    ("{% include 'config.json' %}", "chat_template fails"),
-                    (LOOP, f"more than {STEPS} steps"),
-                    (MACROS, f"more than {STEPS} steps"),
-                    ("{{ range(10 ** 10) }}", "chat_template fails"),
-                    ("{{ 'x' * 10000000000 }}", "chat_template fails"),
-                    ("", "chat_template string must have"),
-                    ("no image", "0 image and 0 <|Reward|> tokens", ""),
-                    (SOUND_TEMPLATE + "<|image_pad|>", "2 image and 1 <|Reward|> tokens", ""),
-                )
-            ),
+            ("chat_template", "{% for message in messages %}", "chat_template fails"),
+            ("chat_template", "{% frobnicate %}", "unknown tag"),
+            ("chat_template", "{{ messages | frobnicate }}", "frobnicate"),
+            ("chat_template", "{{ messages[7].role }}", "chat_template fails"),
+            ("chat_template", "{{ 1 / 0 }}", "division by zero"),
+            ("chat_template", "{{ raise_exception('not this chat') }}", "not this chat"),
+            ("chat_template", "{{ ''.__class__.__mro__ }}", "chat_template fails"),
+            ("chat_template", "{{ messages.append(1) }}", "chat_template fails"),
+            ("chat_template", "{% include 'config.json' %}", "chat_template fails"),
+            ("chat_template", LOOP, f"more than {STEPS} steps"),
+            ("chat_template", MACROS, f"more than {STEPS} steps"),
+            ("chat_template", "{{ range(10 ** 10) }}", "chat_template fails"),
+            ("chat_template", "{{ 'x' * 10000000000 }}", "chat_template fails"),
+            ("chat_template", "", "chat_template string must have"),
+            ("chat_template", "no image", "0 image and 0 <|Reward|> tokens", ""),
+            ("chat_template", SOUND_TEMPLATE + "<|image_pad|>", "2 image and 1 <|Reward|> tokens", ""),
         ],
         "tokenizer.json": [("", "{}", "", "")],
         CHECKPOINT: [("", typed("rm_head.0.bias", torch.int64), "rm_head.0.bias has type")],
@@ -404,86 +398,53 @@ COLUMNS = [
 ]
 
 
-# Flags, with the file that they name below FOLDER: (flags, file, field, value, words).
+# Flags, what is spoilt in FOLDER, and words of the message.
 
+STUDENT, REWARD = "--student.path FOLDER/wan", "--reward.path FOLDER/hpsv3"
 FLAGS = [
-    ("--config FOLDER/a.yaml", "a.yaml", "", "", ["--config", "a.yaml is empty"]),
-    ("--config FOLDER", "", "", "", ["--config", "it is a folder"]),
-    ("--recipe FOLDER/a.yaml", "a.yaml", "", "[]", ["--recipe", "not a list"]),
-    *((f"--{flag} {LONG}", "", "", "", [f"--{flag}", "File name too long"]) for flag in ("config", "prompts")),
-    (f"--recipe {LONG}.yaml", "", "", "", ["--recipe", "File name too long"]),
-    *(
-        (f"--{flag} {LONG}", "", "", "", [LONG[:100], "File name too long"])
-        for flag in ("resume", "init-from", "output", "student.path", "reward.path")
-    ),
-    ("--prompts FOLDER/a.txt", "a.txt", "", "a\n\u200b\n", ["a.txt: line 2 holds"]),
+    ("--config FOLDER/a.yaml", ("a.yaml", "", ""), "--config", "a.yaml is empty"),
+    ("--config FOLDER", None, "--config", "it is a folder"),
+    ("--recipe FOLDER/a.yaml", ("a.yaml", "", "[]"), "--recipe", "not a list"),
+    *((f"--{flag} {LONG}", None, f"--{flag}", "File name too long") for flag in ("config", "prompts")),
+    (f"--recipe {LONG}.yaml", None, "--recipe", "File name too long"),
+    *((f"--{flag} {LONG}", None, LONG[:100], "File name too long") for flag in ("resume", "init-from", "output")),
+    *((f"--{role}.path {LONG}", None, "File name too long") for role in ("student", "reward")),
+    ("--prompts FOLDER/a.txt", ("a.txt", "", "a\n\u200b\n"), "a.txt: line 2 holds"),
     (
-        "--prompts FOLDER/a.txt",
-        "a.txt",
-        "",
-        "a\nb <|image_pad|>\n",
-        ["--prompts", "a.txt: line 2 holds <|image_pad|>, a special token of the scorer hpsv3"],
+        *("--prompts FOLDER/a.txt", ("a.txt", "", "a\nb <|image_pad|>\n"), "--prompts"),
+        "a.txt: line 2 holds <|image_pad|>, a special token of the scorer hpsv3",
     ),
     (
         "--validation.prompts FOLDER/a.txt",
-        "a.txt",
-        "",
-        "<|Reward|>\n",
-        ["--validation.prompts", "a.txt: line 1 holds <|Reward|>"],
+        ("a.txt", "", "<|Reward|>\n"),
+        "--validation.prompts",
+        "line 1 holds <|Reward|>",
     ),
     (
         "--student.path FOLDER/run",
-        "run/config.yaml",
-        "",
-        "",
-        ["is a run: start trained roles from its weights with --init-from", "export"],
+        ("run/config.yaml", "", ""),
+        "is a run: start trained roles from its weights",
+        "export",
     ),
-    ("--student.path FOLDER/wan", "wan/model_index.json", "", "[]", ["model_index.json must hold a JSON object"]),
-    (
-        "--student.path FOLDER/wan",
-        "wan/model_index.json",
-        "boundary_ratio",
-        "0.9",
-        ["model_index.json: boundary_ratio must be a valid number, not '0.9'"],
-    ),
-    (
-        "--student.path FOLDER/wan",
-        "wan/transformer/config.json",
-        "_class_name",
-        "Flux",
-        ["transformer/config.json: _class_name must be 'WanTransformer3DModel'"],
-    ),
-    ("--student.path FOLDER/wan", "wan/vae/config.json", "latents_std", [0.0] * 16, ["latents_std.0 must be"]),
-    (
-        "--reward.path FOLDER/hpsv3",
-        "hpsv3/hpsv3.json",
-        "instruction",
-        "Mark it",
-        ["hpsv3.json: instruction must hold the placeholder {text_prompt}"],
-    ),
-    (
-        "--reward.path FOLDER/hpsv3",
-        "hpsv3/chat_template.json",
-        "chat_template",
-        "{% for %}",
-        ["chat_template.json: chat_template fails"],
-    ),
-    (f"--method finetune --data.path {LONG}", "", "", "", [LONG[:100], "File name too long"]),
-    ("--method finetune --data.path absent", "", "", "", ["absent", "does not exist"]),
-    ("--method finetune --data.path absent.csv", "", "", "", ["absent.csv", "no such file"]),
+    (STUDENT, ("wan/model_index.json", "", "[]"), "model_index.json must hold a JSON object, not a list"),
+    (STUDENT, ("wan/model_index.json", "boundary_ratio", "0.9"), "boundary_ratio must be a valid number, not '0.9'"),
+    (STUDENT, ("wan/transformer/config.json", "_class_name", "Flux"), "_class_name must be 'WanTransformer3DModel'"),
+    (STUDENT, ("wan/vae/config.json", "latents_std", [0.0] * 16), "latents_std.0 must be"),
+    (REWARD, ("hpsv3/hpsv3.json", "instruction", "Mark it"), "instruction must hold the placeholder {text_prompt}"),
+    (REWARD, ("hpsv3/chat_template.json", "chat_template", "{% for %}"), "chat_template fails"),
+    (f"--method finetune --data.path {LONG}", None, LONG[:100], "File name too long"),
+    ("--method finetune --data.path absent", None, "absent", "does not exist"),
+    ("--method finetune --data.path absent.csv", None, "absent.csv", "no such file"),
     # Settings that are refused as a whole.
-    ("--student.max-grad-norm -1", "", "", "", ["student.max_grad_norm must be at least 0, not -1"]),
-    ("--method=", "", "", "", ["--method needs a value"]),
-    ("--init-from=", "", "", "", ["--init-from needs a value"]),
-    ("--allow student.learning_rate", "", "", "", ["--allow student.learning_rate is for --resume"]),
+    ("--student.max-grad-norm -1", None, "student.max_grad_norm must be at least 0, not -1"),
+    ("--method=", None, "--method needs a value"),
+    ("--init-from=", None, "--init-from needs a value"),
+    ("--allow student.learning_rate", None, "--allow student.learning_rate is for --resume"),
     (
         "--student.lr-schedule cosine --student.lr-decay-updates 0",
-        "",
-        "",
-        "",
-        ["student.lr_schedule cosine needs student.lr_decay_updates"],
+        *(None, "student.lr_schedule cosine needs student.lr_decay_updates"),
     ),
-    ("--student.adapter.rank 2 --student.adapter.layers to_q to_q", "", "", "", ["layers names to_q more than"]),
+    ("--student.adapter.rank 2 --student.adapter.layers to_q to_q", None, "layers names to_q more than"),
 ]
 
 

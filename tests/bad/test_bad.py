@@ -368,14 +368,14 @@ def program(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_flags(tmp_path, program, subtests):
-    for number, (words, file, field, value, said) in enumerate(FLAGS):
-        with subtests.test(f"{words[:60]} {file} {field}"):
+    for number, (words, spoilt, *said) in enumerate(FLAGS):
+        with subtests.test(f"{words[:60]} {spoilt}"):
             folder = tmp_path / str(number)
             (folder / "run" / "checkpoints").mkdir(parents=True)
-            if file.startswith(("wan", "hpsv3")):
-                linked({"wan": WAN, "hpsv3": HPSV3}[file.partition("/")[0]])(folder / file.partition("/")[0])
-            if file:
-                spoil(folder / file, field, value)
+            for name, source in (("wan", WAN), ("hpsv3", HPSV3)):
+                linked(source)(folder / name)
+            if spoilt:
+                spoil(folder / spoilt[0], *spoilt[1:])
             program([*GRPO, *words.replace("FOLDER", str(folder)).split()], said)
 
 
