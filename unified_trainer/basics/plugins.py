@@ -60,6 +60,7 @@ def _execute(file: Path, key: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # the file is there
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses look their module up
     try:

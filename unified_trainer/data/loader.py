@@ -133,8 +133,10 @@ class Loader:
 
     def note_failures(self, rows: Iterable[int]) -> None:
         """Count a failure of each of these rows, once in a step; all ranks must give the same rows."""
-        self._failures[1:] = self._failures[:-1].clone()
-        self._failures[0, list(rows)] += 1
+        failures = self._failures
+        assert failures is not None  # the batch plan draws prompts by failures
+        failures[1:] = failures[:-1].clone()
+        failures[0, list(rows)] += 1
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the failure counts, if failures are counted."""

@@ -175,11 +175,11 @@ class DancePPO(PolicyMethod):
         """Return value targets and advantages: by GAE, or by V-trace if any sample of any rank lags."""
         rewards = torch.zeros_like(values)
         rewards[:, -1] = returns  # the steps after the window are deterministic
-        step = (rewards, values, torch.full_like(values, self.config.discount), 0.0)
+        discounts, end, config = torch.full_like(values, self.config.discount), 0.0, self.config
         if not mesh.any(bool(trajectories.lags.any())):
-            return gae(*step, self.config.gae_lambda)
-        bars = (self.config.rho_bar, self.config.c_bar)
-        return vtrace(self._log_ratios(trajectories), *step, *bars, self.config.gae_lambda)
+            return gae(rewards, values, discounts, end, config.gae_lambda)
+        log_rho = self._log_ratios(trajectories)
+        return vtrace(log_rho, rewards, values, discounts, end, config.rho_bar, config.c_bar, config.gae_lambda)
 
     def _normalised(self, advantages: PerTransition, mesh: Mesh) -> PerTransition:
         """Standardise the advantages over all samples and trained transitions of all ranks, and clip them."""

@@ -121,6 +121,7 @@ class DiffusionNFT(RolloutMethod):
         loss = config.advantage_clip * contrast(x0, x_t, sigma, velocity, velocity_old, optimality, config.beta)
         seen = {"loss": loss, "policy_gap": velocity_kl(velocity, velocity_old)}
         if config.kl_coefficient:
+            assert self.reference is not None  # `check_reference`
             kl = velocity_kl(velocity, policy_velocity(self.reference, x_t, sigma, batch, self.sampler))
             loss, seen["kl"] = loss + config.kl_coefficient * kl, kl
         real = minibatch.real.nonzero().flatten().tolist()

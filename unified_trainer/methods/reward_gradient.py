@@ -13,6 +13,8 @@ from unified_trainer.basics.types import Batch, Latents
 from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, trained
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.rewards.reward import Reward
+from unified_trainer.roles.role import Trainable
 from unified_trainer.sampling.solver import predict_at
 
 
@@ -47,6 +49,8 @@ class RewardGradient(Method):
     roles = {"student": trained()}
     uses_reward = True
     trained_for_sampler = True
+    student: Trainable
+    reward: Reward
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         def draw(name: str | int) -> Latents:

@@ -299,9 +299,19 @@ def _guards(
     if run.guarded:
         guards.append(DistillationGuard(run.guard))
         if run.validate_every and "teacher" in roles:
-            teacher = (roles["teacher"], run.algorithm.teacher_guidance)
-            how = {"seed": run.validation.seed, "batch": run.validation.batch, "ema": run.validation.ema}
-            probe = TeacherProbe(run.guard, codec, *teacher, run.sampler, prompts, plan.latent_shape, mesh, **how)
+            probe = TeacherProbe(
+                run.guard,
+                codec,
+                roles["teacher"],
+                run.algorithm.teacher_guidance,
+                run.sampler,
+                prompts,
+                plan.latent_shape,
+                mesh,
+                seed=run.validation.seed,
+                batch=run.validation.batch,
+                ema=run.validation.ema,
+            )
     return Guards(guards, roles["student"], mesh, probe)
 
 

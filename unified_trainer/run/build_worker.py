@@ -50,8 +50,8 @@ def build_evaluation(run: RunConfig, device: torch.device, prompts: Sequence[str
     role = _weights_of_training("student", plan, run, device, "an evaluation worker", "validate", way_out)
     scorers, features = load_scorers(run.reward, device)
     shape = codec.latent_shape(video.frames, video.height, video.width)
-    measured = (codec, Reward(scorers, codec, run.reward), features, run.sampler, prompts, shape, device)
-    return role, SampleMaker(run.validation, *measured)
+    reward = Reward(scorers, codec, run.reward)
+    return role, SampleMaker(run.validation, codec, reward, features, run.sampler, prompts, shape, device)
 
 
 def _in_worker(run: RunConfig, device: torch.device) -> tuple[RunConfig, type[Method]]:

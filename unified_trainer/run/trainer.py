@@ -70,16 +70,17 @@ class Trainer:
             generators = [self.method.step(part, step, streams(), self.mesh) for part in parts]
             means, updates, losses = Means(), 0, 0
             while True:
-                loss, losses = None, losses + 1
+                loss: Loss | object | None = None
+                losses += 1
                 with phase("update", *self._update_shown(updates + 1)):
                     for number, generator in enumerate(generators, 1):
                         detail(f"loss {losses}")
                         last_loss, loss = loss, next(generator, ENDED)
                         self._check_lockstep(last_loss, loss)
-                        if loss is not ENDED:
+                        if isinstance(loss, Loss):
                             self._backward(loss, len(generators), means, last=number == len(generators))
                 self._check_ranks(loss)
-                if loss is ENDED:
+                if not isinstance(loss, Loss):
                     return means.over(self.mesh)
                 if loss.step_after:
                     with phase("optimizer"):
@@ -183,6 +184,6 @@ class Trainer:
 
 def _kind(loss: Loss | object) -> str:
     """Say which loss comes next, to compare micro-batches and ranks."""
-    if loss is ENDED:
+    if not isinstance(loss, Loss):
         return "end of the step"
     return f"loss of {loss.role}, with{'' if loss.step_after else 'out'} a step after it"

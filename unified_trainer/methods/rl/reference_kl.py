@@ -81,6 +81,7 @@ class ReferenceKL:
 
         The reference is called once for rows that are `equal` before the transition.
         """
+        assert self._reference is not None  # `check_reference` requires it for a KL
         sigma = self._policy.sigmas[s]
         with torch.no_grad():
             velocity = policy_velocity(self._reference, made.x_t, sigma, made.batch, self._sampler, made.x0, equal)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.data.batch_plan import BatchPlan
@@ -85,7 +86,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_tracking(run.tracking, mesh)
     batch = run.algorithm.plan()
     roles = _roles(run, method, mesh)
-    counts = batch.table(mesh.data_size)
+    counts: dict[str, int | str] = {**batch.table(mesh.data_size)}
     prompts, validation_prompts = read_prompts(run)
     family, folder = family_of("student", roles["student"].path)
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
@@ -102,7 +103,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
         note_lanes(run, batch, clips, mesh.data_size, counts),
     )
     return RunPlan(
-        run=replace(run, **{name: role.config for name, role in roles.items() if not method.roles[name].copy_of}),
+        run=_with_roles(run, method, roles),
         method=method,
         roles=roles,
         batch=batch,
@@ -148,6 +149,12 @@ def _roles(run: RunConfig, method: type[Method], mesh: Mesh) -> dict[str, RolePl
     return roles
 
 
+def _with_roles(run: RunConfig, method: type[Method], roles: Mapping[str, RolePlan]) -> RunConfig:
+    """Return the run with what the roles' files decide filled in."""
+    settings: dict[str, Any] = {name: role.config for name, role in roles.items() if not method.roles[name].copy_of}
+    return replace(run, **settings)
+
+
 def _check_sampling(run: RunConfig, latent_shape: Shape) -> None:
     """Raise UserError for chunks that do not divide the video, and for attention that no policy can have."""
     if run.sampler.chunks.causal:
@@ -175,7 +182,7 @@ def check_complete(run: RunConfig) -> None:
             "my_recipe.yaml (CONTRIBUTING.md), or look at the settings of one for another model, which is taken with a "
             f"warning: have {', '.join(recipes())}"
         )
-    wanted = [("--student.path", "a diffusers pipeline folder", paths["student"])]
+    wanted: list[tuple[str, str, object]] = [("--student.path", "a diffusers pipeline folder", paths["student"])]
     if method.uses_reward:
         wanted.append(("--reward.path", "a folder that import-hpsv3 wrote", run.reward.named()))
     if run.trains_on != "prompts":

@@ -176,7 +176,8 @@ class RunConfig:
 
     def needs_role(self, name: str) -> bool:
         """Whether a role that the method declares is loaded: not the teacher whose trajectories are stored."""
-        return self.trains_on != "trajectories" or self.algorithm.teacher_ode(self.sampler).role != name
+        ode = self.algorithm.teacher_ode(self.sampler)
+        return ode is None or self.trains_on != "trajectories" or ode.role != name
 
 
 @functools.cache
@@ -190,7 +191,7 @@ def run_class(method: type[Method]) -> type[RunConfig]:
         raise DeclarationError(
             f"{place_of(method)}: method {method.__name__} cannot call a role {both[0]!r}: that is a run's setting"
         )
-    sections = {"algorithm": method.config_class}
+    sections: dict[str, type] = {"algorithm": method.config_class}
     sections |= {name: spec.config_class for name, spec in method.roles.items() if spec.config_class}
     fields = [(name, kind, field(default_factory=kind)) for name, kind in sections.items()]
     return dataclasses.make_dataclass("RunConfig", fields, bases=(RunConfig,), frozen=True)

@@ -70,8 +70,9 @@ def pass_bytes(
     With `fresh` a backward pass without gradients that are there before is traced too; otherwise `first` is `backward`.
     """
     if 0 < network.recompute.full < network.layers:
-        how = (latent, text_tokens, samples)
-        others, full = (pass_bytes(one, *how, gradient=gradient, fresh=fresh) for one in _uniform(network))
+        others, full = (
+            pass_bytes(one, latent, text_tokens, samples, gradient=gradient, fresh=fresh) for one in _uniform(network)
+        )
         return _mixed(network, others, full)
     few, more = (
         _trace(network, layers, latent, text_tokens, samples, gradient=gradient, fresh=fresh) for layers in FEW
