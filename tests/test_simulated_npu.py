@@ -60,14 +60,14 @@ def test_no_pass_of_a_step_waits_for_the_device(found, method):
     for phase, _kind, line, count in waits:
         if phase == "update":
             between[line.split(":")[0]] += count
-    assert between == ({"roles/reward.py": 1, "rl/replay.py": 2} if method == "dance_grpo" else {}), waits
+    assert between == ({"rewards/reward.py": 1, "methods/rl/replay.py": 2} if method == "dance_grpo" else {}), waits
     assert sum(by_phase.values()) == WAITS[method], waits
 
 
 @pytest.mark.parametrize("method", ["dance_ppo", "diffusion_nft", "distill_rl"])
 def test_nothing_waits_for_copies_of_a_rollout_that_is_kept_in_cpu_memory(found, method):
     lines = {line.split(":")[0] for _phase, _kind, line, _count in found[method]["waits"]}
-    assert "roles/learner.py" in lines and not lines & {"parallel/copy_queue.py", "rl/kept_rollout.py"}
+    assert "roles/learner.py" in lines and not lines & {"parallel/copy_queue.py", "methods/rl/kept_rollout.py"}
     assert not [wait for wait in found[method]["waits"] if wait[0] == "rollout"]
 
 
