@@ -23,6 +23,7 @@ print(json.dumps([code, sorted(sys.modules)]))
 # Ctrl-C while a package is imported: the first import of it sends the signal.
 INTERRUPTED_IMPORT = """
 import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started with Ctrl-C ignored
 class Finder:
     def find_spec(name, path, target=None):
         if name == PACKAGE:
