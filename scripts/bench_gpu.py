@@ -61,7 +61,7 @@ from unified_trainer.roles.recompute import Recomputed
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.run import build as building
 from unified_trainer.run.build import Built
-from unified_trainer.run.plan import plan
+from unified_trainer.run.plan import data as data_plan
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.tracking.environment import environment
 
@@ -351,7 +351,7 @@ def _run(bench: Bench, method: str, video: Video, flags: list[str]) -> Built:
     def random_clips(_config: DataConfig, _codec: Codec, _video: VideoConfig, _seed: int) -> Clips:
         return Clips(("a red ball",), torch.randn(1, *video.latent_shape, device=bench.mesh.device))
 
-    with patch.object(plan, "check_tiny_clips"), patch.object(building, "render_clips", random_clips):
+    with patch.object(data_plan, "check_tiny_clips"), patch.object(building, "render_clips", random_clips):
         return building.build(parse([*words, *flags]), bench.mesh)
 
 

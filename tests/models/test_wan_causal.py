@@ -333,7 +333,7 @@ def loss_of(velocity, seed=9):
 
 def checkpointed(model, on):
     if on:
-        prepare_blocks(model.blocks, Recompute.named("full", len(model.blocks)), nullcontext)
+        prepare_blocks(model.blocks, Recompute.of_setting("full", len(model.blocks)), nullcontext)
     return model
 
 
