@@ -18,6 +18,7 @@ from unified_trainer.run.registry import METHODS, family_of, method_named
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import ConfigError
+from unified_trainer.tools.help_pages import of_method
 
 pytestmark = pytest.mark.slow
 
@@ -170,6 +171,22 @@ def test_prompts_are_refused_where_the_captions_of_clips_are_taken(method, promp
     with pytest.raises(ConfigError, match=f"--prompts .*: {method} trains on clips and takes their captions"):
         check(parsed("--method", method, "--prompts", prompts), ALONE)
     check(parsed("--method", method, "--validation.prompts", prompts), ALONE)
+
+
+@pytest.mark.parametrize("method", ["dance_grpo", "dmd2"])
+def test_clips_are_refused_where_prompts_are_trained_on(method, tmp_path):
+    with pytest.raises(ConfigError, match=f"trains on prompts and would not read it; .* give --prompts {tmp_path} "):
+        check(parsed("--method", method, "--data.path", tmp_path), ALONE)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_help_lists_what_the_method_reads_alone(method):
+    """finetune reads no prompts, dance_grpo no clips, and neither has a guard of distillation."""
+    run = parsed("--method", method)
+    page = of_method(method_named(method), run, 100, everything=True)
+    read = {"--prompts ": "finetune" not in method and "consistency" not in method}
+    read |= {"--data.path ": method in ("finetune", "consistency", "dmd2", "self_forcing", "ode_init", "distill_rl")}
+    assert {flag: f"\n  {flag}" in page for flag in read} == read
 
 
 def test_a_best_checkpoint_by_reward_needs_a_reward(models, prompts):

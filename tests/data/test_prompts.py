@@ -83,15 +83,51 @@ def test_a_column_of_a_table(tmp_path, kind, column, expected):
 
 
 @pytest.mark.parametrize(
+    "content",
+    [
+        ["one", "two"],
+        [{"caption": "one"}, {"caption": "two"}],  # videos2caption.json of DanceGRPO
+        {"data": [{"caption": "one", "image_path": None}, {"caption": "two", "image_path": None}]},  # of FastVideo
+        [{"path": "a.mp4", "cap": ["one"]}, {"path": "b.mp4", "cap": ["two"]}],  # FastVideo's lists of videos
+    ],
+)
+def test_json_holds_texts_or_records(tmp_path, content):
+    (tmp_path / "prompts.json").write_text(json.dumps(content))
+    assert read_prompts(tmp_path / "prompts.json").prompts == ("one", "two")
+
+
+def test_videos_with_captions_give_prompts(tmp_path):
+    """Their names are the places of messages; a video without a caption counts as a blank line."""
+    for name, caption in (("a", "one"), ("b", ""), ("deeper/c", "two")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.mp4").touch()
+        (tmp_path / f"{name}.txt").write_text(caption)
+    read = read_prompts(tmp_path)
+    assert read.prompts == ("one", "two") and read.places[1].endswith("deeper/c.mp4")
+    assert read.note.endswith("2 prompts; skipped 1 blank and 0 repeated lines")
+
+
+def test_a_folder_without_captions_is_refused(tmp_path):
+    (tmp_path / "a.png").touch()
+    with pytest.raises(MissingFileError, match=r"without \.parquet files and without videos"):
+        read_prompts(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("name", "text", "message"),
     [
+        ("prompts.yaml", "a\n", r"\.yaml is no ending of a file of prompts; have \.txt, \.json, "),
+        ("prompts.json", "{", r"prompts\.json is not JSON"),
+        ("prompts.json", '{"prompts": []}', "must hold a JSON list, or an object whose data is a list, not an object"),
+        ("prompts.json", '["a", 3]', "entry 2 must be a text or an object, not a number"),
+        ("prompts.json", '[{"cap": ["a", "b"]}]', r"entry 1 holds \['a', 'b'\] instead of a text"),
         ("prompts.txt", "", r"prompts\.txt is empty"),
         ("prompts.txt", "\n \n", r"prompts\.txt is empty"),
         ("prompts.jsonl", '{"prompt": "a"}\nnot json\n', r"prompts\.jsonl: line 2 is not JSON"),
         ("prompts.jsonl", '["a"]\n', r"line 1 must hold a JSON object, not a list"),
-        ("prompts.jsonl", '{"other": "a"}\n', r"line 1 has no column prompt or caption or text, only other"),
+        ("prompts.jsonl", '{"other": "a"}\n', r"line 1 has no column prompt or caption or text or cap, only other"),
         ("prompts.jsonl", '{"prompt": null}\n', r"line 1 holds None instead of a text"),
-        ("prompts.csv", "other\na\n", r"row 1 has no column prompt or caption or text, only other: set prompts_column"),
+        ("prompts.csv", "other\na\n", r"no column prompt or caption or text or cap, only other: set prompts_column"),
         ("prompts.csv", "a,prompt\nb\n", r"row 1 holds None instead of a text"),
         ("prompts.parquet", "not parquet", r"prompts\.parquet cannot be read"),
     ],

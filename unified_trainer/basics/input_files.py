@@ -82,20 +82,41 @@ def read_json(file: Path) -> dict[str, Any]:
     return parse_object(text, str(file), "fetch or write it again")
 
 
+def read_json_rows(file: Path, key: str, name: str) -> list[dict[str, Any]]:
+    """Read the objects of a JSON list, or of the list `data` of a JSON object; a text t stands for {name: t}.
+
+    Raise UserError, naming the file and the entry, for anything else.
+    """
+    place = _place(file, key)
+    content = _parsed(read_text(file, key, JSON_MIB), place)
+    rows = content.get("data") if isinstance(content, dict) else content
+    if not isinstance(rows, list):
+        raise UserError(f"{place} must hold a JSON list, or an object whose data is a list, not {_kind(content)}")
+    rows = [{name: row} if isinstance(row, str) else row for row in rows]
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise UserError(f"{place}: entry {number} must be a text or an object, not {_kind(row)}")
+    return rows
+
+
 def parse_object(text: str, place: str, way_out: str = "") -> dict[str, Any]:
     """Return the JSON object that a text holds; raise UserError, which begins with `place`, for anything else."""
+    content = _parsed(text, place, way_out)
+    if not isinstance(content, dict):
+        raise UserError(f"{place} must hold a JSON object, not {_kind(content)}")
+    return content
+
+
+def _parsed(text: str, place: str, way_out: str = "") -> Any:
     end = f"; {way_out}" if way_out else ""
     if not text.strip():
-        raise UserError(f"{place} is empty, and no JSON object{end}")
+        raise UserError(f"{place} is empty, and no JSON{end}")
     try:
-        content = json.loads(text)
+        return json.loads(text)
     except ValueError as error:
         raise UserError(f"{place} is not JSON ({error}){end}") from error
     except RecursionError as error:
         raise UserError(f"{place} is nested too deeply{end}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{place} must hold a JSON object, not {_kind(content)}")
-    return content
 
 
 def read_as(schema: type[S], file: Path) -> S:

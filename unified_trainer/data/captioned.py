@@ -10,7 +10,7 @@ from unified_trainer.data.tables import TABLES, read_columns, refuse_unreadable
 
 VIDEOS = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
 PATHS = ("path", "video", "file_name", "file")  # column of a table that names the videos
-CAPTIONS = ("caption", "text", "prompt")
+CAPTIONS = ("caption", "text", "prompt", "cap")
 
 
 @dataclass(frozen=True)

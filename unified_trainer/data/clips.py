@@ -36,8 +36,9 @@ class DataConfig:
 
     path: str = ""
     """Parquet file of encoded clips, or a folder of such files (FastVideo's kinds t2v and i2v); or a small set of
-    videos, a folder with x.txt beside x.mp4 or a .jsonl or .csv file with columns path and caption; "tiny": clips of
-    the tiny world. For ode_init, parquet files of trajectories (kind ode), which take the place of the teacher."""
+    videos: a folder with x.txt beside x.mp4, or a .json, .jsonl or .csv file with columns path and caption; "tiny":
+    clips of the tiny world. For ode_init, parquet files of trajectories (kind ode), which take the place of the
+    teacher."""
     num_clips: Count = 512
     """Number of rendered clips, if path is tiny."""
     window_gib: Annotated[float, above(0, 1e6)] = 16.0

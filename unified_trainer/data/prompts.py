@@ -1,4 +1,4 @@
-"""Prompts to generate from: captions of the tiny world, or a file with one prompt per line."""
+"""Prompts to generate from: captions of the tiny world, of a file, or of a folder of clips."""
 
 import os
 from collections.abc import Callable
@@ -7,11 +7,12 @@ from pathlib import Path
 
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import read_text
+from unified_trainer.data.captioned import VIDEOS, find_videos
 from unified_trainer.data.stored_prompts import parquet_files
 from unified_trainer.data.tables import TABLES, read_columns, refuse_unreadable
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
 
-COLUMNS = ("prompt", "caption", "text")  # of a table, unless the settings name another
+COLUMNS = ("prompt", "caption", "text", "cap")  # of a table, unless the settings name another
 SUFFIXES = (".txt", *TABLES)  # a text that ends so names a file
 
 
@@ -70,15 +71,13 @@ def prompts_of(path: str, tiny: tuple[str, ...], key: str, column: str) -> Promp
 
 
 def read_prompts(file: Path, key: str = "--prompts", column: str = "") -> PromptFile:
-    """Read a text file with one prompt per line, a column of a .jsonl, .csv or .parquet file, or of a folder of those.
+    """Read the lines of a text file, a column of a .json, .jsonl, .csv or .parquet file, or the captions of a folder.
 
-    Blank lines and repeated prompts are skipped and counted in the note. `key` is the setting that names the file, for
-    messages. Raise UserError, naming file and line, for a file that cannot be read or holds no prompt.
+    A folder holds .parquet files, or videos with x.txt beside x.mp4. Blank lines and repeated prompts are skipped and
+    counted in the note. `key` is the setting that names the file, for messages. Raise UserError, naming file and line,
+    for a file that cannot be read or holds no prompt.
     """
-    files = parquet_files(file) if os.path.isdir(file) else [file]  # Path.is_dir raises for a name that is too long
-    if not files:
-        raise MissingFileError(f"{key} {file}: it is a folder without .parquet files")
-    rows = [row for one in files for row in _rows(one, key, column)]
+    rows = _rows_of_folder(file, key, column) if os.path.isdir(file) else _rows(file, key, column)
     texts = [row.strip() for _, row in rows]
     prompts: dict[str, str] = {}
     for (where, _), text in zip(rows, texts, strict=True):
@@ -93,11 +92,22 @@ def read_prompts(file: Path, key: str = "--prompts", column: str = "") -> Prompt
     return PromptFile(tuple(prompts), skipped if blank or repeated else "", tuple(prompts.values()))
 
 
+def _rows_of_folder(folder: Path, key: str, column: str) -> list[tuple[str, str]]:
+    """Return place and text of each row of the folder's parquet files, or without any of each video's caption."""
+    if files := parquet_files(folder):
+        return [row for file in files for row in _rows(file, key, column)]
+    if not any(file.suffix.lower() in VIDEOS for file in folder.rglob("*")):
+        raise MissingFileError(f"{key} {folder}: it is a folder without .parquet files and without videos")
+    return [(video.name, video.caption) for video in find_videos(folder, key)]
+
+
 def _rows(file: Path, key: str, column: str) -> list[tuple[str, str]]:
     """Return the place of each row, and its text."""
     if file.suffix in TABLES:
         choice = (column,) if column else COLUMNS
         return [(where, text) for where, (text,) in read_columns(file, key, choice, way_out=": set prompts_column")]
+    if file.suffix not in ("", ".txt"):
+        raise UserError(f"{key} {file}: {file.suffix} is no ending of a file of prompts; have {', '.join(SUFFIXES)}")
     lines = read_text(file, key).split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines  # the end of the last line is no line of its own
     return [(f"line {i}", line) for i, line in enumerate(lines, 1)]

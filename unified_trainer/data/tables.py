@@ -1,4 +1,4 @@
-"""Columns of texts in .jsonl, .csv and .parquet files."""
+"""Columns of texts in .json, .jsonl, .csv and .parquet files."""
 
 import csv
 import io
@@ -11,14 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.input_files import check_file, parse_object, read_text
+from unified_trainer.basics.input_files import check_file, parse_object, read_json_rows, read_text
 
-TABLES = (".jsonl", ".csv", ".parquet")
+TABLES = (".json", ".jsonl", ".csv", ".parquet")
 INVISIBLE = ("Cc", "Cf")  # controls, and formats such as zero-width spaces
 
 
 def read_columns(file: Path, key: str, *choices: Sequence[str], way_out: str = "") -> list[tuple[str, tuple[str, ...]]]:
-    """Return for each row its place, "line 3" or "row 3", and some columns.
+    """Return for each row its place, such as "line 3", and some columns.
+
+    A .json file holds a list, or an object whose `data` is one; an entry is an object, or a text, which stands for the
+    first name of the first choice.
 
     Each choice gives the names that one of the columns may have, the likeliest first; the file has one of them, the
     first row's, in every row. `key` is the setting that names the file, for messages; `way_out` ends the message about
@@ -30,6 +33,8 @@ def read_columns(file: Path, key: str, *choices: Sequence[str], way_out: str = "
         rows = _parquet_rows(file, key, choices, way_out)
     elif file.suffix == ".csv":
         rows = _csv_rows(read_text(file, key), place)
+    elif file.suffix == ".json":
+        rows = [(f"entry {i}", row) for i, row in enumerate(read_json_rows(file, key, choices[0][0]), 1)]
     else:
         numbered = [(f"line {i}", line) for i, line in enumerate(read_text(file, key).split("\n"), 1) if line.strip()]
         rows = [(where, parse_object(line, f"{place}: {where}")) for where, line in numbered]
@@ -105,6 +110,8 @@ def _pick(names: Iterable[str], choice: Sequence[str], place: str, way_out: str)
 
 def _text(row: dict[str, object], name: str, place: str, way_out: str) -> str:
     value = row[_pick(row, (name,), place, way_out)]
+    if name == "cap" and isinstance(value, list) and len(value) == 1:  # as in FastVideo's lists of videos
+        value = value[0]
     if not isinstance(value, str):
         raise UserError(f"{place} holds {value!r} instead of a text")
     refuse_unreadable(value, place)

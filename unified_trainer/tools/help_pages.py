@@ -87,21 +87,20 @@ GROUPS = {
 def of_method(method: type[Method], run: RunConfig, width: int, *, everything: bool, sought: str = "") -> str:
     """Return the page of a method's settings, with the values of `run` as defaults.
 
-    With `everything` all settings of the run are explained, or those with `sought` in their key or explanation;
-    UserError names the nearest ones if there are none. Else the common ones of those that the method reads are
-    explained, and the others are named.
+    They are those that the method reads. With `everything` all are explained, or those with `sought` in their key or
+    explanation; UserError names the nearest ones if there are none. Else the common ones are explained, and the others
+    are named.
     """
     scorers = {**run.reward.scorers, "NAME": ScorerConfig(settings={"KEY": ""})}
     run = dataclasses.replace(run, reward=dataclasses.replace(run.reward, scorers=scorers))
     groups: dict[str, list[Setting]] = {name: [] for name in ("", "algorithm", *run.roles, *GROUPS)}
     for setting in settings_of(run):
         section = setting.key.partition(".")[0] if "." in setting.key else ""
-        if everything and not _has(setting, sought):
-            continue
-        if everything or reads(method, setting.key):
+        if reads(method, setting.key) and (not everything or _has(setting, sought)):
             groups.setdefault(section, []).append(setting)
     if not any(groups.values()):
-        near = nearest(sought.removeprefix("--").replace("-", "_"), [one.key for one in settings_of(run)])
+        read = [setting.key for setting in settings_of(run) if reads(method, setting.key)]
+        near = nearest(sought.removeprefix("--").replace("-", "_"), read)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise UserError(f"--help-all {sought}: no setting of {run.method} has it in its name or explanation{hint}")
     page = f"--help-all {sought}".strip() if everything else "--help"
@@ -160,14 +159,15 @@ def reads(method: type[Method], key: str) -> bool:
     """Whether a method with some settings reads a setting. All methods are validated with reward.*."""
     may_need_clips = method.config_class.needs_clips is not MethodConfig.needs_clips
     always_needs_clips = method.config_class.needs_clips is True
+    section, _, name = key.partition(".")
     return {
         "hacking_monitor": method.uses_reward,
         "guard": method.config_class.teacher_guidance is not MethodConfig.teacher_guidance,
-        "rollouts": bool(method.sampled_by),
+        "rollouts": bool(method.sampled_by) or name.startswith(("evaluation", "transport", "timeout")),
         "data": may_need_clips or method.config_class.teacher_ode is not MethodConfig.teacher_ode,
         "prompts": not always_needs_clips,
         "prompts_column": not always_needs_clips,
-    }.get(key.partition(".")[0], True)
+    }.get(section, True)
 
 
 def summary(owner: type[Method] | Callable[..., int | None]) -> str:

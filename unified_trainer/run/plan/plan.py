@@ -196,6 +196,11 @@ def check_complete(run: RunConfig) -> None:
             )
     else:
         wanted.append(("--prompts", "a file with one prompt per line", run.prompts))
+        if run.data.path not in ("", "tiny") and not run.resume:
+            raise ConfigError(
+                f"--data.path {run.data.path}: {run.method} with these settings trains on prompts and would not read "
+                f"it; to train on the captions of its clips, give --prompts {run.data.path} instead"
+            )
     if missing := [f"{flag} ({what})" for flag, what, given in wanted if not given]:
         raise ConfigError(f"--method {run.method} with recipe {run.recipe} needs {', '.join(missing)}")
 

@@ -51,10 +51,10 @@ class ValidationConfig:
     frechet_stride: Count = 4
     """Frames between two that enter the Frechet distance, which is measured in the tiny world only."""
     prompts: str = ""
-    """File with one prompt per line, or a .jsonl, .csv or .parquet file; "tiny": captions of the tiny world that are
-    not trained on. Empty takes the first training prompts."""
+    """As --prompts; "tiny": captions of the tiny world that are not trained on. Empty takes the first training
+    prompts."""
     prompts_column: str = ""
-    """Column of a .jsonl, .csv or .parquet file of prompts; by default prompt, caption or text."""
+    """As --prompts-column."""
     num_videos: CountOrZero = 4
     """Samples written as mp4 and on the contact sheet."""
     ema: bool = True
@@ -126,11 +126,11 @@ class RunConfig:
     families: tuple[str, ...] = ()
     """Model families of your own, each path/to/file.py:NAME or package.module:NAME."""
     prompts: str = ""
-    """File with one training prompt per line, or a .jsonl, .csv or .parquet file, or a folder of .parquet files, whose
-    text embeddings are used if the run's text encoder made them; "tiny": captions of the tiny world. Methods that train
-    on clips take the clips' captions instead."""
+    """File with one training prompt per line, or a .json, .jsonl, .csv or .parquet file; or a folder of .parquet files,
+    whose text embeddings are used if the run's text encoder made them, or of videos with x.txt beside x.mp4; "tiny":
+    captions of the tiny world. Methods that train on clips take the clips' captions instead."""
     prompts_column: str = ""
-    """Column of a .jsonl, .csv or .parquet file of prompts; by default prompt, caption or text."""
+    """Column of a .json, .jsonl, .csv or .parquet file of prompts; by default prompt, caption, text or cap."""
     launcher: Annotated[Literal["process", "ray"], MAY_CHANGE] = "process"
     """Starter of the training processes: process runs in this one, or in those of torchrun; ray starts ray.ranks."""
     device: Device = "auto"

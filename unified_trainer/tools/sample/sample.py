@@ -107,7 +107,7 @@ def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | N
 def read_lines(prompts: Sequence[str]) -> list[str]:
     """Return the prompts, with a file of prompts replaced by its prompts; raise UserError if there are none.
 
-    A text that ends in .txt, .jsonl, .csv or .parquet or holds a slash names a file, which must exist.
+    A text that ends in .txt, .json, .jsonl, .csv or .parquet or holds a slash names a file, which must exist.
     """
     lines: list[str] = []
     for text in prompts:
