@@ -212,16 +212,22 @@ def test_every_critic_update_of_a_step_draws_its_own_levels_and_noise():
 
 
 def test_the_tilt_weighs_the_critics_errors_away_from_the_reward():
-    """w = exp(-(R - group mean) / beta), divided by its mean."""
+    """w = exp(-(R - mean of the other samples) / beta), divided by its mean."""
     rewards = (0.0, 1.0, -0.5, 0.5)
     tilted, plain = (trainer(ScriptedScorer(rewards), matching=ONE, tilt=TiltConfig(beta=b)) for b in (0.5, 0.0))
     batch = tilted.loader.batch(0)
     assert batch.prompt_ids[0] == batch.prompt_ids[1] != batch.prompt_ids[2]
     found, errors = losses(tilted, 0)["critic"][0], losses(plain, 0)["critic"][0].metrics["critic_loss"]
-    weights = torch.tensor([1.0, -1.0, 1.0, -1.0]).exp()
+    weights = torch.tensor([2.0, -2.0, 2.0, -2.0]).exp()
     weights = weights / weights.mean()
     torch.testing.assert_close(found.value, (weights * errors).mean())
     assert float(found.metrics["tilt_ess"]) == pytest.approx(float(1 / weights.square().mean()))
+
+
+def test_the_share_of_cut_weights_is_a_metric():
+    tilt = TiltConfig(beta=0.5, max_weight=2.0)
+    one = trainer(ScriptedScorer((0.0, 1.0, -0.5, -0.5)), matching=ONE, tilt=tilt)  # exponents 2, -2, 0, 0
+    assert one.step(0)["tilt_capped"] == 0.25
 
 
 def test_the_hinge_ends_at_the_margin():

@@ -1,5 +1,7 @@
 """Advantages: golden numbers, groups by prompt id and not by position, and nothing from nothing."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -8,11 +10,13 @@ from hypothesis import strategies as st
 from unified_trainer.numerics.advantages import (
     below_threshold,
     best_of_n,
+    capped_share,
     curriculum,
     gae,
     global_statistics,
     group_advantages,
     spread,
+    tilt_weights,
     totals,
     vtrace,
     zero_variance,
@@ -336,3 +340,29 @@ def test_the_threshold_is_strict_and_looks_at_the_mean_of_the_group():
     assert below_threshold(rewards, ids, 1.0).tolist() == [False, False, True, True, False, False]
     assert below_threshold(rewards, ids, 1.0 + 1e-9).tolist() == [True, True, True, True, False, False]
     assert not below_threshold(rewards, ids, float("-inf")).any()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("beta", [0.5, 1.0])
+def test_the_tilt_reaches_its_law_for_groups_of_every_size(n, beta):
+    """Over all groups of n samples of q = p exp(r / beta) / Z, the weights exp(-r / beta) give back p."""
+    rewards, p = double([0, 1 / 3, 2 / 3, 1]), double([0.4, 0.3, 0.2, 0.1])
+    q = p * (rewards / beta).exp() / (p * (rewards / beta).exp()).sum()
+    groups = torch.tensor([*itertools.product(range(4), repeat=n)])
+    weights = tilt_weights(rewards[groups].flatten(), torch.arange(len(groups)).repeat_interleave(n), -beta)
+    joint = q[groups].prod(1) * weights.reshape(groups.shape)[:, 0]
+    found = torch.zeros(4).double().index_add(0, groups[:, 0], joint)
+    assert_equal(found / found.sum(), p)
+
+
+def test_the_share_of_cut_weights():
+    """Exponents 2, -2, 0 and 0: one weight of e^2 is cut at 7, and none at 8."""
+    rewards, ids = double([0, 1, 5, 5]), ["a", "a", "b", "b"]
+    assert [capped_share(rewards, ids, -0.5, largest) for largest in (1.5, 7.0, 8.0, float("inf"))] == [
+        0.25,
+        0.25,
+        0,
+        0,
+    ]
+    weights = tilt_weights(rewards, ids, -0.5, 7.0)
+    assert_equal(weights * (7 + 2 + double(-2).exp()) / 4, [7, double(-2).exp(), 1, 1])

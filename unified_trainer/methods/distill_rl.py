@@ -24,7 +24,7 @@ from unified_trainer.methods.rl.rollout_method import PolicyMethod
 from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss
 from unified_trainer.methods.x0_terms import X0Terms
-from unified_trainer.numerics.advantages import tilt_weights
+from unified_trainer.numerics.advantages import capped_share, tilt_weights
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.reward import Reward
@@ -71,7 +71,7 @@ class DistillRL(PolicyMethod):
         trajectories = self.update.trajectories(samples, step, window, rng)
         penalty = self.update.kl.penalty(trajectories, mesh, metrics)
         advantages = self.groups.advantages(samples, penalty, metrics)
-        critic_weights = self._critic_weights(samples, config.tilt.beta_at(step), mesh)
+        critic_weights = self._critic_weights(samples, config.tilt.beta_at(step), mesh, metrics)
 
         updates, weights = advantages.minibatches, config.weights_at(step)
         values = advantages.values[:, None].expand(-1, len(trained))
@@ -91,13 +91,14 @@ class DistillRL(PolicyMethod):
             if not passes:
                 yield Loss("student", torch.zeros((), requires_grad=True), False, metrics, advantages.messages)
 
-    def _critic_weights(self, samples: ScoredSamples, beta: float, mesh: Mesh) -> PerSample | None:
+    def _critic_weights(self, samples: ScoredSamples, beta: float, mesh: Mesh, metrics: Metrics) -> PerSample | None:
         """Return exp(-reward / beta) of this rank's samples, centered and normalised; None without beta."""
         if not beta:
             return None
         parts = samples.scores.gathered(mesh).parts
-        ids = gather_ids(samples.batch, parts, mesh)
-        weights = tilt_weights(self.reward.total(parts), ids, -beta, self.config.tilt.max_weight)
+        ids, largest = gather_ids(samples.batch, parts, mesh), self.config.tilt.max_weight
+        weights = tilt_weights(self.reward.total(parts), ids, -beta, largest)
+        metrics["tilt_capped"] = capped_share(self.reward.total(parts), ids, -beta, largest)
         start = mesh.data_rank * len(samples.batch)
         return weights[start : start + len(samples.batch)].float()
 

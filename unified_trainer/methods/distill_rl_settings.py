@@ -68,10 +68,11 @@ class TiltConfig:
     """The tilt of the critic's samples, which moves the student's law to the teacher's times exp(reward / beta)."""
 
     beta: NonNegative = 0.0
-    """The critic's errors are weighted by exp(-(reward - group mean) / beta): the smaller, the stronger the reward. 0
-    is no tilt (experimental)."""
+    """The critic's errors are weighted by exp(-(reward - mean of the group's other samples) / beta): the smaller, the
+    stronger the reward. 0 is no tilt (experimental)."""
     max_weight: Annotated[float, at_least(1)] = 10.0
-    """Largest such weight, before the weights are divided by their mean."""
+    """Largest such weight, before the weights are divided by their mean. Cutting weights moves the law that the tilt
+    reaches; the metric tilt_capped is the share that is cut."""
     first_step: PeriodOrZero = 0
     """Training steps at the start without the tilt."""
     end_step: PeriodOrZero = 0

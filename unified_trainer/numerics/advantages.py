@@ -1,5 +1,6 @@
 """Advantages from rewards and values, reward statistics, sample selection, and off-policy correction (V-trace)."""
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Literal, get_args
 
@@ -64,17 +65,22 @@ def group_advantages(
 def tilt_weights(
     rewards: Float[Tensor, " b"], prompt_ids: Ids, beta: float, largest: float = float("inf")
 ) -> Float[Tensor, " b"]:
-    """Return exp((r - mean) / beta) of each sample, at most `largest`, divided by their mean over all samples; float64.
+    """Return exp((r - m) / beta) of each sample, at most `largest`, divided by their mean over all samples; float64.
 
-    The mean of r is that of the group, a constant of its prompt: weighting samples of a law q so gives the law
-    q exp(r / beta) / Z of each prompt. A negative beta tilts away from the reward.
+    m is the mean of the other samples of its group, so that it does not depend on r: weighting samples of a law q so
+    gives the law q exp(r / beta) / Z of each prompt, but for the weights at `largest`. With the mean of the whole group
+    it would be that of beta n / (n - 1), n the size of the group. A negative beta tilts away from the reward.
+
+    Raises ValueError for a group of one sample.
     """
-    r = rewards.double()
-    centered = torch.zeros_like(r)
-    for index in groups(r, prompt_ids).values():
-        centered[index] = r[index] - r[index].mean()
-    weights = (centered / beta).exp().clamp(max=largest)
+    weights = (group_advantages(rewards.double(), prompt_ids, "rloo") / beta).exp().clamp(max=largest)
     return weights / weights.mean()
+
+
+def capped_share(rewards: Float[Tensor, " b"], prompt_ids: Ids, beta: float, largest: float) -> float:
+    """Return the share of samples whose weight in `tilt_weights` is cut to `largest`."""
+    exponents = group_advantages(rewards.double(), prompt_ids, "rloo") / beta
+    return float((exponents > math.log(largest)).double().mean())
 
 
 def totals(values: Float[Tensor, " b"]) -> Float[Tensor, "3"]:

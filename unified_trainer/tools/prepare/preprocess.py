@@ -64,8 +64,8 @@ def preprocess(
     Flags with a dot, such as --teacher.path, are settings of the run and come after SOURCE and OUT.
 
     Args:
-        source: Folder of videos with x.txt beside x.mp4; or a .json, .jsonl, .csv or .parquet file with columns path and
-            caption; or a .txt file with one prompt per line, which makes files of text embeddings.
+        source: Folder of videos with x.txt beside x.mp4; or a .json, .jsonl, .csv or .parquet file with columns path
+            and caption; or a .txt file with one prompt per line, which makes files of text embeddings.
         out: Folder to write; it must be empty, absent or written by this command with equal settings.
         captions: Table with the captions of the folder's videos, instead of text files; its paths are below the folder.
         recipe: Recipe whose video size, precisions and negative prompt are used; by default tiny, without a model.
