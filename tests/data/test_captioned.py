@@ -24,6 +24,8 @@ def write_table(file, rows) -> None:
     elif file.suffix == ".csv":
         lines = [",".join(rows[0]), *(",".join(f'"{value}"' for value in row.values()) for row in rows)]
         file.write_text("\n".join(lines) + "\n")
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(rows))
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -70,7 +72,7 @@ def test_tables_name_files_below_their_folder(tmp_path, suffix):
             '{"clip": "a.mp4", "caption": "a"}\n',
             r"line 1 has no column path or .*, only clip, caption",
         ),
-        ("a.jsonl", '{"path": "a.mp4"}\n', r"a\.jsonl: line 1 has no column caption or text or prompt, only path"),
+        ("a.jsonl", '{"path": "a.mp4"}\n', r"a\.jsonl: line 1 has no column caption or text or prompt or cap, only path"),
         ("a.csv", "path,caption\na.mp4\n", r"a\.csv: row 1 holds None instead of a text"),
         ("a.csv", "path,caption\n", r"a\.csv holds no videos"),
         ("a.jsonl", '{"path": "a", "caption": ""}\n{"path": "a", "caption": "b"}\n', "names a more than once"),

@@ -111,7 +111,7 @@ def encoding(asked: list[str], size: int = 4):
 
 def of_size(asked, folder="", memory=1.0, disk=1.0) -> PromptEmbeddings:
     config = EncoderConfig(cache=str(folder), cache_memory_gib=memory, cache_disk_gib=disk)
-    return PromptEmbeddings(encoding(asked), "an encoder", config)
+    return PromptEmbeddings(encoding(asked), "an encoder", 1, config)
 
 
 def values(rows) -> list[float]:
@@ -182,7 +182,25 @@ def without_checksum(file: Path) -> None:
     save_file(load_file(file), file)
 
 
-@pytest.mark.parametrize("damage", [cut, flip, empty, without_checksum])
+def swap(file: Path) -> None:
+    other = next(one for one in file.parents[1].rglob("*.safetensors") if one != file)
+    file.write_bytes(other.read_bytes())
+
+
+def holds(embedding: torch.Tensor):
+    """Return a damage: the file holds this embedding, with its checksum."""
+
+    def change(file: Path) -> None:
+        about = {"prompt": "2", "crc32": prompt_embeddings._crc32(embedding)}
+        save_file({prompt_embeddings.NAME: embedding}, file, about)
+
+    return change
+
+
+CHANGED = [torch.full((4, 1), torch.nan), torch.ones(4, 3), torch.ones(4), torch.ones(0, 1), torch.ones(4, 1).int()]
+
+
+@pytest.mark.parametrize("damage", [cut, flip, empty, without_checksum, swap, *map(holds, CHANGED)])
 def test_a_damaged_file_is_written_again(tmp_path, damage):
     asked: list[str] = []
     of_size(asked, tmp_path).encode_ahead(["1", "2"], ALONE)
@@ -193,6 +211,13 @@ def test_a_damaged_file_is_written_again(tmp_path, damage):
     assert asked == ["1", "2", "2"]
     assert of_size(asked, tmp_path).encode_ahead(["1", "2"], ALONE) == Counts(1, 1, 0)
     assert of_size(asked, tmp_path).encode_ahead(["1", "2"], ALONE) == Counts(2, 0, 0)
+
+
+@pytest.mark.parametrize("embedding", CHANGED)
+def test_an_embedding_of_another_encoder_is_not_stored(tmp_path, embedding):
+    with pytest.raises(UserError, match=r"an embedding \w+ \[.*\], expected finite numbers \[tokens, 1\]"):
+        of_size([], tmp_path).store("a", embedding)
+    assert not files_of(tmp_path)
 
 
 def test_a_writer_that_is_killed_leaves_no_embedding(tmp_path, monkeypatch):

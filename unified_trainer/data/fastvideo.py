@@ -11,7 +11,7 @@ from unified_trainer.data.clips import VideoConfig
 
 TEXT_ENCODER = "unified_trainer.text_encoder"  # key in a schema's metadata: the fingerprint of what made the embeddings
 
-
+FLOATS = ("float16", "float32", "float64")  # types of stored tensors
 NETWORK_TIME = 1000  # files hold 1000 sigma in place of a noise level
 
 

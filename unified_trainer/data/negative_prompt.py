@@ -35,5 +35,8 @@ def use_negative_prompt(folder: Path, prompt: str, codec: Codec) -> bool:
         raise UserError(f"{folder / FILE} is damaged ({error}): remove it") from error
     if (metadata.get("prompt"), metadata.get("text_encoder")) != (prompt, codec.text_fingerprint):
         return False
-    codec.remember(prompt, embedding)
+    try:
+        codec.remember(prompt, embedding)
+    except UserError as error:
+        raise UserError(f"{folder / FILE} is damaged ({error}): remove it") from error
     return True

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.data.batch_plan import largest_divisor
-from unified_trainer.data.fastvideo import TEXT_ENCODER, columns_of
+from unified_trainer.data.fastvideo import FLOATS, TEXT_ENCODER, columns_of
 from unified_trainer.data.parquet_columns import check_no_nulls, check_types
-from unified_trainer.data.row_kinds import FLOATS, RowKind
+from unified_trainer.data.row_kinds import RowKind
 from unified_trainer.data.tables import unreadable
 
 TEXT = columns_of("text_embedding")

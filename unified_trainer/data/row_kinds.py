@@ -14,14 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.data.fastvideo import NETWORK_TIME, columns_of
+from unified_trainer.data.fastvideo import FLOATS, NETWORK_TIME, columns_of
 from unified_trainer.numerics.flow import unshift_sigma
 
 LATENT = columns_of("vae_latent")
 STATES = columns_of("trajectory_latents")
 TIMES = columns_of("trajectory_timesteps")
 NOISE = columns_of("initial_noise")
-FLOATS = ("float16", "float32", "float64")  # types of stored tensors
 SAME_LEVEL = 1e-5  # largest difference of two noise levels that are taken as one; files hold them as float32
 SHOWN = 4  # noise levels that a message names
 Shape = tuple[int, int, int, int]

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import NotFiniteError, UserError
-from unified_trainer.data.fastvideo import TEXT_ENCODER, columns_of
+from unified_trainer.data.fastvideo import FLOATS, TEXT_ENCODER, columns_of
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
 
@@ -44,7 +44,7 @@ def use_stored_prompts(path: Path, key: str, wanted: Collection[str], codec: Cod
     left = set(wanted)
     for number, (file, group) in enumerate(_row_groups(fitting)):
         if number % mesh.size == mesh.rank:
-            for caption, embedding in _embeddings(file, group, key, left):
+            for caption, embedding in _embeddings(file, group, key, left, codec.text_width):
                 codec.remember(caption, embedding)
     mesh.barrier()  # other ranks look for these embeddings
     said = f"text embeddings of {key}: "
@@ -60,8 +60,10 @@ def _row_groups(files: list[Path]) -> Iterator[tuple[Path, int]]:
             yield file, group
 
 
-def _embeddings(file: Path, group: int, key: str, wanted: Collection[str]) -> Iterator[tuple[str, Embedding]]:
-    """Yield caption and embedding, without padding, of the rows whose captions are wanted."""
+def _embeddings(
+    file: Path, group: int, key: str, wanted: Collection[str], width: int
+) -> Iterator[tuple[str, Embedding]]:
+    """Yield caption and embedding of `width` channels, without padding, of the rows whose captions are wanted."""
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as opened:
             rows = opened.read_row_group(group, columns=["caption", *TEXT]).to_pylist()
@@ -77,6 +79,11 @@ def _embeddings(file: Path, group: int, key: str, wanted: Collection[str]) -> It
             values = np.frombuffer(data, np.dtype(dtype)).reshape(shape).astype(np.float32)
         except (TypeError, ValueError) as error:
             raise UserError(f"{place} is damaged: {TEXT[0]} ({error})") from error
+        if dtype not in FLOATS or values.ndim != 2 or values.shape[1] != width:
+            raise UserError(
+                f"{place} has a text embedding of type {dtype} and shape {[*values.shape]}; expected "
+                f"{' or '.join(FLOATS)} and [tokens, {width}]"
+            )
         if not np.isfinite(values).all():
             raise NotFiniteError(f"{place}: {TEXT[0]} holds a value that is not finite")
         tokens = np.flatnonzero(values.any(1))

@@ -150,6 +150,7 @@ class Codec(Protocol):
     """Text to conditions, and pixels to normalised latents and back; frozen, one for all roles."""
 
     folder: Path
+    text_width: int  # channels of a text embedding
 
     @property
     def text_fingerprint(self) -> str:
@@ -186,7 +187,7 @@ class Codec(Protocol):
         ...
 
     def text_condition(self, embeddings: Sequence[Tensor]) -> Condition:
-        """Return the condition of stored text embeddings [tokens, channels]; raise UserError for too many tokens."""
+        """Return the condition of stored embeddings [tokens, channels]; raise UserError for a shape that cannot be."""
         ...
 
     def text_difference(self, prompt: str, embedding: Tensor) -> float:

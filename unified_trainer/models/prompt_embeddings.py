@@ -37,15 +37,22 @@ class Counts(NamedTuple):
 class PromptEmbeddings:
     """The embeddings of prompts, read from memory, from disk, or else computed.
 
-    A file that is damaged, or that another encoder wrote, is never used. What one rank or run writes at any moment,
-    others may read: files appear complete, under their name, or not at all.
+    A file that is damaged, of another prompt, or that another encoder wrote, is never used. What one rank or run writes
+    at any moment, others may read: files appear complete, under their name, or not at all.
     """
 
     def __init__(
-        self, encode: Callable[[Sequence[str]], Generator[Embedding, None, None]], encoder: str, config: EncoderConfig
+        self,
+        encode: Callable[[Sequence[str]], Generator[Embedding, None, None]],
+        encoder: str,
+        width: int,
+        config: EncoderConfig,
     ) -> None:
-        """`encode` yields one embedding for each prompt, a function of the prompt alone; `encoder` identifies it."""
-        self._encode = encode
+        """`encode` yields one embedding for each prompt, a function of the prompt alone, of `width` channels.
+
+        `encoder` identifies it.
+        """
+        self._encode, self._width = encode, width
         self._encoder = hashlib.sha256(encoder.encode()).digest()
         self._root = Path(config.cache) if config.cache else None
         self._memory_bytes, self._disk_bytes = (
@@ -68,8 +75,14 @@ class PromptEmbeddings:
             self._remember(prompt, embedding)
         return [found[prompt] for prompt in prompts]
 
-    def store(self, prompt: str, embedding: Embedding) -> None:
-        """Keep an embedding that was made elsewhere, unless there is one of the prompt."""
+    def store(self, prompt: str, embedding: Tensor) -> None:
+        """Keep an embedding that was made elsewhere, unless there is one of the prompt.
+
+        Raise UserError for one that this encoder cannot have made.
+        """
+        if not self._fits(embedding):
+            kind = f"{str(embedding.dtype).removeprefix('torch.')} {[*embedding.shape]}"
+            raise UserError(f"an embedding {kind}, expected finite numbers [tokens, {self._width}]")
         if self._held(prompt) is None:
             if self._root is not None:
                 _write(self._file(self._root, prompt), prompt, embedding)
@@ -115,15 +128,21 @@ class PromptEmbeddings:
         return root / self._encoder.hex()[:16] / name[:2] / f"{name}.safetensors"
 
     def _read(self, prompt: str) -> Embedding | None:
-        """Read an embedding; None if there is no file or a damaged one."""
+        """Read an embedding; None if there is no file, a damaged one, or one of another prompt."""
         if self._root is None:
             return None
         try:
             with safe_open(self._file(self._root, prompt), "pt") as file:
-                embedding, checksum = file.get_tensor(NAME), (file.metadata() or {}).get("crc32")
+                embedding, metadata = file.get_tensor(NAME), file.metadata() or {}
         except (OSError, SafetensorError):
             return None
-        return embedding if checksum == _crc32(embedding) else None
+        whole = metadata.get("prompt") == prompt and metadata.get("crc32") == _crc32(embedding)
+        return embedding if whole and self._fits(embedding) else None
+
+    def _fits(self, embedding: Tensor) -> bool:
+        """Whether these can be the numbers of an embedding of this encoder."""
+        of_encoder = embedding.is_floating_point() and embedding.ndim == 2 and embedding.shape[1] == self._width
+        return of_encoder and len(embedding) > 0 and bool(embedding.isfinite().all())
 
 
 def _write(file: Path, prompt: str, embedding: Embedding) -> None:
@@ -142,5 +161,5 @@ def _write(file: Path, prompt: str, embedding: Embedding) -> None:
         ) from error
 
 
-def _crc32(embedding: Embedding) -> str:
+def _crc32(embedding: Tensor) -> str:
     return str(zlib.crc32(embedding.contiguous().view(torch.uint8).numpy()))

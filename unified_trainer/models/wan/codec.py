@@ -67,7 +67,9 @@ class WanCodec:
         self._vae_settings = config.vae_precision + (f" tiles {config.vae_tile}" if config.vae_tile else "")
         settings: tuple[str | int, ...] = (config.text_precision, device.type, self._text_tokens)
         settings += ("tf32",) if rounds_products() and config.text_precision == "fp32" else ()
-        self._embeddings = PromptEmbeddings(self._embed, f"{_identity(folder)} {settings}", config)
+        encoder = f"{_identity(folder)} {settings}"
+        self.text_width = read_as(TextEncoderConfig, folder / "text_encoder" / "config.json").d_model
+        self._embeddings = PromptEmbeddings(self._embed, encoder, self.text_width, config)
         statistics = [self._outline.config.latents_mean, self._outline.config.latents_std]
         self._mean, self._std = torch.tensor(statistics).view(2, 1, -1, 1, 1, 1).to(device)
 
@@ -132,8 +134,9 @@ class WanCodec:
         longest = max(map(len, embeddings))
         if longest > self._text_tokens:
             raise UserError(f"a text embedding has {longest} tokens, but this model takes {self._text_tokens}")
-        first = embeddings[0]
-        text = torch.zeros(len(embeddings), self._text_tokens, first.shape[1], device=first.device)
+        if other := {row.shape[1] for row in embeddings} - {self.text_width}:
+            raise UserError(f"a text embedding has {min(other)} channels, but this model takes {self.text_width}")
+        text = torch.zeros(len(embeddings), self._text_tokens, self.text_width, device=embeddings[0].device)
         for padded, row in zip(text, embeddings, strict=True):
             padded[: len(row)] = row
         return WanCondition(text.to(self._device, non_blocking=True))

@@ -241,7 +241,7 @@ class _Codec(Codec):
     counts: Counts
     folder = Path()
     text_fingerprint = video_fingerprint = ""
-    text_tokens = TEXT_TOKENS
+    text_tokens, text_width = TEXT_TOKENS, TEXT_WIDTH
 
     def in_use(self) -> AbstractContextManager[None]:
         return nullcontext()
