@@ -169,8 +169,8 @@ def test_another_pipeline_is_named(refused, wan):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--reward.weight", "0"], "the weights of the reward sum to zero (hpsv3 0)"),
-        (["--reward.scorers.saturation.weight", "-1"], "sum to zero (hpsv3 1, saturation -1)"),
+        (["--reward.weight", "0"], "every scorer has weight 0 (hpsv3): there is no reward"),
+        (["--reward.scale", "-1"], "sum to -1 (hpsv3 -1): the student would learn to lower their scores"),
         (
             ["--reward.scorers.nice.weight", "1"],
             "reward.scorers.nice.kind nice is no scorer; have aesthetic, clip, hpsv3, ocr, sharp",

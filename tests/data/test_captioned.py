@@ -72,7 +72,11 @@ def test_tables_name_files_below_their_folder(tmp_path, suffix):
             '{"clip": "a.mp4", "caption": "a"}\n',
             r"line 1 has no column path or .*, only clip, caption",
         ),
-        ("a.jsonl", '{"path": "a.mp4"}\n', r"a\.jsonl: line 1 has no column caption or text or prompt or cap, only path"),
+        (
+            "a.jsonl",
+            '{"path": "a.mp4"}\n',
+            r"a\.jsonl: line 1 has no column caption or text or prompt or cap, only path",
+        ),
         ("a.csv", "path,caption\na.mp4\n", r"a\.csv: row 1 holds None instead of a text"),
         ("a.csv", "path,caption\n", r"a\.csv holds no videos"),
         ("a.jsonl", '{"path": "a", "caption": ""}\n{"path": "a", "caption": "b"}\n', "names a more than once"),

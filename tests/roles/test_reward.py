@@ -245,12 +245,25 @@ def test_a_set_needs_a_scorer_for_each_name(codec):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"weight": 0.0}, r"the weights of the reward sum to zero \(hpsv3 0\)"),
-        ({"scorers": {"n": ScorerConfig(weight=-1.0)}}, r"sum to zero \(hpsv3 1, n -1\)"),
-        ({"weight": 0.1, "scorers": {"a": ScorerConfig(weight=0.2), "b": ScorerConfig(weight=-0.3)}}, "sum to zero"),
+        ({"weight": 0.0}, r"every scorer has weight 0 \(hpsv3\)"),
+        ({"weight": -1.0}, r"sum to -1 \(hpsv3 -1\): .* or set --reward\.allow-negative"),
+        ({"scorers": {"n": ScorerConfig(scale=-2.0)}}, r"sum to -1 \(hpsv3 1, n -2\)"),
         ({"scorers": {"hpsv3": ScorerConfig()}}, r"reward\.scorers\.hpsv3 has the name of the scorer that"),
     ],
 )
 def test_sets_that_cannot_be(config, message):
     with pytest.raises(ValueError, match=message):
         RewardConfig(**{"path": "tiny"} | config).check()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"scorers": {"penalty": ScorerConfig(weight=-1.0)}},
+        {"weight": -1.0, "scale": -1.0},
+        {"weight": 0.0, "scorers": {"n": ScorerConfig()}},
+        {"weight": -1.0, "allow_negative": True},
+    ],
+)
+def test_sets_with_a_penalty_can_be(config):
+    RewardConfig(**{"path": "tiny"} | config).check()

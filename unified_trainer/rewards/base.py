@@ -79,6 +79,8 @@ class RewardConfig(ScorerConfig):
     """Folder of the first scorer's weights; "tiny" is the embedded HPSv3, others are written by import-hpsv3."""
     scorers: dict[str, ScorerConfig] = field(default_factory=dict)
     """Further scorers by name: scorers.NAME.weight and so on."""
+    allow_negative: bool = False
+    """Accept scorers whose scale x weight sum to less than 0: the student then learns to lower their scores."""
     offload: Annotated[bool, MAY_CHANGE] = False
     """Keep the networks of the scorers that declare theirs (docs/rewards.md) in pinned CPU memory, copied to the device
     while samples are scored: once for all samples of a training step, which are then all made first. Changes no
@@ -119,12 +121,18 @@ class RewardConfig(ScorerConfig):
                 f"reward.scorers.{self.first} has the name of the scorer that reward.path, reward.weight and so on "
                 f"describe: set those, or give this one another name and kind {self.first}"
             )
-        weights = {name: config.weight for name, config in self.named().items()}
-        if weights and abs(sum(weights.values())) < 1e-9 * max(1.0, *map(abs, weights.values())):
-            listed = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+        scorers = self.named()
+        if scorers and not any(config.weight for config in scorers.values()):
             raise UserError(
-                f"the weights of the reward sum to zero ({listed}): what all scorers agree on would not count; change "
-                "reward.weight or a reward.scorers.NAME.weight"
+                f"every scorer has weight 0 ({', '.join(scorers)}): there is no reward; set reward.weight or a "
+                "reward.scorers.NAME.weight"
+            )
+        total = sum(config.scale * config.weight for config in scorers.values())
+        if total < 0 and not self.allow_negative:
+            listed = ", ".join(f"{name} {config.scale * config.weight:g}" for name, config in scorers.items())
+            raise UserError(
+                f"scale x weight of the scorers sum to {total:g} ({listed}): the student would learn to lower their "
+                "scores; change a sign, or set --reward.allow-negative"
             )
 
 

@@ -18,6 +18,7 @@ from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.stop_signal import stop_signal
 from unified_trainer.run.tracking.tracker import Tracker
 from unified_trainer.run.trainer import Trainer
+from unified_trainer.run.unmoved import UnmovedWeights
 from unified_trainer.run.validation.pending import PendingValidation
 from unified_trainer.run.validation.report import ValidationSource
 
@@ -44,6 +45,7 @@ class Course:
         self.trainer, self.settings, self.output = trainer, run, output
         self.tracker, self.saver, self.guards, self.mesh = tracker, saver, trainer.guards, trainer.mesh
         self.step = start  # training steps done
+        self.unmoved = UnmovedWeights(trainer.roles, start)
         self.validations: Validations | None = None
         if validation is not None:
             student = trainer.roles["student"]
@@ -92,6 +94,8 @@ class Course:
         self.tracker.log(self.step, {f"train/{name}": value for name, value in metrics.items()}, advance=True)
         for message in self.trainer.messages:
             self.tracker.say(f"step {self.step}: {message}")
+        if warning := self.unmoved.warning(self.step, self.settings.steps):
+            self.tracker.say(warning)
         return alarm
 
     def _respond(self, alarm: Alarm | None, stopping: bool) -> Response | None:
