@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import yaml
 from adapter_files import by_hand, factors, published
 from forked import program, script
 from helpers import CPU, HPSV3, REPO, WAN, free_port
+from real_clips import real_folder
 from safetensors.torch import load_file
 
 from unified_trainer.models.wan.model import WanModel
@@ -24,6 +26,7 @@ EXAMPLES = REPO / "examples"
 SHORT = ["--steps", "1", "--validate-every", "1", "--validation.num-samples", "2", "--device", "cpu"]
 GROUPS = ["--algorithm.num-prompts", "2", "--algorithm.num-samples", "2", "--algorithm.prompts-per-update", "2"]
 PAIRS = ["--algorithm.batch-size", "2"]
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 NODES = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test"]
 
 
@@ -112,6 +115,21 @@ def test_distil_then_rl_and_compare(tmp_path, own):
         json.loads((tmp_path / f"runs/compare/{one}/rollout.json").read_text()) for one in ("first", "second")
     )
     assert first["seed"] == second["seed"] and first["prompts"] == second["prompts"]
+
+
+@pytest.mark.ranks
+def test_own_videos(tmp_path, own):
+    """The teacher that is distilled is the fine-tuned model; the captions of the videos are the prompts."""
+    real_folder(tmp_path / "videos")
+    files = {"MODEL": own["MODEL"], "REWARD": own["REWARD"], "VIDEOS": tmp_path / "videos", "RECIPE": "tiny"}
+    few = ["--sampler.num-steps", "2", "--checkpoint-every", "0"]
+    run(EXAMPLES / "own_videos.sh", *SHORT, *few, where=tmp_path, RANKS=1, **files)
+    runs = tmp_path / "runs"
+    student = yaml.safe_load((runs / "sft-dmd2" / "config.yaml").read_text())["student"]["path"]
+    assert student == "runs/sft-model" and (runs / "sft-student" / "model_index.json").is_file()
+    tuned, given = (load_file(folder / WEIGHTS) for folder in (runs / "sft-model", own["MODEL"]))
+    assert any(not torch.equal(tuned[key], given[key]) for key in given)
+    assert len(list((runs / "sft-videos").glob("*.mp4"))) == 3
 
 
 @pytest.mark.ranks

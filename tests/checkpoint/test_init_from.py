@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import ALONE, SMALL, assert_same, checkpoint_of, run, small_model, trainable
+from helpers import ALONE, SMALL, WAN, assert_same, checkpoint_of, run, small_model, trainable
 
 from unified_trainer.__main__ import main
 from unified_trainer.roles.adapter import AdapterConfig
@@ -11,6 +11,8 @@ from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.run.checkpoint import dcp as checkpoint
 from unified_trainer.run.checkpoint.dcp import CheckpointError
 from unified_trainer.run.checkpoint.init_from import initialise
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.settings.command_line import parse
 
 pytestmark = pytest.mark.slow
 
@@ -180,6 +182,26 @@ def test_weights_are_copied_and_nothing_else(saved, run_folder, capsys, method, 
             assert torch.equal(copied[key.replace(f"/{kind}/", "/ema/")], source[key]), key
     assert int(copied["student/updates"]) == 1
     assert f"from {saved / 'checkpoints' / f'step_{step}'}; trained for the sampler" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A run of finetune, whose student fits any sampler."""
+    folder = tmp_path_factory.mktemp("tuned") / "run"
+    run("finetune", folder, "--steps", "1")
+    return folder
+
+
+def test_a_teacher_that_stays_at_the_base_is_named(tuned, saved):
+    def notes(*words: object) -> str:
+        return " ".join(check(parse([*map(str, words)]), ALONE).notes)
+
+    distil = ["--method", "dmd2", "--init-from"]
+    assert "warning: teacher and critic keep the weights of tiny, the student starts from " in notes(*distil, tuned)
+    assert f"export {tuned}@1 DIR, then --student.path DIR without --init-from" in notes(*distil, f"{tuned}@1")
+    assert notes(*distil, tuned, "--recipe", "tiny", "--teacher.path", WAN, "--critic.path", WAN) == ""
+    assert notes(*distil, saved) == ""  # a student of few steps is no teacher
+    assert notes("--method", "dance_grpo", "--init-from", tuned) == ""
 
 
 def test_starting_from_nothing_is_refused(tmp_path, run_folder, capsys):

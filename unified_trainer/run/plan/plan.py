@@ -21,7 +21,7 @@ from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
 from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts
 from unified_trainer.run.plan.guards import check_guards, check_workers
-from unified_trainer.run.plan.roles import RolePlan, check_roles, plan_roles, role_path, without_adapter
+from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
@@ -98,6 +98,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     notes = (
         _misfit(run, method),
         without_adapter(roles),
+        left_at_base(run, roles),
         prompts.note,
         validation_prompts.note,
         note_lanes(run, batch, clips, mesh.data_size, counts),

@@ -139,6 +139,25 @@ def without_adapter(roles: Mapping[str, RolePlan]) -> str:
     return f"warning: {', '.join(bare)} without the student's adapter; set {bare[0]}.adapter.path if it shall have it"
 
 
+def left_at_base(run: RunConfig, roles: Mapping[str, RolePlan]) -> str:
+    """Return a warning for a teacher, with its critic, that keeps the base weights while --init-from moves the student.
+
+    Only a full diffusion model can be a teacher: a student that was trained for a sampler, or a causal one, is none.
+    """
+    if not run.init_from or run.resume or run.sampler.chunks.causal:
+        return ""
+    metadata, student = manifest.find(run.init_from)[1], roles["student"]
+    left = [name for name, role in roles.items() if role.path == student.path and name not in roles_in(metadata)]
+    left = [name for name in left if not issubclass(roles[name].kind, WeightCopy)]
+    if "teacher" not in left or metadata["sampler"]:
+        return ""
+    return (
+        f"warning: {' and '.join(left)} keep the weights of {student.path}, the student starts from {run.init_from}. "
+        f"To distil the trained model: python -m unified_trainer export {run.init_from} DIR, then --student.path DIR "
+        "without --init-from"
+    )
+
+
 def _check_adapter(name: str, role: RolePlan) -> None:
     """Every name of --ROLE.adapter.layers must, once, be or end the name of a linear layer of each trained network."""
     adapter = role.trainable.adapter

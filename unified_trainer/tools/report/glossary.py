@@ -23,7 +23,8 @@ GROUPS: dict[str, str] = {
     "Value function": "explained_variance explained_variance/S value_mean value_loss",
     "Distillation": """critic_to_teacher_error critic_loss dmd_loss gap_low gap_mid gap_high sample_power gan_loss
         gan_critic_loss tilt_ess tilt_capped reward_gradient_loss loss validation/power_to_teacher
-        validation/saturation_to_teacher validation/motion_to_teacher validation/diversity_to_teacher guard_alarm validation/guard_alarm""",
+        validation/saturation_to_teacher validation/motion_to_teacher validation/diversity_to_teacher
+        guard_alarm validation/guard_alarm""",
     "Optimizer": "ROLE/grad_norm ROLE/learning_rate",
     "Validation": """validation/reward validation/reward_std validation/reward/NAME validation/reward/NAME_std
         validation/accuracy validation/accuracy_std validation/accuracy/color validation/accuracy/shape
