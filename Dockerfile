@@ -2,7 +2,7 @@
 #   docker build -t unified-trainer .
 #   docker run --gpus all -v "$PWD:/work" unified-trainer --method dance_grpo
 #   docker run --gpus all --shm-size 16g -v "$PWD:/work" --entrypoint torchrun unified-trainer \
-#       --nproc-per-node 8 -m unified_trainer --method dance_grpo
+#       --shutdown-timeout 900 --nproc-per-node 8 -m unified_trainer --method dance_grpo
 FROM python:3.12-slim
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility PIP_NO_CACHE_DIR=1
 # The compiler is for torch.compile.

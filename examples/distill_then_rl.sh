@@ -15,7 +15,7 @@ case "${REWARD:-}" in
 esac
 
 train() {
-    torchrun --standalone --nproc-per-node "$RANKS" -m unified_trainer ${RECIPE:+--recipe "$RECIPE"} \
+    torchrun --standalone --shutdown-timeout 900 --nproc-per-node "$RANKS" -m unified_trainer ${RECIPE:+--recipe "$RECIPE"} \
         ${MODEL:+--student.path "$MODEL"} ${PROMPTS:+--prompts "$PROMPTS"} "${reward[@]}" "$@"
 }
 train --method dmd2 --output "$RUNS/dmd2" "$@"

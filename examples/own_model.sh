@@ -15,7 +15,7 @@ case "${REWARD:-}" in
 ?*) reward=(--reward.path "$REWARD") ;;
 esac
 
-torchrun --standalone --nproc-per-node "$RANKS" -m unified_trainer --method dance_grpo --output "$RUNS/rl" \
+torchrun --standalone --shutdown-timeout 900 --nproc-per-node "$RANKS" -m unified_trainer --method dance_grpo --output "$RUNS/rl" \
     ${RECIPE:+--recipe "$RECIPE"} ${MODEL:+--student.path "$MODEL"} ${LORA:+--student.adapter.path "$LORA"} \
     ${PROMPTS:+--prompts "$PROMPTS"} "${reward[@]}" "$@"
 python -m unified_trainer export "$RUNS/rl" "$RUNS/rl-student"

@@ -6,7 +6,7 @@
 set -euo pipefail
 RUNS=${RUNS:-runs} # folder for everything that is written
 RECIPE=${RECIPE:-tiny}
-train=(torchrun --standalone --nproc-per-node "${RANKS:-1}" -m unified_trainer --recipe "$RECIPE")
+train=(torchrun --standalone --shutdown-timeout 900 --nproc-per-node "${RANKS:-1}" -m unified_trainer --recipe "$RECIPE")
 
 "${train[@]}" --method finetune --output "$RUNS/sft" ${MODEL:+--student.path "$MODEL"} ${VIDEOS:+--data.path "$VIDEOS"} "$@"
 # The student, its teacher and its critic all start from the fine-tuned model.

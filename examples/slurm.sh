@@ -3,14 +3,15 @@
 #SBATCH --job-name unified-trainer
 #SBATCH --ntasks-per-node 1
 #SBATCH --gpus-per-node 8
-#SBATCH --signal TERM@300
+#SBATCH --signal TERM@900
 set -euo pipefail
 GPUS=${GPUS:-8} # processes on each node
 PORT=${PORT:-29500}
 HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 HOST=${HOSTS%%$'\n'*} # the first line
 
-# --signal TERM@300: five minutes before the time limit every rank finishes its step and saves; --resume continues.
-srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$GPUS" \
+# --signal TERM@900: fifteen minutes before the time limit every rank finishes its step and saves; --resume continues. The
+# time must be longer than a training step with its checkpoint, and torchrun must wait as long before it kills its ranks.
+srun torchrun --shutdown-timeout 900 --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$GPUS" \
     --rdzv-backend c10d --rdzv-endpoint "$HOST:$PORT" --rdzv-id "$SLURM_JOB_ID" \
     -m unified_trainer "$@"

@@ -12,7 +12,7 @@ RUNS=${RUNS:-runs} # folder for everything that is written
 RANKS=${RANKS:-1}  # processes, one per GPU
 
 train() {
-    torchrun --standalone --nproc-per-node "$RANKS" -m unified_trainer ${RECIPE:+--recipe "$RECIPE"} \
+    torchrun --standalone --shutdown-timeout 900 --nproc-per-node "$RANKS" -m unified_trainer ${RECIPE:+--recipe "$RECIPE"} \
         ${MODEL:+--student.path "$MODEL"} ${PROMPTS:+--prompts "$PROMPTS"} --sampler.chunks.chunk-frames "$CHUNK" "$@"
 }
 train --method ode_init --output "$RUNS/ode-init" "$@"

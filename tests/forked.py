@@ -29,7 +29,7 @@ for name in COMMANDS:
     command_named(name)  # imports it
 
 PROGRAM = ["-m", "unified_trainer"]
-LAUNCHED = ["--standalone", "--nproc-per-node"]
+LAUNCHED = ["--standalone", "--shutdown-timeout", "900", "--nproc-per-node"]
 SECONDS = 300  # after which a copy ends by SIGALRM
 # A stand-in for `python` and `torchrun` that hands its command line to the test: a folder with a socket is its place.
 STAND_IN = """#!{python} -IS
@@ -97,8 +97,8 @@ def _answer(asked: socket.socket) -> None:
     name, *words = what["words"]
     ranks = 1
     if Path(name).name == "torchrun":
-        assert words[:2] == LAUNCHED, words
-        ranks, words = int(words[2]), words[3:]
+        assert words[: len(LAUNCHED)] == LAUNCHED, words
+        ranks, words = int(words[len(LAUNCHED)]), words[len(LAUNCHED) + 1 :]
     code = _run(words, Path(what["where"]), ranks, what["environment"], files)
     for file in files:
         os.close(file)

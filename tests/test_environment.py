@@ -1,10 +1,12 @@
 """environment.jsonl: the commit is that of the package's own checkout, and of nothing else."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from unified_trainer.run.tracking.environment import checkout
+import unified_trainer
+from unified_trainer.run.tracking.environment import PACKAGE, checkout
 
 
 def git(folder, *words: str) -> str:
@@ -45,3 +47,7 @@ def test_an_installed_package_inside_a_foreign_repository_has_none(package):
 
 def test_a_folder_outside_of_any_repository_has_none(tmp_path):
     assert checkout(tmp_path) is None
+
+
+def test_the_whole_package_is_looked_at():
+    assert Path(unified_trainer.__file__).parent == PACKAGE

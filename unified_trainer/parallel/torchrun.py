@@ -1,10 +1,14 @@
 """The number of ranks, and which one this is, from the environment that torchrun sets; torch is not imported."""
 
 import os
+import re
+from pathlib import Path
 
 from unified_trainer.basics.errors import UserError
 
 TORCHRUN = ("RANK", "MASTER_ADDR", "MASTER_PORT")  # environment variables by which ranks find each other
+
+SHUTDOWN_TIMEOUT = 30.0  # seconds, torchrun's default
 
 
 def where() -> str:
@@ -28,3 +32,22 @@ def environment_number(name: str, default: int, least: int = 0) -> int:
             f"the environment variable {name} must be an integer of at least {least}, not {text!r}: use torchrun"
         )
     return int(text)
+
+
+def shutdown_timeout() -> float | None:
+    """Return the seconds that torchrun gives its ranks to end after SIGTERM; None if torchrun did not start this one.
+
+    It is --shutdown-timeout of the process above this one, where that can be read, or torchrun's environment variable.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        words = ""
+    found = re.search(r"--shutdown[-_]timeout[\0=]([\d.]+)\0", words)
+    text = found[1] if found else os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    try:
+        return float(text)
+    except ValueError:
+        return SHUTDOWN_TIMEOUT

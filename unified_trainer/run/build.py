@@ -35,6 +35,7 @@ from unified_trainer.run.guards.teacher_probe import TeacherProbe
 from unified_trainer.run.load_roles import load_roles
 from unified_trainer.run.plan.plan import RunPlan, check
 from unified_trainer.run.settings.config import RunConfig, plain
+from unified_trainer.run.stop_signal import safe_point
 from unified_trainer.run.summary import summary
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.run.validation.report import Validation, ValidationSource
@@ -182,7 +183,14 @@ def _rollouts(
     # Scorers in another process answer while samples are made, for which the VAE comes once for each part.
     last = reward.offloaded or (run.encoders.offload and not reward.apart)
     sample = partial(plan.method.sample, algorithm, run.sampler, role)
-    return LocalRollouts(sample, reward, algorithm.rollout_batch, algorithm.trajectories, score_last=last)
+    return LocalRollouts(
+        sample,
+        reward,
+        algorithm.rollout_batch,
+        algorithm.trajectories,
+        score_last=last,
+        safe_point=partial(safe_point, mesh),
+    )
 
 
 def _trainer(

@@ -14,11 +14,11 @@ from unified_trainer.roles.role import Trainable
 from unified_trainer.run.checkpoint.manager import Saver
 from unified_trainer.run.guards.base import Alarm
 from unified_trainer.run.guards.responses import Guards, Response
+from unified_trainer.run.guards.unmoved import UnmovedWeights
 from unified_trainer.run.settings.config import RunConfig
-from unified_trainer.run.stop_signal import stop_signal
+from unified_trainer.run.stop_signal import StepDropped, stop_signal, too_slow_to_stop
 from unified_trainer.run.tracking.tracker import Tracker
 from unified_trainer.run.trainer import Trainer
-from unified_trainer.run.unmoved import UnmovedWeights
 from unified_trainer.run.validation.pending import PendingValidation
 from unified_trainer.run.validation.report import ValidationSource
 
@@ -45,7 +45,8 @@ class Course:
         self.trainer, self.settings, self.output = trainer, run, output
         self.tracker, self.saver, self.guards, self.mesh = tracker, saver, trainer.guards, trainer.mesh
         self.step = start  # training steps done
-        self.unmoved = UnmovedWeights(trainer.roles, start)
+        self.unmoved = UnmovedWeights(trainer.roles, start, run.steps)
+        self.warned: set[str] = set()  # what the run was warned of, once each
         self.validations: Validations | None = None
         if validation is not None:
             student = trainer.roles["student"]
@@ -55,15 +56,25 @@ class Course:
     def run(self) -> str | None:
         """Run the training steps that are left; return the guard that stopped the run, by its section, or None.
 
-        A first Ctrl-C or SIGTERM finishes the step, saves and returns.
+        A first Ctrl-C, SIGTERM or SIGHUP finishes the step, or drops one that has changed nothing, saves and returns.
         """
         with stop_signal() as asked:
             response, stopping = self._begin(), False
             while self.step < self.settings.steps and not stopping and response is None:
-                alarm = self._train()
+                try:
+                    alarm = self._train()
+                except StepDropped:
+                    self._save_before_dropped()
+                    return self._end(None, stopped=True)
                 stopping = self.mesh.any(bool(asked)) and self.step < self.settings.steps
                 response = self._respond(alarm, stopping)
             return self._end(response, stopping)
+
+    def _save_before_dropped(self) -> None:
+        """Save the step before one that was dropped, unless it is saved: all states are still those of its end."""
+        self.tracker.say(f"step {self.step + 1} was dropped before it changed anything: --resume makes it again")
+        if self.step and not self.saver.has(self.step):
+            self.saver.save(self.step, self.trainer.tensors(), self.trainer.metadata({}), last=True)
 
     def _begin(self) -> Response | None:
         """Start the validation that the run owes, and remove what a killed process left behind."""
@@ -94,9 +105,15 @@ class Course:
         self.tracker.log(self.step, {f"train/{name}": value for name, value in metrics.items()}, advance=True)
         for message in self.trainer.messages:
             self.tracker.say(f"step {self.step}: {message}")
-        if warning := self.unmoved.warning(self.step, self.settings.steps):
-            self.tracker.say(warning)
+        self._warn("unmoved", self.unmoved.warning(self.step))
+        self._warn("slow to stop", too_slow_to_stop(metrics["seconds"]))
         return alarm
+
+    def _warn(self, topic: str, warning: str) -> None:
+        """Print a warning, the first of its topic."""
+        if warning and topic not in self.warned:
+            self.warned.add(topic)
+            self.tracker.say(warning)
 
     def _respond(self, alarm: Alarm | None, stopping: bool) -> Response | None:
         """Save and validate if it is time, and change the course if guards ask for it."""
@@ -170,7 +187,8 @@ class Course:
         return None
 
     def _end(self, response: Response | None, stopped: bool) -> str | None:
-        self.saver.finish(self.step)
+        if self.step:
+            self.saver.finish(self.step)
         self.tracker.finish(self.step)
         guard = None if response is None else response.alarm.guard
         if stopped or guard:

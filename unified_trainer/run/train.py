@@ -30,6 +30,7 @@ from unified_trainer.run.settings.run_paths import naming_origin
 from unified_trainer.run.settings.settings import check_ranges
 from unified_trainer.run.settings.workers import check_installed
 from unified_trainer.run.tracking.environment import note_environment
+from unified_trainer.run.tracking.lost_terminal import lasting_output
 from unified_trainer.run.tracking.tracker import Tracker
 from unified_trainer.run.workers import cluster
 
@@ -84,6 +85,7 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
     with begin(run, mesh, argv) as begun:
         built, run, output, start = begun.built, begun.built.run, begun.output, begun.start
         with (
+            lasting_output(output),
             open_tracker(begun, mesh) as tracker,
             Saver(output / "checkpoints", mesh, built.keep, tracker.say, asynchronous=run.async_save) as saver,
         ):

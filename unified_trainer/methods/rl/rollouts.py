@@ -104,9 +104,14 @@ class LocalRollouts:
         trajectories: TrajectoryPlace = "device",
         *,
         score_last: bool = False,
+        safe_point: Callable[[], None] = lambda: None,
     ) -> None:
-        """With `score_last` samples are scored when all are made: the networks of the reward come and go once."""
+        """With `score_last` samples are scored when all are made: the networks of the reward come and go once.
+
+        `safe_point` is called before each part: up to there a training step has changed nothing, and may be dropped.
+        """
         self._sample, self._reward, self._size, self._place = sample, reward, size, trajectories
+        self._safe_point = safe_point
         self._score_last = score_last
 
     def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
@@ -127,6 +132,7 @@ class LocalRollouts:
     def _made(self, parts: Sequence[Batch], kept: RolloutParts, step: int, rng: Streams) -> Iterator[Latents]:
         """Make the samples of each part, keep them, and yield their final x0."""
         for number, part in enumerate(parts, 1):
+            self._safe_point()
             with phase("rollout", number, len(parts)):
                 made = self._sample(part, step, rng.restarted())
                 kept.add(made)

@@ -111,6 +111,11 @@ class Saver:
         for one in pending:
             one.result()
 
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step once asynchronous writes are done (a collective)."""
+        self.wait()
+        return self._train_mesh.any(self._train_mesh.is_main and (self._root / f"step_{step}").is_dir())
+
     def look_for_room(self, tensors: Mapping[str, Tensor]) -> None:
         """Say a warning if there is no space for a checkpoint of these tensors now; a shared disk may be freed."""
         place = next(path for path in (self._root, *self._root.parents) if path.is_dir())

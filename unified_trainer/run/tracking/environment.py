@@ -16,7 +16,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.settings.run_paths import ENVIRONMENT, FOLDER
 
 PACKAGES = ("unified-trainer", "torch", "diffusers", "transformers", "accelerate", "peft")
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 GIT_SECONDS = 10  # that git may take, on a slow file system
 
 

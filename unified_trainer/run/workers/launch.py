@@ -20,6 +20,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.device import RAY_RESOURCES
 from unified_trainer.run.exit_codes import INTERRUPTED
 from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.stop_signal import heard
 from unified_trainer.run.workers import cluster
 from unified_trainer.run.workers.workers import place, worker_needs
 
@@ -134,7 +135,7 @@ def _run(processes: list[Any], train: Train, run: RunConfig, argv: Sequence[str]
 
 @contextmanager
 def _stop_signals(places: list[tuple[str, int, str]]) -> Iterator[list[int]]:
-    """Pass Ctrl-C and SIGTERM on to the training processes as SIGTERM; yield the list of those that came."""
+    """Pass Ctrl-C, SIGTERM and SIGHUP on to the training processes as SIGTERM; yield the list of those that came."""
     asked: list[int] = []
 
     def note(number: int, _frame: object) -> None:
@@ -143,7 +144,7 @@ def _stop_signals(places: list[tuple[str, int, str]]) -> Iterator[list[int]]:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
             ray.remote(_signal).options(num_cpus=0, scheduling_strategy=there).remote(pid)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, note) for number in heard()}
     try:
         yield asked
     finally:

@@ -15,17 +15,17 @@ VALUES = 64  # of each weight that are compared, evenly spaced in this rank's sh
 class UnmovedWeights:
     """Compares some values of every trained weight with those of ten training steps before; no collective."""
 
-    def __init__(self, roles: Mapping[str, Trainable], start: int) -> None:
-        """`start` training steps are done."""
-        self._roles, self._since, self._warned = roles, start, False
+    def __init__(self, roles: Mapping[str, Trainable], start: int, last: int) -> None:
+        """`start` training steps of `last` are done."""
+        self._roles, self._since, self._last, self._warned = roles, start, last, False
         self._before = self._look()
 
-    def warning(self, step: int, last_step: int) -> str:
+    def warning(self, step: int) -> str:
         """Return a warning if updates move no weight of a role, or if no role has one; "" otherwise, and once warned.
 
-        `step` training steps of `last_step` are done.
+        `step` training steps are done.
         """
-        if self._warned or not (step - self._since >= STEPS or step == last_step):
+        if self._warned or not (step - self._since >= STEPS or step == self._last):
             return ""
         since, before = self._since, self._before
         self._since, self._before = step, self._look()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from unified_trainer.roles.role import Trainable
-from unified_trainer.run.unmoved import STEPS, UnmovedWeights
+from unified_trainer.run.guards.unmoved import STEPS, UnmovedWeights
 
 
 class Moving(Trainable):
@@ -22,12 +22,12 @@ class Moving(Trainable):
 
 def warnings(roles: dict, steps: int, every: int = 1) -> dict[int, str]:
     """Train, the student each `every` steps, and return the warnings by step."""
-    unmoved, found = UnmovedWeights(roles, 0), {}
+    unmoved, found = UnmovedWeights(roles, 0, steps), {}
     for step in range(1, steps + 1):
         for name, role in roles.items():
             if name != "student" or step % every == 0:
                 role.update()
-        if said := unmoved.warning(step, steps):
+        if said := unmoved.warning(step):
             found[step] = said
     return found
 

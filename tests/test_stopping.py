@@ -1,0 +1,150 @@
+"""A run that is asked to stop, or that loses its terminal, loses no finished step."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import REPO, SMALL, assert_same, checkpoint_of, environment, metrics_of
+from parallel.launch import under_torchrun
+
+from unified_trainer.__main__ import main
+from unified_trainer.parallel import torchrun
+from unified_trainer.run.stop_signal import heard, too_slow_to_stop
+from unified_trainer.run.tracking.lost_terminal import FILE, LastingOutput
+
+# Scores with the mean red channel; one of its calls sends a signal to its process, or waits for a pipe.
+SCORER = """
+import os
+calls = []
+def score(videos, prompts):
+    calls.append(1)
+    if len(calls) == {call}:
+        {act}
+    return videos[:, 0].flatten(1).mean(1)
+"""
+
+
+def scorer(folder: Path, call: int, act: str) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    (folder / "red.py").write_text(SCORER.format(call=call, act=act))
+    return ["--reward.kind", f"{folder / 'red.py'}:score", "--reward.path", "", "--validate-every", "0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [0, 1])  # whether the step before is saved already
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("method", ["dance_grpo", "dance_ppo"])
+def test_a_step_that_is_still_sampling_is_dropped(tmp_path, capsys, method, number, every):
+    """The signal comes while half of the samples of step 2 are scored; the resumed run is that of no signal."""
+    words = [*SMALL[method], "--steps", "3", "--algorithm.rollout-batch", "2", "--checkpoint-every", str(every)]
+    quiet, asking = scorer(tmp_path / "a", 0, "pass"), scorer(tmp_path / "b", 3, f"os.kill({os.getpid()}, {number})")
+    assert main([*words, *quiet, "--output", str(tmp_path / "whole")]) == 0
+    assert main([*words, *asking, "--output", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "step 2 was dropped before it changed anything" in said and "stopped after step 1; continue with:" in said
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
+    (tmp_path / "b" / "red.py").write_text((tmp_path / "a" / "red.py").read_text())
+    assert main(["--resume", str(tmp_path / "run")]) == 0
+    assert_same(*(checkpoint_of(tmp_path / run, 3) for run in ("run", "whole")))
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_first_step_that_is_dropped_leaves_a_run_that_begins_again(tmp_path, capsys):
+    words = [*SMALL["dance_grpo"], "--steps", "1", "--algorithm.rollout-batch", "2", "--output", str(tmp_path / "run")]
+    assert main([*words, *scorer(tmp_path / "b", 1, f"os.kill({os.getpid()}, {signal.SIGTERM})")]) == 0
+    assert "stopped after step 0" in capsys.readouterr().out and not (tmp_path / "run" / "checkpoints").exists()
+    scorer(tmp_path / "b", 0, "pass")
+    assert main(["--resume", str(tmp_path / "run")]) == 0
+    assert checkpoint_of(tmp_path / "run", 1)
+
+
+@pytest.mark.ranks
+def test_torchrun_waits_for_the_step_of_a_slow_scorer(tmp_path):
+    """Its scorer answers after SIGTERM: the step ends, is saved, and both ranks end by themselves."""
+    run, log, answer = tmp_path / "run", tmp_path / "log", tmp_path / "answer"
+    os.mkfifo(answer)
+    words = [*SMALL["dance_grpo"], "--steps", "9", "--output", str(run)]
+    words += scorer(tmp_path / "slow", 2, f"open({str(answer)!r}).read()")
+    command = under_torchrun(2, "--shutdown-timeout", "300", "-m", "unified_trainer", *words)
+    with log.open("w") as said, subprocess.Popen(command, cwd=REPO, env=environment(), stdout=said, stderr=said) as job:
+        with answer.open("w"), answer.open("w"):  # both ranks have begun to score step 2
+            job.send_signal(signal.SIGTERM)
+            while log.read_text().count("finishing this step and saving") < 2:
+                assert job.poll() is None, log.read_text()
+                os.sched_yield()
+        job.wait(120)
+    assert "stopped after step 2; continue with:" in log.read_text(), log.read_text()
+    assert checkpoint_of(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "expected"),
+    [
+        ([], "", 30.0),
+        ([], "45", 45.0),
+        (["--shutdown-timeout", "90"], "45", 90.0),
+        (["--shutdown_timeout=1800"], "", 1800.0),
+    ],
+)
+def test_the_patience_of_torchrun(monkeypatch, words, variable, expected):
+    waits = [sys.executable, "-c", "print(flush=True); input()", *words, "end"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        launcher.stdout.readline()
+        monkeypatch.setattr(torchrun.os, "getppid", lambda: launcher.pid)
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", variable)
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        assert torchrun.shutdown_timeout() is None and too_slow_to_stop(1e6) == ""
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        assert torchrun.shutdown_timeout() == expected
+        assert too_slow_to_stop(expected - 1) == ""
+        assert "torchrun kills its processes" in too_slow_to_stop(expected)
+        assert "--shutdown-timeout 5400" in too_slow_to_stop(1800)
+        launcher.communicate(b"\n")
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert heard() == [signal.SIGINT, signal.SIGTERM]
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert signal.SIGHUP in heard()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_full_device_is_replaced_by_a_file(tmp_path):
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        lasting = LastingOutput(full, tmp_path / FILE)
+        lasting.write("first\n")
+        lasting.flush()
+        lasting.write("second\n")
+        lasting.flush()
+    why, *rest = (tmp_path / FILE).read_text().splitlines()
+    assert "the output is lost ([Errno 28] No space left on device): the run goes on" in why
+    assert rest == ["first", "second"]
+
+
+def test_output_that_no_file_takes_is_dropped(tmp_path):
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        lasting = LastingOutput(full, tmp_path / "absent" / FILE)
+        lasting.write("first\n")
+        lasting.flush()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_reader_that_ends_does_not_end_the_run(tmp_path):
+    """As `| head -1` does, for both outputs."""
+    words = [*SMALL["dance_grpo"], "--output", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "unified_trainer", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, cwd=REPO, env=environment(), **pipes) as job:
+        job.stdout.close()
+        assert job.wait(300) == 0
+    said = (tmp_path / "run" / FILE).read_text()
+    assert "the output is lost ([Errno 32] Broken pipe)" in said and "1/1 steps done" in said
+    assert checkpoint_of(tmp_path / "run", 1)
