@@ -520,6 +520,16 @@ def shell(*words: str, cwd: Path = REPO, **extra: str) -> subprocess.CompletedPr
     return subprocess.run(words, cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=300)
 
 
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    """Read what a process prints up to a line with the pattern, and return it; fail if the process ends before."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return "".join(lines)
+    raise AssertionError("".join(lines))
+
+
 def setup_of(
     sampler: SamplerConfig, layouts: dict[str, ExpertLayout] | None = None, **roles: RoleConfig
 ) -> MethodSetup:
