@@ -493,6 +493,12 @@ def copy_of(folder: Path, to: Path) -> Path:
     return Path(shutil.copytree(folder, to))
 
 
+def cut_off(folder: Path, to: Path, step: int) -> Path:
+    """A copy of a run that saved every step, as a kill leaves it after this step was saved."""
+    shutil.copytree(folder, to, ignore=lambda _, names: [n for n in names if n == f"step_{step + 1}"])
+    return to
+
+
 def rewrite(file: Path, change) -> None:
     """Change the tensors of a safetensors file in place."""
     tensors = load_file(file)
