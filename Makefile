@@ -28,8 +28,9 @@ check: setup
 	$(VENV)/bin/mypy
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist load -m "not slow and not ranks and not kill"
 
+# Three processes on two cores: tests wait for other processes, and then a core would be idle.
 test: setup
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 mutants: setup
 	$(VENV)/bin/python scripts/mutants.py --jobs $(JOBS)

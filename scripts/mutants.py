@@ -1,6 +1,6 @@
 """Plant the mutants of tests/mutants/mutants.toml one at a time and run the tests that must fail with them.
 
-    python scripts/mutants.py [--only PATTERN] [--every N] [--jobs N] [--check]
+    python scripts/mutants.py [--only PATTERN] [--jobs N] [--check]
 
 Each mutant is planted into a copy of the package and the tests; the checkout is not changed. A mutant is killed if a
 test fails that passes without it. The exit status is 1 if a mutant survives or does not apply, or if its test fails
@@ -172,12 +172,11 @@ def _of_mutant(folders: "multiprocessing.Queue[Path]", broken: set[str], check: 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="regular expression of the mutants' names, files or tests")
-    parser.add_argument("--every", type=int, default=1, help="take every N-th of the chosen mutants")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--check", action="store_true", help="run the tests of `make check` on every mutant")
     options = parser.parse_args()
     pattern, console = re.compile(options.only), Console(highlight=False, markup=False, soft_wrap=True)
-    chosen = [one for one in load() if pattern.search(f"{one.name} {one.file} {one.killed_by}")][:: options.every]
+    chosen = [one for one in load() if pattern.search(f"{one.name} {one.file} {one.killed_by}")]
     load_libraries()
     counts: Counter[str] = Counter()
     fork = multiprocessing.get_context("fork")

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,1000")
 
+SECONDS = 60  # for anything to happen
+
 
 def missing() -> str:
     """Return why there is no Chromium, or nothing."""
@@ -25,3 +27,11 @@ def started() -> Iterator[object]:
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     yield driver
     driver.quit()
+
+
+def until(browser, script: str, *values: object) -> object:
+    """Wait until an expression of a page is true, and return its value."""
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    wait = WebDriverWait(browser, SECONDS, poll_frequency=0.02)
+    return wait.until(lambda driver: driver.execute_script(f"return {script}", *values))

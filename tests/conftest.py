@@ -37,7 +37,6 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     """Leave everything imported so far out of the garbage collector's passes, which otherwise take seconds."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 

@@ -7,6 +7,7 @@ its own. Its words are those of a command line: `-m unified_trainer --method ...
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -55,7 +56,6 @@ def script(*words: object, where: Path, variables: Mapping[str, str]) -> subproc
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener, written() as files:
         listener.bind(f"{folder}/socket")
         listener.listen()
-        listener.settimeout(0.02)
         for name in ("python", "torchrun"):
             file = Path(folder, name)
             file.write_text(STAND_IN.format(python=sys.executable, address=f"{folder}/socket"))
@@ -64,13 +64,11 @@ def script(*words: object, where: Path, variables: Mapping[str, str]) -> subproc
         with subprocess.Popen(
             [str(word) for word in words], cwd=where, env=seen, stdout=files[0], stderr=files[1]
         ) as one:
-            while one.poll() is None:
-                try:
-                    asked, _ = listener.accept()
-                except TimeoutError:
-                    continue
-                with asked:
+            ended = os.pidfd_open(one.pid)
+            while ended not in select.select([listener, ended], [], [])[0]:
+                with listener.accept()[0] as asked:
                     _answer(asked)
+            os.close(ended)
         return subprocess.CompletedProcess(words, one.returncode, *_texts(files))
 
 

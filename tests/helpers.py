@@ -493,6 +493,12 @@ def copy_of(folder: Path, to: Path) -> Path:
     return Path(shutil.copytree(folder, to))
 
 
+def cut_off(folder: Path, to: Path, step: int) -> Path:
+    """A copy of a run that saved every step, as a kill leaves it after this step was saved."""
+    shutil.copytree(folder, to, ignore=lambda _, names: [n for n in names if n == f"step_{step + 1}"])
+    return to
+
+
 def rewrite(file: Path, change) -> None:
     """Change the tensors of a safetensors file in place."""
     tensors = load_file(file)
@@ -518,6 +524,16 @@ def free_port() -> int:
 
 def shell(*words: str, cwd: Path = REPO, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=300)
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    """Read what a process prints up to a line with the pattern, and return it; fail if the process ends before."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return "".join(lines)
+    raise AssertionError("".join(lines))
 
 
 def setup_of(

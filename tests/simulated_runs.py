@@ -10,6 +10,7 @@ from pathlib import Path
 
 import simulated_npu
 import simulated_phases
+from helpers import small_pipeline
 
 from unified_trainer.__main__ import main
 from unified_trainer.run.trainer import Trainer
@@ -26,7 +27,7 @@ RUNS = {
     "dmd2": PARTS | {"algorithm.student-every": 1, "sampler.num-steps": 2},
     "self_forcing": PARTS | {"video.frames": 9, "algorithm.student-every": 1, "sampler.num-steps": 2},
     "finetune": CLIPS,
-    "ode_init": PARTS | {"sampler.num-steps": 2},
+    "ode_init": PARTS | {"sampler.num-steps": 2, "algorithm.teacher-steps": 3},
     "consistency": CLIPS,
     "dance_ppo": SINGLES | {"sampler.num-steps": 3} | ON_CPU,
     "diffusion_nft": GROUPS | {"sampler.num-steps": 2} | ON_CPU,
@@ -36,7 +37,7 @@ RUNS = {
 SCORED = {"reward.kind": "sharpness", "reward.path": ""}  # a scorer in plain torch; its value does not matter here
 # dance_grpo compares its first update of a run with the rollout, which reads from the device.
 STEPS = {"dance_grpo": 2}  # others take one
-ALWAYS = SCORED | {"device": "npu", "validate-every": 0, "checkpoint-every": 0}
+ALWAYS = SCORED | {"recipe": "tiny", "device": "npu", "validate-every": 0, "checkpoint-every": 0}
 
 
 def counted(step):
@@ -57,12 +58,13 @@ def counted(step):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    network = small_pipeline(folder / "wan")
     simulated_npu.install()
     Trainer.step = counted(Trainer.step)
     results = {}
     for method in sys.argv[2:] or RUNS:
         found: dict[str, list] = {}
-        settings = RUNS[method] | ALWAYS | {"steps": STEPS.get(method, 1)}
+        settings = RUNS[method] | ALWAYS | {"student.path": network, "steps": STEPS.get(method, 1)}
         words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         code = main(["--method", method, *words, "--output", str(folder / method)])
         resumed = main(["--resume", str(folder / method), "--steps", "2"]) if method == "dmd2" and not code else 0

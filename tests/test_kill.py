@@ -315,7 +315,7 @@ def test_a_second_request_reaches_a_process_in_the_background():
             os.kill(os.getpid(), signal.SIGINT)
             assert until(lambda: bool(asked), PATIENCE)
             os.kill(os.getpid(), signal.SIGINT)
-            until(lambda: False, 1)
+            signal.pause()
         assert asked == [signal.SIGINT] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

@@ -23,6 +23,8 @@ MODELS = {"Wan2.1-T2V-1.3B-Diffusers": "wan2.1-1.3b", "Wan2.2-T2V-A14B-Diffusers
 STEPS = {"20": "1", "40": "2", "100": "1", "500": "2"}  # in a page: here
 SHORT = ["--steps", "1", "--checkpoint-every", "1", "--validate-every", "1"]
 SHORT += ["--validation.num-samples", "2", "--validation.num-videos", "1"]
+SMALL = ["--video.frames", "5", "--video.height", "32", "--video.width", "32"]
+CLIPS = ["--data.num-clips", "4"]  # of the tiny world, whose size is that of the video
 GROUPS = ["--algorithm.num-prompts", "2", "--algorithm.num-samples", "2", "--algorithm.prompts-per-update", "2"]
 PAIRS = ["--algorithm.batch-size", "2"]
 
@@ -46,7 +48,7 @@ def shortened(words: list[str]) -> list[str]:
         words[at] = STEPS[words[at]]
     if "--resume" in words or "--config" in words:
         return words
-    return [*SHORT, *(GROUPS if "dance_grpo" in words else PAIRS), *words]
+    return [*SHORT, *(GROUPS if "dance_grpo" in words else PAIRS), *(CLIPS if "finetune" in words else SMALL), *words]
 
 
 def run(line: str) -> None:
@@ -62,6 +64,8 @@ def run(line: str) -> None:
         return  # it needs a hub; tests/commands/test_push.py has one
     if words[0] == "preprocess":
         assert main(words[:3]) == 0  # on the tiny world instead of a real model
+    elif words[0] == "plan":  # tests/sizing/test_plan.py has the real one
+        assert main([re.sub(r"wan2.*", "tiny", word) for word in words]) == 0
     elif any(model in words for model in MODELS):
         assert check(parse(words), ALONE).notes == ()
     elif words[0] in COMMANDS or "--help" in words:

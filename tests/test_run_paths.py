@@ -33,6 +33,7 @@ def moved(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_paths_of_a_run_are_found_from_the_folder_of_its_start(moved):
     start, run = moved.parent, parse(["--resume", str(moved)])
     assert (run.prompts, run.student.path) == (str(start / "texts" / "own.txt"), str(start / "models" / "own"))
@@ -41,6 +42,7 @@ def test_paths_of_a_run_are_found_from_the_folder_of_its_start(moved):
     assert parse(["--config", str(moved / "config.yaml")]).prompts == run.prompts
 
 
+@pytest.mark.slow
 def test_config_keeps_its_relative_paths(moved):
     before = (moved / "config.yaml").read_text()
     settings.save(parse(["--resume", str(moved)]), moved / "config.yaml")
@@ -51,6 +53,7 @@ def test_config_keeps_its_relative_paths(moved):
     assert settings.flat(settings.plain(other))["prompts"] == "new.txt"
 
 
+@pytest.mark.slow
 def test_the_present_folder_comes_first_and_then_the_newest_start(moved, tmp_path):
     again = tmp_path / "again"
     (again / "texts").mkdir(parents=True)
@@ -64,6 +67,7 @@ def test_the_present_folder_comes_first_and_then_the_newest_start(moved, tmp_pat
     assert parse(["--resume", str(moved)]).prompts == "texts/own.txt"
 
 
+@pytest.mark.slow
 def test_a_lost_path_is_named_with_its_file_its_folders_and_the_way_out(moved, capsys):
     (moved.parent / "texts" / "own.txt").unlink()
     assert main(["--resume", str(moved), "--steps", "11"]) == 2

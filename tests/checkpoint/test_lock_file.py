@@ -102,13 +102,18 @@ def test_an_old_file_of_someone_who_lives_again_wins(tmp_path, monkeypatch):
 
 def test_the_heart_beats(tmp_path, monkeypatch):
     monkeypatch.setattr(lock_file, "HEARTBEAT", 0.01)
+    renew, renewed = os.utime, threading.Semaphore(0)
+
+    def noted(file, *times):
+        renew(file, *times)
+        renewed.release()
+
+    monkeypatch.setattr(os, "utime", noted)
     lock = LockFile(tmp_path)
-    os.utime(lock.file, (0, 0))
-    for _ in range(200):
-        if lock.file.stat().st_mtime > 0:
-            break
-        threading.Event().wait(0.01)
-    assert time.time() - lock.file.stat().st_mtime < 5
+    assert renewed.acquire(timeout=60)
+    renew(lock.file, (0, 0))
+    assert renewed.acquire(timeout=60) and renewed.acquire(timeout=60)  # one of them began later
+    assert time.time() - lock.file.stat().st_mtime < 60
     lock.release()
     assert not lock._thread.is_alive() and names(tmp_path) == []
 

@@ -6,13 +6,12 @@ They need the Debian packages chromium and chromium-driver, and are skipped with
 from collections.abc import Iterator
 
 import pytest
-from chromium import missing, started
+from chromium import missing, started, until
 from evaluations import NAMES, PLAN, evaluated
 
 from unified_trainer.tools.evaluate.vote_count import count
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
-WAIT = 30  # seconds for anything to happen
 BALLOTS = len(PLAN.prompts) * len(PLAN.seeds)
 
 
@@ -26,13 +25,6 @@ def output(tmp_path_factory):
 @pytest.fixture(scope="module")
 def browser() -> Iterator[object]:
     yield from started()
-
-
-def until(browser, script: str) -> object:
-    """Wait until a script returns something that is true, and return it."""
-    from selenium.webdriver.support.wait import WebDriverWait
-
-    return WebDriverWait(browser, WAIT).until(lambda driver: driver.execute_script(f"return {script}"))
 
 
 def press(browser, *keys: str) -> None:

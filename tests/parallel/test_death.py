@@ -3,12 +3,11 @@
 import os
 import signal
 import subprocess
-import threading
 from pathlib import Path
 
 import psutil
 import pytest
-from helpers import REPO, SMALL, environment, flags
+from helpers import REPO, SMALL, environment, flags, read_until
 from launch import torchrun, under_torchrun
 
 pytestmark = pytest.mark.ranks
@@ -43,31 +42,19 @@ def ranks_of(torchrun: subprocess.Popen) -> dict[str, psutil.Process]:
 
 def test_a_rank_that_is_killed_in_training_ends_the_job(tmp_path):
     """By the out-of-memory killer, say. The other rank is inside a step that it cannot finish, and shows its error."""
-    run, log = tmp_path / "run", tmp_path / "log"
-    metrics = run / "metrics.jsonl"  # a rank that is still between its checks and its first step ends without a word
+    run = tmp_path / "run"
     words = [*SMALL["finetune"], *flags({"steps": 5000, "validation.num-samples": 2, "output": run})]
-    with log.open("w") as file:
-        job = subprocess.Popen(
-            under_torchrun(2, "-m", "unified_trainer", *words),
-            cwd=REPO,
-            env=environment(),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+    started = under_torchrun(2, "-m", "unified_trainer", *words)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(started, cwd=REPO, env=environment(), **pipes) as job:
         try:
-            for _ in range(1200):
-                if metrics.is_file() and "train/" in metrics.read_text():
-                    break
-                threading.Event().wait(0.1)
-            else:
-                pytest.fail(f"no training step in two minutes: {log.read_text()}")
+            read_until(job, "step 1/5000")  # a rank that is still before its first step ends without a word
             ranks = ranks_of(job)
             os.kill(ranks["1"].pid, signal.SIGKILL)
-            assert job.wait(60) != 0, log.read_text()
+            said = job.communicate(timeout=60)[0]
         finally:
             job.terminate()
-            job.wait(60)
-    said = log.read_text()
+    assert job.returncode != 0, said
     assert f"Signal {signal.SIGKILL.value} (SIGKILL) received by PID {ranks['1'].pid}" in said, said
     assert not ranks["0"].is_running()
     if f"Signal {signal.SIGTERM.value} (SIGTERM) received by PID {ranks['0'].pid}" in said:

@@ -33,6 +33,7 @@ def test_the_setting_sets_the_flags_of_the_process(where, expected):
     assert flags_of_torch() == (False, True)
 
 
+@pytest.mark.slow
 def test_torchs_own_default_is_the_default():
     code = "import torch; print(torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)"
     done = shell(sys.executable, "-c", code)

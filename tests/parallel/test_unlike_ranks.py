@@ -81,8 +81,8 @@ def test_a_bug_of_a_rank_ends_the_others(reports):
 
 @pytest.mark.ranks
 def test_the_group_of_the_saver_has_the_timeout_of_the_settings(reports):
-    """0.02 minutes are 1.2 seconds; the other rank never comes, and stays for 2."""
-    assert 1.0 < float((reports / "savers-0").read_text().split()[1]) < 1.9
+    """0.02 minutes are 1.2 seconds; the other rank never comes, and stays longer."""
+    assert 1.0 < float((reports / "savers-0").read_text().split()[1]) < SECONDS
 
 
 def test_differences_name_item_values_and_ranks():

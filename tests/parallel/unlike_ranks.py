@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -69,17 +70,19 @@ def tidy(folder: Path, rank: int) -> int:
 
 
 def savers(folder: Path, rank: int) -> int:
-    """The group of the saver waits for its own timeout, and no longer."""
+    """The group of the saver waits for its own timeout, and no longer; the other rank stays until it has."""
     with meeting.meeting() as store:
         thread = Mesh.join("cpu", ParallelConfig(timeout_minutes=0.02), store).for_thread()
         if rank:
-            threading.Event().wait(2)
+            store.set_timeout(timedelta(minutes=1))
+            store.get("waited")
             return 0
         began = time.monotonic()
         try:
             thread.barrier()
         except RuntimeError:
             sys.stderr.write(f"waited {time.monotonic() - began}")
+        store.set("waited", "")
     return 0
 
 

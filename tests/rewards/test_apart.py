@@ -33,7 +33,7 @@ class Elsewhere:
             raise ConnectionError("nobody answers")
         self.prompts.append(prompts)
         if number + 1 < len(self.begun):
-            assert self.begun[number + 1].wait(5), "the next part was not begun before this one was scored"
+            assert self.begun[number + 1].wait(60), "the next part was not begun before this one was scored"
         return mean_score(video[:, :, 0], prompts)
 
 

@@ -196,6 +196,7 @@ def test_the_scorer_of_the_guide(tmp_path):
     torch.testing.assert_close(score(videos, ["a red circle", "a blue one"]), means * torch.tensor([1.0, -1.0]))
 
 
+@pytest.mark.slow
 def test_a_scorer_of_another_kind_does_not_get_the_path_of_the_recipes_scorer(tmp_path, monkeypatch):
     """The command of docs/bring_your_own.md on the default recipe, which sets the path of its own scorer."""
     (words,) = re.findall(r"`--reward\.kind (my_reward\.py:score)`", (REPO / "docs/bring_your_own.md").read_text())

@@ -294,13 +294,11 @@ ScorerProcess(config, torch.device("cpu"), "reward", 600.0)(torch.zeros(1, 3, 1,
 @pytest.mark.kill
 def test_it_ends_with_a_killed_parent_in_the_middle_of_a_call(file, tmp_path):
     """The processes that the scorer has started end too, and Ctrl-C in the terminal of the parent reaches none."""
+    os.mkfifo(tmp_path / "pids")
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, f"{file}:family"], env={**os.environ, "PYTHONPATH": str(REPO)}
     )
-    pids = tmp_path / "pids"
-    while not (pids.is_file() and len(pids.read_text().split()) == 2):
-        assert parent.poll() is None
-    processes = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+    processes = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
     assert {os.getpgid(one.pid) for one in processes} == {processes[0].pid}
     parent.kill()
     parent.wait()

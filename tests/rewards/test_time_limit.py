@@ -16,19 +16,19 @@ from unified_trainer.rewards.time_limit import time_limit
 
 VIDEO, PROMPTS = torch.rand(2, 3, 1, 4, 4), ("a", "b")
 SCORER = """
-import threading
+import signal
 
 calls = []
 
 def hangs_once(videos, prompts):
     calls.append(1)
     if len(calls) == 1:
-        threading.Event().wait()
+        hangs(videos, prompts)
     return videos.flatten(1).mean(1)
 
 def hangs(videos, prompts):
-    while True:
-        pass
+    signal.raise_signal(signal.SIGALRM)  # as the timer does
+    signal.pause()
 """
 
 
@@ -45,14 +45,14 @@ def reward(tmp_path):
 
 
 def test_a_call_that_hangs_is_retried(reward):
-    one = reward("hangs_once", timeout=0.2, retries=1)
+    one = reward("hangs_once", retries=1)
     assert torch.allclose(one.parts(VIDEO, PROMPTS, ["own"])[:, 0], VIDEO.flatten(1).mean(1))
     assert one.retried == 1
 
 
 def test_then_it_is_an_error_that_names_the_scorer(reward):
-    one = reward("hangs", timeout=0.1, retries=2)
-    with pytest.raises(TimeoutError, match=r"reward\.scorers\.own gave no answer in 0\.1 s: raise reward\.t") as error:
+    one = reward("hangs", timeout=60.0, retries=2)
+    with pytest.raises(TimeoutError, match=r"reward\.scorers\.own gave no answer in 60 s: raise reward\.t") as error:
         one.parts(VIDEO, PROMPTS, ["own"])
     assert one.retried == 2 and "scorer own failed 3 times" in "".join(error.value.__notes__)
 
@@ -63,10 +63,10 @@ def test_a_call_in_time_leaves_nothing_behind():
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        with time_limit(0.2, "reward"):
-            assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 0.2
+        with time_limit(60.0, "reward"):
+            assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) is handler
-        with pytest.raises(KeyError), time_limit(0.2, "reward"):
+        with pytest.raises(KeyError), time_limit(60.0, "reward"):
             raise KeyError
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0 and signal.getsignal(signal.SIGALRM) is handler
     finally:
@@ -75,16 +75,16 @@ def test_a_call_in_time_leaves_nothing_behind():
 
 
 def test_another_thread_has_no_limit():
-    found = []
+    timers = []
 
     def work():
-        with time_limit(0.01, "reward"):
-            found.append(threading.Event().wait(0.05))
+        with time_limit(60.0, "reward"):
+            timers.append(signal.getitimer(signal.ITIMER_REAL)[0])
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found == [False]
+    assert timers == [0.0]
 
 
 def test_scorers_with_a_timeout_of_their_own_have_no_second_one():
