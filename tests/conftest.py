@@ -5,6 +5,8 @@ spend seconds on it before they start.
 """
 
 import gc
+import os
+import tempfile
 
 import hypothesis
 import jaxtyping
@@ -19,6 +21,7 @@ LONGEST = {
     "test_simulated_npu.py",
 }
 
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")  # where trust is remembered
 gc.disable()  # until everything is imported: it would look at the same objects over and over
 jaxtyping.install_import_hook("unified_trainer", "checking.check")  # before the first import of the product
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)

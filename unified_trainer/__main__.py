@@ -15,6 +15,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.plugins import load_object
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.basics.terminal import console, say
+from unified_trainer.basics.trust import asking
 from unified_trainer.methods import METHODS
 from unified_trainer.run.exit_codes import end, exit_code
 from unified_trainer.run.settings.flags import apply
@@ -42,7 +43,8 @@ HELP = {"-h", "--help", "--help-all"}
 
 def main(argv: list[str]) -> int:
     """Run a command or a training and return the exit code; an exception that is not a UserError is raised."""
-    return exit_code(lambda: _run(argv))
+    with asking(argv) as words:
+        return exit_code(lambda: _run(words))
 
 
 def _run(argv: list[str]) -> int:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from unified_trainer.basics.errors import MissingFileError, UserError, working_on
+from unified_trainer.basics.trust import check_code
 
 
 def installed(kind: Literal["methods", "families", "scorers"]) -> dict[str, EntryPoint]:
@@ -25,14 +26,15 @@ def load_object(spec: str, key: str) -> Any:
     """Return the object that `spec` names; `key` is the setting it comes from, for messages.
 
     A module is imported. A file is executed once per process, under a module name that depends on its path alone, so
-    that its objects are the same for every spec that names it. Raise UserError if the form is wrong or if the file, the
-    module or the name is missing; an exception inside the file or module keeps its traceback, which ends with
-    the setting.
+    that its objects are the same for every spec that names it. Raise UserError if the form is wrong, if the code is not
+    trusted, or if the file, the module or the name is missing; an exception inside the file or module keeps its
+    traceback, which ends with the setting.
     """
     place, _, name = spec.rpartition(":")
     is_file = place.endswith(".py")
     if not (name.isidentifier() and (is_file or all(part.isidentifier() for part in place.split(".")))):
         raise UserError(f"{key} {spec!r} must be package.module:NAME or path/to/file.py:NAME")
+    check_code(spec, key)
     with working_on(f"{key} {spec}"):
         module = _execute(Path(place), key) if is_file else _import(place, key)
     try:

@@ -12,6 +12,7 @@ import torch
 from unified_trainer import rewards
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.plugins import installed, load_object
+from unified_trainer.basics.trust import check_code, check_program
 from unified_trainer.basics.types import Video
 from unified_trainer.models import hub
 from unified_trainer.rewards.base import (
@@ -55,6 +56,8 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
     kind.
     """
     if config.python:
+        check_code(config.kind, f"{key}.kind")
+        check_program(config.python, f"{key}.python")
         load = partial(ScorerProcess, key=key, timeout=timeout)
         return ScorerKind(config.kind, load, check_own_python, own_settings=True, own_timeout=True, apart=True)
     if config.kind in KINDS:

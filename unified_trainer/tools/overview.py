@@ -53,6 +53,12 @@ def overview(commands: Mapping[str, str], width: int) -> str:
             },
             width,
         ),
+        "",
+        *wrapped(
+            "A saved config is a program: it may name methods, model families, scorers and trackers of its own. Such "
+            "code runs if the command line names it, or after --trust was given once, until it changes.",
+            width,
+        ),
     ]
     return "\n".join(lines)
 
