@@ -66,7 +66,15 @@ def test_all_trackers_follow_a_run_and_its_continuation(run_folder, notes, tmp_p
     """In processes of their own: trackers bring threads and warnings that are not ours."""
     tracking = {"tensorboard": True, "wandb": "offline", "wandb_tags": ["fox"], "wandb_group": "den", "custom": [notes]}
     (tmp_path / "config.yaml").write_text(json.dumps({"tracking": tracking}))
-    first = ["--config", str(tmp_path / "config.yaml"), *SMALL["dance_grpo"], "--output", str(run_folder), *WATCHED]
+    first = [
+        "--trust",
+        "--config",
+        str(tmp_path / "config.yaml"),
+        *SMALL["dance_grpo"],
+        "--output",
+        str(run_folder),
+        *WATCHED,
+    ]
     for words in (first, ["--resume", str(run_folder), "--steps", "2"]):
         done = program("-m", "unified_trainer", *words)
         assert done.returncode == 0, done.stderr

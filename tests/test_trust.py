@@ -83,6 +83,41 @@ def test_a_home_that_cannot_be_written_is_asked_again(monkeypatch):
     assert not refused("own.py:score", "--trust") and refused("own.py:score")
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert main([*SMALL["dance_grpo"], "--output", str(folder), "--report"]) == 0
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".lock",
+        "environment.jsonl",
+        "metrics.jsonl",
+        "metrics.tmp",
+        "config.tmp",
+        "report.tmp",
+        "checkpoints/.step_2.json",
+        "validation/step_2/samples.jsonl",
+        "validation/step_2/contact_sheet.png",
+        "validation/step_2/0.mp4",
+    ],
+)
+def test_a_link_in_a_received_run_is_not_written_through(home, finished, name):
+    """The run ends with one line, or goes on beside the link."""
+    (home / "own").write_text("mine")
+    shutil.copytree(finished, "run")
+    place = home / "run" / name
+    place.unlink(missing_ok=True)
+    place.parent.mkdir(exist_ok=True, parents=True)
+    place.symlink_to(home / "own")
+    assert main(["--resume", "run", "--steps", "2"]) in (0, 2)
+    assert (home / "own").read_text() == "mine"
+
+
 @pytest.mark.slow
 def test_a_received_run_asks_before_its_code_runs(home, capsys, monkeypatch):
     """On the machine that made it no command asks; elsewhere each does, and nothing has run."""

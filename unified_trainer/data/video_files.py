@@ -11,6 +11,7 @@ import av
 import numpy as np
 from PIL import Image, ImageDraw
 
+from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.types import Video
 from unified_trainer.data.fonts import Font, font_for, plain_font
 
@@ -31,7 +32,7 @@ class Mp4:
     """An H.264 file to which frames [t, h, w, 3] uint8 are added; a context manager that closes it."""
 
     def __init__(self, file: Path, fps: float) -> None:
-        self._container = av.open(str(file), "w")
+        self._container = av.open(str(without_link(file)), "w")
         self._stream = self._container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         self._stream.pix_fmt = "yuv420p"
 
@@ -86,9 +87,9 @@ def contact_sheet(rows: Sequence[Row], file: Path) -> None:
             picture = Image.fromarray(row.frames[pick]).resize((width, height), Image.Resampling.NEAREST)
             sheet.paste(picture, (column * width, top + row_height - height))
         top += row_height
-    sheet.save(file)
+    sheet.save(without_link(file))
     if None in fonts:
-        page.write_text(_page(file.name, rows, heights), encoding="utf-8")
+        without_link(page).write_text(_page(file.name, rows, heights), encoding="utf-8")
 
 
 def _lines(text: str, font: Font, width: int) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from unified_trainer.basics.errors import OutputExistsError, writing
 from unified_trainer.basics.input_files import read_json
+from unified_trainer.basics.own_files import without_link
 from unified_trainer.run.checkpoint.run_lock import LOCK
 
 
@@ -51,7 +52,7 @@ def write_text(file: Path, text: str) -> None:
     """Write a text file atomically."""
     building = file.with_suffix(file.suffix + ".tmp")
     with writing(file):
-        building.write_text(text, encoding="utf-8")
+        without_link(building).write_text(text, encoding="utf-8")
         building.replace(file)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from unified_trainer.basics.errors import NO_SPACE, UserError
+from unified_trainer.basics.own_files import without_link
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill, shapes_in
 from unified_trainer.run.checkpoint import manifest
@@ -78,7 +79,7 @@ def record(root: Path, step: int, metadata: Mapping[str, Any], mesh: Mesh) -> No
         if fault:
             raise OSError(errno.EIO, fault, str(folder))
         del held["crc32"]
-        building.write_text(manifest.as_text({**held, **metadata}), encoding="utf-8")
+        without_link(building).write_text(manifest.as_text({**held, **metadata}), encoding="utf-8")
         _sync(building)
         building.replace(folder / manifest.FILE)
         _sync(folder)

@@ -61,7 +61,7 @@ def _lock(folder: Path) -> Lock:
     file = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise _unwritable(folder, error) from error
     try:

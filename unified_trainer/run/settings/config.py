@@ -13,6 +13,7 @@ import yaml
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
+from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.ranges import MAY_CHANGE, MOST, Count, CountOrZero, Period, PeriodOrZero, Seed, at_least
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.data.clips import DataConfig, VideoConfig
@@ -205,7 +206,7 @@ def save(run: RunConfig, file: Path) -> None:
     building, tree = file.with_suffix(".tmp"), plain(run)
     if file.exists():
         tree = run_paths.as_typed(tree, flat(read_yaml(file)), file.parent)
-    with building.open("w", encoding="utf-8") as opened:
+    with without_link(building).open("w", encoding="utf-8") as opened:
         opened.write(with_checksum(yaml.safe_dump(tree, sort_keys=False)))
         opened.flush()
         os.fsync(opened.fileno())

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from unified_trainer.basics.own_files import no_follow
 from unified_trainer.parallel.device import device_name, driver_versions
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.settings.run_paths import ENVIRONMENT, FOLDER
@@ -22,7 +23,7 @@ GIT_SECONDS = 10  # that git may take, on a slow file system
 
 def note_environment(folder: Path, argv: Sequence[str], seed: int, step: int, mesh: Mesh) -> None:
     """Append one JSON object to environment.jsonl: the start of a run, or its continuation after `step` steps."""
-    with (folder / ENVIRONMENT).open("a", encoding="utf-8") as file:
+    with open(folder / ENVIRONMENT, "a", encoding="utf-8", opener=no_follow) as file:
         file.write(json.dumps(environment(argv, seed, step, mesh), ensure_ascii=False) + "\n")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.plugins import load_object
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.settings.config import TrackingConfig
@@ -150,7 +151,7 @@ class WeightsAndBiases(ExternalTracker):
             )
         except self._wandb.Error as error:
             raise UserError(f"--tracking.wandb {config.wandb}: {error}") from error
-        file.write_text(json.dumps({"id": self._run.id, "url": self._run.url}) + "\n", encoding="utf-8")
+        without_link(file).write_text(json.dumps({"id": self._run.id, "url": self._run.url}) + "\n", encoding="utf-8")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

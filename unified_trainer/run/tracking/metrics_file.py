@@ -3,8 +3,11 @@
 import json
 import os
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
+
+from unified_trainer.basics.own_files import no_follow, without_link
 
 
 class MetricsFile:
@@ -18,7 +21,7 @@ class MetricsFile:
         """
         self._file, self._say = file, say
         self.rows = self._continue(start, unvalidated)
-        self._opened = file.open("ab", buffering=0)
+        self._opened = FileIO(file, "ab", opener=no_follow)
         self._unwritten = b""
         self._failing = False
 
@@ -32,7 +35,7 @@ class MetricsFile:
         self.close()
         self._unwritten = b""
         self.rows = self._continue(start, None)
-        self._opened = self._file.open("ab", buffering=0)
+        self._opened = FileIO(self._file, "ab", opener=no_follow)
 
     def close(self) -> None:
         """Write what is left, and close the file."""
@@ -67,7 +70,7 @@ class MetricsFile:
         after = b"".join(text + b"\n" for text, _ in kept)
         if after != before:
             building = self._file.with_suffix(".tmp")
-            building.write_bytes(after)
+            without_link(building).write_bytes(after)
             if damaged:
                 as_it_was = self._file.with_suffix(".damaged")
                 os.replace(self._file, as_it_was)

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.suggestions import multiples_near
 from unified_trainer.data.video_files import Row, contact_sheet, write_mp4
 from unified_trainer.models.base import Codec
@@ -215,7 +216,7 @@ class Report:
             if sheet is not None:
                 contact_sheet([Row(frames, f"step {step}   {one.about}", one.prompt) for frames, one in shown], sheet)
             lines = "".join(json.dumps(one.row(), ensure_ascii=False) + "\n" for one in samples)
-            (folder / "samples.jsonl").write_text(lines, encoding="utf-8")
+            without_link(folder / "samples.jsonl").write_text(lines, encoding="utf-8")
         except OSError as error:
             return f"{error.filename or folder} cannot be written ({error.strerror or error})"
         return None

@@ -9,6 +9,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from unified_trainer.basics.errors import OutputExistsError, UserError
+from unified_trainer.basics.own_files import without_link
 from unified_trainer.tools.report.charts import chart_groups
 from unified_trainer.tools.report.differences import Settings, differing, last_metrics, settings_of_run
 from unified_trainer.tools.report.healthy import departures
@@ -65,7 +66,7 @@ def write_report(
     building = out.with_suffix(".tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        building.write_text(text, encoding="utf-8", errors="replace")  # of a name that is not UTF-8
+        without_link(building).write_text(text, encoding="utf-8", errors="replace")  # of a name that is not UTF-8
         building.replace(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); choose another --out") from error

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from unified_trainer.basics.errors import MissingFileError, OutputExistsError, UserError, writing
 from unified_trainer.basics.input_files import Schema, checked, read_json
+from unified_trainer.basics.own_files import no_follow
 from unified_trainer.basics.types import Latents, Video
 from unified_trainer.models.base import Codec
 from unified_trainer.models.tensor_file import write_tensors
@@ -131,7 +132,7 @@ class RolloutFolder:
         settings, table = self.folder / "scores" / f"{name}.json", self.folder / "scores" / f"{name}.jsonl"
         _check_reward_is(settings, reward.config, name)
         rows = _whole_rows(table, self.parts)
-        with writing(table), table.open("a", encoding="utf-8") as opened:
+        with writing(table), open(table, "a", encoding="utf-8", opener=no_follow) as opened:
             for part, numbers in enumerate(self.parts):
                 if numbers.stop <= len(rows):
                     continue

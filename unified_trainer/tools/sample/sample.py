@@ -14,6 +14,7 @@ import tyro
 from torch import Tensor
 
 from unified_trainer.basics.errors import OutputExistsError, UserError, writing
+from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.ranges import Count, FramesOrZero, Seed
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import Batch, Latents, Video
@@ -72,7 +73,7 @@ def sample(
         clips, speed = _write(loaded, lines, seed, batch, output, stream)
         sheet = [Row(clip, f"seed {seed + i}", line) for i, (clip, line) in enumerate(zip(clips, lines, strict=True))]
         contact_sheet(sheet, output / "contact_sheet.png")
-        (output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        without_link(output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     message = f"{len(lines)} videos in {output}: {loaded.said}{speed}"
     say(message)
 
