@@ -175,6 +175,8 @@ def test_another_pipeline_is_named(refused, wan):
         (["--reward.scorers.clip.weight", "1"], "reward.scorers.clip.path must be the folder of a clip scorer, not ''"),
         (["--reward.scorers.a.kind", "clip", "--reward.scorers.a.path", "nowhere"], "nowhere/preprocessor_config.json"),
         (["--reward.device", "abacus"], "reward.device 'abacus' is no device that torch knows"),
+        (["--reward.kind", "os:system", "--reward.path", ""], "os:system must take two arguments, videos and prompts"),
+        (["--algorithm.clip-low", "0"], "algorithm.clip_low must be above 0"),
         (["--reward.kind", "clip"], "reward.path must be the folder of a clip scorer, not ''"),
         (["--reward.kind", "sharpness", "--reward.path", "tiny"], "reward.path tiny: sharpness has no weights; leave"),
         (["--reward.kind", "sharpness", "--reward.device", "cpu"], "reward.device cpu: sharpness has no weights"),

@@ -1,5 +1,6 @@
 """Intervals of means over independent units: the bootstrap, paired where units are shared, and Wilson's of a share."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -17,9 +18,10 @@ def bootstrap_interval(
 
     A row is a unit that is independent of the others, such as a prompt; its columns are drawn together, so that what
     they share cancels in a difference. With t the statistic of the rows themselves and q a quantile of the resampled
-    ones, an end is t + (q - t) sqrt(n / (n - 1)): resampled means vary by the variance of the rows without Bessel's
-    correction, and so does a smooth statistic of them. The result does not depend on the order of the rows. Raise
-    ValueError for less than two rows.
+    ones, an end is t + (q - t) sqrt(n / (n - 1)) t_(n-1) / z: resampled means vary by the variance of the rows without
+    Bessel's correction, as does a smooth statistic of them, and few rows know their variance badly, which the ratio of
+    Student's quantile to the normal one makes up for (1.42 at n = 5 and confidence .95, 1.07 at 20). The result does
+    not depend on the order of the rows. Raise ValueError for less than two rows.
     """
     count = len(columns)
     if count < 2:
@@ -35,7 +37,7 @@ def bootstrap_interval(
     itself = float(statistic(ordered.mean(0, keepdim=True)))
     ends = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
     low, high = torch.quantile(torch.cat(found), ends).tolist()
-    wider = (count / (count - 1)) ** 0.5
+    wider = (count / (count - 1)) ** 0.5 * student_quantile(confidence, count - 1) / _normal_quantile(confidence)
     return itself + (low - itself) * wider, itself + (high - itself) * wider
 
 
@@ -47,7 +49,33 @@ def wilson_interval(share: float, count: int, confidence: float) -> tuple[float,
     """
     if count < 1:
         raise ValueError(f"wilson_interval: {count} units, at least 1 is needed")
-    z = torch.special.ndtri(torch.tensor((1 + confidence) / 2, dtype=torch.float64)).item()
+    z = _normal_quantile(confidence)
     middle = (share + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def student_quantile(confidence: float, freedom: int) -> float:
+    """Return the t with P(|T| < t) = confidence, 0 < confidence < 1, of Student's law with `freedom` degrees.
+
+    The probability is a finite sum in theta = atan(t / sqrt(freedom)) (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    """
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        theta = (low + high) / 2
+        low, high = (theta, high) if _student_share(theta, freedom) < confidence else (low, theta)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def _student_share(theta: float, freedom: int) -> float:
+    odd = freedom % 2
+    term, total = (math.cos(theta), 0.0) if odd else (1.0, 0.0)
+    for k in range(2 + odd, freedom + 1, 2):
+        total += term
+        term *= math.cos(theta) ** 2 * (k - 1) / k
+    return 2 / math.pi * (theta + math.sin(theta) * total) if odd else math.sin(theta) * total
+
+
+def _normal_quantile(confidence: float) -> float:
+    """Return the z with P(|Z| < z) = confidence."""
+    return float(torch.special.ndtri(torch.tensor((1 + confidence) / 2, dtype=torch.float64)))

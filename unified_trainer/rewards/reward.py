@@ -159,6 +159,8 @@ class VideoReward(RewardSum):
                         f"the scorer called sys.exit({ended.code!r}), which would end the run"
                     ) from ended
                 except FAULTS as fault:
+                    if calls > self.config.retries and isinstance(fault, TimeoutError):
+                        raise UserError(f"{fault}; asked {calls} time{'s' * (calls > 1)} (reward.retries)") from fault
                     if calls > self.config.retries:
                         fault.add_note(
                             f"reward: scorer {name} failed {calls} time{'s' * (calls > 1)}; a fault that may pass is "

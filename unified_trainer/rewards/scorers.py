@@ -1,6 +1,7 @@
 """The kinds of scorers, and a reward's scorers checked and loaded from its settings."""
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -83,6 +84,12 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
             f"{key}.kind {config.kind} is a {type(found).__name__}; expected a function of videos and prompts, a class "
             "with __call__, a class derived from ScorerSettings, or a ScorerKind"
         )
+    try:
+        inspect.signature(found).bind("videos", "prompts")
+    except TypeError as error:
+        raise UserError(f"{key}.kind {config.kind} must take two arguments, videos and prompts: {error}") from error
+    except ValueError:
+        pass  # a function of C without a signature
     return ScorerKind(config.kind, lambda _config, _device: _plain(found), check_no_weights)
 
 

@@ -38,9 +38,9 @@ class PolicyConfig(RolloutConfig):
     algorithm.window.size: a window is trained whole."""
     objective: Mode = "clip"
     """Policy objective; clip is measured, the others are experimental."""
-    clip_low: Fraction = 1e-4
+    clip_low: PositiveFraction = 1e-4
     """The ratio is clipped at 1 - clip_low; it stays near 1 because log-densities are means over elements."""
-    clip_high: NonNegative = 1e-4
+    clip_high: Positive = 1e-4
     """The ratio is clipped at 1 + clip_high."""
     clip_velocity: NonNegative = 0.0
     """Change of the velocity, rms per element, at which the ratio reaches the clip range: calibrates the range of each
