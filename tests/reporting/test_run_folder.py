@@ -3,7 +3,6 @@
 import fcntl
 import math
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from run_folders import STEPS, make_run, metric_rows, training_row, validation_r
 
 from unified_trainer.__main__ import main
 from unified_trainer.tools.report.differences import differing, last_metrics, settings_of_run
-from unified_trainer.tools.report.glossary import GROUPS, HEALTHY, OTHER, TOGETHER, documented_name, grouped
+from unified_trainer.tools.report.glossary import GROUPS, HEALTHY, OTHER, TOGETHER, documented_name, grouped, page
 from unified_trainer.tools.report.healthy import bands, departures, held_out_metrics
 from unified_trainer.tools.report.rewards_and_time import phase_times, reward_parts
 from unified_trainer.tools.report.run_folder import RunFolderUnreadableError, find_runs, read_run, read_validations
@@ -22,15 +21,12 @@ pytestmark = pytest.mark.slow
 METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def test_the_glossary_has_the_groups_and_names_of_the_document():
-    documented: dict[str, list[str]] = {}
-    for line in METRICS.read_text(encoding="utf-8").splitlines():
-        if line.startswith("## "):
-            section = documented.setdefault(line.removeprefix("## "), [])
-        elif line.startswith("| `"):
-            section += re.findall(r"`([^`]+)`", line.split("|")[1])
-    assert {group: names.split() for group, names in GROUPS.items()} == documented
-    names = {name for group in documented.values() for name in group}
+def test_the_page_of_metrics_is_generated():
+    assert METRICS.read_text(encoding="utf-8") == page(), "run scripts/write_metrics_page.py"
+
+
+def test_ranges_and_charts_name_metrics_of_the_page():
+    names = {name for group in GROUPS.values() for name in group}
     assert HEALTHY.keys() <= names and TOGETHER.keys() <= names
 
 

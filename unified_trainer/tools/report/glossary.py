@@ -1,40 +1,20 @@
-"""The metrics in the groups of docs/metrics.md, and the healthy ranges that it states as numbers.
+"""The metrics of metrics.toml: their groups, their healthy ranges as numbers, and the page docs/metrics.md.
 
 Placeholders in names are those of that page: NAME, S, LAG and ROLE.
 """
 
-import math
 import re
+import tomllib
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 PLACEHOLDERS = {"NAME": r"[\w-]+", "S": r"\d+", "LAG": r"\d+", "ROLE": r"[a-z_]+(?:/(?:high|low))?"}
 OTHER = "Other metrics"  # of methods and scorers outside the package
-
-GROUPS: dict[str, str] = {
-    "Reward and advantages": """reward reward_std reward_std_in_groups reward_std_between_groups reward/NAME
-        reward/NAME_std_in_groups reward/retried frac_zero_advantage frac_zero_std_groups frac_below_threshold_groups
-        skipped_updates resampled_groups failed_groups lag lag_max""",
-    "Policy update": """log_ratio log_ratio_abs_max approx_kl approx_kl/S log_ratio_noise_floor
-        log_ratio_noise_floor/S clip_fraction zero_gradient_fraction u_mean u_p50 u_p90 u_p99 ess approx_kl/lag_LAG
-        clip_fraction/lag_LAG zero_gradient_fraction/lag_LAG ess/lag_LAG importance_weight importance_weight_truncated
-        clip_low clip_high trust_region_left kl kl_coefficient window_first transitions_high transitions_low loss
-        policy_gap old_decay""",
-    "Value function": "explained_variance explained_variance/S value_mean value_loss",
-    "Distillation": """critic_to_teacher_error critic_loss dmd_loss gap_low gap_mid gap_high sample_power gan_loss
-        gan_critic_loss tilt_ess tilt_capped reward_gradient_loss loss validation/power_to_teacher
-        validation/saturation_to_teacher validation/motion_to_teacher validation/diversity_to_teacher
-        guard_alarm validation/guard_alarm""",
-    "Optimizer": "ROLE/grad_norm ROLE/learning_rate",
-    "Validation": """validation/reward validation/reward_std validation/reward/NAME validation/reward/NAME_std
-        validation/accuracy validation/accuracy_std validation/accuracy/color validation/accuracy/shape
-        validation/accuracy/direction validation/frechet validation/seconds validation/worker_seconds/NAME
-        validation/reward_hacking""",
-    "Pixels": """pixels/NAME validation/pixels/NAME validation/pixels/NAME_std pixels/diversity
-        validation/pixels/diversity""",
-    "Run": """rollbacks seconds seconds/NAME seconds/weights worker_seconds/copy_weights worker_seconds/rollout
-        worker_seconds/score worker_samples_per_second samples_gib weights_gib worker_deaths
-        validation/worker_deaths samples_per_second tokens_per_second model_flops_per_second mfu peak_memory_gib_max""",
+CONTENT: dict[str, Any] = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
+GROUPS: dict[str, list[str]] = {
+    group["title"]: [name for metric in group["metric"] for name in metric["names"]] for group in CONTENT["group"]
 }
 # Metrics that one chart shows together while there is one run: the chart's title by the documented name.
 TOGETHER = {
@@ -82,64 +62,19 @@ class Healthy:
     advice: str = ""
 
 
-_CONSTANT = Healthy(low=0.0, excluded=True, advice="The scorers do not distinguish samples: change the reward.")
-_DRIFT = Healthy(
-    drift="hacking_monitor.drift", advice="Look at the videos; change the reward or add a KL if the reward rises."
-)
-_ALIKE = Healthy(
-    share="hacking_monitor.collapse",
-    advice="Samples of a prompt become alike: add a KL or lower student.learning_rate.",
-)
-_FALL = Healthy(
-    fall="hacking_monitor.fall",
-    held_out=True,
-    advice="Falls while the reward rises: reward hacking. Stop earlier, add a KL, or change the reward.",
-)
-_LIKE_TEACHER = Healthy(
-    low=0.5, high=2.0, advice="Look at the videos; train the critic more, or lower student.learning_rate."
-)
-_DIVERSE = replace(_LIKE_TEACHER, high=3.0)
-_ALARM = Healthy(high=0.0, advice="Look at the samples; train the critic more or lower student.learning_rate.")
-_YOUNGER = "make samples less ahead"
-HEALTHY: dict[str, Healthy] = {
-    "reward_std": _CONSTANT,
-    "reward_std_in_groups": Healthy(
-        low=0.0, excluded=True, advice="Raise algorithm.eta, use distinct initial noise, or harder prompts."
-    ),
-    "reward/NAME_std_in_groups": _CONSTANT,
-    "reward/retried": Healthy(high=0.0, advice="Repair the device, disk or connection of the scorer."),
-    "skipped_updates": Healthy(high=0.0, advice="Loosen the filters of groups, or raise algorithm.num_samples."),
-    "approx_kl": Healthy(
-        high_settings=("algorithm.clip_low", "algorithm.clip_high"),
-        excluded=True,
-        advice="Lower student.learning_rate, or bound it with algorithm.trust_region.",
-    ),
-    "zero_gradient_fraction/lag_LAG": Healthy(high=0.2, advice=f"Set algorithm.correction, {_YOUNGER}."),
-    "ess/lag_LAG": Healthy(low=0.5, excluded=True, advice=f"Few samples carry the update: {_YOUNGER}."),
-    "importance_weight_truncated": Healthy(
-        high=0.1, excluded=True, advice="Raise algorithm.weight_max, or make samples less ahead."
-    ),
-    "explained_variance": Healthy(low=0.0, excluded=True, advice="Change value.learning_rate, or warm the value up."),
-    "critic_to_teacher_error": Healthy(
-        high=1.0, mean_of=8, advice="Train the critic more: critic.learning_rate, algorithm.student_every."
-    ),
-    "validation/saturation_to_teacher": _LIKE_TEACHER,
-    "validation/motion_to_teacher": _LIKE_TEACHER,
-    "validation/diversity_to_teacher": _DIVERSE,
-    "guard_alarm": _ALARM,
-    "validation/guard_alarm": _ALARM,
-    "rollbacks": Healthy(high=0.0, advice="The run went back to a checkpoint; its terminal says why."),
-    "gan_critic_loss": Healthy(high=2 * math.log(2), advice="The discriminator is worse than none."),
-    "validation/reward_std": _CONSTANT,
-    "validation/reward/NAME": _FALL,
-    "validation/accuracy": _FALL,
-    "validation/reward_hacking": Healthy(high=0.0, advice="Look at the samples; stop, add a KL or change the reward."),
-    "pixels/NAME": _DRIFT,
-    "validation/pixels/NAME": _DRIFT,
-    "pixels/diversity": _ALIKE,
-    "validation/pixels/diversity": _ALIKE,
-    "worker_deaths": Healthy(high=0.0, advice="Read what the workers said."),
-}
+def _ranges() -> dict[str, Healthy]:
+    found: dict[str, Healthy] = {}
+    for metric in (metric for group in CONTENT["group"] for metric in group["metric"]):
+        for values in metric.get("range", ()):
+            settings: dict[str, Any] = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+            }
+            names = settings.pop("of", metric["names"])
+            found |= dict.fromkeys(names, Healthy(**settings))
+    return found
+
+
+HEALTHY = _ranges()
 
 
 def _expression(name: str) -> re.Pattern[str]:
@@ -147,7 +82,7 @@ def _expression(name: str) -> re.Pattern[str]:
     return re.compile("".join(PLACEHOLDERS.get(word) or re.escape(word) for word in words))
 
 
-DOCUMENTED = [(group, name, _expression(name)) for group, names in GROUPS.items() for name in names.split()]
+DOCUMENTED = [(group, name, _expression(name)) for group, names in GROUPS.items() for name in names]
 
 
 def documented_name(metric: str) -> str | None:
@@ -180,3 +115,16 @@ def grouped(metrics: Collection[str]) -> dict[str, list[str]]:
 def _literal(name: str) -> int:
     """Return the number of characters that are no placeholder."""
     return len(re.sub("|".join(PLACEHOLDERS), "", name))
+
+
+def page() -> str:
+    """Return docs/metrics.md."""
+    parts = ["# Metrics", CONTENT["intro"].strip()]
+    for group in CONTENT["group"]:
+        rows = [("metric", "definition", "unit, range", "healthy", "what to do otherwise"), ("---",) * 5]
+        for metric in group["metric"]:
+            names = ", ".join(f"`{name}`" for name in metric["names"])
+            rows.append((names, *(metric[key] for key in ("definition", "unit", "healthy", "otherwise"))))
+        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        parts += [f"## {group['title']}", group["text"].strip(), table]
+    return "\n\n".join(parts) + "\n"
