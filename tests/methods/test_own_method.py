@@ -7,12 +7,13 @@ import shutil
 import pytest
 import torch
 from forked import program
-from helpers import REPO, WAN, checkpoint_of, flags
+from helpers import REPO, WAN, checkpoint_of, flags, metrics_of
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
 GUIDE = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
+EXTEND = (REPO / "docs" / "extend.md").read_text(encoding="utf-8")
 SMALL = flags(
     {"data.num-clips": 4, "algorithm.batch-size": 2, "algorithm.micro-batch": 1, "validation.num-samples": 2}
     | {"sampler.num-steps": 2, "checkpoint-every": 1, "validate-every": 0}
@@ -21,7 +22,7 @@ SMALL = flags(
 
 def from_guide(name: str, folder) -> None:
     """Write the file of that name from the guide's code block."""
-    (block,) = re.findall(rf"```python\n# {name}\n(.*?)```", GUIDE, re.S)
+    (block,) = re.findall(rf"```python\n# {name}\n(.*?)```", GUIDE + EXTEND, re.S)
     (folder / name).write_text(block)
 
 
@@ -79,6 +80,20 @@ def test_its_roles_have_flags_of_their_own_and_no_others(journey):
     helped = run(journey, "--method", "mutual.py:Mutual", "--help")
     assert "--third.learning-rate" in helped and "--algorithm.agreement" in helped
     assert "--teacher." not in helped and "--critic." not in helped
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_preferences_are_learned_from_the_page_alone(tmp_path, ranks):
+    """At the first step student and reference are equal: no pair is preferred. Then the student moves."""
+    from_guide("online_dpo.py", tmp_path)
+    (command,) = re.findall(r"```sh\npython -m unified_trainer (--method online_dpo.*?)\n```", EXTEND)
+    small = {"algorithm.num-prompts": 2, "algorithm.prompts-per-update": 2, "algorithm.num-samples": 2}
+    small |= {"steps": 2, "checkpoint-every": 1, "validate-every": 0, "student.learning-rate": 1e-3}
+    run(tmp_path, *command.split(), *flags(small), ranks=ranks)
+    first, second = metrics_of(tmp_path / "runs/dpo")
+    assert first["train/preferred"] == 0 and first["train/reward"] != second["train/reward"]
+    one, two = (checkpoint_of(tmp_path / "runs/dpo", step) for step in (1, 2))
+    assert any(not torch.equal(one[key], two[key]) for key in one if key.startswith("student/weights/"))
 
 
 @pytest.fixture(scope="module")

@@ -198,8 +198,8 @@ def test_the_scorer_of_the_guide(tmp_path):
 
 @pytest.mark.slow
 def test_a_scorer_of_another_kind_does_not_get_the_path_of_the_recipes_scorer(tmp_path, monkeypatch):
-    """The command of docs/bring_your_own.md on the default recipe, which sets the path of its own scorer."""
-    (words,) = re.findall(r"`--reward\.kind (my_reward\.py:score)`", (REPO / "docs/bring_your_own.md").read_text())
+    """The command of docs/extend.md on the default recipe, which sets the path of its own scorer."""
+    (words,) = re.findall(r"`--reward\.kind (my_reward\.py:score)`", (REPO / "docs/extend.md").read_text())
     (tmp_path / "my_reward.py").write_text("def score(videos, prompts):\n    return videos.flatten(1).mean(1)\n")
     (tmp_path / "mine.yaml").write_text(f"reward: {{kind: '{words}'}}\n")
     monkeypatch.chdir(tmp_path)
