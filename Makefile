@@ -30,7 +30,7 @@ check: setup
 
 # Three processes on two cores: tests wait for other processes, and then a core would be idle.
 test: setup
-	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 mutants: setup
 	$(VENV)/bin/python scripts/mutants.py --jobs $(JOBS)

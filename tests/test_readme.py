@@ -42,7 +42,6 @@ def readme_lines() -> list[str]:
 
 def shortened(words: list[str]) -> list[str]:
     """The flags of a training command, with fewer steps, samples and clips; a resumed run has its sizes."""
-    words = [re.sub("@200", "@1", word) for word in words]
     if "--steps" in words:
         at = words.index("--steps") + 1
         words[at] = STEPS[words[at]]
@@ -58,6 +57,7 @@ def run(line: str) -> None:
         subprocess.run(["bash", "-c", line], check=True)
         return
     ranks, words = words[0] == "torchrun", words[words.index("unified_trainer") + 1 :]
+    words = [re.sub("@200", "@1", word) for word in words]
     if words[0] == "import-hpsv3":
         return  # it reads 17 GB that are no part of this repository; tests/rewards run it on a small one
     if words[0] == "push":

@@ -10,7 +10,7 @@ import torch
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Video
 
-PROTOCOL = 1  # the version of requests and answers, docs/rewards.md and docs/serving.md
+PROTOCOL = 1  # the version of requests and answers, docs/rewards.md and docs/tools.md
 Encoding = Literal["float32", "uint8"]
 NUMPY = {"float32": "<f4", "uint8": "u1"}  # little-endian
 TORCH = {"float32": torch.float32, "uint8": torch.uint8}

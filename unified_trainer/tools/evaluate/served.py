@@ -31,7 +31,7 @@ def is_address(text: str) -> bool:
 
 @dataclass(frozen=True)
 class ServedStudent:
-    """The student behind a server, asked as docs/serving.md says, with what `GET /health` answered."""
+    """The student behind a server, asked as docs/tools.md says, with what `GET /health` answered."""
 
     url: str
     about: dict[str, Any] = field(hash=False)
@@ -61,7 +61,7 @@ class ServedStudent:
         if protocol != PROTOCOL:
             raise UserError(f"{self.url} speaks protocol {protocol}, and this program {PROTOCOL}")
         if lacks := [name for name in TOLD if name not in about]:
-            raise UserError(f"{self.url}/health lacks {', '.join(lacks)}, which an evaluation needs (docs/serving.md)")
+            raise UserError(f"{self.url}/health lacks {', '.join(lacks)}, which an evaluation needs (docs/tools.md)")
         return about
 
     def settings(self, run: RunConfig) -> RunConfig:

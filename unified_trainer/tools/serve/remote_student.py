@@ -14,7 +14,7 @@ from unified_trainer.rewards.wire import check_server, exchange
 
 @dataclass(frozen=True)
 class RemoteStudent:
-    """A student behind the server at `url`, such as http://10.0.0.7:8000, which answers as docs/serving.md says.
+    """A student behind the server at `url`, such as http://10.0.0.7:8000, which answers as docs/tools.md says.
 
     `encoding` is the transport of the frames: float32 is exact, and uint8 takes a quarter of the bytes and rounds to 8
     bits. `timeout` is the seconds within which the server must answer a request.

@@ -1,4 +1,4 @@
-"""A student as a service: it answers the requests of docs/serving.md, and generates those that wait together."""
+"""A student as a service: it answers the requests of docs/tools.md, and generates those that wait together."""
 
 import base64
 import tempfile
