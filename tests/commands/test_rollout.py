@@ -170,7 +170,7 @@ def test_scores_of_an_earlier_version_are_continued(rollouts, other, tmp_path):
     ("text", "message"),
     [
         ("steps: 3", "must hold a section reward"),
-        ("reward: {path: tiny, weight: 0}", "the weights of the reward sum to zero"),
+        ("reward: {path: tiny, weight: 0}", "every scorer has weight 0"),
         ("reward: {weight: 0}", "names no scorer: set path, kind or scorers"),
         ("reward: {scorers: {motion_smoothness: {weight: 1}}}", "motion_smoothness needs at least 3 frames"),
     ],

@@ -17,9 +17,9 @@ python -m unified_trainer --method dance_grpo --init-from runs/dmd2
 python -m unified_trainer --resume runs/dmd2 --steps 400
 python -m unified_trainer sample runs/dmd2:ema --output videos \\
     --prompts "a red circle moving left"
-torchrun --shutdown-timeout 900 --nproc-per-node 8 -m unified_trainer --method finetune \\
-    --recipe wan2.1-1.3b --student.path Wan2.1-T2V-1.3B-Diffusers \\
-    --data.path clips"""
+torchrun --shutdown-timeout 900 --nproc-per-node 8 -m unified_trainer \\
+    --method finetune --recipe wan2.1-1.3b \\
+    --student.path Wan2.1-T2V-1.3B-Diffusers --data.path clips"""
 
 
 def overview(commands: Mapping[str, str], width: int) -> str:
