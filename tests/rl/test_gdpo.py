@@ -28,7 +28,7 @@ def standard(row: torch.Tensor) -> torch.Tensor:
 
 def test_gdpo_compares_each_part_with_its_group_before_they_are_weighted():
     """The second part is a hundred times as large, which has no effect: only the weights count."""
-    config = RewardConfig(kind="first", weight=0.5, scorers={"second": ScorerConfig(weight=-2.0)})
+    config = RewardConfig(kind="first", weight=0.5, allow_negative=True, scorers={"second": ScorerConfig(weight=-2.0)})
     parts = torch.tensor([REWARDS, [100 * value**2 for value in REWARDS]])
     scorers = {name: column_of(row) for name, row in zip(("first", "second"), parts, strict=True)}
     one = dance_grpo(dataclasses.replace(CONFIG, advantage="gdpo"), reward=Reward(scorers, tiny_codec(), config))
