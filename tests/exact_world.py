@@ -54,7 +54,7 @@ class ClassCodec:
 
     folder = Path()
     text_fingerprint = video_fingerprint = "classes"
-    text_tokens = 1
+    text_tokens = text_width = 1
 
     def latent_shape(self, frames, height, width):
         return SHAPE

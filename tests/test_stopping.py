@@ -65,13 +65,14 @@ def test_a_first_step_that_is_dropped_leaves_a_run_that_begins_again(tmp_path, c
 @pytest.mark.ranks
 def test_torchrun_waits_for_the_step_of_a_slow_scorer(tmp_path):
     """Its scorer answers after SIGTERM: the step ends, is saved, and both ranks end by themselves."""
-    run, log, answer = tmp_path / "run", tmp_path / "log", tmp_path / "answer"
-    os.mkfifo(answer)
+    run, log, answers = tmp_path / "run", tmp_path / "log", [tmp_path / f"answer{rank}" for rank in range(2)]
+    for answer in answers:
+        os.mkfifo(answer)
     words = [*SMALL["dance_grpo"], "--steps", "9", "--output", str(run)]
-    words += scorer(tmp_path / "slow", 2, f"open({str(answer)!r}).read()")
+    words += scorer(tmp_path / "slow", 2, f"open({str(tmp_path / 'answer')!r} + os.environ['RANK']).read()")
     command = under_torchrun(2, "--shutdown-timeout", "300", "-m", "unified_trainer", *words)
     with log.open("w") as said, subprocess.Popen(command, cwd=REPO, env=environment(), stdout=said, stderr=said) as job:
-        with answer.open("w"), answer.open("w"):  # both ranks have begun to score step 2
+        with answers[0].open("w"), answers[1].open("w"):  # both ranks have begun to score step 2
             job.send_signal(signal.SIGTERM)
             while log.read_text().count("finishing this step and saving") < 2:
                 assert job.poll() is None, log.read_text()
