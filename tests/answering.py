@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import threading
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -31,6 +32,8 @@ def answering(*answers: tuple[int, Any]) -> Iterator[tuple[str, Asked]]:
                 return
             answer = answer(asked[-1][2]) if callable(answer) else answer
             self.send_response(code)
+            if 300 <= code < 400:
+                self.send_header(*answer.split(": ", 1))
             self.end_headers()
             self.wfile.write((answer if isinstance(answer, str) else json.dumps(answer)).encode())
 
@@ -46,6 +49,11 @@ def answering(*answers: tuple[int, Any]) -> Iterator[tuple[str, Asked]]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def posting(url: str, body: str, **headers: str) -> urllib.request.Request:
+    """Return a POST of JSON."""
+    return urllib.request.Request(url, body.encode(), {"Content-Type": "application/json", **headers})
 
 
 @contextlib.contextmanager

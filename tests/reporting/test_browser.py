@@ -14,8 +14,8 @@ from run_folders import STEPS, make_run, metric_rows, sample_row, training_row, 
 
 from unified_trainer.__main__ import main
 from unified_trainer.tools.report.live import LivePages
-from unified_trainer.tools.serve.listening import open_port
-from unified_trainer.tools.serve.page_server import serving_pages
+from unified_trainer.tools.serve.page_server import Pages
+from unified_trainer.tools.serve.web_server import open_port, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -97,7 +97,7 @@ def live(browser, tmp_path) -> Iterator[tuple[str, Path]]:
     run = make_run(tmp_path / "runs" / "one", "--steps", "20")
     make_run(tmp_path / "runs" / "two", videos=0)
     pages = LivePages(tmp_path / "runs", 1.0)
-    with open_port("127.0.0.1", 0) as listener, serving_pages(listener, "127.0.0.1", pages) as address:
+    with open_port("127.0.0.1", 0) as listener, serving(Pages(pages), listener) as address:
         yield address, run
         browser.get("about:blank")  # a page that is open would go on asking
         errors(browser)

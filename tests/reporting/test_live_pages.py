@@ -20,8 +20,8 @@ from unified_trainer.tools.report.live import LivePages
 from unified_trainer.tools.report.metrics_reader import MetricsReader
 from unified_trainer.tools.report.run_list import means
 from unified_trainer.tools.report.run_watch import RunWatch
-from unified_trainer.tools.serve.listening import open_port
-from unified_trainer.tools.serve.page_server import serving_pages
+from unified_trainer.tools.serve.page_server import Pages
+from unified_trainer.tools.serve.web_server import open_port, serving
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,7 @@ class Site:
 
 
 def served(root: Path) -> Iterator[Site]:
-    with open_port("127.0.0.1", 0) as listener, serving_pages(listener, "127.0.0.1", LivePages(root, 1.0)) as address:
+    with open_port("127.0.0.1", 0) as listener, serving(Pages(LivePages(root, 1.0)), listener) as address:
         yield Site(root, address)
 
 

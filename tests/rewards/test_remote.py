@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from answering import answering, serving_process
+from answering import answering, posting, serving_process
 from helpers import CPU, HPSV3, free_port, metrics_of, run
 from small_clip import save_clip
 
@@ -19,6 +19,7 @@ from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.reward import VideoReward
 from unified_trainer.rewards.scorers import check_reward, least_frames, load_scorers
 from unified_trainer.rewards.video_json import from_json, to_json
+from unified_trainer.rewards.wire import exchange
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import check_resumable, save
 from unified_trainer.tools.serve.reward_service import reward_service
@@ -142,7 +143,7 @@ def test_the_transport_is_exact_or_rounds_to_8_bits():
         ({}, r"reward\.scorers\.mine\.settings\.url must be given"),
         (
             {"url": "localhost:8000"},
-            "url must begin with http:// or https://, but is 'localhost:8000'",
+            "url must begin with http:// or https:// and name a host, .* but is 'localhost:8000'",
         ),
         ({"url": "http://h", "timeout": "0"}, r"mine\.settings\.timeout must be above 0 and at most 1e\+07, not 0"),
         ({"url": "http://h", "token_variable": "NO_SUCH_TOKEN"}, "the environment has no NO_SUCH_TOKEN"),
@@ -222,6 +223,61 @@ def test_a_wrong_answer_is_not_retried(answer, message):
         assert len(asked) == 2
 
 
+def test_a_redirect_is_not_followed(monkeypatch):
+    """The token would go to another server."""
+    monkeypatch.setenv("REWARD_TOKEN", "secret")
+    with contextlib.ExitStack() as servers:
+        other, asked_there = servers.enter_context(answering((200, {"scores": [9.0]})))
+        url, _ = servers.enter_context(answering(HEALTHY, (307, f"Location: {other}/score")))
+        reward = remote(url, token_variable="REWARD_TOKEN")
+        with pytest.raises(UserError, match=f"/score redirects to '{other}/score': give that server's own address"):
+            scores(reward, VIDEO[:1], ["a"])
+    assert asked_there == []
+
+
+def test_an_answer_that_never_ends_is_a_fault():
+    """One byte after the other: each comes in time, and the whole does not."""
+    with socket.create_server(("127.0.0.1", 0)) as dripping:
+        ended = threading.Event()
+
+        def drip():
+            client, _ = dripping.accept()
+            with client, contextlib.suppress(OSError):
+                client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                while True:  # until the client hangs up
+                    client.sendall(b" ")
+            ended.set()
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        url = f"http://127.0.0.1:{dripping.getsockname()[1]}"
+        with pytest.raises((TimeoutError, UserError), match=r"gave no answer in 0\.2 s|more than 67108864 bytes"):
+            exchange(url, "score", timeout=0.2)
+        assert ended.wait(30)
+        thread.join()
+
+
+def test_an_answer_that_is_too_large_or_nested_is_one_line():
+    with answering((200, "[" * 100_000)) as (url, _), pytest.raises(UserError, match="answered with no JSON"):
+        exchange(url, "score", timeout=30)
+    with answering((200, "1" * 2000)) as (url, _), pytest.raises(UserError, match="more than 1000 bytes"):
+        exchange(url, "score", timeout=30, most_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http:///x", "http://a:99999999", "http://\0", "ftp://a", " http://a", ""]
+)
+def test_an_odd_address_is_one_line(url):
+    with pytest.raises(UserError, match=r"settings\.url .*(is no address|must begin with http)"):
+        check_reward(RewardConfig(kind="http", settings={"url": url} if url else {"url": " "}), 5)
+
+
+def test_a_password_in_an_address_is_refused_and_not_shown():
+    with pytest.raises(UserError, match=r"'http://\*\*\*@host' holds a password.*token_variable") as caught:
+        check_reward(RewardConfig(kind="http", settings={"url": "http://me:hunter2@host"}), 5)
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_resumed_run_may_have_another_address(tmp_path):
     url = ["--reward.scorers.mine.kind", "http", "--reward.scorers.mine.settings.url"]
     save(parse([*url, "http://a"]), tmp_path / "config.yaml")
@@ -241,7 +297,7 @@ def test_the_access_token_is_sent_and_never_saved(monkeypatch):
     assert [token for _, token, _ in asked] == ["Bearer secret"] * 2
 
 
-def test_a_failure_of_the_served_scorer_reaches_the_client():
+def test_a_failure_of_the_served_scorer_reaches_the_client(capfd):
     def broken(videos, prompts):
         if "wrong" in prompts:
             raise UserError("the prompt is wrong")
@@ -251,9 +307,10 @@ def test_a_failure_of_the_served_scorer_reaches_the_client():
         with pytest.raises(UserError, match="code 400: the prompt is wrong"):
             scores(remote(url, retries=1), VIDEO[:1], ["wrong"])
         reward = remote(url, retries=1)
-        with pytest.raises(ConnectionError, match=r"(?s)code 500: Traceback .*KeyError: 'a red circle'"):
+        with pytest.raises(ConnectionError, match=r"code 500: a fault of the server: its terminal shows it"):
             scores(reward)
         assert reward.retried == 1
+    assert "KeyError: 'a red circle'" in capfd.readouterr().err
 
 
 def test_a_server_that_ends_answers_what_it_has_received():
@@ -307,7 +364,7 @@ def test_a_wrong_request_is_answered_with_its_fault(change, message):
     body |= {key: value for key, value in change.items() if key in body}
     body["videos"] = {**videos, **change} if body["videos"] is videos else body["videos"]
     with served(config) as url, pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(f"{url}/score", json.dumps(body).encode())
+        urllib.request.urlopen(posting(f"{url}/score", json.dumps(body)))
     with caught.value as error:
         assert error.code == 400 and message in error.read().decode()
 

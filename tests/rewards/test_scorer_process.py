@@ -89,7 +89,7 @@ class Weighted:
 
 
 def surroundings(videos, prompts):
-    kept = ("PYTHONPATH", "RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SCORER_CACHE")
+    kept = ("PYTHONPATH", "RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "WANDB_API_KEY", "SCORER_CACHE")
     modules = [name for name in sys.modules if name.startswith("unified_trainer.")]
     told = {"path": sys.path, "modules": modules, "environment": {name: os.environ.get(name) for name in kept}}
     (FOLDER / "told.json").write_text(json.dumps(told))
@@ -175,11 +175,11 @@ def test_a_score_that_is_not_finite_is_not_repaired(file, codec):
 
 @pytest.mark.slow
 def test_it_sees_nothing_of_the_trainer(file, tmp_path, monkeypatch):
-    """Neither its modules and module path, nor that it is a rank of a launcher; other variables are inherited."""
-    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "SCORER_CACHE"):
+    """Neither its modules and module path, nor that it is a rank of a launcher, nor its keys."""
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "WANDB_API_KEY", "SCORER_CACHE"):
         monkeypatch.setenv(name, "3")
     monkeypatch.setenv("PYTHONPATH", str(REPO / "tests"))
-    started(file, "surroundings")(VIDEO, PROMPTS)
+    started(file, "surroundings", python_variables=("SCORER_CACHE",))(VIDEO, PROMPTS)
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["modules"] == [] and told["path"][-1] == str(tmp_path)
     assert not {str(REPO / "tests"), str(REPO / "unified_trainer" / "rewards")} & {*told["path"]}

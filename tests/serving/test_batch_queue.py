@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified_trainer.tools.serve.batch_queue import Batcher, BatchQueue, Request
+from unified_trainer.tools.serve.batch_queue import FULL, Batcher, BatchQueue, BusyError, Request
 
 # Schedules: requests of some kind and size after a pause, times the worker needs for a batch, limit and waiting time.
 ARRIVALS = st.lists(st.tuples(st.integers(0, 8), st.sampled_from("ab"), st.integers(1, 6)), min_size=1, max_size=25)
@@ -91,8 +91,10 @@ def test_threads_get_their_own_results():
     assert max(map(len, batches)) > 1
 
 
-@pytest.mark.parametrize("answers", [KeyError("wrong"), [1]], ids=["raises", "gives too few results"])
-def test_an_exception_reaches_every_waiter_and_the_next_batch_is_served(answers):
+@pytest.mark.parametrize("answers", [KeyError("wrong"), []], ids=["raises", "gives too few results"])
+def test_an_exception_is_that_of_the_request_with_the_fault_and_the_next_batch_is_served(answers):
+    """A batch that fails is worked on again one by one."""
+
     def work(jobs):
         if "bad" not in jobs:
             return jobs
@@ -101,12 +103,31 @@ def test_an_exception_reaches_every_waiter_and_the_next_batch_is_served(answers)
         raise answers
 
     batcher = Batcher(work, 2, 60.0)
-    pair = [batcher.submit(job, "k", 1) for job in ("good", "bad")]
-    assert {type(future.exception(timeout=30)) for future in pair} == {
-        ValueError if isinstance(answers, list) else KeyError
-    }
+    good, bad = [batcher.submit(job, "k", 1) for job in ("good", "bad")]
+    assert good.result(timeout=30) == "good"
+    assert type(bad.exception(timeout=30)) is (ValueError if isinstance(answers, list) else KeyError)
     more = [batcher.submit(job, "k", 1) for job in ("c", "d")]
     assert [future.result(timeout=30) for future in more] == ["c", "d"]
+    batcher.close()
+
+
+def test_a_full_queue_refuses_what_comes():
+    go, begun = threading.Event(), threading.Event()
+
+    def work(jobs):
+        begun.set()
+        assert go.wait(30)
+        return jobs
+
+    batcher = Batcher(work, 2, 0.0)
+    futures = [batcher.submit(0, "k", 2)]
+    assert begun.wait(30)
+    futures += [batcher.submit(i, "k", 2) for i in range(1, FULL + 1)]
+    with pytest.raises(BusyError, match=f"the queue is full, {2 * FULL} videos wait"):
+        batcher.submit(-1, "k", 1)
+    go.set()
+    assert [future.result(timeout=30) for future in futures] == list(range(FULL + 1))
+    assert batcher.submit(-1, "k", 1).result(timeout=30) == -1
     batcher.close()
 
 

@@ -55,6 +55,9 @@ class ScorerConfig:
     python: str = ""
     """Python executable that runs the scorer in a process of its own, with the packages of that Python, such as
     venv/bin/python; for kinds of the form path/to/file.py:NAME."""
+    python_variables: tuple[str, ...] = ()
+    """Environment variables that the scorer's own Python gets besides the usual ones of docs/rewards.md, such as
+    HF_TOKEN."""
     settings: dict[str, str] = field(default_factory=dict)
     """Settings of the kind's own, settings.KEY; docs/rewards.md lists those of each kind."""
 

@@ -1,6 +1,5 @@
 """Settings of scorers that ask a server over HTTP, with JSON bodies."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +7,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Seconds
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.own_settings import ScorerSettings
-from unified_trainer.rewards.wire import check_server, exchange
+from unified_trainer.rewards.wire import check_server, exchange, token_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +25,7 @@ class Endpoint(ScorerSettings):
 
     def check(self, config: ScorerConfig, key: str, frames: int) -> None:
         """Raise UserError, naming the key, for settings that cannot be."""
-        check_server(self.url, self.timeout, f"{key}.settings.")
-        if self.token_variable and not os.environ.get(self.token_variable):
-            raise UserError(f"{key}.settings.token_variable: the environment has no {self.token_variable}")
+        check_server(self.url, self.timeout, self.token_variable, f"{key}.settings.")
         if config.path or config.device:
             raise UserError(f"{key}: {config.kind} has no weights here; leave {key}.path and {key}.device out")
 
@@ -38,5 +35,4 @@ class Endpoint(ScorerSettings):
         Raise ConnectionError if there is no answer or one that another request may not get (5xx, 408, 429), and
         UserError, with the server's message, for every other failure.
         """
-        token = os.environ[self.token_variable] if self.token_variable else ""
-        return exchange(self.url, path, body, timeout=self.timeout, token=token)
+        return exchange(self.url, path, body, timeout=self.timeout, token=token_of(self.token_variable))

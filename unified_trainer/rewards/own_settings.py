@@ -11,6 +11,7 @@ import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import range_of, reason
+from unified_trainer.basics.secrets import revealed
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.rewards.base import Scorer, ScorerConfig, ScorerKind
 
@@ -84,7 +85,8 @@ def typed(declared: type[S], given: Mapping[str, str], key: str) -> S:
     ]
     if missing := [f"{key}.settings.{name}" for name in required if not given.get(name)]:
         raise UserError(f"{', '.join(missing)} must be given: {declared.__name__} has no default for it")
-    values = {name: _value(kinds[name], text, f"{key}.settings.{name}") for name, text in given.items()}
+    values = {name: _value(kinds[name], revealed(f"{key}.settings.{name}", text), f"{key}.settings.{name}")
+              for name, text in given.items()}  # fmt: skip
     for name, value in values.items():
         if why := reason(range_of(marked[name]), value):
             raise UserError(f"{key}.settings.{name} {why}")
@@ -102,7 +104,7 @@ def by_form(text: str) -> str | int | float | bool:
 
 def for_class(config: ScorerConfig, device: torch.device) -> dict[str, Any]:
     """Return what a scorer that is a plain class is called with, in this process or in a Python of its own."""
-    own = {name: by_form(text) for name, text in config.settings.items()}
+    own = {name: by_form(revealed(f"settings.{name}", text)) for name, text in config.settings.items()}
     given = {"path": config.path, "precision": config.precision, "batch": config.batch, "device": str(device)}
     return {**given, "settings": own}
 

@@ -23,9 +23,12 @@ from unified_trainer.rewards import scorer_child
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.rewards.own_settings import for_class
 
-# Variables of this process that would change what the scorer imports, or tell it that it is a rank of the training.
-NOT_INHERITED = re.compile(
-    r"PYTHONPATH|PYTHONHOME|VIRTUAL_ENV|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)|TORCHELASTIC_"
+# Variables of this process that a scorer gets: where files, libraries and caches are, its devices and threads. Others
+# may hold keys, change what it imports, or tell it that it is a rank of the training.
+INHERITED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TMPDIR|LD_\w+|TCMALLOC_\w+|XDG_\w+|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|"
+    r"(?i:https?_proxy|no_proxy|all_proxy)|HF_(HOME|ENDPOINT|HUB_\w+|DATASETS_CACHE)|TRANSFORMERS_\w+|TORCH_(HOME|LOGS)|"
+    r"(OMP|MKL|OPENBLAS|NUMEXPR)_\w+|(CUDA|NVIDIA|NCCL|HIP|ROCR|ASCEND|PYTORCH|TRITON|TORCHINDUCTOR)_\w+"
 )
 
 
@@ -49,6 +52,7 @@ class ScorerProcess:
         file, _, name = config.kind.rpartition(":")
         self._load = {"file": file, "name": name, "settings": for_class(config, device)}
         self._python, self._key, self._timeout = config.python, key, timeout
+        self._variables = config.python_variables
         self._start()
 
     def __call__(self, video: Video, prompts: Sequence[str]) -> PerSample:
@@ -69,8 +73,8 @@ class ScorerProcess:
         ours.settimeout(self._timeout)
         with theirs:
             self._process = subprocess.Popen(
-                [str(shutil.which(self._python)), scorer_child.__file__, str(theirs.fileno())],
-                env={name: value for name, value in os.environ.items() if not NOT_INHERITED.match(name)},
+                [str(shutil.which(self._python)), "-u", scorer_child.__file__, str(theirs.fileno())],
+                env=self._environment(),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what the scorer prints is no output of this program
@@ -79,6 +83,10 @@ class ScorerProcess:
         self._connection = ours
         self._end = weakref.finalize(self, _end, self._process, ours)
         self._ask(self._load)
+
+    def _environment(self) -> dict[str, str]:
+        given = os.environ.items()
+        return {name: value for name, value in given if INHERITED.fullmatch(name) or name in self._variables}
 
     def _ask(self, message: dict[str, Any], data: memoryview = scorer_child.NO_DATA) -> dict[str, Any]:
         """Return the answer to a message; without one the process is ended, because a late one must not be the next."""
@@ -119,6 +127,8 @@ def check_own_python(config: ScorerConfig, key: str, frames: int) -> None:
         )
     if not Path(file).is_file():
         raise MissingFileError(f"{key}.kind {file}: no such file")
+    if absent := [name for name in config.python_variables if name not in os.environ]:
+        raise UserError(f"{key}.python_variables: the environment has no {', '.join(absent)}")
     if shutil.which(config.python) is None:
         raise UserError(f"{key}.python {config.python!r} is no executable file; expected one such as venv/bin/python")
 

@@ -13,6 +13,7 @@ import torch
 from unified_trainer import rewards
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.plugins import installed, load_object
+from unified_trainer.basics.secrets import check_secret
 from unified_trainer.basics.trust import check_code, check_program
 from unified_trainer.basics.types import Video
 from unified_trainer.models import hub
@@ -110,6 +111,8 @@ def check_reward(config: RewardConfig, frames: int) -> None:
         kind = scorer_kind(part, key, config.timeout)
         if part.settings and not kind.own_settings:
             raise UserError(f"{key}.settings.{next(iter(part.settings))}: {part.kind} has no settings of its own")
+        for own, value in part.settings.items():
+            check_secret(f"{key}.settings.{own}", value)
         if part.top_fraction != 1 and not kind.per_frame:
             raise UserError(f"{key}.top_fraction: {part.kind} does not score frames one by one; leave it out")
         kind.check(part, key, frames)

@@ -1,54 +1,100 @@
 """One request to a server over HTTP with JSON bodies, and what its failures mean."""
 
-import http.client
+import asyncio
 import json
-import urllib.error
-import urllib.request
+import os
 from typing import Any
-from urllib.parse import urlsplit
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Seconds, range_of, reason
+from unified_trainer.basics.secrets import masked
 
 MAY_PASS = (408, 429)  # timeout and too many requests: the only codes below 500 that another request may not get
 SHOWN = 2000  # characters of a server's message that an error repeats
+MOST_BYTES = 2**26  # of an answer
 
 
-def exchange(url: str, path: str, body: dict[str, Any] | None = None, *, timeout: float, token: str = "") -> Any:
+def exchange(
+    url: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    *,
+    timeout: float,
+    token: str = "",
+    most_bytes: int = MOST_BYTES,
+) -> Any:
     """Return the JSON value that the server at `url` answers to a POST of `body`, or to a GET without one.
 
-    `timeout` is in seconds, and `token` is sent as a bearer token unless it is empty. Raise ConnectionError or
-    TimeoutError if there is no answer or one that another request may not get (5xx, 408, 429), and UserError, with the
-    server's message, for every other failure.
+    `timeout` is the seconds until the whole answer must be here, and `token` is sent as a bearer token unless it is
+    empty. No redirect is followed. Raise ConnectionError or TimeoutError if there is no answer or one that another
+    request may not get (5xx, 408, 429), and UserError, with the server's message, for every other failure.
     """
     address = f"{url.rstrip('/')}/{path}"
-    headers = {"Content-Type": "application/json"}
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
     data = None if body is None else json.dumps(body, allow_nan=False).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(address, data, headers), timeout=timeout) as answer:
-            text = answer.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            message = error.read().decode(errors="replace").strip()[:SHOWN]
-        if error.code >= 500 or error.code in MAY_PASS:
-            raise ConnectionError(f"{address} answered with code {error.code}: {message}") from None
-        raise UserError(f"{address} refused the request with code {error.code}: {message}") from None
-    except TimeoutError as error:
-        raise TimeoutError(f"{address} gave no answer in {timeout:g} s") from error
-    except (OSError, http.client.HTTPException) as error:
-        raise ConnectionError(f"{address} gave no answer: {error}") from error
+    code, place, text = _answer(address, data, timeout, token, most_bytes)
+    message = text.decode(errors="replace").strip()[:SHOWN]
+    if code >= 500 or code in MAY_PASS:
+        raise ConnectionError(f"{address} answered with code {code}: {message}")
+    if 300 <= code < 400:
+        raise UserError(f"{address} redirects to {masked(place)!r}: give that server's own address, if you trust it")
+    if code >= 400:
+        raise UserError(f"{address} refused the request with code {code}: {message}")
     try:
         return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{address} answered with no JSON: {text[:SHOWN].decode(errors='replace')!r}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{address} answered with no JSON: {message!r}") from error
 
 
-def check_server(url: str, timeout: float, prefix: str = "") -> None:
-    """Raise UserError unless `exchange` can take these; `prefix` stands before their names in the message."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise UserError(f"{prefix}url must begin with http:// or https://, but is {url!r}")
+def _answer(address: str, data: bytes | None, timeout: float, token: str, most_bytes: int) -> tuple[int, str, bytes]:
+    """Return code, header Location and body of an answer."""
+    import httpx2  # takes a third of a second
+
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+
+    async def ask() -> tuple[int, str, bytes]:
+        text = bytearray()
+        async with asyncio.timeout(timeout), httpx2.AsyncClient(timeout=None) as client:
+            method = "GET" if data is None else "POST"
+            async with client.stream(method, address, content=data, headers=headers) as answer:
+                async for part in answer.aiter_bytes():
+                    text += part
+                    if len(text) > most_bytes:
+                        raise UserError(f"{address} answered with more than {most_bytes} bytes, which no answer has")
+                return answer.status_code, answer.headers.get("location", ""), bytes(text)
+
+    try:
+        return asyncio.run(ask())
+    except TimeoutError as error:
+        raise TimeoutError(f"{address} gave no answer in {timeout:g} s") from error
+    except (OSError, httpx2.HTTPError) as error:
+        raise ConnectionError(f"{address} gave no answer: {str(error) or type(error).__name__}") from error
+
+
+def check_server(url: str, timeout: float, token_variable: str = "", prefix: str = "") -> None:
+    """Raise UserError unless a server can be asked so; `prefix` stands before the names in the message."""
+    import httpx2
+
+    try:
+        parts = httpx2.URL(url)
+        right = parts.scheme in ("http", "https") and parts.host and not len(url) - len(url.strip()) > 0
+    except (httpx2.InvalidURL, ValueError) as error:
+        raise UserError(f"{prefix}url {masked(url)!r} is no address: {error}") from error
+    if not right or (parts.port or 0) >= 2**16:
+        raise UserError(
+            f"{prefix}url must begin with http:// or https:// and name a host, such as http://10.0.0.7:8000, but is "
+            f"{masked(url)!r}"
+        )
+    if parts.userinfo:
+        raise UserError(
+            f"{prefix}url {masked(url)!r} holds a password, which the run would store: leave it out, and name the "
+            f"environment variable that holds the server's token by {prefix}token_variable"
+        )
     if why := reason(range_of(Seconds), timeout):
         raise UserError(f"{prefix}timeout {why}")
+    if token_variable and not os.environ.get(token_variable):
+        raise UserError(f"{prefix}token_variable: the environment has no {token_variable}")
+
+
+def token_of(variable: str) -> str:
+    """Return the token that an environment variable holds; "" without a variable."""
+    return os.environ[variable] if variable else ""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.secrets import masked
 from unified_trainer.basics.terminal import printable
 from unified_trainer.parallel.torchrun import where
 
@@ -26,7 +27,7 @@ def exit_code(work: Callable[[], int]) -> int:
     try:
         return work()
     except UserError as error:
-        sys.stderr.write(printable(f"error{where()}: {error}\n"))
+        sys.stderr.write(printable(masked(f"error{where()}: {error}\n")))
         return WRONG
     except OSError as error:  # of a path that the user gave: no reader or writer can do anything about it
         if error.errno not in OF_A_PATH or error.filename is None:

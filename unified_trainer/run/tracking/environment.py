@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unified_trainer.basics.own_files import no_follow
+from unified_trainer.basics.secrets import masked
 from unified_trainer.parallel.device import device_name, driver_versions
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.settings.run_paths import ENVIRONMENT, FOLDER
@@ -33,7 +34,7 @@ def environment(argv: Sequence[str], seed: int, step: int, mesh: Mesh) -> dict[s
         "time": datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
         "step": step,
         FOLDER: str(Path.cwd()),
-        "command": shlex.join(["python", "-m", "unified_trainer", *argv]),
+        "command": masked(shlex.join(["python", "-m", "unified_trainer", *argv])),
         "seed": seed,
         "host": socket.gethostname(),
         "device": device_name(mesh.device),

@@ -13,7 +13,6 @@ import torch
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Video
 from unified_trainer.rewards.video_json import PROTOCOL, TORCH, Encoding
-from unified_trainer.rewards.wire import exchange
 from unified_trainer.run.settings.command_line import with_settings
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.tools.evaluate.plan import Plan, noise_number
@@ -21,7 +20,7 @@ from unified_trainer.tools.serve.remote_student import RemoteStudent
 
 SIZE = ("frames", "height", "width", "fps")
 TOLD = ("name", *SIZE, "latents", "weights", "sampler", "device")  # what GET /health must hold
-OWN = "encoding=float32|uint8, timeout=SECONDS and in_flight=REQUESTS"
+OWN = "encoding=float32|uint8, timeout=SECONDS, token_variable=NAME and in_flight=REQUESTS"
 
 
 def is_address(text: str) -> bool:
@@ -37,6 +36,7 @@ class ServedStudent:
     about: dict[str, Any] = field(hash=False)
     encoding: Encoding = "float32"
     timeout: float = 600.0  # seconds within which a request must be answered
+    token_variable: str = ""  # environment variable with the server's token
     in_flight: int = 4  # requests that the server has at a time, at most
 
     @classmethod
@@ -49,12 +49,12 @@ class ServedStudent:
         return cls(found.url, found.health(), **own)
 
     def client(self) -> RemoteStudent:
-        return RemoteStudent(self.url, self.encoding, self.timeout)
+        return RemoteStudent(self.url, self.encoding, self.timeout, self.token_variable)
 
     def health(self) -> dict[str, Any]:
         """Return what the server says of itself; UserError without an answer, or with one that lacks something."""
         try:
-            about = exchange(self.url, "health", timeout=self.timeout)
+            about = self.client().exchange("health")
         except OSError as fault:
             raise UserError(f"{fault}; start the server first: python -m unified_trainer serve RUN") from fault
         protocol = about.get("protocol") if isinstance(about, dict) else None

@@ -9,6 +9,11 @@ from typing import Generic, TypeVar
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+FULL = 64  # batches that may wait
+
+
+class BusyError(Exception):
+    """The queue is full: another request may find room later."""
 
 
 @dataclass(eq=False)
@@ -33,6 +38,11 @@ class BatchQueue(Generic[Job, Result]):
     def __init__(self, limit: int, wait: float) -> None:
         self.limit, self.wait = limit, wait
         self._waiting: list[Request[Job, Result]] = []
+
+    @property
+    def waiting(self) -> int:
+        """The sum of the sizes of the requests that wait."""
+        return sum(request.size for request in self._waiting)
 
     def put(self, request: Request[Job, Result]) -> None:
         """Add a request at the end."""
@@ -82,13 +92,18 @@ class Batcher(Generic[Job, Result]):
         self._thread.start()
 
     def submit(self, job: Job, kind: Hashable, size: int) -> "Future[Result]":
-        """Queue a job; the future has its result, or the exception of the batch that it was in."""
+        """Queue a job; the future has its result, or the exception that it raised.
+
+        Raise BusyError if as much as `FULL` batches waits already.
+        """
         request = Request[Job, Result](job, kind, size, time.monotonic())
         with self._changed:
             if self.given_up.done():
                 raise self.given_up.result()
             if self._closed:
                 raise RuntimeError("the batcher is closed")
+            if (waiting := self._queue.waiting) >= FULL * self._queue.limit:
+                raise BusyError(f"the queue is full, {waiting} videos wait: ask again later, or use a further server")
             self._queue.put(request)
             self._changed.notify()
         return request.future
@@ -118,15 +133,25 @@ class Batcher(Generic[Job, Result]):
             waiting = [request for request in batch if request.future.set_running_or_notify_cancel()]
             if not waiting or not self._begin(waiting):
                 continue
-            try:
-                results = self._work([request.job for request in waiting])
-                pairs = list(zip(waiting, results, strict=True))
-            except Exception as error:  # noqa: BLE001 - those who wait raise it
-                for request in self._finished():
-                    request.future.set_exception(error)
-            else:
-                for request, result in pairs if self._finished() else []:
-                    request.future.set_result(result)
+            outcomes = self._outcomes(waiting)
+            for request, outcome in zip(self._finished(), outcomes, strict=False):  # none are left after `give_up`
+                if isinstance(outcome, Exception):
+                    request.future.set_exception(outcome)
+                else:
+                    request.future.set_result(outcome)
+
+    def _outcomes(self, batch: Sequence[Request[Job, Result]]) -> list[Result | Exception]:
+        """Return the result of each request of a batch, or its exception.
+
+        A batch that fails is worked on again one by one: a fault of one request is none of the others.
+        """
+        try:
+            results = self._work([request.job for request in batch])
+            return [result for _, result in zip(batch, results, strict=True)]
+        except Exception as error:  # noqa: BLE001 - those who wait raise it
+            if len(batch) == 1 or self.given_up.done():
+                return [error] * len(batch)
+            return [outcome for request in batch for outcome in self._outcomes([request])]
 
     def _begin(self, batch: list[Request[Job, Result]]) -> bool:
         """Note the batch at work; return False, with the answer that all get, if the batcher was given up before."""

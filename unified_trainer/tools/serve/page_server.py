@@ -1,37 +1,32 @@
-"""A web server of pages that are only read: it answers GET and HEAD, and nothing to requests for other host names.
+"""A site of pages that are only read: it answers GET and HEAD."""
 
-Checking the name keeps a page of another site, whose name was rebound to this machine's address, from reading these.
-"""
-
-import gzip
-import ipaddress
-import socket
-import socketserver
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.terminal import say
-from unified_trainer.tools.serve.listening import address_of, open_port, stop_asked
 
-TEXT = "text/plain; charset=utf-8"
+CLOSED = "default-src 'none'"
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Connection": "close",
+    "Content-Security-Policy": CLOSED,
 }
-CLOSED = "default-src 'none'"
 PACKED = 10_000  # bytes of a text from which on it is compressed
-SECONDS = 30  # that a client may be silent
 
 
 class RefusedError(UserError):
@@ -54,138 +49,50 @@ class Answer:
 
 
 Query = Mapping[str, Sequence[str]]
-Answering = Callable[[str, Query], Answer]  # path and query; RefusedError
 
 
-def serve_pages(host: str, port: int, answering: Answering, said: Callable[[str], str]) -> None:
-    """Open the port, print what `said` makes of the address, and answer until SIGTERM or Ctrl-C.
+@dataclass(frozen=True)
+class Pages:
+    """A site whose pages a function of path and query answers; it raises RefusedError for a page that is not there."""
 
-    Raise UserError if the port cannot be opened.
-    """
-    with open_port(host, port) as listener:
-        stop = stop_asked()
-        with serving_pages(listener, host, answering) as address:
-            say(said(address))
-            stop.wait()
-    say("stopped")
+    answer: Callable[[str, Query], Answer]
+    given_up: "Future[Exception]" = field(default_factory=Future)  # never
 
+    def app(self) -> ASGIApp:
+        """Return the web application."""
+        packing = Middleware(GZipMiddleware, minimum_size=PACKED, compresslevel=1)
+        return Starlette(routes=[Route("/{path:path}", self._get, methods=["GET"])], middleware=[packing])
 
-@contextmanager
-def serving_pages(listener: socket.socket, host: str, answering: Answering) -> Iterator[str]:
-    """Answer requests at a listening socket while the context lasts, and give the address of the server."""
-    web = _Server(listener, {"localhost", socket.gethostname().lower(), host.lower()}, answering)
-    thread = threading.Thread(target=web.serve_forever, args=(0.1,), name="server")
-    thread.start()
-    try:
-        yield address_of(listener)
-    finally:
-        web.shutdown()
-        thread.join()
+    def close(self) -> None:
+        """Nothing is left to end."""
 
+    async def _get(self, request: Request) -> Response:
+        return await run_in_threadpool(self._answered, request)
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, listener: socket.socket, names: set[str], answering: Answering) -> None:
-        socketserver.BaseServer.__init__(self, listener.getsockname(), _Handler)
-        self.socket, self.names, self.answering = listener, names, answering
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that went away; other exceptions show their traceback."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = SECONDS
-    server_version, sys_version = "unified-trainer", ""
-
-    def do_GET(self) -> None:
-        """Answer a request, or say why not."""
+    def _answered(self, request: Request) -> Response:
         try:
-            self._check_host()
-            answer = self.server.answering(*self._asked())
+            answer = self.answer(request.url.path, _query(request))
             tag = f'"{answer.tag}"'
-            if self.headers.get("If-None-Match") == tag:
-                self._send(HTTPStatus.NOT_MODIFIED, b"", answer.kind, {"ETag": tag})
-                return
             keep = f"private, max-age={answer.seconds}" if answer.seconds else "no-cache"
-            more = {"ETag": tag, "Cache-Control": keep, "Content-Security-Policy": answer.policy}
-            body = answer.body()
-            if answer.kind.startswith("text/"):
-                more["Vary"] = "Accept-Encoding"
-                if len(body) > PACKED and "gzip" in self.headers.get("Accept-Encoding", ""):
-                    body, more["Content-Encoding"] = gzip.compress(body, 1), "gzip"
-            self._send(HTTPStatus.OK, body, answer.kind, more)
+            headers = {**HEADERS, "ETag": tag, "Cache-Control": keep, "Content-Security-Policy": answer.policy}
+            if request.headers.get("If-None-Match") == tag:
+                return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
+            return Response(answer.body(), headers=headers, media_type=answer.kind)
         except RefusedError as error:
-            self.refuse(error.status, str(error))
-        except OSError:
-            raise  # of the connection
+            return _refused(error.status, str(error))
         except Exception:  # noqa: BLE001 - a bug: the server goes on
             sys.stderr.write(traceback.format_exc())
-            self.refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "a fault of the program: its terminal shows it")
-
-    do_HEAD = do_GET  # _send leaves the body out
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse what http.server itself does not accept: other methods, and requests that are none."""
-        if code == HTTPStatus.NOT_IMPLEMENTED:
-            self.refuse(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are answered", {"Allow": "GET, HEAD"})
-        else:
-            self.refuse(HTTPStatus(code), message or HTTPStatus(code).phrase)
-
-    def refuse(self, status: HTTPStatus, said: str, more: Mapping[str, str] | None = None) -> None:
-        """Send a code and a sentence."""
-        self._send(status, f"{said}\n".encode(errors="replace"), TEXT, {"Cache-Control": "no-store", **(more or {})})
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Write no line for a request."""
-
-    def _check_host(self) -> None:
-        given = self.headers.get_all("Host") or []
-        name = _host_of(given[0]) if len(given) == 1 else None
-        if name is None:
-            raise RefusedError(HTTPStatus.BAD_REQUEST, "the request must have one header Host")
-        if name not in self.server.names and not _is_number(name):
-            known = "open it by the address that the program printed, or name the host with --host"
-            raise RefusedError(
-                HTTPStatus.MISDIRECTED_REQUEST, f"this server does not answer to the name {name}: {known}"
-            )
-
-    def _asked(self) -> tuple[str, Query]:
-        try:
-            parts = urlsplit(self.path)
-            query = parse_qs(parts.query, max_num_fields=100, errors="surrogateescape")
-        except ValueError as error:
-            raise RefusedError(HTTPStatus.BAD_REQUEST, f"the request has no valid URL: {error}") from error
-        return parts.path, query
-
-    def _send(self, status: HTTPStatus, body: bytes, kind: str, more: Mapping[str, str]) -> None:
-        headers = {**HEADERS, "Content-Security-Policy": CLOSED, **more}
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        if status != HTTPStatus.NOT_MODIFIED:
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+            return _refused(HTTPStatus.INTERNAL_SERVER_ERROR, "a fault of the program: its terminal shows it")
 
 
-def _host_of(header: str) -> str | None:
-    """Return the name or address in a header Host, without the port."""
+def _query(request: Request) -> Query:
+    """Return the values of each key; a name of a folder may hold any bytes."""
     try:
-        return urlsplit(f"//{header}").hostname
-    except ValueError:
-        return None
+        return parse_qs(request.url.query, max_num_fields=100, errors="surrogateescape")
+    except ValueError as error:
+        raise RefusedError(HTTPStatus.BAD_REQUEST, f"the request has no valid URL: {error}") from error
 
 
-def _is_number(name: str) -> bool:
-    """Return whether a host is an IP address, which no other site can be reached by."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+def _refused(status: HTTPStatus, said: str) -> Response:
+    content = f"{said}\n".encode(errors="replace")
+    return PlainTextResponse(content, status, {**HEADERS, "Cache-Control": "no-store"})

@@ -9,7 +9,7 @@ import torch
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Video
 from unified_trainer.rewards.video_json import PROTOCOL, Encoding, from_json
-from unified_trainer.rewards.wire import check_server, exchange
+from unified_trainer.rewards.wire import MOST_BYTES, check_server, exchange, token_of
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,17 @@ class RemoteStudent:
     """A student behind the server at `url`, such as http://10.0.0.7:8000, which answers as docs/tools.md says.
 
     `encoding` is the transport of the frames: float32 is exact, and uint8 takes a quarter of the bytes and rounds to 8
-    bits. `timeout` is the seconds within which the server must answer a request.
+    bits. `timeout` is the seconds within which the server must answer a request. `token_variable` names the environment
+    variable with the server's token, if it asks for one.
     """
 
     url: str
     encoding: Encoding = "float32"
     timeout: float = 600.0
+    token_variable: str = ""
 
     def __post_init__(self) -> None:
-        check_server(self.url, self.timeout)
+        check_server(self.url, self.timeout, self.token_variable)
 
     def sample(self, prompts: Sequence[str], *, seed: int = 0, batch: int = 8) -> Video:
         """Return a video of each prompt, in [0, 1], `[n, 3, frames, height, width]`, on the CPU.
@@ -42,10 +44,15 @@ class RemoteStudent:
     def _videos(self, prompts: list[str], seed: int) -> Video:
         body: dict[str, Any] = {"protocol": PROTOCOL, "prompts": prompts, "encoding": self.encoding}
         body["seeds"] = list(range(seed, seed + len(prompts)))
-        answer = exchange(self.url, "sample", body, timeout=self.timeout)
+        answer = self.exchange("sample", body, 2**35)
         if not isinstance(answer, dict):
             raise UserError(f"{self.url}/sample answered {str(answer)[:200]}; expected an object with videos")
         videos = from_json(answer.get("videos"))
         if len(videos) != len(prompts):
             raise UserError(f"{self.url}/sample gave {len(videos)} videos for {len(prompts)} prompts")
         return videos
+
+    def exchange(self, path: str, body: dict[str, Any] | None = None, most_bytes: int = MOST_BYTES) -> Any:
+        """Return what the server answers, as `wire.exchange`."""
+        token = token_of(self.token_variable)
+        return exchange(self.url, path, body, timeout=self.timeout, token=token, most_bytes=most_bytes)

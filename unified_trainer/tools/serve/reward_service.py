@@ -10,7 +10,7 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.rewards.video_json import from_json
 from unified_trainer.tools.serve.batch_queue import Batcher
-from unified_trainer.tools.serve.web_server import Service, texts
+from unified_trainer.tools.serve.service import Service, texts
 
 Score = Callable[[Video, Sequence[str]], PerSample]  # every score is finite
 
@@ -32,9 +32,12 @@ class Clips:
 
 
 def reward_service(
-    name: str, min_frames: int, score: Score, device: torch.device, batch: int, wait: float
+    name: str, min_frames: int, score: Score, device: torch.device, batch: int, wait: float, most_bytes: int = 2**33
 ) -> Service[Clips, list[float]]:
-    """Return a service that scores `batch` videos at a time; the first request waits `wait` seconds for others."""
+    """Return a service that scores `batch` videos at a time; the first request waits `wait` seconds for others.
+
+    A request of more than `most_bytes` is refused.
+    """
 
     def read(asked: dict[str, Any]) -> Clips:
         videos, prompts = from_json(asked.get("videos")), texts(asked, "prompts")
@@ -51,4 +54,5 @@ def reward_service(
         return [part.tolist() for part in scores.float().split([one.size for one in requests])]
 
     about = {"name": name, "min_frames": min_frames}
-    return Service(about, "/score", read, lambda _, scores: {"scores": scores}, Batcher(together, batch, wait))
+    batcher = Batcher(together, batch, wait)
+    return Service(about, "/score", read, lambda _, scores: {"scores": scores}, batcher, most_bytes)

@@ -13,12 +13,17 @@ from unified_trainer.run.build import cache_memory
 from unified_trainer.run.checkpoint.manifest import Spec, weights_digest
 from unified_trainer.tools.load_run import LoadedRole, load_role
 from unified_trainer.tools.report.run_folder import find_runs, is_run
+from unified_trainer.tools.serve.guard import Door
+from unified_trainer.tools.serve.service import Service
+from unified_trainer.tools.serve.student_service import student_service
+from unified_trainer.tools.serve.web_server import serve_until_stopped
 
 
 def serve(
     run: Annotated[str, tyro.conf.Positional],
     port: Port = 8000,
     host: str = "127.0.0.1",
+    token_variable: str = "",
     batch: Count = 8,
     wait: Annotated[float, at_least(0, 60)] = 0.05,
     device: Device = "auto",
@@ -31,15 +36,14 @@ def serve(
     Args:
         run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
         port: Port to listen at; 0 takes a free one.
-        host: Address to listen at. The server asks for no password: open it only to a network that you trust.
+        host: Address to listen at.
+        token_variable: Environment variable that holds a token, which clients must then show: as a bearer token, or as
+            the password that a browser asks for. Without one, open the server only to a network that you trust.
         batch: Most videos that are generated together; requests that wait are joined up to it.
         wait: Seconds that the first request in the queue waits for others.
         device: Device to run on.
         base: Pipeline folder that the student started from, if it is no longer where the run found it.
     """
-    from unified_trainer.tools.serve.student_service import student_service  # an optional extra
-    from unified_trainer.tools.serve.web_server import Service, serve_until_stopped
-
     folder, _, ema = Spec.of(run)
     if folder.is_dir() and not is_run(folder) and find_runs(folder):
         raise UserError(
@@ -54,7 +58,8 @@ def serve(
         digest = weights_digest(loaded.metadata, "student", ema=ema)
         return student_service(name, loaded, codec, batch, wait, digest)
 
-    serve_until_stopped(host, port, load, lambda address: f"{run} at {address}: POST {address}/sample")
+    door = Door(host, port, token_variable)
+    serve_until_stopped(door, load, lambda address: f"{run} at {address}: POST {address}/sample")
 
 
 def _require_cache(loaded: LoadedRole, batch: int) -> None:

@@ -11,6 +11,10 @@ from unified_trainer.rewards.reward import RewardConfig, VideoReward
 from unified_trainer.rewards.scorers import check_reward, least_frames, load_scorers
 from unified_trainer.rewards.time_limit import watched
 from unified_trainer.run.settings.command_line import read_reward
+from unified_trainer.tools.serve.guard import Door
+from unified_trainer.tools.serve.reward_service import reward_service
+from unified_trainer.tools.serve.service import Service
+from unified_trainer.tools.serve.web_server import serve_until_stopped
 
 
 def serve_reward(
@@ -18,6 +22,8 @@ def serve_reward(
     path: str = "",
     port: Port = 8000,
     host: str = "127.0.0.1",
+    token_variable: str = "",
+    most_gib: Annotated[float, at_least(0.001, 1024)] = 8.0,
     batch: Count = 64,
     wait: Annotated[float, at_least(0, 60)] = 0.01,
     device: Device = "auto",
@@ -30,14 +36,14 @@ def serve_reward(
         reward: YAML file with a section reward, as in a recipe, whose weighted sum is served; or a kind of scorer.
         path: Folder of the weights, if --reward is a kind that has some.
         port: Port to listen at; 0 takes a free one.
-        host: Address to listen at. The server asks for no password: open it only to a network that you trust.
+        host: Address to listen at.
+        token_variable: Environment variable that holds a token, which clients must then show: as a bearer token, or as
+            the password that a browser asks for. Without one, open the server only to a network that you trust.
+        most_gib: Largest request that is read, in GiB; a larger one is refused.
         batch: Most videos that are scored together; requests that wait are joined up to it.
         wait: Seconds that the first request in the queue waits for others.
         device: Device to run on.
     """
-    from unified_trainer.tools.serve.reward_service import reward_service  # an optional extra
-    from unified_trainer.tools.serve.web_server import Service, serve_until_stopped
-
     name, config = _served(reward, path)
     frames = least_frames(config)
     check_reward(config, frames)
@@ -52,11 +58,12 @@ def serve_reward(
         picked = pick_device(device, 0)
         scorer = VideoReward(load_scorers(config, picked, limit)[0], config)
         score = lambda video, prompts: scorer.total(scorer.parts(video, tuple(prompts), scorer.weights))  # noqa: E731
-        service = reward_service(name, frames, score, picked, batch, wait)
+        service = reward_service(name, frames, score, picked, batch, wait, int(most_gib * 2**30))
         return service
 
     flags = "--reward.scorers.NAME.kind http --reward.scorers.NAME.settings.url"
-    serve_until_stopped(host, port, load, lambda address: f"{name} at {address}: {flags} {address}")
+    door = Door(host, port, token_variable)
+    serve_until_stopped(door, load, lambda address: f"{name} at {address}: {flags} {address}")
 
 
 def _served(reward: str, path: str) -> tuple[str, RewardConfig]:

@@ -18,9 +18,10 @@ from unified_trainer.rewards.video_json import to_json
 from unified_trainer.run.settings.config import plain
 from unified_trainer.tools.sample.sample import SampledRole, draw_latents
 from unified_trainer.tools.serve.batch_queue import Batcher
-from unified_trainer.tools.serve.web_server import Service, texts
+from unified_trainer.tools.serve.service import Service, texts
 
 KEYS = ("protocol", "prompts", "seeds", "encoding")  # of a request
+MOST_BYTES = 2**24  # of a request
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def student_service(
     about = {"name": name, "frames": video.frames, "height": video.height, "width": video.width, "fps": video.fps}
     about |= {"latents": list(codec.latent_shape(video.frames, video.height, video.width)), "weights": weights}
     about |= {"sampler": plain(student.run)["sampler"], "device": student.role.device.type}
-    return Service(about, "/sample", _read, write, Batcher(together, batch, wait))
+    return Service(about, "/sample", _read, write, Batcher(together, batch, wait), MOST_BYTES)
 
 
 def _read(asked: dict[str, Any]) -> Wanted:

@@ -1,120 +1,66 @@
-"""A web server with a queue: POST requests in JSON that wait are worked on together."""
+"""The web server of serve, serve-reward and watch: one application behind the guard, until it is stopped."""
 
-import asyncio
-import json
+import signal
 import socket
 import threading
-import traceback
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Protocol
 
-from unified_trainer.basics.errors import MissingPackageError, UserError
+import uvicorn
+from starlette.types import ASGIApp
+
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.terminal import say
-from unified_trainer.rewards.video_json import PROTOCOL
-from unified_trainer.tools.serve.batch_queue import Batcher
-from unified_trainer.tools.serve.listening import address_of, open_port, stop_asked
-
-try:
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, PlainTextResponse, Response
-    from starlette.routing import Route
-except ModuleNotFoundError as error:
-    raise MissingPackageError(f"a server needs {error.name}: pip install 'unified-trainer[serve]'") from error
+from unified_trainer.tools.serve.guard import Door, Guard
 
 
-@runtime_checkable
-class Asked(Protocol):
-    """A request that was read; the queue must know its kind and its size."""
+class Site(Protocol):
+    """What a server answers with."""
 
     @property
-    def kind(self) -> Hashable: ...  # only requests of one kind are worked on together
+    def given_up(self) -> "Future[Exception]":
+        """Why, once it can give no further answer."""
+        ...
 
-    @property
-    def size(self) -> int: ...  # number of its videos
-
-
-Job = TypeVar("Job", bound=Asked)
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Service(Generic[Job, Result]):
-    """The answers of a server: `about` to GET /health, and to POST at `path` what the batcher makes of the request."""
-
-    about: dict[str, Any]  # its name, and what clients must know
-    path: str
-    read: Callable[[dict[str, Any]], Job]  # raises UserError for a request that cannot be answered
-    write: Callable[[Job, Result], dict[str, Any]]
-    batcher: "Batcher[Job, Result]"
-
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """Return the web application."""
-        return Starlette(routes=[Route("/health", self._health), Route(self.path, self._post, methods=["POST"])])
+        ...
 
-    async def _health(self, request: Request) -> Response:
-        return JSONResponse(self.about | {"protocol": PROTOCOL})
-
-    async def _post(self, request: Request) -> Response:
-        try:
-            body = await request.body()
-            job = await run_in_threadpool(self._read, body)  # large bodies must not hold up other requests
-            result = await asyncio.wrap_future(self.batcher.submit(job, job.kind, job.size))
-            return await run_in_threadpool(lambda: JSONResponse(self.write(job, result)))
-        except UserError as error:
-            return PlainTextResponse(str(error), 400)
-        except TimeoutError as error:  # of a scorer: another request, or another server, may get an answer
-            return PlainTextResponse(str(error), 503)
-        except Exception:  # noqa: BLE001 - the client ends with it
-            return PlainTextResponse(traceback.format_exc(), 500)
-
-    def _read(self, body: bytes) -> Job:
-        try:
-            asked = json.loads(body)
-        except ValueError as error:
-            raise UserError(f"the request is no JSON: {error}") from error
-        if not isinstance(asked, dict) or asked.get("protocol") != PROTOCOL:
-            raise UserError(f"the request must be an object with protocol {PROTOCOL}")
-        return self.read(asked)
+    def close(self) -> None:
+        """End, when the last request was answered."""
+        ...
 
 
-def texts(asked: dict[str, Any], key: str) -> list[str]:
-    """Return the list of texts of a request; raise UserError if it is none."""
-    found = asked.get(key)
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise UserError(f"{key} must be a list of texts")
-    return found
+def serve_until_stopped(door: Door, load: Callable[[], Site], said: Callable[[str], str]) -> None:
+    """Open the port, load the site, print what `said` makes of the address, and answer until SIGTERM or Ctrl-C.
 
-
-def serve_until_stopped(
-    host: str, port: int, load: Callable[[], Service[Any, Any]], said: Callable[[str], str]
-) -> None:
-    """Open the port, load the service, print what `said` makes of the address, and answer until SIGTERM or Ctrl-C.
-
-    Raise UserError, before anything is loaded, if the port cannot be opened, and when the batcher gives up.
+    Raise UserError, before anything is loaded, if the port cannot be opened or the environment has no token, and when
+    the site gives up.
     """
-    with open_port(host, port) as listener:
-        stop, service = stop_asked(), load()
-        service.batcher.given_up.add_done_callback(lambda _: stop.set())
-        with serving(service, listener) as address:
+    door.token()
+    with open_port(door.host, door.port) as listener:
+        stop, site = stop_asked(), load()
+        site.given_up.add_done_callback(lambda _: stop.set())
+        with serving(site, listener, door) as address:
             say(said(address))
             stop.wait()
-    if service.batcher.given_up.done():
-        raise UserError(str(service.batcher.given_up.result()))
+    if site.given_up.done():
+        raise UserError(str(site.given_up.result()))
     say("stopped")
 
 
 @contextmanager
-def serving(service: Service[Any, Any], listener: socket.socket) -> Iterator[str]:
+def serving(site: Site, listener: socket.socket, door: Door | None = None) -> Iterator[str]:
     """Answer requests at a listening socket while the context lasts, and give the address of the server.
 
     On leaving, requests that were received are answered first.
     """
-    web = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning", lifespan="off", access_log=False))
+    door = door or Door(*listener.getsockname()[:2])
+    app = Guard(site.app(), door.names(), door.token())
+    settings = uvicorn.Config(app, log_level="warning", lifespan="off", access_log=False, server_header=False)
+    web = uvicorn.Server(settings)
     thread = threading.Thread(target=web.run, args=([listener],), name="server")  # no main thread: it takes no signals
     thread.start()
     try:
@@ -122,4 +68,26 @@ def serving(service: Service[Any, Any], listener: socket.socket) -> Iterator[str
     finally:
         web.should_exit = True
         thread.join()
-        service.batcher.close()
+        site.close()
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """Return a listening socket; UserError if the port cannot be opened."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port}: {error}; choose another, or 0 for a free port") from error
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return the URL of a server at a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def stop_asked() -> threading.Event:
+    """Return an event that SIGTERM and Ctrl-C set from now on."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop

@@ -1,0 +1,103 @@
+"""Keys and passwords are named, not given: nothing that is stored or printed holds one."""
+
+import json
+
+import pytest
+import torch
+from helpers import CPU, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unified_trainer.__main__ import main
+from unified_trainer.basics.secrets import NAMES, masked
+from unified_trainer.rewards.base import RewardConfig
+from unified_trainer.rewards.scorers import load_scorers
+from unified_trainer.run.tracking.environment import environment
+
+# A scorer that needs a key, as a class and as declared settings.
+JUDGES = """
+from dataclasses import dataclass
+import torch
+from unified_trainer.rewards.own_settings import ScorerSettings
+
+class Plain:
+    def __init__(self, settings):
+        self.key = settings["settings"]["api_key"]
+    def __call__(self, videos, prompts):
+        return [float(len(self.key))] * len(videos)
+
+@dataclass(frozen=True)
+class Declared(ScorerSettings):
+    api_key: str
+    def load(self, config, device):
+        return lambda videos, prompts: torch.full((len(videos),), float(len(self.api_key)))
+"""
+
+
+@pytest.fixture
+def judge(tmp_path):
+    (tmp_path / "judge.py").write_text(JUDGES)
+    (tmp_path / "key").write_text("sk-four\n")
+    return tmp_path / "judge.py"
+
+
+@pytest.mark.parametrize("name", ["Plain", "Declared"])
+@pytest.mark.parametrize("where", ["env:JUDGE_KEY", "file:{}/key"])
+def test_a_scorer_gets_the_key_and_the_settings_keep_its_name(judge, monkeypatch, name, where):
+    monkeypatch.setenv("JUDGE_KEY", "sk-four")
+    config = RewardConfig(kind=f"{judge}:{name}", settings={"api_key": where.format(judge.parent)})
+    scorer = load_scorers(config, CPU)[0][name]
+    assert list(scorer(torch.zeros(1, 3, 1, 2, 2), ["a"])) == [len("sk-four")]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("sk-four", "reward.settings.api_key would be stored in the run: give env:NAME"),
+        ("env:ABSENT_KEY", "reward.settings.api_key: the environment has no ABSENT_KEY"),
+        ("file:/absent/key", "reward.settings.api_key file:/absent/key: [Errno 2]"),
+    ],
+)
+def test_a_key_that_is_given_or_not_there_is_one_line(judge, tmp_path, capsys, value, said):
+    words = ["--reward.kind", f"{judge}:Plain", "--reward.path", "", "--reward.settings.api_key", value]
+    assert main(["--method", "dance_grpo", *words, "--output", str(tmp_path / "run")]) == 2
+    line = capsys.readouterr().err
+    assert said in line and line.count("\n") == 1 and "sk-four" not in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_holds_no_key(judge, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sk-four")
+    words = ["--reward.kind", f"{judge}:Plain", "--reward.path", "", "--reward.settings.api_key", "env:JUDGE_KEY"]
+    run("dance_grpo", tmp_path / "run", *words)
+    stored = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert len(stored) > 5 and not any(b"sk-four" in file.read_bytes() for file in stored)
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "sk-four" not in (tmp_path / "page.html").read_text()
+
+
+def test_the_command_in_environment_and_messages_shows_no_password(monkeypatch, capsys):
+    from unified_trainer.parallel.mesh import Mesh
+
+    noted = environment(["--x", "https://me:hunter2@host/a"], 0, 0, Mesh.alone("cpu"))
+    assert "https://***@host/a" in noted["command"] and "hunter2" not in json.dumps(noted)
+    assert main(["evaluate", "http://me:hunter2@host"]) == 2
+    said = capsys.readouterr().err
+    assert "hunter2" not in said and "***@host" in said
+
+
+@given(st.from_regex(r"[a-z0-9.-]{1,12}(:[0-9]{1,5})?(/[a-z@]{0,8})?", fullmatch=True))
+def test_an_address_without_password_stays(address):
+    url = f"http://{address}"
+    assert masked(url) == url and masked(f"x http://u:p@{address} y") == f"x http://***@{address} y"
+
+
+@pytest.mark.parametrize("name", ["api_key", "openai_api_key", "token", "hf_token", "password", "client_secret"])
+def test_names_of_keys(name):
+    assert NAMES.search(name)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "token_variable", "key", "keyframes", "monkey", "tokenizer"])
+def test_names_that_are_none(name):
+    assert not NAMES.search(name)

@@ -1,0 +1,46 @@
+"""Passwords and keys: they are named by an environment variable or a file, and never stored or printed."""
+
+import os
+import re
+from pathlib import Path
+
+from unified_trainer.basics.errors import UserError
+
+OF_A_URL = re.compile(r"(?<=://)[^\s/@'\"]+(?=@)")
+NAMES = re.compile(
+    r"(?:^|[_.])(?:(?:api|access|secret|private|auth)_?key|secret|pass(?:word|wd|phrase)|credentials?|token)$"
+)
+VARIABLE, FILE = "env:", "file:"
+
+
+def masked(text: str) -> str:
+    """Return a text in which the user and password of each URL are ***."""
+    return OF_A_URL.sub("***", text)
+
+
+def check_secret(key: str, value: str) -> None:
+    """Raise UserError, naming the setting, for a secret that is not named by variable or file, or is not there."""
+    if not NAMES.search(key.lower()) or not value:
+        return
+    if not value.startswith((VARIABLE, FILE)):
+        raise UserError(
+            f"{key} would be stored in the run: give {VARIABLE}NAME, the environment variable that holds it, or "
+            f"{FILE}PATH, a file with it"
+        )
+    revealed(key, value)
+
+
+def revealed(key: str, value: str) -> str:
+    """Return the secret that a setting names, and every other value as it is; UserError if it is not there."""
+    if not NAMES.search(key.lower()):
+        return value
+    if value.startswith(VARIABLE):
+        if not (found := os.environ.get(value.removeprefix(VARIABLE), "")):
+            raise UserError(f"{key}: the environment has no {value.removeprefix(VARIABLE)}")
+        return found
+    if value.startswith(FILE):
+        try:
+            return Path(value.removeprefix(FILE)).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{key} {value}: {error}") from error
+    return value

@@ -1,0 +1,107 @@
+"""What every server of this package asks of a request before it reads more: a host name, an origin and a token.
+
+A page of another site can make a browser ask this machine, under a name that was rebound to its address or with a
+form; the names of Host and Origin give it away. A client that shows the token is trusted under any name.
+"""
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from unified_trainer.basics.errors import UserError
+
+ASKS = 'Basic realm="unified-trainer", charset="UTF-8"'  # a browser then asks for a password
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a server listens, and the token that opens it."""
+
+    host: str
+    port: int  # 0 takes a free one
+    token_variable: str = ""  # environment variable that holds the token; empty asks for none
+
+    def token(self) -> str:
+        """Return the token, "" for none; raise UserError if the environment lacks it."""
+        if not self.token_variable:
+            return ""
+        if not (token := os.environ.get(self.token_variable, "")):
+            raise UserError(f"--token-variable: the environment has no {self.token_variable}")
+        return token
+
+    def names(self) -> frozenset[str]:
+        """Return the host names that a request without token may ask for, besides numbers."""
+        return frozenset({"localhost", socket.gethostname().lower(), self.host.lower()})
+
+
+@dataclass(frozen=True)
+class Guard:
+    """An application that passes requests on to another one if they may come in."""
+
+    app: ASGIApp
+    names: frozenset[str]
+    token: str = ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self.refusal(Headers(scope=scope))):
+            code, said = refusal
+            more = {"WWW-Authenticate": ASKS} if code == 401 else {}
+            answer = PlainTextResponse(f"{said}\n", code, {"Cache-Control": "no-store", **more})
+            return await answer(scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def refusal(self, headers: Headers) -> tuple[int, str] | None:
+        """Return the code and the sentence with which a request is refused; None if it may come in."""
+        hosts = headers.getlist("host")
+        name = _host_of(hosts[0]) if len(hosts) == 1 else None
+        if name is None:
+            return 400, "the request must have one header Host"
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc.lower() != hosts[0].lower():
+            return 403, "this server does not answer to pages of other sites"
+        if self.token:
+            right = hmac.compare_digest(_shown(headers.get("authorization", "")).encode(), self.token.encode())
+            return None if right else (401, "give the server's token: Authorization: Bearer TOKEN, or as a password")
+        if name not in self.names and not _is_number(name):
+            known = "ask for the address that the program printed, name the host with --host, or use --token-variable"
+            return 421, f"this server does not answer to the name {name}: {known}"
+        return None
+
+
+def _host_of(header: str) -> str | None:
+    """Return the name or address in a header Host, without the port."""
+    try:
+        return urlsplit(f"//{header}").hostname
+    except ValueError:
+        return None
+
+
+def _is_number(name: str) -> bool:
+    """Return whether a host is an IP address, which no other site can be reached by."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _shown(authorization: str) -> str:
+    """Return the token of a header Authorization: that of Bearer, or the password of Basic; "" for none."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(value).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
