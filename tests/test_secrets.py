@@ -15,7 +15,7 @@ from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.run.tracking.environment import environment
 
 # A scorer that needs a key, as a class and as declared settings.
-JUDGES = """
+SCORERS = """
 from dataclasses import dataclass
 import torch
 from unified_trainer.rewards.own_settings import ScorerSettings
@@ -35,17 +35,17 @@ class Declared(ScorerSettings):
 
 
 @pytest.fixture
-def judge(tmp_path):
-    (tmp_path / "judge.py").write_text(JUDGES)
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(SCORERS)
     (tmp_path / "key").write_text("sk-four\n")
-    return tmp_path / "judge.py"
+    return tmp_path / "own.py"
 
 
 @pytest.mark.parametrize("name", ["Plain", "Declared"])
-@pytest.mark.parametrize("where", ["env:JUDGE_KEY", "file:{}/key"])
-def test_a_scorer_gets_the_key_and_the_settings_keep_its_name(judge, monkeypatch, name, where):
-    monkeypatch.setenv("JUDGE_KEY", "sk-four")
-    config = RewardConfig(kind=f"{judge}:{name}", settings={"api_key": where.format(judge.parent)})
+@pytest.mark.parametrize("where", ["env:MODEL_KEY", "file:{}/key"])
+def test_a_scorer_gets_the_key_and_the_settings_keep_its_name(own, monkeypatch, name, where):
+    monkeypatch.setenv("MODEL_KEY", "sk-four")
+    config = RewardConfig(kind=f"{own}:{name}", settings={"api_key": where.format(own.parent)})
     scorer = load_scorers(config, CPU)[0][name]
     assert list(scorer(torch.zeros(1, 3, 1, 2, 2), ["a"])) == [len("sk-four")]
 
@@ -58,8 +58,8 @@ def test_a_scorer_gets_the_key_and_the_settings_keep_its_name(judge, monkeypatch
         ("file:/absent/key", "reward.settings.api_key file:/absent/key: [Errno 2]"),
     ],
 )
-def test_a_key_that_is_given_or_not_there_is_one_line(judge, tmp_path, capsys, value, said):
-    words = ["--reward.kind", f"{judge}:Plain", "--reward.path", "", "--reward.settings.api_key", value]
+def test_a_key_that_is_given_or_not_there_is_one_line(own, tmp_path, capsys, value, said):
+    words = ["--reward.kind", f"{own}:Plain", "--reward.path", "", "--reward.settings.api_key", value]
     assert main(["--method", "dance_grpo", *words, "--output", str(tmp_path / "run")]) == 2
     line = capsys.readouterr().err
     assert said in line and line.count("\n") == 1 and "sk-four" not in line
@@ -67,9 +67,9 @@ def test_a_key_that_is_given_or_not_there_is_one_line(judge, tmp_path, capsys, v
 
 
 @pytest.mark.slow
-def test_a_run_holds_no_key(judge, tmp_path, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", "sk-four")
-    words = ["--reward.kind", f"{judge}:Plain", "--reward.path", "", "--reward.settings.api_key", "env:JUDGE_KEY"]
+def test_a_run_holds_no_key(own, tmp_path, monkeypatch):
+    monkeypatch.setenv("MODEL_KEY", "sk-four")
+    words = ["--reward.kind", f"{own}:Plain", "--reward.path", "", "--reward.settings.api_key", "env:MODEL_KEY"]
     run("dance_grpo", tmp_path / "run", *words)
     stored = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
     assert len(stored) > 5 and not any(b"sk-four" in file.read_bytes() for file in stored)

