@@ -11,7 +11,17 @@ TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text("utf-8")
 
 # Modules that unpickle, and modules that open connections.
 UNPICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
-NETWORK = {"urllib.request", "http.client", "http.server", "requests", "httpx2", "aiohttp", "socket", "socketserver"}
+NETWORK = {
+    "urllib.request",
+    "http.client",
+    "http.server",
+    "requests",
+    "httpx",
+    "httpx2",
+    "aiohttp",
+    "socket",
+    "socketserver",
+}
 NETWORK |= {"ftplib", "smtplib", "telnetlib", "xmlrpc", "ssl", "asyncio.streams", "huggingface_hub", "uvicorn"}
 # Files that use the network, each with the word of its docstring that says so.
 CONNECTED = {
