@@ -1,13 +1,14 @@
 """What an installed package offers by name: methods, model families and scorers, as entry points."""
 
 import json
+import shutil
 import sys
 
 import pytest
 import torch
 from helpers import WAN
 
-from unified_trainer.__main__ import COMMANDS
+from unified_trainer.__main__ import COMMANDS, main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.methods.finetune import Finetune
 from unified_trainer.models.wan.family import WAN as WAN_FAMILY
@@ -39,6 +40,11 @@ OWN = dataclasses.replace(WAN, pipeline="OwnPipeline")
 
 def score(videos, prompts):
     return videos[:, 0].flatten(1).mean(1)
+"""
+FAMILY = """\
+import dataclasses
+from unified_trainer.models.wan.family import WAN
+OWN = dataclasses.replace(WAN, pipeline="Own{}")
 """
 
 
@@ -91,6 +97,24 @@ def test_a_scorer_of_an_installed_package_has_a_name(package):
     assert torch.equal(scorer(videos, ("a", "b")), videos[:, 0].flatten(1).mean(1)) and kind.name == "own_score"
     with pytest.raises(UserError, match=r"have .*, own_score, or path/to/file.py:NAME"):
         scorer_kind(ScorerConfig(kind="absent"), "reward.scorers.x", 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["plan", "preprocess"])
+def test_commands_know_families_outside_the_package(tmp_path, command):
+    folder, index = tmp_path / "own_model", json.loads((WAN / "model_index.json").read_text())
+    shutil.copytree(WAN, folder)
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": f"Own{command}"}))
+    (tmp_path / "family.py").write_text(FAMILY.format(command))
+    (tmp_path / "prompts.txt").write_text("a red circle\n")
+    words = {
+        "plan": ["--method", "finetune", "--student.path", str(folder), "--recipe", "tiny"],
+        "preprocess": [str(tmp_path / "prompts.txt"), str(tmp_path / "out"), "--model", str(folder)],
+    }
+    words["preprocess"] += ["--recipe", "tiny"]
+    assert main([command, *words[command]]) == 2  # no family has this pipeline
+    assert main([command, *words[command], "--families", f"{tmp_path}/family.py:OWN"]) == 0
+    del FAMILIES[f"Own{command}"]
 
 
 def test_families_must_be_families(package, monkeypatch):

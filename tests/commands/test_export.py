@@ -6,6 +6,7 @@ import os
 import shutil
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -245,7 +246,7 @@ def test_damaged_weights_are_never_exported(saved, out, tmp_path, capsys):
 )
 def test_diffusers_visits_our_noise_levels(num_steps, shift, solver):
     sampler = SamplerConfig(num_steps=num_steps, shift=shift, solver=solver)
-    scheduler = euler_scheduler(sampler)
+    scheduler = euler_scheduler(sampler, given=False)
     read = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config)
     read.set_timesteps(num_steps)
     torch.testing.assert_close(read.sigmas.double(), sampler.sigmas(), rtol=0, atol=1e-6)
@@ -257,11 +258,20 @@ def test_evenly_spaced_step_sigmas_have_a_scheduler_others_have_none():
         return SamplerConfig(num_steps=len(levels), step_sigmas=levels, shift=5.0)
 
     for even in (of(1.0, 0.75, 0.5, 0.25), of(1.0, 0.9, 0.8), of(1.0)):
-        scheduler = euler_scheduler(even)
+        scheduler = euler_scheduler(even, given=False)
         torch.testing.assert_close(scheduler.sigmas.double(), even.sigmas(), rtol=0, atol=1e-6)
-    assert euler_scheduler(of(1.0, 0.7, 0.5, 0.25)) is None
-    assert euler_scheduler(of(0.9, 0.6, 0.3)) is None
-    assert euler_scheduler(SamplerConfig(num_steps=4, chunks=ChunkConfig(chunk_frames=1))) is None
+    assert euler_scheduler(of(1.0, 0.7, 0.5, 0.25), given=False) is None
+    assert euler_scheduler(of(0.9, 0.6, 0.3), given=False) is None
+    assert euler_scheduler(SamplerConfig(num_steps=4, chunks=ChunkConfig(chunk_frames=1)), given=False) is None
+
+
+@given(num_steps=st.integers(1, 60), shift=st.floats(0.3, 15))
+def test_a_pipeline_that_gives_its_levels_visits_ours(num_steps, shift):
+    """As those of Qwen-Image, FLUX and LTX do: 1, (n - 1) / n, ... 1 / n, which the scheduler shifts."""
+    sampler = SamplerConfig(num_steps=num_steps, shift=shift)
+    read = FlowMatchEulerDiscreteScheduler.from_config(euler_scheduler(sampler, given=True).config)
+    read.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps))
+    torch.testing.assert_close(read.sigmas.double(), sampler.sigmas(), rtol=0, atol=1e-6)
 
 
 # What stands in the way.

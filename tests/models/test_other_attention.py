@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from helpers import ALONE, CAPTIONS, CPU, LATENT_SHAPE, SMALL, gradients, small_causal, small_model, tiny_codec
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.models.wan.attention import LayerText, set_attention
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel import device
 from unified_trainer.parallel.device import attention_order, use_attention
@@ -123,3 +125,24 @@ def test_a_policy_is_not_sampled_with_8_bits():
         UserError, match=r"parallel\.attention sage rounds to 8 bits in the rollout and not in the update"
     ):
         check(run, ALONE)
+
+
+def test_the_tokens_of_an_image_have_an_attention_of_their_own():
+    """Wan2.1 I2V: CLIP's tokens stand before the 512 of the text; with and without a cache of keys and values."""
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 16, "out_channels": 16, "num_layers": 2}
+    sizes |= {"patch_size": (1, 1, 1), "text_dim": 32, "freq_dim": 16, "ffn_dim": 32, "rope_max_seq_len": 16}
+    network = WanTransformer3DModel(**sizes, image_dim=20, added_kv_proj_dim=24).eval()
+    inputs = {"hidden_states": torch.randn(2, 16, 2, 2, 2), "timestep": torch.tensor([300, 700])}
+    inputs |= {"encoder_hidden_states": torch.randn(2, 512, 32)}
+    inputs |= {"encoder_hidden_states_image": torch.randn(2, 257, 20)}
+    with torch.no_grad():
+        expected = network(**inputs).sample
+        set_attention(network.blocks)
+        torch.testing.assert_close(network(**inputs).sample, expected, rtol=0, atol=2e-6)
+        without = network(**inputs | {"encoder_hidden_states_image": torch.zeros(2, 257, 20)}).sample
+    assert float((without - expected).abs().max()) > 0.01
+    attn, x, tokens = network.blocks[0].attn2, torch.randn(2, 8, 24), torch.randn(2, 257 + 512, 24)
+    text = LayerText(tokens, [])
+    first = attn(x, text)
+    assert len(text.cached) == 2 and torch.equal(attn(x, text), first) and torch.equal(attn(x, tokens), first)

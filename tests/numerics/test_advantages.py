@@ -88,6 +88,17 @@ def test_equal_rewards_give_nothing_by_any_estimator(estimator, offset):
     assert not group_advantages(double([0.1 + offset] * 6), TWO_IDS, estimator).any()
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "global_std"])
+@pytest.mark.parametrize("size", [1e-3, 4.5, 1e6])
+def test_rewards_that_differ_by_rounding_are_equal(estimator, size):
+    """A std of rounding would turn rounding into advantages of order 1."""
+    exact, ids = size * double([1.0, 1 + 4e-6, 1 - 3e-6, 2.0, 2.0002, 2.0]), [0, 0, 0, 1, 1, 1]
+    advantages = group_advantages(exact.float(), ids, estimator)
+    assert not advantages[:3].any() and advantages[3:].any()
+    assert zero_variance(exact.float(), ids).tolist() == [True] * 3 + [False] * 3
+    assert group_advantages(exact, ids, estimator)[:3].any() and not zero_variance(exact, ids).any()  # no rounding
+
+
 @pytest.mark.parametrize("estimator", ["global", "global_std", "gdpo"])
 def test_an_offset_of_all_rewards_does_not_matter(estimator):
     """Sums of squares of values around 1e8 have lost the spread of 1."""

@@ -84,6 +84,46 @@ def test_selective_keeps_the_masked_attention_of_compiled_blocks():
     assert kept == CheckpointPolicy.MUST_SAVE
 
 
+class Named(torch.nn.Module):
+    """A block that its network calls by name, as those of Qwen-Image, SD3 and LTX are; it returns two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, hidden_states, encoder_hidden_states, temb=None, scale: float = 2.0):
+        hidden = torch.tanh(self.linear(hidden_states)) * scale + temb
+        return encoder_hidden_states + hidden.mean(), hidden
+
+
+@pytest.mark.parametrize("how", ["selective", "full", "compiled"])
+def test_blocks_that_are_called_by_name(how, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
+    plain, wrapped = Named(), Named()
+    wrapped.load_state_dict(plain.state_dict())
+    seen = []
+    inputs_of = (lambda *inputs: seen.append(len(inputs)) or inputs) if how == "compiled" else None
+    prepare_blocks([wrapped], Recompute("none" if how == "compiled" else how), nullcontext, inputs_of)
+    draw = torch.Generator().manual_seed(0)
+    x, text, temb = (torch.randn(2, 3, generator=draw) for _ in range(3))
+    for block in (plain, wrapped):
+        text_out, out = block(x, encoder_hidden_states=text, temb=temb)
+        (text_out.sum() + out.square().sum()).backward()
+    assert_same(gradients(wrapped), gradients(plain))
+    assert seen == ([4] if how == "compiled" else [])  # all by position, with the defaults
+
+
+def test_an_input_that_has_no_place_is_named():
+    class Odd(torch.nn.Module):
+        def forward(self, x, *, mask=None):
+            return x
+
+    block = Odd()
+    prepare_blocks([block], Recompute("full"), nullcontext)
+    with pytest.raises(TypeError, match="takes its inputs by position, but mask has none"):
+        block(torch.zeros(1), mask=torch.zeros(1))
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

@@ -22,6 +22,8 @@ from unified_trainer.data.row_kinds import RowKind
 from unified_trainer.data.tables import unreadable
 
 TEXT = columns_of("text_embedding")
+IMAGES = {"clip_feature_bytes", "first_frame_latent_bytes", "pil_image_bytes"}  # of FastVideo's rows of kind i2v
+UNREAD = "warning: data.path has image conditions ({}), which a text-to-video model does not read"
 THREADS = 8  # that read footers and captions at the start
 SHOWN = 5  # bad rows that a message names
 
@@ -61,6 +63,8 @@ class StoredFiles:
         self.captions = tuple(caption for one in files for caption in one.captions)
         self.row_groups = tuple(group for one in files for group in one.row_groups)
         self.text_fault = next((one.text_fault for one in files if one.text_fault), "")
+        columns = {name for one in files for name in one.columns}
+        self.image_note = UNREAD.format(", ".join(found)) if (found := sorted(columns & IMAGES)) else ""
         self._ids = [identity for one in files for identity in one.ids]
         self._starts = np.array([0, *accumulate(group.rows for group in self.row_groups)])[:-1]
 

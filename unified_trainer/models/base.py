@@ -253,6 +253,9 @@ class Family:
     experts: tuple[str, str]  # components that an export of two experts is written to, high noise first
     # (weights by peft's names, alpha) -> the same weights by the names of the family's published adapters.
     published_adapter: Callable[[Mapping[str, Tensor], float], dict[str, Tensor]]
+    # Whether the pipeline gives its scheduler the levels 1, (n - 1) / n, ... 1 / n before the shift; Wan's asks for n.
+    given_levels: bool = False
+    tile_unit: int = 64  # pixels: three quarters of a tile of so many must be whole latents, so 4 for each latent
     # names of the experts' published adapters, without suffix
     adapter_files: tuple[str, str] = ("high_noise", "low_noise")
     # a layer's or parameter's name -> its name in published adapters; None if that is the same or if there is none

@@ -9,8 +9,6 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import MAY_CHANGE, CountOrZero, Gibibytes
 from unified_trainer.parallel.device import has_channels_last
 
-TILE_UNIT = 64  # pixels: three quarters of a tile are whole latents of VAEs with up to 16 pixels a latent
-
 
 @dataclass(frozen=True)
 class EncoderConfig:
@@ -25,7 +23,8 @@ class EncoderConfig:
     Decoding chunk by chunk is neither sliced nor tiled."""
     vae_tile: CountOrZero = 0
     """Encode and decode larger frames in tiles of this many pixels a side, which overlap by a quarter and are blended,
-    for less memory; a multiple of 64. Values change where tiles meet (docs/performance.md). 0 takes frames whole."""
+    for less memory; a multiple of 64 for Wan. Values change where tiles meet (docs/performance.md). 0 takes whole
+    frames."""
     vae_channels_last: bool = False
     """Hold the VAE's convolutions with channels last in memory, the order that most convolution kernels work in.
     Values change by rounding. Not for an NPU."""
@@ -41,15 +40,16 @@ class EncoderConfig:
     """Embeddings on disk, in GiB. The run's prompts are encoded before the first step as far as they fit; the text
     encoder is then removed from memory, and read again only for a prompt that did not fit."""
 
-    def check(self, kind: str) -> None:
+    def check(self, kind: str, tile_unit: int) -> None:
         """Raise UserError for settings that a device of this kind cannot run; create the folder of the cache.
 
-        Raise it also for a wrong tile and for a folder that cannot be written into.
+        Raise it also for a tile that the family's `tile_unit` does not divide, and for a folder that cannot be written
+        into.
         """
         if self.vae_channels_last and not has_channels_last(kind):
             raise UserError(f"encoders.vae_channels_last: {kind} has no memory layout with channels last: leave it out")
-        if self.vae_tile % TILE_UNIT:
-            raise UserError(f"encoders.vae_tile must be a multiple of {TILE_UNIT}, or 0, not {self.vae_tile}")
+        if self.vae_tile % tile_unit:
+            raise UserError(f"encoders.vae_tile must be a multiple of {tile_unit}, or 0, not {self.vae_tile}")
         if self.cache:
             try:
                 Path(self.cache).mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from unified_trainer.basics.errors import MissingFileError, UserError
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 VARIANTS = ("*.fp16.*", "*.bf16.*", "*.fp16-*", "*.bf16-*")  # second copies of the weights in another precision
 # The files of a component in the layouts of diffusers and transformers: configs, tokenizers, weights in safetensors.
-COMPONENT = ("*.json", "*.model", "*.txt", "*model.safetensors", "*model-*-of-*.safetensors")
+COMPONENT = ("*.json", "*.jinja", "*.model", "*.txt", "*model.safetensors", "*model-*-of-*.safetensors")
 
 
 def component(*names: str) -> tuple[str, ...]:

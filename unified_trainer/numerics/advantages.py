@@ -11,6 +11,7 @@ from torch import Tensor
 Estimator = Literal["grpo", "dr_grpo", "rloo", "global", "global_std", "gdpo"]
 Ids = Sequence[Hashable] | Tensor  # prompt id of each sample; equal ids are one group
 EPS = 1e-8  # added to a standard deviation
+ROUNDINGS = 100  # machine epsilons by which equal rewards may differ: a network adds up in another order
 GLOBAL_STD_EPS = 1e-4  # added to the standard deviation of `global_std`
 
 
@@ -29,7 +30,8 @@ def group_advantages(
     `global`: (r - mean_all) / (std_all + 1e-8). `global_std`: (r - mean) / (std_all + 1e-4).
     `gdpo`: for rewards [b, r], the weighted sum of the r grpo advantages, then as `global` (arXiv:2601.05242).
 
-    A group of equal rewards gets exactly 0, except under `global`. `weights` are those of gdpo, 1 each by default.
+    A group of equal rewards gets exactly 0, except under `global`; so does one whose rewards differ by no more than
+    rounding, 100 machine epsilons of the largest (1.2e-5 in float32). `weights` are those of gdpo, 1 each by default.
     Computed in float64, returned in the dtype of `rewards`. Raises ValueError for a group of one sample.
     """
     if estimator not in get_args(Estimator):
@@ -50,7 +52,7 @@ def group_advantages(
         scale = torch.ones_like(r)
         for index in positions.values():
             group = r[index]
-            if group.max() > group.min():
+            if not _equal(rewards[index]):
                 centered[index] = group - group.mean()
             if estimator == "grpo":
                 scale[index] = group.std() + EPS
@@ -119,11 +121,17 @@ def below_threshold(rewards: Float[Tensor, " b"], prompt_ids: Ids, threshold: fl
 
 
 def zero_variance(rewards: Float[Tensor, " b"], prompt_ids: Ids) -> Bool[Tensor, " b"]:
-    """Return which samples belong to a group of equal rewards."""
+    """Return which samples belong to a group of equal rewards, up to rounding as `group_advantages`."""
     equal = torch.zeros_like(rewards, dtype=torch.bool)
     for index in groups(rewards, prompt_ids).values():
-        equal[index] = rewards[index].max() == rewards[index].min()
+        equal[index] = _equal(rewards[index])
     return equal
+
+
+def _equal(rewards: Tensor) -> bool:
+    """Return whether rewards differ by no more than a scorer's rounding; networks round to float32 or worse."""
+    epsilon = min(torch.finfo(kind).eps for kind in (rewards.dtype, torch.float32))
+    return bool(rewards.max() - rewards.min() <= ROUNDINGS * epsilon * rewards.abs().max())
 
 
 def best_of_n(advantages: Float[Tensor, " b"], prompt_ids: Ids, keep: int) -> Bool[Tensor, " b"]:

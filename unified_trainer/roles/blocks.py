@@ -1,6 +1,7 @@
 """The forward pass of a network's blocks: recomputed in the backward pass, compiled, or both."""
 
 import functools
+import inspect
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -47,9 +48,25 @@ def prepare_blocks(
     for place, block in enumerate(blocks):
         how = recompute.of(place)
         if compiled_inputs is not None:
-            block.forward = _compiled(block.forward, how, adapter, compiled_inputs)
+            block.forward = _by_position(block.forward, _compiled(block.forward, how, adapter, compiled_inputs))
         elif how != "none":
-            block.forward = _recomputed(block.forward, how, adapter)
+            block.forward = _by_position(block.forward, _recomputed(block.forward, how, adapter))
+
+
+def _by_position(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run` for calls that name inputs of a block, as some networks of diffusers do: it gets all by position."""
+    signature = inspect.signature(forward)
+
+    def call(*inputs: Any, **named: Any) -> Any:
+        if not named:
+            return run(*inputs)
+        bound = signature.bind(*inputs, **named)
+        bound.apply_defaults()
+        if bound.kwargs:
+            raise TypeError(f"{forward}: a block takes its inputs by position, but {', '.join(bound.kwargs)} has none")
+        return run(*bound.args)
+
+    return call
 
 
 def _recomputed(

@@ -6,7 +6,7 @@ block's own out of it, so that all blocks get inputs of one form and one compile
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from unified_trainer.models.masked_attention import Keys, Mask, attend
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.sequence import Heads, heads_to_tokens, tokens_to_heads
 
+TEXT_TOKENS = 512  # of the text in the network's condition; those of an image, where there are some, stand before them
 KeysValues = list[tuple[Keys, Keys]]
 PastKeys = Float[Tensor, "b _ heads d"]  # of one chunk; chunks differ in length
 LayerLists = list[KeysValues]  # one list for each block, in the order of the forward pass
@@ -84,7 +85,7 @@ def set_attention(blocks: nn.ModuleList) -> None:
     for layer, block in enumerate(blocks):
         if not isinstance(block.attn1.processor, _SelfAttention):
             block.register_forward_pre_hook(partial(_own_inputs, layer))
-        block.attn2.processor = _TextAttention()
+        block.attn2.processor = _TextAttention() if block.attn2.add_k_proj is None else _ImageTextAttention()
         block.attn1.processor = _SelfAttention()
 
 
@@ -142,17 +143,29 @@ class _TextAttention:
         self, attn: WanAttention, x: Tensor, text: Tensor | LayerText, _mask: None = None, _rope: None = None
     ) -> Float[Tensor, "b n width"]:
         if not isinstance(text, LayerText):
-            key, value = _keys_and_values(attn, text)
+            pairs = self.keys_and_values(attn, text)
         else:
             if len(text.cached) == 0:
-                text.cached.append(_keys_and_values(attn, text.encoder))
-            ((key, value),) = text.cached
-        query = attn.norm_q(attn.to_q(x)).to(value).unflatten(2, (attn.heads, -1))
-        return _project_out(attn, attend(query, key, value, None))
+                text.cached.extend(self.keys_and_values(attn, text.encoder))
+            pairs = text.cached
+        query = attn.norm_q(attn.to_q(x)).to(pairs[0][1]).unflatten(2, (attn.heads, -1))
+        return _project_out(attn, reduce(torch.add, (attend(query, key, value, None) for key, value in pairs)))
+
+    def keys_and_values(self, attn: WanAttention, text: Tensor) -> KeysValues:
+        """Return keys and values of each attention whose results are added: here of the text's."""
+        return [_by_head(attn, attn.norm_k(attn.to_k(text)), attn.to_v(text))]
 
 
-def _keys_and_values(attn: WanAttention, text: Tensor) -> tuple[Keys, Keys]:
-    key, value = attn.norm_k(attn.to_k(text)), attn.to_v(text)
+class _ImageTextAttention(_TextAttention):
+    """Cross-attention to the text's tokens, and apart from it to CLIP's tokens of an image before them (Wan2.1 I2V)."""
+
+    def keys_and_values(self, attn: WanAttention, text: Tensor) -> KeysValues:
+        image, text = text[:, :-TEXT_TOKENS], text[:, -TEXT_TOKENS:]
+        of_image = _by_head(attn, attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image))
+        return [*super().keys_and_values(attn, text), of_image]
+
+
+def _by_head(attn: WanAttention, key: Tensor, value: Tensor) -> tuple[Keys, Keys]:
     return key.to(value).unflatten(2, (attn.heads, -1)), value.unflatten(2, (attn.heads, -1))
 
 

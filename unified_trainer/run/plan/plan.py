@@ -94,13 +94,14 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_captions(run, method, clips, bool(validation_prompts.prompts))
     _check_sampling(run, latent_shape)
     check_roles(run, roles, mesh)
-    run.encoders.check(mesh.device.type)
+    run.encoders.check(mesh.device.type, family.tile_unit)
     notes = (
         _misfit(run, method),
         without_adapter(roles),
         left_at_base(run, roles),
         prompts.note,
         validation_prompts.note,
+        clips.stored.image_note if clips.stored else "",
         note_lanes(run, batch, clips, mesh.data_size, counts),
     )
     return RunPlan(

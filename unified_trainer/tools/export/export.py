@@ -148,7 +148,7 @@ def _write_published(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
 
 def _write_scheduler(loaded: LoadedRole, folder: Path) -> None:
     """Write the run's own scheduler, where diffusers has one."""
-    scheduler = euler_scheduler(loaded.run.sampler)
+    scheduler = euler_scheduler(loaded.run.sampler, given=loaded.family.given_levels)
     if scheduler is not None:
         scheduler.save_pretrained(folder / "scheduler")
 
@@ -185,7 +185,7 @@ def _write_components(loaded: LoadedRole, folder: Path, how: Literal["link", "co
     """Write the rest of the pipeline; a scheduler that is written already is the run's own."""
     index = read_json(loaded.base / INDEX)
     index.pop("_name_or_path", None)  # a path on the machine that wrote the base
-    scheduler = euler_scheduler(loaded.run.sampler)
+    scheduler = euler_scheduler(loaded.run.sampler, given=loaded.family.given_levels)
     if scheduler is not None:
         index["scheduler"] = ["diffusers", type(scheduler).__name__]
     if loaded.layout.boundary is not None:
@@ -204,7 +204,7 @@ def _write_components(loaded: LoadedRole, folder: Path, how: Literal["link", "co
 def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
     """Say where the folder comes from, without a path of this machine, and how diffusers samples as the run does."""
     sampler, name = loaded.run.sampler, Spec.of(spec)
-    if euler_scheduler(sampler) is None:
+    if euler_scheduler(sampler, given=loaded.family.given_levels) is None:
         how = "diffusers has no scheduler for its sampler"
     else:
         alone = f"num_inference_steps={sampler.num_steps}, {_guidance(sampler.guidance_scale)}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from diffusers import FlowMatchEulerDiscreteScheduler
 
+from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.roles.role import RoleConfig
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.sampling.solver import SamplerConfig
@@ -16,9 +17,10 @@ TRAIN_STEPS = 1000  # diffusers' network time of noise level 1
 TOLERANCE = 1e-6  # of a noise level
 
 
-def euler_scheduler(sampler: SamplerConfig) -> FlowMatchEulerDiscreteScheduler | None:
+def euler_scheduler(sampler: SamplerConfig, *, given: bool) -> FlowMatchEulerDiscreteScheduler | None:
     """Return the scheduler whose `sampler.num_steps` steps visit the sampler's noise levels, or None if none does.
 
+    A pipeline that has the levels 1, (n - 1) / n, ... 1 / n `given` to it shifts them alone. Otherwise
     FlowMatchEulerDiscreteScheduler spaces n levels evenly from 1 to the shifted 1/1000, then shifts them, then
     stretches 1 - sigma so that the last is shift_terminal. The sampler's are u = 1 - i d, shifted by s. Both are
     Moebius maps of i that fix 1, so they are equal when the last level is, and the shift z solves
@@ -29,7 +31,7 @@ def euler_scheduler(sampler: SamplerConfig) -> FlowMatchEulerDiscreteScheduler |
     steps, s = sampler.num_steps, sampler.shift
     levels = sampler.sigmas().tolist()
     settings: dict[str, float | bool] = {"shift": s, "stochastic_sampling": sampler.solver == "sde"}
-    if steps > 1:
+    if steps > 1 and not given:
         d = 1 - sampler.step_sigmas[1] if sampler.step_sigmas else 1 / steps
         r = (TRAIN_STEPS - 1) / (d * (steps - 1))
         b = s * r + (TRAIN_STEPS - 1) * (1 - s)
@@ -38,7 +40,7 @@ def euler_scheduler(sampler: SamplerConfig) -> FlowMatchEulerDiscreteScheduler |
             return None
         settings |= {"shift": 2 * s * r / (b + math.sqrt(root)), "shift_terminal": levels[-2]}
     scheduler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=TRAIN_STEPS, **settings)
-    scheduler.set_timesteps(steps)
+    scheduler.set_timesteps(sigmas=sigma_table(steps, 1.0)[:-1].tolist()) if given else scheduler.set_timesteps(steps)
     near = all(abs(a - b) < TOLERANCE for a, b in zip(scheduler.sigmas.tolist(), levels, strict=True))
     return scheduler if near else None
 

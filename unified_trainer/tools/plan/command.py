@@ -24,6 +24,7 @@ def plan(
     recipe: str = "",
     config: Path | None = None,
     steps: CountOrZero = 0,
+    families: tuple[str, ...] = (),
     hardware: str = "8xH200",
     mfu: PositiveFraction = 0.4,
     json: bool = False,
@@ -39,12 +40,14 @@ def plan(
         recipe: Recipe of the run; by default that of the tiny world, while no path of a role is given.
         config: Saved config.yaml to start from.
         steps: Training steps; 0 takes the recipe's.
+        families: Model families of your own, each path/to/file.py:NAME or package.module:NAME.
         hardware: Number and kind of the accelerators, one rank on each: 8xH200, H100, 4xA100-40.
         mfu: Part of the dense bf16 peak that the networks are assumed to reach.
         json: Print JSON instead of tables.
     """
     machine = read_hardware(hardware)
     words = ["--method", method, *(["--recipe", recipe] if recipe else []), *settings]
+    words += ["--families", *families] if families else []
     words += ["--config", str(config)] if config else []
     run = parse([*words, *(["--steps", str(steps)] if steps else [])])
     found = estimate(run, machine.count)

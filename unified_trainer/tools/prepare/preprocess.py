@@ -45,6 +45,7 @@ def preprocess(
     config: Path | None = None,
     method: str = "",
     model: str = "",
+    families: tuple[str, ...] = (),
     frames: FramesOrZero = 0,
     height: PixelsOrZero = 0,
     width: PixelsOrZero = 0,
@@ -73,6 +74,7 @@ def preprocess(
         method: Method whose section of the recipe is used, unless the config names one; by default finetune, or
             ode_init with --trajectories.
         model: Pipeline folder or hub id whose text encoder and VAE are used.
+        families: Model families of your own, each path/to/file.py:NAME or package.module:NAME.
         frames: Pixel frames of a clip; 0 takes the recipe's.
         height: Height of the clips in pixels; 0 takes the recipe's.
         width: Width of the clips in pixels; 0 takes the recipe's.
@@ -93,15 +95,17 @@ def preprocess(
     if (every_state or seed) and not trajectories:
         raise UserError("--every-state and --seed are for trajectories of a teacher: add --trajectories")
     size = {"frames": frames, "height": height, "width": width, "fps": fps}
-    run = _settings(recipe, config, method or ("ode_init" if trajectories else "finetune"), model, size, settings)
+    method = method or ("ode_init" if trajectories else "finetune")
+    own = ("--families", *families) if families else ()
+    run = _settings(recipe, config, method, model, size, [*own, *settings])
     mesh = _one_process(device, run.parallel)
     if trajectories:
         run = replace(run, seed=seed)
         write_trajectories(run, source, out, mesh, every_state=every_state, rows_per_file=rows_per_file)
         return
-    run.encoders.check(mesh.device.type)
     path = run.roles["student"].path
     family, folder = family_of("--model", fetch_pipeline(path, "--model") if is_hub_id(path) else path)
+    run.encoders.check(mesh.device.type, family.tile_unit)
     family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     prompts = read_prompts(source, "SOURCE").prompts if source.suffix == ".txt" else ()
     videos = () if prompts else find_videos(source, "SOURCE", captions)
