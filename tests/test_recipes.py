@@ -8,6 +8,7 @@ import torch
 import yaml
 from clip_files import write_clips
 from helpers import ALONE, HPSV3, WAN
+from ti2v_folder import ti2v_folder
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
@@ -27,6 +28,10 @@ SIZES = {
     "wan2.1-1.3b": (1, {"num_layers": 30, "num_attention_heads": 12}),
     "wan2.1-14b": (1, {"num_layers": 40, "num_attention_heads": 40}),
     "wan2.2-a14b": (2, {"num_layers": 40, "num_attention_heads": 40}),
+    "wan2.2-ti2v-5b": (
+        1,
+        {"num_layers": 30, "num_attention_heads": 24, "in_channels": 48, "out_channels": 48, "rope_max_seq_len": 1024},
+    ),
 }
 REAL = [recipe for recipe in settings.recipes() if not recipe.startswith("tiny")]
 
@@ -34,7 +39,9 @@ REAL = [recipe for recipe in settings.recipes() if not recipe.startswith("tiny")
 def model_folder(folder, networks: int, changes: dict[str, int]):
     """A pipeline folder with the configs of transformers of this size but without their weights."""
     folder.mkdir()
-    (folder / "vae").symlink_to(WAN / "vae")
+    (folder / "vae").symlink_to(
+        WAN / "vae" if changes.get("in_channels", 16) == 16 else ti2v_folder(folder / "5b") / "vae"
+    )
     index = json.loads((WAN / "model_index.json").read_text())
     network = json.loads((WAN / "transformer" / "config.json").read_text()) | {"text_dim": 4096} | changes
     if networks == 2:
@@ -234,7 +241,7 @@ def test_a_path_in_a_config_file_needs_a_recipe_too(models, tmp_path):
 
 def test_a_model_that_no_recipe_fits_is_told_all(tmp_path):
     folder = model_folder(tmp_path / "odd", 1, {"num_layers": 7})
-    with pytest.raises(ConfigError, match=r"write your own, --recipe my_recipe\.yaml .* have tiny, .*wan2\.2-a14b$"):
+    with pytest.raises(ConfigError, match=r"write your own, --recipe my_recipe\.yaml .* have tiny, .*wan2\.2-ti2v-5b$"):
         check(parsed("--method", "dmd2", "--student.path", folder), ALONE)
 
 

@@ -1,8 +1,9 @@
 """The sizes of the models that the recipes are made for: from a folder's configs, or as they were published.
 
 No file but a config.json is read. Sources of the published ones: config.json of the transformers, the text encoder and
-the VAE in Wan-AI/Wan2.1-T2V-1.3B-Diffusers, Wan-AI/Wan2.1-T2V-14B-Diffusers and Wan-AI/Wan2.2-T2V-A14B-Diffusers on
-the Hugging Face hub; HPSv3 (arXiv:2508.03789) is Qwen/Qwen2-VL-7B-Instruct with a head in place of the vocabulary's.
+the VAE in Wan-AI/Wan2.1-T2V-1.3B-Diffusers, Wan-AI/Wan2.1-T2V-14B-Diffusers, Wan-AI/Wan2.2-T2V-A14B-Diffusers and
+Wan-AI/Wan2.2-TI2V-5B-Diffusers on the Hugging Face hub; HPSv3 (arXiv:2508.03789) is Qwen/Qwen2-VL-7B-Instruct with a
+head in place of the vocabulary's.
 """
 
 from collections.abc import Mapping
@@ -26,13 +27,21 @@ from unified_trainer.tools.plan.flops import TransformerSize
 WAN = {"patch_size": [1, 2, 2], "attention_head_dim": 128, "in_channels": 16, "out_channels": 16, "text_dim": 4096}
 WAN |= {"freq_dim": 256, "rope_max_seq_len": 1024}
 UMT5_XXL = {"vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
-PUBLISHED: dict[str, tuple[dict[str, Any], float | None]] = {
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ({**WAN, "num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}, None),
-    "Wan-AI/Wan2.1-T2V-14B-Diffusers": ({**WAN, "num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}, None),
-    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (
-        {**WAN, "num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824},
-        0.875,
+OF_14B = {**WAN, "num_layers": 40, "num_attention_heads": 40, "ffn_dim": 13824}
+OF_5B = {**WAN, "num_layers": 30, "num_attention_heads": 24, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48}
+VAE = {"_class_name": "AutoencoderKLWan"}
+VAE_5B = {**VAE, "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12}
+VAE_5B |= {"out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16, "scale_factor_temporal": 4}
+VAE_5B |= {"latents_mean": [0.0] * 48, "latents_std": [1.0] * 48}  # sizes do not depend on them
+PUBLISHED: dict[str, tuple[dict[str, Any], float | None, dict[str, Any]]] = {
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (
+        {**WAN, "num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960},
+        None,
+        VAE,
     ),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (OF_14B, None, VAE),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (OF_14B, 0.875, VAE),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (OF_5B, None, VAE_5B),
 }
 HPSV3_WEIGHTS = 8.29e9 - 152064 * 3584 + 3584 * 1024 + 1024 * 16  # without the vocabulary's head, with its own
 NETWORK = "WanTransformer3DModel"
@@ -103,7 +112,7 @@ def architecture_of(role: str, path: str, run: RunConfig) -> Architecture:
             tokens = int(min(TEXT_TOKENS, read_json(settings).get("model_max_length", TEXT_TOKENS)))
         return Architecture(f"configs in {folder}", network, boundary, vae, encoder, tokens)
     fits = load_recipe(run.recipe).get("fits", {}) if run.recipe else {}
-    for name, (config, boundary) in PUBLISHED.items():
+    for name, (config, boundary, _) in PUBLISHED.items():
         known = {**config, "networks": 1 if boundary is None else len(EXPERTS)}
         if fits and fits.items() <= known.items():
             return _published(name, f"recipe {run.recipe}: published configs of {name}")
@@ -114,5 +123,5 @@ def architecture_of(role: str, path: str, run: RunConfig) -> Architecture:
 
 
 def _published(name: str, source: str) -> Architecture:
-    config, boundary = PUBLISHED[name]
-    return Architecture(source, config, boundary, {"_class_name": "AutoencoderKLWan"}, UMT5_XXL)
+    config, boundary, vae = PUBLISHED[name]
+    return Architecture(source, config, boundary, vae, UMT5_XXL)
