@@ -50,6 +50,8 @@ def meeting() -> Iterator[dist.Store | None]:
         store, _, _ = next(rendezvous("env://", rank, size, timeout=MEET))
     except (dist.DistError, ValueError) as error:
         raise UserError(f"the {size} ranks could not meet at {place}: {str(error).splitlines()[0]}") from error
+    # torchrun --max-restarts may give all starts one store: the notes of an earlier one must not be read.
+    store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     listener = _Listener(dist.PrefixStore("meeting", store), rank, size)
     together = True  # whether the others are at the same point of the program
     try:

@@ -59,7 +59,7 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     recipe = sources.recipe or str(saved.get("recipe", "")) or _default_recipe(argv, saved, run)
     # A saved run has all its settings; those that are newer keep the code's defaults, whatever its recipe says today.
     sections = load_recipe(recipe) if recipe and not sources.resumed else {}
-    sampler = trained_sampler(sources.init_from) if sources.init_from else None
+    sampler = trained_sampler(sources.init_from) if sources.init_from and not sources.resumed else None
     settings = _without_other_path(merged(sections.get("common", {}), sections.get(name, {})), _given(argv, saved))
     layers = {
         f"recipe {recipe}": {**settings, "method": name, "recipe": recipe},

@@ -101,7 +101,7 @@ class RunConfig:
     output: Path | None = None
     """Run directory; runs/METHOD-N by default."""
     resume: Path | None = None
-    """Run directory to continue."""
+    """Run directory to continue; auto continues the run that --output holds, or else begins it."""
     allow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Setting in which --resume may differ from the saved run, or "config" if config.yaml was edited by hand;
     repeatable."""
