@@ -15,6 +15,7 @@ from unified_trainer.parallel.agreement import assert_equal, flat
 from unified_trainer.parallel.meeting import PeerFailedError, meeting
 from unified_trainer.parallel.mesh import Mesh, peer_lost
 from unified_trainer.run.build import Built, build
+from unified_trainer.run.checkpoint.due import at_risk
 from unified_trainer.run.checkpoint.manager import Saver
 from unified_trainer.run.checkpoint.manifest import finished
 from unified_trainer.run.checkpoint.run_lock import claimed
@@ -91,7 +92,8 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
         ):
             tracker.table(f"{run.method} with recipe {run.recipe}", built.summary)
             tracker.table(f"{run.method}: one training step", built.counts)
-            for line in (*built.notes, *begun.said):
+            risk = [at_risk(run.checkpoint_every, run.checkpoint_minutes)] if run.checkpoint_minutes else []
+            for line in (*built.notes, *begun.said, *risk):
                 tracker.say(line)
             stopped_by = Course(built.trainer, run, output, tracker, saver, built.validation, start=start).run()
     if after is not None and mesh.is_main:

@@ -29,6 +29,11 @@ def check_guards(run: RunConfig, method: type[Method]) -> None:
             continue
         if not run.checkpoint_every:
             raise ConfigError(f"{key}.action roll_back needs checkpoints to go back to: set checkpoint_every")
+        if run.checkpoint_minutes:
+            raise ConfigError(
+                f"{key}.action roll_back would go back to where a clock says: set checkpoint_minutes 0, and "
+                "checkpoint_every to so many steps"
+            )
         student = run.roles["student"]
         if not (isinstance(student, TrainableConfig) and student.ema_decay):
             raise ConfigError(f"{key}.action roll_back goes on from EMA weights: set student.ema_decay")
