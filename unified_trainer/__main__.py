@@ -63,8 +63,8 @@ def _train(argv: list[str]) -> int:
     with _importing():
         from unified_trainer.parallel.meeting import meeting
         from unified_trainer.run.settings.auto_resume import without_auto
-        from unified_trainer.run.settings.command_line import parse
-    with meeting() as store:
+        from unified_trainer.run.settings.command_line import minutes_to_meet, parse
+    with meeting(minutes_to_meet(argv)) as store:
         with _importing():
             run = parse(without_auto(argv, store))  # before what a wrong flag does not need is imported
             from unified_trainer.tools.report.after_training import train_and_report

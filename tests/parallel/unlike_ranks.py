@@ -5,6 +5,7 @@ copies of this process, which torchrun does not watch: they end because of each 
 """
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from launch import fork_ranks
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
-from unified_trainer.parallel import meeting
+from unified_trainer.parallel import arrival, meeting
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.run import train
 from unified_trainer.run.exit_codes import exit_code
@@ -86,7 +87,44 @@ def savers(folder: Path, rank: int) -> int:
     return 0
 
 
+def stands_still(folder: Path, rank: int) -> int:
+    """One rank never comes to a collective, which the other gives up after 1.2 seconds."""
+    meeting.GRACE = 0.3
+
+    def work() -> int:
+        with meeting.meeting() as store:
+            mesh = Mesh.join("cpu", ParallelConfig(timeout_minutes=0.02), store)
+            if rank:
+                return threading.Event().wait(60)
+            mesh.barrier()
+        return 0
+
+    return exit_code(work)
+
+
+def absent(folder: Path, rank: int) -> int:
+    """The ranks are 2 of 3: the last one was not started."""
+    os.environ["WORLD_SIZE"] = "3"
+    arrival.SAY = 0.5
+    return main([*RUN, "--output", str(folder / "run"), "--parallel.timeout-minutes", "0.03"])
+
+
+def elsewhere(folder: Path, rank: int) -> int:
+    """One rank has another port of rank 0, where nobody answers."""
+    arrival.SAY, arrival.LOOK = 0.5, 0.1
+    if rank:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+            os.environ["LOCAL_RANK"] = "0"
+            return main([*RUN, "--output", str(folder / "run"), "--parallel.timeout-minutes", "0.03"])
+    return main([*RUN, "--output", str(folder / "run"), "--parallel.timeout-minutes", "0.03"])
+
+
 CASES = {
+    "still": stands_still,
+    "absent": absent,
+    "elsewhere": elsewhere,
     "settings": training("--seed", "{rank}", "--student.learning-rate", "{rank}e-3"),
     "output": training("--output", "run"),
     "prompts": training("--prompts", "prompts.txt"),

@@ -245,6 +245,11 @@ def peer_lost(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(words in str(error) for words in lost)
 
 
+def waited_in_vain(error: RuntimeError) -> bool:
+    """Return whether a collective was given up after its timeout."""
+    return "Timed out waiting" in str(error)
+
+
 def _device_mesh(device: torch.device, degrees: dict[str, int], timeout: timedelta) -> DeviceMesh:
     """Return a mesh whose groups all have the timeout, which `init_device_mesh` would leave at that of the backend."""
     ranks = torch.arange(math.prod(degrees.values())).view(*degrees.values())

@@ -63,7 +63,7 @@ def train_in_actor(run: RunConfig, argv: Sequence[str], after: After | None = No
     def work() -> int:
         nonlocal by_another
         try:
-            with meeting() as store:
+            with meeting(run.parallel.timeout_minutes) as store:
                 add_families(run.families)
                 return train_here(run, argv, store, after)
         except PeerFailedError:
