@@ -42,6 +42,11 @@ def said(folder, case: str, code: int = 2) -> list[str]:
 @pytest.mark.parametrize(
     ("case", "differs"),
     [
+        ("package", r"the code of unified_trainer is 1 files \(sha256 \w{12}\) on rank 0 and 1 files .* on rank 1"),
+        (
+            "scorer",
+            r"the code of reward.kind red.py:score is 1 files \(sha256 \w{12}\) on rank 0 and 1 files .* on rank 1",
+        ),
         ("settings", "seed is 0 on rank 0 and 1 on rank 1; student.learning_rate is 0.0 on rank 0 and 0.001 on rank 1"),
         ("output", r"output is /.*/0/run on rank 0 and /.*/1/run on rank 1"),
         ("prompts", r"prompts is 2 prompts \(sha256 \w{12}\) on rank 0 and 2 prompts \(sha256 \w{12}\) on rank 1"),

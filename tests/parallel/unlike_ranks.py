@@ -25,6 +25,7 @@ from unified_trainer.parallel import arrival, meeting
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.run import train
 from unified_trainer.run.exit_codes import exit_code
+from unified_trainer.run.settings import code
 
 RUN = SMALL["dance_grpo"] + flags({"algorithm.update-batch": 2, "algorithm.rollout-batch": 2})
 
@@ -41,6 +42,20 @@ def other_flag(folder: Path, rank: int) -> int:
 def other_version(folder: Path, rank: int) -> int:
     train.version = lambda name: f"{name} {rank}"
     return training()(folder, rank)
+
+
+def other_package(folder: Path, rank: int) -> int:
+    """Each rank has a package of its own: one node was not updated."""
+    package = folder / str(rank) / "package"
+    package.mkdir()
+    (package / "mesh.py").write_text(f"RANK = {rank}\n")
+    code.PACKAGE = package
+    return training()(folder, rank)
+
+
+def other_scorer(folder: Path, rank: int) -> int:
+    Path("red.py").write_text(f"def score(videos, prompts):\n    return videos.flatten(1).mean(1) + {rank}\n")
+    return training("--reward.kind", "red.py:score", "--reward.path", "")(folder, rank)
 
 
 def bug(folder: Path, rank: int) -> int:
@@ -131,6 +146,8 @@ CASES = {
     "missing": training("--validation.prompts", "first.txt"),
     "flag": other_flag,
     "version": other_version,
+    "package": other_package,
+    "scorer": other_scorer,
     "bug": bug,
     "tidy": tidy,
     "savers": savers,

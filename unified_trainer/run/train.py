@@ -26,6 +26,7 @@ from unified_trainer.run.plan.downloads import fetched
 from unified_trainer.run.plan.plan import check_complete
 from unified_trainer.run.registry import add_families
 from unified_trainer.run.settings import config as settings
+from unified_trainer.run.settings.code import code_of
 from unified_trainer.run.settings.config import ConfigError, RunConfig
 from unified_trainer.run.settings.run_paths import naming_origin
 from unified_trainer.run.settings.settings import check_ranges
@@ -180,7 +181,7 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
 def _compared(run: RunConfig, output: Path) -> dict[str, str]:
     """Return what must be equal on all ranks before a file is read."""
     versions = {f"the version of {name}": version(name) for name in ("unified-trainer", "torch")}
-    return {**versions, **flat(settings.plain(run)), "output": str(output.absolute())}
+    return {**versions, **flat(settings.plain(run)), "output": str(output.absolute()), **code_of(run)}
 
 
 def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:
