@@ -34,3 +34,13 @@ def no_families(run: RunConfig, argv: Sequence[str]) -> int | None:
 
 def _fail(_families: Sequence[str]) -> None:
     raise UserError("no such family")
+
+
+def card_fails(run: RunConfig, argv: Sequence[str]) -> int | None:
+    _rank(argv[0])
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def code_fails(run: RunConfig, argv: Sequence[str]) -> int | None:
+    _rank(argv[0])
+    raise KeyError("gone")
