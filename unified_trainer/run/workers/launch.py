@@ -135,8 +135,9 @@ def _processes(run: RunConfig, needs: cluster.Needs) -> Iterator[list[Any]]:
         ray.get(group.ready(), timeout=60 * run.ray.timeout_minutes)
         for number in range(run.ray.ranks):
             seat = PlacementGroupSchedulingStrategy(group, number)
-            kind = ray.remote(TrainingProcess).options(**cluster.options(needs), scheduling_strategy=seat)
-            actors.append(kind.remote())
+            environment = {"env_vars": cluster.forwarded()}
+            options = {**cluster.options(needs), "scheduling_strategy": seat, "runtime_env": environment}
+            actors.append(ray.remote(TrainingProcess).options(**options).remote())
         yield actors
     except GetTimeoutError:
         raise UserError(

@@ -223,5 +223,8 @@ def placed(run: RunConfig, needs: cluster.Needs) -> RunConfig:
 
 
 def _environment() -> dict[str, Any]:
-    """Return the environment of a worker: as many threads as this process has; Ray would set the cores of the actor."""
-    return {"env_vars": {"OMP_NUM_THREADS": str(torch.get_num_threads())}}
+    """Return the environment of a worker: variables of the shell, and as many threads as this process has.
+
+    Ray would set the cores of the actor.
+    """
+    return {"env_vars": {**cluster.forwarded(), "OMP_NUM_THREADS": str(torch.get_num_threads())}}
