@@ -22,7 +22,7 @@ class Clock:
         return self.now
 
 
-class Follower(Mesh):
+class OtherRank(Mesh):
     """A rank that hears from the main one whether a flag is set there, and sets none itself."""
 
     flags: list[bool] = []
@@ -44,7 +44,7 @@ def test_minutes_count_from_the_last_checkpoint():
 
 
 def test_other_ranks_follow_the_clock_of_the_main_one():
-    clock, mesh = Clock(), Follower(CPU, 1, 2)
+    clock, mesh = Clock(), OtherRank(CPU, 1, 2)
     rule = ByMinutes(lambda step: False, 10, mesh, clock)
     clock.now += 10**6  # of this rank, which nobody asks
     mesh.flags.extend([False, True, False])
@@ -52,7 +52,7 @@ def test_other_ranks_follow_the_clock_of_the_main_one():
 
 
 def test_without_minutes_no_clock_is_read_and_nothing_is_asked_of_other_ranks():
-    rule = due(3, 0.0, Follower(CPU, 1, 2))
+    rule = due(3, 0.0, OtherRank(CPU, 1, 2))
     assert [rule(step) for step in range(1, 7)] == [False, False, True, False, False, True]
     assert not due(0, 0.0, ALONE)(20)
     assert isinstance(due(3, 0.5, ALONE), ByMinutes)

@@ -18,6 +18,7 @@ CONNECTED = {
     "tools/export/push.py": "Hugging Face hub",
     "models/hub.py": "Hugging Face hub",
     "rewards/wire.py": "over HTTP",
+    "parallel/arrival.py": "over TCP",
     "tools/serve/listening.py": "as a socket",
     "tools/serve/page_server.py": "web server",
     "tools/serve/web_server.py": "web server",

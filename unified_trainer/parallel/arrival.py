@@ -1,4 +1,4 @@
-"""The arrival of the ranks that torchrun started: each signs in, and those that wait say who is missing."""
+"""The arrival of the ranks that torchrun started: each signs in over TCP, and those that wait name the missing."""
 
 import os
 import socket
