@@ -6,6 +6,7 @@ spend seconds on it before they start.
 
 import gc
 import os
+import sys
 import tempfile
 
 import hypothesis
@@ -48,6 +49,13 @@ def pytest_addoption(parser):
     parser.addoption("--odd-values", type=int, default=0, help="values of each file that test_odd_configs.py tries")
     parser.addoption("--kills", type=int, default=0, help="how often test_kill.py kills each run; 0 is a few times")
     parser.addoption("--kills-first", type=int, default=0, help="number of the first life that is killed")
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    """Calls of scorers are repeated at once; the test of the pauses sets its own."""
+    if (reward := sys.modules.get("unified_trainer.rewards.reward")) is not None:
+        monkeypatch.setattr(reward, "FIRST_PAUSE", 0.0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -62,10 +62,11 @@ def _run(argv: list[str]) -> int:
 def _train(argv: list[str]) -> int:
     with _importing():
         from unified_trainer.parallel.meeting import meeting
-        from unified_trainer.run.settings.command_line import parse
-    with meeting() as store:
+        from unified_trainer.run.settings.auto_resume import without_auto
+        from unified_trainer.run.settings.command_line import minutes_to_meet, parse
+    with meeting(minutes_to_meet(argv)) as store:
         with _importing():
-            run = parse(argv)  # before what a wrong flag does not need is imported
+            run = parse(without_auto(argv, store))  # before what a wrong flag does not need is imported
             from unified_trainer.tools.report.after_training import train_and_report
         return train_and_report(run, argv, store)
 
@@ -81,12 +82,13 @@ def _page(argv: list[str], width: int) -> str:
         return overview(COMMANDS, width)
     with _importing():
         from unified_trainer.run.registry import method_named
+        from unified_trainer.run.settings.auto_resume import without_auto
         from unified_trainer.run.settings.command_line import before_flags
         from unified_trainer.tools import help_pages
 
     if _names_command(words):
         return help_pages.of_command(words[0], command_named(words[0]), width)
-    run = before_flags(words)
+    run = before_flags(without_auto(words))
     return help_pages.of_method(method_named(run.method), run, width, everything=everything, sought=sought)
 
 

@@ -3,23 +3,32 @@
 import re
 
 import pytest
+import torch
 import unlike_on_ray
 from helpers import SMALL, flags
+from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
 from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.settings.workers import RayConfig
 from unified_trainer.run.workers import launch
 
 pytestmark = pytest.mark.ranks
 
 
-def ended(tmp_path, train) -> tuple[int | None, list[str]]:
-    """What the launcher makes of two ranks, and what each of them said."""
+def code_of(tmp_path, train) -> int | None:
+    """What the launcher makes of two ranks."""
     settings = {"launcher": "ray", "ray.ranks": 2, "algorithm.update-batch": 2, "algorithm.rollout-batch": 2}
     run = parse([*SMALL["dance_grpo"], *flags(settings | {"output": tmp_path / "run", "device": "cpu"})])
     with launch._processes(run, {"CPU": 1}) as processes:
         code = launch._run(processes, train, run, [str(tmp_path)])
     assert not (tmp_path / "run").exists()
-    return code, [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    return code
+
+
+def ended(tmp_path, train) -> tuple[int | None, list[str]]:
+    """What the launcher makes of two ranks, and what each of them said."""
+    return code_of(tmp_path, train), [(tmp_path / str(rank)).read_text() for rank in range(2)]
 
 
 def test_ranks_on_ray_that_differ_do_not_start(ray, tmp_path):
@@ -35,3 +44,55 @@ def test_a_rank_on_ray_that_fails_early_ends_the_others_and_nothing_starts_again
     assert code == 2  # None would start all again
     assert second == "error on rank 1: no such family\n"
     assert first == "error on rank 0: rank 1 failed: no such family\n"
+
+
+def test_an_error_of_a_card_starts_again_and_a_bug_does_not(ray, tmp_path):
+    assert code_of(tmp_path, unlike_on_ray.card_fails) is None  # all start again
+    with pytest.raises(KeyError, match="gone"):
+        code_of(tmp_path, unlike_on_ray.code_fails)
+
+
+@pytest.mark.parametrize(
+    ("error", "machine"),
+    [
+        (OutOfMemoryError("Task was killed due to the node running low on memory"), True),  # Ray's memory monitor
+        (ActorDiedError(), True),
+        (WorkerCrashedError(), True),
+        (NodeDiedError("preempted"), True),
+        (torch.distributed.DistBackendError("NCCL error: unhandled system error"), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+        (RuntimeError("shape mismatch"), False),
+        (KeyError("gone"), False),
+    ],
+)
+def test_faults_of_the_machine_and_of_the_code(error, machine):
+    assert launch.of_machine(error) is machine
+    assert launch.of_machine(RayTaskError("train", "trace", error)) is machine
+
+
+def attempts(folder, script, restarts):
+    """The exit code of a run whose attempts reach these steps, and then give these codes; and what each was given."""
+    given = []
+
+    def attempt(run):
+        step, code = script[len(given)]
+        given.append((run.resume, run.output))
+        if step:
+            (folder / "checkpoints" / f"step_{step}").mkdir(parents=True)
+            (folder / "config.yaml").touch()
+        return code
+
+    run = RunConfig(output=folder, ray=RayConfig(restarts=restarts))
+    return launch._until_it_ends(attempt, run, folder), given
+
+
+def test_restarts_are_left_again_after_a_new_checkpoint(tmp_path):
+    """Three deaths with one restart: each attempt but the last saves a step. The first that saves none ends the run."""
+    run = tmp_path / "run"
+    code, given = attempts(run, [(1, None), (2, None), (3, None), (0, 0)], restarts=1)
+    assert code == 0 and given == [(None, run), (run, None), (run, None), (run, None)]
+    with pytest.raises(RuntimeError, match="died 2 times without a new checkpoint"):
+        attempts(tmp_path / "other", [(1, None), (0, None), (0, None)], restarts=1)
+    assert attempts(tmp_path / "wrong", [(0, 2)], restarts=1)[0] == 2

@@ -9,6 +9,14 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel import meeting
 from unified_trainer.run import train
 from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.workers.launch import TrainingProcess
+
+
+class ReadsShell(TrainingProcess):
+    """A rank that says what it has of the shell."""
+
+    def where(self) -> tuple[str, int, str]:
+        return os.environ.get("WANDB_API_KEY", ""), 0, ""
 
 
 def _rank(folder: str) -> int:
@@ -34,3 +42,13 @@ def no_families(run: RunConfig, argv: Sequence[str]) -> int | None:
 
 def _fail(_families: Sequence[str]) -> None:
     raise UserError("no such family")
+
+
+def card_fails(run: RunConfig, argv: Sequence[str]) -> int | None:
+    _rank(argv[0])
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def code_fails(run: RunConfig, argv: Sequence[str]) -> int | None:
+    _rank(argv[0])
+    raise KeyError("gone")

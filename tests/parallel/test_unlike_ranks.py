@@ -13,7 +13,7 @@ from unified_trainer.data.captioned import CaptionedVideo
 from unified_trainer.parallel.agreement import assert_equal, differences, files_in_words, flat
 from unified_trainer.parallel.mesh import Mesh, RanksDivergedError
 from unified_trainer.run.plan.plan import check
-from unified_trainer.run.settings.command_line import parse
+from unified_trainer.run.settings.command_line import minutes_to_meet, parse
 
 sys.path.insert(0, str(Path(__file__).parent))
 import unlike_ranks
@@ -42,6 +42,11 @@ def said(folder, case: str, code: int = 2) -> list[str]:
 @pytest.mark.parametrize(
     ("case", "differs"),
     [
+        ("package", r"the code of unified_trainer is 1 files \(sha256 \w{12}\) on rank 0 and 1 files .* on rank 1"),
+        (
+            "scorer",
+            r"the code of reward.kind red.py:score is 1 files \(sha256 \w{12}\) on rank 0 and 1 files .* on rank 1",
+        ),
         ("settings", "seed is 0 on rank 0 and 1 on rank 1; student.learning_rate is 0.0 on rank 0 and 0.001 on rank 1"),
         ("output", r"output is /.*/0/run on rank 0 and /.*/1/run on rank 1"),
         ("prompts", r"prompts is 2 prompts \(sha256 \w{12}\) on rank 0 and 2 prompts \(sha256 \w{12}\) on rank 1"),
@@ -80,9 +85,54 @@ def test_a_bug_of_a_rank_ends_the_others(reports):
 
 
 @pytest.mark.ranks
+def test_a_rank_that_stands_still_is_named_by_the_others_and_ended(reports):
+    """Rank 0 gives a collective up after 1.2 seconds; rank 1 waits for something else, and a thread ends it."""
+    first, second = ((reports / f"still-{rank}").read_text() for rank in range(2))
+    assert re.search(r"error on rank 0: rank 1 \(.+, process \d+\) did not come to where rank 0 waited for it\n", first)
+    assert "ended with 2" in first and "Traceback" not in first
+    assert re.search(r"error on rank 1: rank 0 failed: rank 1 \(.+\) did not come", second) and "ended" not in second
+
+
+@pytest.mark.ranks
+def test_a_rank_that_was_not_started_is_named_while_the_others_wait_and_at_the_end(reports):
+    """After parallel.timeout_minutes, .03, in place of 30 minutes without a word."""
+    first, second = said(reports, "absent")
+    assert "waiting for rank 2 of 3\n" in first
+    for text in (first, second):
+        assert re.search(
+            r"error on rank \d: rank 2 of 3 did not come within 0\.03 minutes \(parallel\.timeout_min", text
+        )
+
+
+@pytest.mark.ranks
+def test_a_wrong_address_of_rank_0_is_named(reports):
+    first, second = said(reports, "elsewhere")
+    assert re.search(r"rank 1 of 2 cannot reach rank 0 at 127\.0\.0\.1:\d+ yet", second)
+    assert re.search(
+        r"error on rank 1: rank 1 of 2 cannot reach rank 0 at 127\.0\.0\.1:\d+ after 0\.03 minutes", second
+    )
+    assert "error on rank 0: rank 1 of 2 did not come within 0.03 minutes" in first
+
+
+@pytest.mark.ranks
 def test_the_group_of_the_saver_has_the_timeout_of_the_settings(reports):
     """0.02 minutes are 1.2 seconds; the other rank never comes, and stays longer."""
     assert 1.0 < float((reports / "savers-0").read_text().split()[1]) < SECONDS
+
+
+def test_the_time_to_meet_is_read_before_anything_else(tmp_path):
+    """A wrong value is the parser's to name."""
+    saved = tmp_path / "config.yaml"
+    saved.write_text("parallel: {timeout_minutes: 5.0}")
+    assert minutes_to_meet(["--method", "dmd2"]) == 30
+    assert (
+        minutes_to_meet(["--parallel.timeout-minutes", "7"]) == minutes_to_meet(["--parallel.timeout_minutes=7"]) == 7
+    )
+    assert minutes_to_meet(["--resume", str(tmp_path)]) == minutes_to_meet(["--config", str(saved)]) == 5
+    assert minutes_to_meet(["--resume", str(tmp_path), "--parallel.timeout-minutes", "7"]) == 7
+    for wrong in ("x", "0", "nan", "-1"):
+        assert minutes_to_meet([f"--parallel.timeout-minutes={wrong}"]) == 30
+    assert minutes_to_meet(["--resume", "absent"]) == minutes_to_meet(["--resume"]) == 30
 
 
 def test_differences_name_item_values_and_ranks():

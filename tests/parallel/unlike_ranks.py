@@ -5,6 +5,7 @@ copies of this process, which torchrun does not watch: they end because of each 
 """
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -20,10 +21,11 @@ from launch import fork_ranks
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
-from unified_trainer.parallel import meeting
+from unified_trainer.parallel import arrival, meeting
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.run import train
 from unified_trainer.run.exit_codes import exit_code
+from unified_trainer.run.settings import code
 
 RUN = SMALL["dance_grpo"] + flags({"algorithm.update-batch": 2, "algorithm.rollout-batch": 2})
 
@@ -40,6 +42,20 @@ def other_flag(folder: Path, rank: int) -> int:
 def other_version(folder: Path, rank: int) -> int:
     train.version = lambda name: f"{name} {rank}"
     return training()(folder, rank)
+
+
+def other_package(folder: Path, rank: int) -> int:
+    """Each rank has a package of its own: one node was not updated."""
+    package = folder / str(rank) / "package"
+    package.mkdir()
+    (package / "mesh.py").write_text(f"RANK = {rank}\n")
+    code.PACKAGE = package
+    return training()(folder, rank)
+
+
+def other_scorer(folder: Path, rank: int) -> int:
+    Path("red.py").write_text(f"def score(videos, prompts):\n    return videos.flatten(1).mean(1) + {rank}\n")
+    return training("--reward.kind", "red.py:score", "--reward.path", "")(folder, rank)
 
 
 def bug(folder: Path, rank: int) -> int:
@@ -86,13 +102,52 @@ def savers(folder: Path, rank: int) -> int:
     return 0
 
 
+def stands_still(folder: Path, rank: int) -> int:
+    """One rank never comes to a collective, which the other gives up after 1.2 seconds."""
+    meeting.GRACE = 0.3
+
+    def work() -> int:
+        with meeting.meeting() as store:
+            mesh = Mesh.join("cpu", ParallelConfig(timeout_minutes=0.02), store)
+            if rank:
+                return threading.Event().wait(60)
+            mesh.barrier()
+        return 0
+
+    return exit_code(work)
+
+
+def absent(folder: Path, rank: int) -> int:
+    """The ranks are 2 of 3: the last one was not started."""
+    os.environ["WORLD_SIZE"] = "3"
+    arrival.SAY = 0.5
+    return main([*RUN, "--output", str(folder / "run"), "--parallel.timeout-minutes", "0.03"])
+
+
+def elsewhere(folder: Path, rank: int) -> int:
+    """One rank has another port of rank 0, where nobody answers."""
+    arrival.SAY, arrival.LOOK = 0.5, 0.1
+    if rank:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
+            os.environ["LOCAL_RANK"] = "0"
+            return main([*RUN, "--output", str(folder / "run"), "--parallel.timeout-minutes", "0.03"])
+    return main([*RUN, "--output", str(folder / "run"), "--parallel.timeout-minutes", "0.03"])
+
+
 CASES = {
+    "still": stands_still,
+    "absent": absent,
+    "elsewhere": elsewhere,
     "settings": training("--seed", "{rank}", "--student.learning-rate", "{rank}e-3"),
     "output": training("--output", "run"),
     "prompts": training("--prompts", "prompts.txt"),
     "missing": training("--validation.prompts", "first.txt"),
     "flag": other_flag,
     "version": other_version,
+    "package": other_package,
+    "scorer": other_scorer,
     "bug": bug,
     "tidy": tidy,
     "savers": savers,

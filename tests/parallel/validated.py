@@ -5,6 +5,7 @@ The test compares with the same function on one rank.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,21 +32,22 @@ REWARD = RewardConfig(
 )
 
 
-def measured(mesh: Mesh, folder: Path) -> dict[str, float]:
+def measured(mesh: Mesh, folder: Path, samples: int = CONFIG.num_samples) -> dict[str, float]:
     """One validation of an untrained student in the tiny world; its samples are in samples.jsonl of the folder."""
+    config = replace(CONFIG, num_samples=samples)
     codec, (scorers, features) = tiny_codec(), load_scorers(REWARD, torch.device("cpu"))
     reward, sampler = Reward(scorers, codec, REWARD), SamplerConfig(num_steps=2, guidance_scale=1.0)
     student = Trainable("student", Backbone(small_model(), mesh, trained=True), TrainableConfig())
     shape = codec.latent_shape(FRAMES, SIZE, SIZE)
-    prompts = validation_captions(CONFIG.num_samples)
-    validation = Validation(CONFIG, codec, reward, features, sampler, prompts, shape, mesh, 8.0)
+    prompts = validation_captions(config.num_samples)
+    validation = Validation(config, codec, reward, features, sampler, prompts, shape, mesh, 8.0)
     return validate(validation, student, folder, 0).metrics
 
 
-def work(folder: Path) -> None:
+def work(folder: Path, samples: int) -> None:
     torch.set_num_threads(1)
     mesh = Mesh.join("cpu", ParallelConfig())
-    metrics = measured(mesh, folder)
+    metrics = measured(mesh, folder, samples)
     if mesh.is_main:
         (folder / "metrics.json").write_text(json.dumps(metrics))
     mesh.leave()

@@ -28,6 +28,7 @@ CONNECTED = {
     "tools/export/push.py": "Hugging Face hub",
     "models/hub.py": "Hugging Face hub",
     "rewards/wire.py": "over HTTP",
+    "parallel/arrival.py": "over TCP",
     "tools/serve/web_server.py": "web server",
     "run/workers/launch.py": "on Ray",
     "rewards/scorer_process.py": "in a process with a Python",

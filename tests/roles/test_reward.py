@@ -1,6 +1,7 @@
 """The reward: which frames are scored, their mean, the scale, and no silent numbers."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from helpers import CAPTIONS, LATENT_SHAPE, ScriptedScorer, mean_score, reward_o
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.methods.rl.rollouts import LocalRollouts
+from unified_trainer.rewards import reward as reward_module
 from unified_trainer.rewards.pixels import motion_energy
 from unified_trainer.rewards.reward import Reward, RewardConfig, ScorerConfig
 
@@ -267,3 +269,19 @@ def test_sets_that_cannot_be(config, message):
 )
 def test_sets_with_a_penalty_can_be(config):
     RewardConfig(**{"path": "tiny"} | config).check()
+
+
+def test_retries_wait_twice_as_long_each_time_and_a_minute_at_most(codec, monkeypatch):
+    """Ten retries bridge four minutes, in which a server can start again; before, they took .03 seconds."""
+    pauses, faults = [], iter([True] * 10)
+
+    def scorer(video, prompts):
+        if next(faults, False):
+            raise ConnectionError("refused")
+        return brightness(video, prompts)
+
+    monkeypatch.setattr(reward_module, "FIRST_PAUSE", 0.5)
+    monkeypatch.setattr(reward_module, "LATER", SimpleNamespace(wait=pauses.append))
+    of_video(reward_set(codec, {"weak": scorer}, retries=10, weak={}), VIDEO, PROMPTS)
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert reward_module.pause_after(10**6) == 60

@@ -4,12 +4,17 @@ import json
 import sys
 
 import pytest
+import torch
 from helpers import REPO
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.plan.plan import check
 from unified_trainer.run.registry import METHODS
+from unified_trainer.run.settings.command_line import parse
 from unified_trainer.tools.plan import memory
+from unified_trainer.tools.plan.estimate import estimate
 from unified_trainer.tools.plan.hardware import read_hardware
 from unified_trainer.tools.plan.passes import PassBytes
 
@@ -98,3 +103,52 @@ def test_rollouts_and_scorers_are_counted_where_they_are(capsys, monkeypatch):
 def test_a_model_of_unknown_size_is_refused(capsys):
     assert main(["plan", "--method", "finetune", "--recipe", "wan2.1-1.3b", "--student.path", "some/model"]) == 2
     assert "no sizes are known for it" in capsys.readouterr().err
+
+
+REFUSED = {  # flags that a start of dance_grpo refuses, with words of the message
+    "--student.lr-schedule cosine --student.lr-decay-updates 0": "student.lr_schedule cosine needs student.lr_decay",
+    "--keep-best 2 --validate-every 0": "keep_best 2 needs validations to compare",
+    "--hacking-monitor.action roll_back": "hacking_monitor.action roll_back needs validations to compare",
+    "--rollouts.ahead 1": "rollouts.ahead needs rollouts.workers above 0",
+    "--rollouts.workers 2 --rollouts.send bf16 --student.precision fp32": "rollouts.send bf16 needs student.precision",
+    "--parallel.sequence 8": "parallel.sequence (8) must divide the 4 attention heads of student.path",
+    "--parallel.attention sage": "parallel.attention sage rounds to 8 bits",
+    "--algorithm.kernel ode": "algorithm.kernel must be stochastic, not ode",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", REFUSED)
+def test_plan_refuses_what_a_start_refuses(words):
+    """With the same message: a plan that fits is one that starts."""
+    run, said = parse(["--method", "dance_grpo", *SMALL, *words.split()]), []
+    ranks = Mesh(torch.device("cpu"), 0, 8, run.parallel.degrees(8))
+    for attempt in (lambda: check(run, ranks), lambda: estimate(run, 8)):
+        with pytest.raises(UserError) as error:
+            attempt()
+        said.append(str(error.value))
+    assert said[0] == said[1] and REFUSED[words] in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [42, 64, 320])
+def test_a_validation_of_16_samples_fits_any_number_of_ranks(ranks):
+    """The start refused 42, 64 and 320 ranks, which plan had called fitting."""
+    batch = ["--algorithm.batch-size", str(ranks), "--algorithm.micro-batch", "1"]
+    run = parse(
+        [
+            "--method",
+            "finetune",
+            *SMALL,
+            *CLIPS,
+            *batch,
+            "--validate-every",
+            "1",
+            "--sampler.guidance-scale",
+            "1",
+            "--validation.num-samples",
+            "16",
+        ]
+    )
+    check(run, Mesh(torch.device("cpu"), 0, ranks, run.parallel.degrees(ranks)))
+    assert estimate(run, ranks).counts.validation[0].samples == 1

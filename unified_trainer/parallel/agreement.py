@@ -36,7 +36,7 @@ def differences(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
         for rank, items in enumerate(by_rank):
             ranks.setdefault(items.get(name, ABSENT), []).append(rank)
         if len(ranks) > 1:
-            values = [f"{_short(value)} on {_numbers(those)}" for value, those in ranks.items()]
+            values = [f"{_short(value)} on {in_words(those)}" for value, those in ranks.items()]
             found.append(f"{name} is {' and '.join(values)}")
     more = [f"and {len(found) - NAMED} more"] if len(found) > NAMED else []
     return found[:NAMED] + more
@@ -72,6 +72,7 @@ def _short(value: str) -> str:
     return value if len(value) <= SHOWN else f"{value[:SHOWN]}... (sha256 {digest_of(value)[:12]})"
 
 
-def _numbers(ranks: Sequence[int]) -> str:
+def in_words(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 3, 5", at most NAMED of them."""
     listed = ", ".join(map(str, ranks[:NAMED])) + (f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else "")
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"

@@ -5,6 +5,7 @@ store by which torchrun's ranks find each other, so it does not matter what the 
 """
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,13 +13,13 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.parallel.mesh import RanksDivergedError, peer_lost
-from unified_trainer.parallel.torchrun import TORCHRUN, environment_number, size_and_rank, where
+from unified_trainer.parallel.agreement import NAMED, in_words
+from unified_trainer.parallel.arrival import arrive, hosts_store
+from unified_trainer.parallel.mesh import RanksDivergedError, peer_lost, waited_in_vain
+from unified_trainer.parallel.torchrun import size_and_rank, where
 
-MEET = timedelta(minutes=30)  # for all ranks to start
 LISTEN = timedelta(days=20)  # longer than runs last without a restart; more milliseconds do not fit 32 bits
 HEARD = timedelta(seconds=2)  # for the others to hear of a failure, before the rank ends and may take the store along
 LEAVE = timedelta(seconds=10)  # for the others to end, before rank 0 may take the store along
@@ -31,26 +32,27 @@ class PeerFailedError(UserError):
     """Another rank has failed; the message says which, and what it said."""
 
 
+class StandsStillError(UserError):
+    """Other ranks did not come to a collective in which this one waited; the message names them."""
+
+
 @contextmanager
-def meeting() -> Iterator[dist.Store | None]:
+def meeting(minutes: float = 30.0) -> Iterator[dist.Store | None]:
     """Wait until all ranks that torchrun started have come, and give the store for `Mesh.join`; None for one process.
+
+    They have so many minutes, those of `parallel.timeout_minutes`.
 
     An exception that leaves the context is told to the other ranks. There it is raised as PeerFailedError where a
     collective fails because this rank has ended, and ends a rank that waits for anything else after GRACE seconds.
+    Where a collective is given up because ranks did not come to it, it is raised as StandsStillError, which names them.
     Raise UserError if variables of torchrun are absent or the ranks do not meet.
     """
     size, rank = size_and_rank()
     if size == 1:
         yield None
         return
-    if absent := [name for name in TORCHRUN if name not in os.environ]:
-        raise UserError(f"WORLD_SIZE is {size}, but {', '.join(absent)} is not set: start the ranks with torchrun")
-    place = f"{os.environ['MASTER_ADDR']}:{environment_number('MASTER_PORT', 0)}"
-    try:
-        store, _, _ = next(rendezvous("env://", rank, size, timeout=MEET))
-    except (dist.DistError, ValueError) as error:
-        raise UserError(f"the {size} ranks could not meet at {place}: {str(error).splitlines()[0]}") from error
-    listener = _Listener(dist.PrefixStore("meeting", store), rank, size)
+    store = arrive(size, rank, minutes)
+    listener = _Listener(store, rank, size)
     together = True  # whether the others are at the same point of the program
     try:
         yield store
@@ -60,6 +62,9 @@ def meeting() -> Iterator[dist.Store | None]:
         together, lost = False, isinstance(error, RuntimeError) and peer_lost(error)
         if lost and (said := listener.said()):
             raise PeerFailedError(said) from error
+        if isinstance(error, RuntimeError) and waited_in_vain(error) and (still := listener.standing_still()):
+            listener.tell(still, wait=True)
+            raise StandsStillError(still) from error
         listener.tell(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}", wait=not lost)
         raise
     finally:
@@ -70,17 +75,42 @@ class _Listener:
     """A rank's ear and voice; the store holds a note for each rank."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._others = store, rank, [other for other in range(size) if other != rank]
-        self._ear = store.clone()  # a store answers one thread
+        self._places, self._store = store, dist.PrefixStore("meeting", store)
+        self._rank, self._others = rank, [other for other in range(size) if other != rank]
+        self._ear = self._store.clone()  # a store answers one thread
         self._ear.set_timeout(LISTEN)
-        self._said = ""
+        self._said, self._told = "", threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="failures of other ranks", daemon=True)
         self._thread.start()
 
     def said(self) -> str:
-        """Return what another rank failed with, or an empty text if none has told it; a rank tells before it ends."""
+        """Return what another rank failed with, or an empty text if none has told it; a rank tells before it ends.
+
+        The rank whose end takes the store along stays until those that wait in vain have looked who is missing.
+        """
+        with suppress(RuntimeError):
+            self._store.set(f"ended {self._rank}", "")
+        if hosts_store(self._rank):
+            self._told.wait(2 * HEARD.total_seconds())
         return self._said
+
+    def standing_still(self) -> str:
+        """Return which ranks are still at work HEARD after a collective of this rank was given up, or an empty text.
+
+        torchrun ends its ranks when the first one ends, but not before this one has spoken.
+        """
+        if threading.current_thread() is threading.main_thread():
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        with suppress(RuntimeError):
+            self._store.set(f"ended {self._rank}", "")
+            with suppress(dist.DistStoreError):
+                self._store.wait([f"ended {other}" for other in self._others], HEARD)
+            still = [other for other in self._others if not self._store.check([f"ended {other}"])]
+            where = "; ".join(self._places.get(f"came {other}").decode() for other in still[:NAMED])
+            if still and not self._said:
+                return f"{in_words(still)} ({where}) did not come to where rank {self._rank} waited for it"
+        return ""
 
     def tell(self, text: str, *, wait: bool) -> None:
         """Tell the other ranks that this one has failed; with `wait`, until they have heard, HEARD at most."""
@@ -112,6 +142,7 @@ class _Listener:
             if text == OVER:
                 return
             self._said = text
+            self._told.set()
             self._ear.set(f"heard {self._rank}", "")
         except RuntimeError:  # the store has ended with its process
             return

@@ -1,5 +1,6 @@
 """The ranks of a run: parallel degrees, device meshes, and collectives."""
 
+import math
 import os
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -8,7 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, CountOrZero, Minutes
@@ -151,8 +152,8 @@ class Mesh:
             rank,
             size,
             config,
-            weights=_device_mesh(picked, dict(sharded)),
-            samples=_device_mesh(picked, {"data": data, "sequence": config.sequence}),
+            weights=_device_mesh(picked, dict(sharded), timeout),
+            samples=_device_mesh(picked, {"data": data, "sequence": config.sequence}, timeout),
             control_group=dist.new_group(backend=CONTROL_BACKEND, timeout=timeout),
             first_on_node=local == 0,
         )
@@ -244,5 +245,18 @@ def peer_lost(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(words in str(error) for words in lost)
 
 
-def _device_mesh(device: torch.device, degrees: dict[str, int]) -> DeviceMesh:
-    return init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+def waited_in_vain(error: RuntimeError) -> bool:
+    """Return whether a collective was given up after its timeout."""
+    return "Timed out waiting" in str(error)
+
+
+def _device_mesh(device: torch.device, degrees: dict[str, int], timeout: timedelta) -> DeviceMesh:
+    """Return a mesh whose groups all have the timeout, which `init_device_mesh` would leave at that of the backend."""
+    ranks = torch.arange(math.prod(degrees.values())).view(*degrees.values())
+    groups = []
+    for axis, degree in enumerate(degrees.values()):
+        rows = ranks.movedim(axis, -1).reshape(-1, degree).tolist()
+        own = dist.group.WORLD if len(rows) == 1 else dist.new_subgroups_by_enumeration(rows, timeout=timeout)[0]
+        groups.append(own)
+    joined = groups if len(groups) > 1 else groups[0]
+    return DeviceMesh.from_group(joined, device.type, ranks, mesh_dim_names=tuple(degrees))

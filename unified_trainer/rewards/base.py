@@ -92,7 +92,8 @@ class RewardConfig(ScorerConfig):
     """Training steps from one with pixel statistics of its rollout (pixels/NAME) to the next. The hacking monitor reads
     those of validations, which are always computed, and the diversity of every training step."""
     retries: Annotated[CountOrZero, MAY_CHANGE] = 0
-    """Calls of a scorer that are repeated after a fault of its device, disk or connection."""
+    """Calls of a scorer that are repeated after a fault of its device, disk or connection: after half a second, and
+    after twice as long each time, a minute at most."""
     timeout: Annotated[Seconds, MAY_CHANGE] = 600.0
     """Seconds within which a scorer must answer a call, and one with a Python of its own must load; scorers that ask a
     server have settings.timeout instead."""

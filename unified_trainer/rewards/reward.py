@@ -1,5 +1,6 @@
 """The reward role: it decodes the student's samples and scores their frames with a weighted set of scorers."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,8 @@ from unified_trainer.rewards.pixels import diversity, statistics, thumbnail
 __all__ = ["Reward", "RewardConfig", "RewardSum", "Scorer", "ScorerConfig", "Scores", "VideoReward", "of_images"]
 
 FAULTS = (OSError, RuntimeError)  # of a device, a disk or a connection: another call may succeed
+LATER = threading.Event()  # never set: its wait lets signals through
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds before a call is repeated: twice as many after each fault
 PROMPTS_NAMED = 3  # prompts that the traceback of a scorer names
 
 
@@ -145,7 +148,7 @@ class VideoReward(RewardSum):
         return score
 
     def _call(self, name: str, clips: Video, prompts: tuple[str, ...]) -> object:
-        """Call a scorer, and again after a fault, `retries` times at most."""
+        """Call a scorer, and again after a fault and a pause, `retries` times at most."""
         named = ", ".join(map(repr, prompts[:PROMPTS_NAMED])) + (", ..." if len(prompts) > PROMPTS_NAMED else "")
         calls = 1
         with working_on(f"scorer {name}, prompts {named}"):
@@ -167,8 +170,14 @@ class VideoReward(RewardSum):
                             "retried with a higher reward.retries"
                         )
                         raise
+                    LATER.wait(pause_after(calls))
                     calls += 1
                     self._repeated.append(name)  # from any thread
+
+
+def pause_after(faults: int) -> float:
+    """Return the seconds before a call is repeated after so many faults: a server that restarts needs some."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(faults - 1, 60))
 
 
 def _version(video: Video) -> int:

@@ -34,6 +34,7 @@ from unified_trainer.run.guards.responses import Guards
 from unified_trainer.run.guards.teacher_probe import TeacherProbe
 from unified_trainer.run.load_roles import load_roles
 from unified_trainer.run.plan.plan import RunPlan, check
+from unified_trainer.run.settings.code import code_of
 from unified_trainer.run.settings.config import RunConfig, plain
 from unified_trainer.run.stop_signal import safe_point
 from unified_trainer.run.summary import summary
@@ -160,7 +161,8 @@ def _check_workers(
     """Wait for the workers and compare their weights with those of training; return where each one runs."""
     if workers is None:
         return {}
-    return workers.check(roles[plan.method.sampled_by or "student"].weights, 60 * run.ray.timeout_minutes)
+    weights = roles[plan.method.sampled_by or "student"].weights
+    return workers.check(weights, 60 * run.ray.timeout_minutes, code_of(run))
 
 
 def _rollouts(

@@ -11,6 +11,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import Meter, step_cost
 from unified_trainer.roles.ema import exchanged
 from unified_trainer.roles.role import Trainable
+from unified_trainer.run.checkpoint.due import due
 from unified_trainer.run.checkpoint.manager import Saver
 from unified_trainer.run.guards.base import Alarm
 from unified_trainer.run.guards.responses import Guards, Response
@@ -45,6 +46,7 @@ class Course:
         self.trainer, self.settings, self.output = trainer, run, output
         self.tracker, self.saver, self.guards, self.mesh = tracker, saver, trainer.guards, trainer.mesh
         self.step = start  # training steps done
+        self.save_due = due(run.checkpoint_every, run.checkpoint_minutes, self.mesh)
         self.unmoved = UnmovedWeights(trainer.roles, start, run.steps)
         self.warned: set[str] = set()  # what the run was warned of, once each
         self.validations: Validations | None = None
@@ -130,7 +132,7 @@ class Course:
         if (due := self._due(at_once=validations is not None)) is not None:
             response = self._take_effect(due, response, saved=False)
         ends = is_last or stopping or response is not None
-        saves = ends or bool(run.checkpoint_every and self.step % run.checkpoint_every == 0)
+        saves = ends or self.save_due(self.step)
         if saves:
             self.tracker.show_phase("checkpoint")
             about = self.trainer.metadata({}, owes_validation=validations is not None, response=response)

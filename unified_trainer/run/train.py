@@ -15,6 +15,7 @@ from unified_trainer.parallel.agreement import assert_equal, flat
 from unified_trainer.parallel.meeting import PeerFailedError, meeting
 from unified_trainer.parallel.mesh import Mesh, peer_lost
 from unified_trainer.run.build import Built, build
+from unified_trainer.run.checkpoint.due import at_risk
 from unified_trainer.run.checkpoint.manager import Saver
 from unified_trainer.run.checkpoint.manifest import finished
 from unified_trainer.run.checkpoint.run_lock import claimed
@@ -25,6 +26,7 @@ from unified_trainer.run.plan.downloads import fetched
 from unified_trainer.run.plan.plan import check_complete
 from unified_trainer.run.registry import add_families
 from unified_trainer.run.settings import config as settings
+from unified_trainer.run.settings.code import code_of
 from unified_trainer.run.settings.config import ConfigError, RunConfig
 from unified_trainer.run.settings.run_paths import naming_origin
 from unified_trainer.run.settings.settings import check_ranges
@@ -62,7 +64,7 @@ def train_in_actor(run: RunConfig, argv: Sequence[str], after: After | None = No
     def work() -> int:
         nonlocal by_another
         try:
-            with meeting() as store:
+            with meeting(run.parallel.timeout_minutes) as store:
                 add_families(run.families)
                 return train_here(run, argv, store, after)
         except PeerFailedError:
@@ -91,7 +93,8 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
         ):
             tracker.table(f"{run.method} with recipe {run.recipe}", built.summary)
             tracker.table(f"{run.method}: one training step", built.counts)
-            for line in (*built.notes, *begun.said):
+            risk = [at_risk(run.checkpoint_every, run.checkpoint_minutes)] if run.checkpoint_minutes else []
+            for line in (*built.notes, *begun.said, *risk):
                 tracker.say(line)
             stopped_by = Course(built.trainer, run, output, tracker, saver, built.validation, start=start).run()
     if after is not None and mesh.is_main:
@@ -178,7 +181,7 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
 def _compared(run: RunConfig, output: Path) -> dict[str, str]:
     """Return what must be equal on all ranks before a file is read."""
     versions = {f"the version of {name}": version(name) for name in ("unified-trainer", "torch")}
-    return {**versions, **flat(settings.plain(run)), "output": str(output.absolute())}
+    return {**versions, **flat(settings.plain(run)), "output": str(output.absolute()), **code_of(run)}
 
 
 def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:

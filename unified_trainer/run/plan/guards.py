@@ -29,6 +29,11 @@ def check_guards(run: RunConfig, method: type[Method]) -> None:
             continue
         if not run.checkpoint_every:
             raise ConfigError(f"{key}.action roll_back needs checkpoints to go back to: set checkpoint_every")
+        if run.checkpoint_minutes:
+            raise ConfigError(
+                f"{key}.action roll_back would go back to where a clock says: set checkpoint_minutes 0, and "
+                "checkpoint_every to so many steps"
+            )
         student = run.roles["student"]
         if not (isinstance(student, TrainableConfig) and student.ema_decay):
             raise ConfigError(f"{key}.action roll_back goes on from EMA weights: set student.ema_decay")
@@ -39,12 +44,17 @@ def check_guards(run: RunConfig, method: type[Method]) -> None:
             )
 
 
-def check_workers(run: RunConfig, method: type[Method], device: str) -> None:
+def check_workers(run: RunConfig, method: type[Method]) -> None:
+    """Raise ConfigError for settings of workers that the method or the student does not fit."""
     run.rollouts.check(bool(method.sampled_by), run.method, run.validate_every)
     if run.rollouts.send == "bf16" and run.roles["student"].precision != "bf16":
         raise ConfigError(
             "rollouts.send bf16 needs student.precision bf16: else workers compute otherwise than training"
         )
+
+
+def check_worker_packages(run: RunConfig, device: str) -> None:
+    """Raise UserError unless what the workers of a run need is installed, for devices of this kind."""
     for name, count in (("workers", run.rollouts.workers), ("evaluation_workers", run.rollouts.evaluation_workers)):
         if count:
             check_installed(f"rollouts.{name}")

@@ -17,15 +17,15 @@ from unified_trainer.parallel.agreement import files_in_words, prompts_in_words
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.scorers import check_reward
 from unified_trainer.roles.blocks import check_compiler
+from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
 from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts
-from unified_trainer.run.plan.guards import check_guards, check_workers
+from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
-from unified_trainer.run.validation.report import check_validation
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,9 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     """
     method = method_named(run.method)
     check_complete(run)
-    keep = _keep(run)
-    check_guards(run, method)
-    check_workers(run, method, mesh.device.type)
-    run.sampler.check()
+    check_settings(run, method)
+    check_worker_packages(run, mesh.device.type)
     check_reward(run.reward, run.video.frames)
-    check_validation(run.validation, mesh)
     check_tracking(run.tracking, mesh)
     batch = run.algorithm.plan()
     roles = _roles(run, method, mesh)
@@ -92,7 +89,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     clips = read_clips(run, latent_shape)
     check_captions(run, method, clips, bool(validation_prompts.prompts))
-    _check_sampling(run, latent_shape)
+    check_sampling(run, latent_shape)
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type, family.tile_unit)
     notes = (
@@ -113,7 +110,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
         prompts=prompts.prompts,
         validation_prompts=validation_prompts.prompts,
         notes=tuple(filter(None, notes)),
-        keep=keep,
+        keep=_keep(run),
         family=family,
         folder=folder,
         latent_shape=latent_shape,
@@ -122,11 +119,21 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     )
 
 
+def check_settings(run: RunConfig, method: type[Method]) -> None:
+    """Raise UserError for settings that fit no machine: no file is read, and no package or device is looked for."""
+    if run.keep_best and not run.validate_every:
+        raise ConfigError(f"keep_best {run.keep_best} needs validations to compare: set validate_every")
+    check_guards(run, method)
+    check_workers(run, method)
+    run.sampler.check()
+    for name, role in run.roles.items():
+        if isinstance(role, TrainableConfig):
+            role.check(name)
+
+
 def _keep(run: RunConfig) -> Keep:
-    """Return which checkpoints are kept; ConfigError for a metric that no validation measures."""
+    """Return which checkpoints are kept; ConfigError for a metric that no scorer measures."""
     keep = Keep(last=run.keep_last, best=run.keep_best, metric=run.best_metric, order=run.best_is)
-    if keep.best and not run.validate_every:
-        raise ConfigError(f"keep_best {keep.best} needs validations to compare: set validate_every")
     if keep.best and keep.metric.startswith("reward") and not run.reward.named():
         raise ConfigError(f"best_metric {keep.metric} is not measured without a scorer: give --reward.path")
     return keep
@@ -137,18 +144,16 @@ def _roles(run: RunConfig, method: type[Method], mesh: Mesh) -> dict[str, RolePl
     starting = not (run.resume and manifest.folders(run.resume / "checkpoints"))
     roles = plan_roles(run, method, starting=starting)
     for name, role in roles.items():
-        if role.trainable is not None:
-            role.trainable.check(name)
         if role.config.compile:
             check_compiler(name, mesh.device.type)
-    setup = MethodSetup(
-        sampler=run.sampler,
-        roles={name: role.config for name, role in roles.items()},
-        layouts={name: role.layout for name, role in roles.items()},
-        steps=run.steps,
-    )
-    run.algorithm.check(setup)
+    check_method(run, {name: role.config for name, role in roles.items()}, roles)
     return roles
+
+
+def check_method(run: RunConfig, configs: Mapping[str, RoleConfig], roles: Mapping[str, RolePlan]) -> None:
+    """Raise UserError if the method's settings do not fit those of its roles and their networks."""
+    layouts = {name: role.layout for name, role in roles.items()}
+    run.algorithm.check(MethodSetup(sampler=run.sampler, roles=configs, layouts=layouts, steps=run.steps))
 
 
 def _with_roles(run: RunConfig, method: type[Method], roles: Mapping[str, RolePlan]) -> RunConfig:
@@ -157,7 +162,7 @@ def _with_roles(run: RunConfig, method: type[Method], roles: Mapping[str, RolePl
     return replace(run, **settings)
 
 
-def _check_sampling(run: RunConfig, latent_shape: Shape) -> None:
+def check_sampling(run: RunConfig, latent_shape: Shape) -> None:
     """Raise UserError for chunks that do not divide the video, and for attention that no policy can have."""
     if run.sampler.chunks.causal:
         run.sampler.chunks.ranges(latent_shape[1])

@@ -178,17 +178,19 @@ def _check_adapter(name: str, role: RolePlan) -> None:
                 )
 
 
+def check_heads(name: str, heads: int, sequence: int) -> None:
+    """Raise ConfigError unless the ranks that share the tokens of a sample divide a role's attention heads."""
+    if heads % sequence:
+        raise ConfigError(f"parallel.sequence ({sequence}) must divide the {heads} attention heads of {name}.path")
+
+
 def _check_networks(roles: Mapping[str, RolePlan], mesh: Mesh) -> None:
     """Latent channels must agree between roles, and sequence ranks must divide attention heads."""
     channels = {}
     for name, role in roles.items():
         family, folder = family_of(name, role.path)
         channels[name] = family.latent_channels(folder)
-        heads = family.attention_heads(folder)
-        if heads % mesh.config.sequence:
-            raise ConfigError(
-                f"parallel.sequence ({mesh.config.sequence}) must divide the {heads} attention heads of {name}.path"
-            )
+        check_heads(name, family.attention_heads(folder), mesh.config.sequence)
         if issubclass(role.kind, Causal) and family.causal is None:
             raise ConfigError(
                 f"{name}.path {role.path}: this family has no causal form; set sampler.chunks.chunk_frames 0"

@@ -4,13 +4,16 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
+from unified_trainer.basics.ranges import Minutes, range_of, reason
 from unified_trainer.methods import METHODS
+from unified_trainer.parallel.mesh import ParallelConfig
 from unified_trainer.rewards.reward import RewardConfig, ScorerConfig
 from unified_trainer.run.checkpoint.manifest import trained_sampler
 from unified_trainer.run.registry import add_families, method_named
@@ -32,6 +35,23 @@ def with_settings(run: RunConfig, settings: Mapping[str, Any], origin: str) -> R
     """Return the run with settings changed, flat or nested; UserError names `origin` and a wrong key or value."""
     with _other_methods_named(run):
         return _accepted(_with_file(run, flat(settings), origin))
+
+
+def minutes_to_meet(argv: Sequence[str]) -> float:
+    """Return parallel.timeout_minutes of a command line or of the file that it continues, before these are parsed.
+
+    It is the default where they have none, or a wrong one, which `parse` then names.
+    """
+    saved: Mapping[str, Any] = {}
+    with suppress(UserError):
+        file = _Sources.read(argv).saved
+        saved = flat(read_yaml(file)) if file else {}
+    default = ParallelConfig().timeout_minutes
+    try:
+        minutes = float(_given(argv, saved).get("parallel.timeout_minutes", default))
+    except (TypeError, ValueError):
+        return default
+    return default if reason(range_of(Minutes), minutes) else minutes
 
 
 def _accepted(run: RunConfig) -> RunConfig:
@@ -59,7 +79,7 @@ def before_flags(argv: Sequence[str]) -> RunConfig:
     recipe = sources.recipe or str(saved.get("recipe", "")) or _default_recipe(argv, saved, run)
     # A saved run has all its settings; those that are newer keep the code's defaults, whatever its recipe says today.
     sections = load_recipe(recipe) if recipe and not sources.resumed else {}
-    sampler = trained_sampler(sources.init_from) if sources.init_from else None
+    sampler = trained_sampler(sources.init_from) if sources.init_from and not sources.resumed else None
     settings = _without_other_path(merged(sections.get("common", {}), sections.get(name, {})), _given(argv, saved))
     layers = {
         f"recipe {recipe}": {**settings, "method": name, "recipe": recipe},

@@ -101,7 +101,7 @@ class RunConfig:
     output: Path | None = None
     """Run directory; runs/METHOD-N by default."""
     resume: Path | None = None
-    """Run directory to continue."""
+    """Run directory to continue; auto continues the run that --output holds, or else begins it."""
     allow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Setting in which --resume may differ from the saved run, or "config" if config.yaml was edited by hand;
     repeatable."""
@@ -110,6 +110,9 @@ class RunConfig:
     :ema their EMA weights."""
     checkpoint_every: Annotated[PeriodOrZero, MAY_CHANGE] = 20
     """Training steps between checkpoints; the last step is always saved, and 0 saves no other."""
+    checkpoint_minutes: Annotated[float, at_least(0, MOST), MAY_CHANGE] = 0.0
+    """Minutes after the last checkpoint when the next is due, besides those of checkpoint_every; the step is finished
+    first. 0 counts steps alone."""
     async_save: Annotated[bool, MAY_CHANGE] = False
     """Write checkpoints from a copy in CPU memory while training goes on."""
     keep_last: Annotated[Count, MAY_CHANGE] = 2

@@ -21,7 +21,8 @@ class RayConfig:
     cpus: Annotated[float, above(0, MOST)] = 1.0
     """CPU cores of one training process, as Ray counts them."""
     restarts: CountOrZero = 3
-    """With --launcher ray, how often the run goes on from its newest checkpoint after a training process died."""
+    """With --launcher ray, how often in a row, without a new checkpoint, the run goes on from its newest one after a
+    training process died or its machine failed."""
     timeout_minutes: Minutes = 30.0
     """Minutes to wait until the cluster has room for all processes of the run and they have started."""
 

@@ -11,9 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.own_files import without_link
-from unified_trainer.basics.suggestions import multiples_near
 from unified_trainer.data.video_files import Row, contact_sheet, write_mp4
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.frechet import frechet_distance
@@ -33,17 +31,9 @@ from unified_trainer.run.validation.samples import (
     Measured,
     SampleMaker,
     batches,
+    samples_of_rank,
 )
 from unified_trainer.sampling.solver import SamplerConfig
-
-
-def check_validation(config: ValidationConfig, mesh: Mesh) -> None:
-    """Raise UserError for counts of samples that cannot be divided over the ranks."""
-    if config.num_samples % mesh.data_size:
-        raise UserError(
-            f"validation.num_samples ({config.num_samples}) must be divisible by the number of data ranks "
-            f"({mesh.data_size}): set it to {multiples_near(config.num_samples, mesh.data_size)}"
-        )
 
 
 @dataclass(frozen=True)
@@ -148,12 +138,17 @@ class Report:
         """`prompts` are those of all samples, in order."""
         self._prompts, self._seed, self._reward = tuple(prompts), config.seed, reward
         self._scorers, self._is_main, self._fps = (*reward.weights, *reward.held_out), mesh.is_main, fps
-        self.videos = min(config.num_videos, config.num_samples // mesh.data_size)  # samples that have a video
+        own = samples_of_rank(config.num_samples, mesh.data_size)
+        self.videos = min(config.num_videos, own)  # samples that have a video, all of the main rank
 
     def result(
         self, columns: Mapping[str, Tensor], clips: list[np.ndarray], folder: Path, step: int
     ) -> "ValidationResult":
-        """Return the metrics of all samples; the main rank writes them and the clips into `folder`."""
+        """Return the metrics of all samples; the main rank writes them and the clips into `folder`.
+
+        Rows after those of the samples are left out: ranks made them to be together.
+        """
+        columns = {name: rows[: len(self._prompts)] for name, rows in columns.items()}
         exact = {name: rows.cpu() if name in VECTORS else rows.cpu().double() for name, rows in columns.items()}
         scores = self._scores(exact)
         hits = {name.removeprefix(ACCURACY): rows for name, rows in exact.items() if name.startswith(ACCURACY)}

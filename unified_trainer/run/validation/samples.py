@@ -36,10 +36,19 @@ class Measured:
 
 
 def batches(config: ValidationConfig, ranks: int) -> list[list[range]]:
-    """Return for each of as many data ranks the samples of its batches: equally many samples a rank, in order."""
-    count = config.num_samples // ranks
+    """Return for each of as many data ranks the samples of its batches, equally many a rank, in order.
+
+    Ranks that share weights must make equally many passes: where they do not divide the samples, the last ranks also
+    make samples of numbers from `num_samples` on, which `Report` leaves out.
+    """
+    count = samples_of_rank(config.num_samples, ranks)
     shares = [range(rank * count, (rank + 1) * count) for rank in range(ranks)]
     return [[share[i : i + config.batch] for i in range(0, count, config.batch)] for share in shares]
+
+
+def samples_of_rank(samples: int, ranks: int) -> int:
+    """Return how many samples of a validation each of as many data ranks makes: their share, rounded up."""
+    return -(-samples // ranks)
 
 
 def sample_prompts(prompts: Sequence[str], config: ValidationConfig) -> tuple[str, ...]:
@@ -74,7 +83,7 @@ class SampleMaker:
         video = self._generate(role, list(samples))
         columns = {f"{PIXELS}{name}": row for name, row in statistics(video).items()}
         columns[THUMBNAILS] = thumbnail(video)
-        prompts = tuple(self.prompts[i] for i in samples)
+        prompts = self._prompts(samples)
         if names := (*self._reward.weights, *self._reward.held_out):
             columns[SCORES] = self._reward.parts(video, prompts, names)
         if is_tiny_world(video, self.prompts):
@@ -85,10 +94,13 @@ class SampleMaker:
                 columns[REAL] = self._real_features(samples, self._features)
         return Measured(columns, to_uint8(video[: max(0, videos - samples.start)]))
 
+    def _prompts(self, samples: Sequence[int]) -> tuple[str, ...]:
+        return tuple(self.prompts[i % len(self.prompts)] for i in samples)
+
     def _generate(self, role: Role, samples: list[int]) -> Tensor:
         batch = make_batch(
             self._codec,
-            [self.prompts[i] for i in samples],
+            list(self._prompts(samples)),
             self._codec.encode_text([self._sampler.negative_prompt]),
             self._latent_shape,
             prompt_ids=samples,
@@ -106,7 +118,8 @@ class SampleMaker:
     def _real_features(self, samples: range, features: Features) -> Tensor:
         """Return the features of as many real clips of the same captions, encoded and decoded."""
         if samples not in self._real:
-            clips = render([real_clip(self.prompts[i], self._config.seed, i) for i in samples]).to(self._device)
+            prompts = zip(samples, self._prompts(samples), strict=True)
+            clips = render([real_clip(prompt, self._config.seed, i) for i, prompt in prompts]).to(self._device)
             self._real[samples] = self._frame_features(self._codec.decode(self._codec.encode(clips)), features)
         return self._real[samples]
 

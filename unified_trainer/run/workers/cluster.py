@@ -9,7 +9,9 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from typing import Any
 
 import psutil
@@ -29,6 +31,11 @@ ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "WARN",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a process without a device does not lose sight of all of them
 }
+# Variables of the shell that ranks and workers get too, on whatever node; docs/scale.md lists them.
+FORWARDED = (
+    *("WANDB_*", "HF_*", "TRANSFORMERS_*", "TOKENIZERS_*", "TORCH_*", "PYTORCH_*"),
+    *("NCCL_*", "GLOO_*", "HCCL_*", "UCX_*", "FI_*", "RDMAV_*", "http_proxy", "https_proxy", "no_proxy"),
+)
 Needs = Mapping[str, float]  # resources by Ray's names
 LATER = threading.Event()  # never set
 
@@ -72,6 +79,11 @@ def options(needs: Needs) -> dict[str, object]:
     return {"num_cpus": needs.get("CPU", 0), "num_gpus": needs.get("GPU", 0), "resources": other or None}
 
 
+def forwarded() -> dict[str, str]:
+    """Return the variables of this process that ranks and workers get too, by FORWARDED."""
+    return {name: text for name, text in os.environ.items() if any(fnmatchcase(name, one) for one in FORWARDED)}
+
+
 def _init(address: str, **how: Any) -> None:
     import ray
 
@@ -94,19 +106,46 @@ def wait_for_room(config: RayConfig, needs: Sequence[Needs]) -> None:
     """Wait until the whole cluster is large enough for processes with these needs.
 
     Raise UserError if it is not after `ray.timeout_minutes`, or at once for this machine alone. Ray itself would wait
-    without a word.
+    without a word. Meanwhile a placement group asks for the room, by which an autoscaler adds nodes.
     """
+    alone = not (config.address or os.environ.get("RAY_ADDRESS"))
+    end = time.monotonic() + (0 if alone else 60 * config.timeout_minutes)
+    if not _lacking(needs):
+        return
+    with nullcontext() if alone else _demand(needs):
+        while lacking := _lacking(needs):
+            if time.monotonic() >= end:
+                raise UserError(_no_room(needs, lacking))
+            LATER.wait(1.0)  # a node may join
+
+
+def _lacking(needs: Sequence[Needs]) -> Needs:
+    """Return what these processes need of each resource of which the whole cluster has less."""
     import ray
 
     wanted = {name: sum(need.get(name, 0) for need in needs) for need in needs for name in need}
-    alone = not (config.address or os.environ.get("RAY_ADDRESS"))
-    end = time.monotonic() + (0 if alone else 60 * config.timeout_minutes)
-    while lacking := {name: count for name, count in wanted.items() if count > ray.cluster_resources().get(name, 0)}:
-        if time.monotonic() >= end:
-            there = ", ".join(f"{ray.cluster_resources().get(name, 0):g} {name}" for name in lacking)
-            asked = ", ".join(f"{count:g} {name}" for name, count in lacking.items())
-            raise UserError(
-                f"the run needs {asked} for {len(needs)} processes on Ray, but the cluster has {there}: lower "
-                "rollouts.workers, rollouts.reward_workers, rollouts.gpus or ray.ranks, or add nodes"
-            )
-        LATER.wait(1.0)  # a node may join
+    there = ray.cluster_resources()
+    return {name: count for name, count in wanted.items() if count > there.get(name, 0)}
+
+
+def _no_room(needs: Sequence[Needs], lacking: Needs) -> str:
+    import ray
+
+    there = ", ".join(f"{ray.cluster_resources().get(name, 0):g} {name}" for name in lacking)
+    asked = ", ".join(f"{count:g} {name}" for name, count in lacking.items())
+    return (
+        f"the run needs {asked} for {len(needs)} processes on Ray, but the cluster has {there}: lower "
+        "rollouts.workers, rollouts.reward_workers, rollouts.gpus or ray.ranks, or add nodes"
+    )
+
+
+@contextmanager
+def _demand(needs: Sequence[Needs]) -> Iterator[None]:
+    """Inside, a placement group of these processes is requested; nothing runs in it."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    group = placement_group([dict(need) for need in needs], strategy="PACK")
+    try:
+        yield
+    finally:
+        remove_placement_group(group)

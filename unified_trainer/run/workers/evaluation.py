@@ -32,7 +32,8 @@ class RemoteValidation:
     ) -> None:
         self.ema = config.ema
         self._group, self._report, self._mesh, self._sender = group, report, mesh, sender
-        self._samples = [batch for share in batches(config, mesh.data_size) for batch in share]
+        shares = batches(config, mesh.data_size)
+        self._samples = [batch for share in shares for batch in share if batch.start < config.num_samples]
         self._versions = itertools.count()  # a step may be validated twice, with other weights
         self._weights: Any = None  # reference to those of the validation that was started
         self._ordered: list[tuple[ValidationBatch, Any]] = []  # a batch, and the scheduler's reply to come

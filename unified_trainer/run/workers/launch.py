@@ -7,26 +7,31 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from torch.distributed import DistError
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.device import RAY_RESOURCES
+from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.exit_codes import INTERRUPTED
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.stop_signal import heard
 from unified_trainer.run.workers import cluster
-from unified_trainer.run.workers.workers import place, worker_needs
+from unified_trainer.run.workers.workers import cause, place, worker_needs
 
 # Settings and command line -> exit code, or None for a process that ended because another one did.
 Train = Callable[[RunConfig, Sequence[str]], int | None]
 LOOK = 1.0  # seconds between two looks at the processes
+OF_MACHINE = ("CUDA error", "CUBLAS_STATUS", "NCCL error", "NPU error", "HCCL error", "ECC error")  # in its message
+OF_CODE = ("device-side assert", "out of memory")
 LAST_WORDS = 60.0  # seconds that other processes get after the first one ended with an error
 
 
@@ -56,24 +61,69 @@ class TrainingProcess:
 def launch(train: Train, run: RunConfig, folder: Path, argv: Sequence[str]) -> int:
     """Run `ray.ranks` training processes and return the exit code of the run in `folder`.
 
-    When one dies, all end and start again from the newest checkpoint, `ray.restarts` times at most.
+    When one dies by a fault of its machine, all end and start again from the newest checkpoint.
     """
     try:
         kind = _device(run)
         own: cluster.Needs = {"CPU": run.ray.cpus, **cluster.devices(kind, 1)}
         cluster.wait_for_room(run.ray, [*[own] * run.ray.ranks, *worker_needs(run, kind)])
-        for left in range(run.ray.restarts, -1, -1):
-            with _processes(run, own) as processes:
-                ended = _run(processes, train, run, argv)
-            if ended is not None:
-                return ended
-            if left:
-                _say(f"a training process died; all start again from the newest checkpoint, {left} restarts are left")
-                if (folder / "config.yaml").is_file():
-                    run = replace(run, resume=folder, output=None, allow=())
-        raise RuntimeError(f"training processes died {run.ray.restarts + 1} times; see what they said above")
+        return _until_it_ends(partial(_attempt, train, own, argv), run, folder)
     finally:
         ray.shutdown()
+
+
+def _until_it_ends(attempt: Callable[[RunConfig], int | None], run: RunConfig, folder: Path) -> int:
+    """Return the exit code of the first attempt that gives one; None is a fault of the machine, after which all start.
+
+    `ray.restarts` in a row may bring no new checkpoint: so many are left again after each that does.
+    """
+    left, reached = run.ray.restarts, _newest_step(folder)
+    while (ended := attempt(run)) is None:
+        if (step := _newest_step(folder)) > reached:
+            left, reached = run.ray.restarts, step
+        if not left:
+            raise RuntimeError(
+                f"training processes died {run.ray.restarts + 1} times without a new checkpoint; see what is said above"
+            )
+        _say(f"a training process died; all start again from the newest checkpoint, {left} restarts are left")
+        left -= 1
+        if (folder / "config.yaml").is_file():
+            run = replace(run, resume=folder, output=None, allow=())
+    return ended
+
+
+def _attempt(train: Train, needs: cluster.Needs, argv: Sequence[str], run: RunConfig) -> int | None:
+    """Start the training processes, and return the exit code of the run, or None for a fault of the machine."""
+    try:
+        with _processes(run, needs) as processes:
+            return _run(processes, train, run, argv)
+    except RayError as error:  # also of a process that died while it started
+        _raise_unless_of_machine(error)
+        return None
+
+
+def _newest_step(folder: Path) -> int:
+    """Return the training steps of the newest checkpoint in a run directory, 0 without one."""
+    return max(map(manifest.step_of, manifest.folders(folder / "checkpoints")), default=0)
+
+
+def of_machine(error: Exception) -> bool:
+    """Return whether an error is a fault of a machine, which a new start may not meet: not of the code or settings.
+
+    All that Ray itself raises is one, such as a process that its memory monitor or a lost node ended; and an error of
+    CUDA, NCCL and their like, but for memory that does not suffice and for an assertion of a kernel.
+    """
+    raised = cause(error)
+    if isinstance(raised, torch.OutOfMemoryError) or any(words in str(raised) for words in OF_CODE):
+        return False
+    return isinstance(raised, (RayError, DistError)) or any(words in str(raised) for words in OF_MACHINE)
+
+
+def _raise_unless_of_machine(error: Exception) -> None:
+    """Say the first line of a fault of a machine; raise any other error as it was raised in its process."""
+    if not of_machine(error):
+        raise cause(error) from error
+    _say(f"{type(cause(error)).__name__}: {str(cause(error)).strip().splitlines()[0]}")
 
 
 @contextmanager
@@ -85,8 +135,9 @@ def _processes(run: RunConfig, needs: cluster.Needs) -> Iterator[list[Any]]:
         ray.get(group.ready(), timeout=60 * run.ray.timeout_minutes)
         for number in range(run.ray.ranks):
             seat = PlacementGroupSchedulingStrategy(group, number)
-            kind = ray.remote(TrainingProcess).options(**cluster.options(needs), scheduling_strategy=seat)
-            actors.append(kind.remote())
+            environment = {"env_vars": cluster.forwarded()}
+            options = {**cluster.options(needs), "scheduling_strategy": seat, "runtime_env": environment}
+            actors.append(ray.remote(TrainingProcess).options(**options).remote())
         yield actors
     except GetTimeoutError:
         raise UserError(
@@ -122,10 +173,9 @@ def _run(processes: list[Any], train: Train, run: RunConfig, argv: Sequence[str]
                 try:
                     code = ray.get(reference)
                     codes += [] if code is None else [code]
-                except RayActorError:
+                except RayError as error:
+                    _raise_unless_of_machine(error)
                     died = True
-                except RayTaskError as error:
-                    raise error.cause from error
     if any(codes):  # the failed rank told the others, and a process that did not end by itself was ended
         return max(codes)
     if not asked and (died or not codes):

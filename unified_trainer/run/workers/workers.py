@@ -23,6 +23,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import Meter, phase
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.weight_copy import WeightCopy
+from unified_trainer.run.settings.code import check_code_of_workers, code_of
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import SampleMaker
 from unified_trainer.run.workers import arrays, cluster
@@ -49,9 +50,9 @@ class Worker:
         self._sampling = build(run, pick_device(run.device, 0), samples, scores)  # Ray shows it no other device
         self._name = f"{place()}, process {os.getpid()}"
 
-    def ready(self) -> tuple[Signature, str]:
-        """Return the signature of the weights, and where the worker runs, once it has started."""
-        return signature(self._sampling.weights), place()
+    def ready(self) -> tuple[Signature, str, dict[str, str]]:
+        """Return the signature of the weights, where the worker runs, and its code, once it has started."""
+        return signature(self._sampling.weights), place(), code_of(self._run)
 
     def make(self, item: WorkItem, weights: Weights) -> tuple[tuple[str, Costs], Arrays]:
         """Return who made the rollout of a work item with these weights, what it took, and the rollout."""
@@ -95,12 +96,12 @@ class EvaluationWorker:
     ) -> None:
         """Take the arguments of `Worker`, and the prompts of validation."""
         _settle(folder, threads)
-        self._device, self._version = pick_device(run.device, 0), -1
+        self._run, self._device, self._version = run, pick_device(run.device, 0), -1
         self._student, self._maker = build(run, self._device, prompts)
 
-    def ready(self) -> tuple[Signature, str]:
-        """Return the signature of the weights, and where the worker runs, once it has started."""
-        return signature(self._student.weights), place()
+    def ready(self) -> tuple[Signature, str, dict[str, str]]:
+        """Return the signature of the weights, where the worker runs, and its code, once it has started."""
+        return signature(self._student.weights), place(), code_of(self._run)
 
     def measure(self, item: ValidationBatch, weights: Weights) -> tuple[Costs, tuple[Arrays, list[np.ndarray]]]:
         """Return the seconds of each phase, and the columns and videos of a batch with these weights."""
@@ -171,17 +172,17 @@ class WorkerGroup:
         mesh.barrier()
         return cls(scheduler or ray.get_actor(name, cluster.NAMESPACE), workers)
 
-    def check(self, weights: Mapping[str, Tensor], timeout: float) -> dict[str, str]:
-        """Wait until all workers have started and compare the weights that they hold; return where each one runs.
+    def check(self, weights: Mapping[str, Tensor], timeout: float, code: Mapping[str, str]) -> dict[str, str]:
+        """Wait until all workers have started and compare their weights and their code; return where each one runs.
 
-        Only the main rank knows. UserError if they have not started after `timeout` seconds.
+        Only the main rank knows. UserError if they have not started after `timeout` seconds, or have other `code`.
         """
-        trained, places = signature(weights), {}
+        trained, places, codes = signature(weights), {}, {}
         # A worker that is killed while it starts is started again.
         started = [worker.ready.options(max_task_retries=-1).remote() for worker in self._workers.values()]
         try:
-            for name, (held, where) in zip(self._workers, ray.get(started, timeout=timeout), strict=True):
-                places[name] = where
+            for name, (held, where, own) in zip(self._workers, ray.get(started, timeout=timeout), strict=True):
+                places[name], codes[f"{name} ({where})"] = where, own
                 if held:  # a reward worker holds none
                     check_equal(trained, held)
         except ray.exceptions.GetTimeoutError:
@@ -189,6 +190,7 @@ class WorkerGroup:
                 f"not all of {len(self._workers)} workers started within ray.timeout_minutes ({timeout / 60:g}): the "
                 f"cluster has {ray.available_resources()} left"
             ) from None
+        check_code_of_workers(code, codes)
         return places
 
     def stop(self) -> None:
@@ -221,5 +223,8 @@ def placed(run: RunConfig, needs: cluster.Needs) -> RunConfig:
 
 
 def _environment() -> dict[str, Any]:
-    """Return the environment of a worker: as many threads as this process has; Ray would set the cores of the actor."""
-    return {"env_vars": {"OMP_NUM_THREADS": str(torch.get_num_threads())}}
+    """Return the environment of a worker: variables of the shell, and as many threads as this process has.
+
+    Ray would set the cores of the actor.
+    """
+    return {"env_vars": {**cluster.forwarded(), "OMP_NUM_THREADS": str(torch.get_num_threads())}}

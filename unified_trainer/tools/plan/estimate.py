@@ -7,6 +7,8 @@ from functools import cached_property
 from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.meter import Pass
 from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.run.plan.plan import check_sampling, check_settings
+from unified_trainer.run.plan.roles import check_heads
 from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.tools.plan.architecture import HPSV3_WEIGHTS, architecture_of
@@ -60,10 +62,14 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     data_ranks = ranks // degrees.sequence
     paths = paths_of(run)
     models = {name: architecture_of(name, path, run) for name, path in paths.items()}
-    run.sampler.check()
+    check_settings(run, method)
+    for name, model in models.items():
+        check_heads(name, model.transformer["num_attention_heads"], degrees.sequence)
     table = run.algorithm.plan().table(data_ranks)
     video = run.video
-    _, frames, height, width = models["student"].latent_shape(video.frames, video.height, video.width)
+    latent_shape = models["student"].latent_shape(video.frames, video.height, video.width)
+    check_sampling(run, latent_shape)
+    _, frames, height, width = latent_shape
     patch = models["student"].size.patch
     if height * width % patch:
         raise UserError(f"video.height and video.width {video.height} x {video.width}: patches do not divide them")

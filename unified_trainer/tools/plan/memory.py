@@ -15,6 +15,7 @@ from unified_trainer.roles.optimizer import BUCKET
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Role, Trainable, TrainableConfig
 from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import Architecture
 from unified_trainer.tools.plan.passes import (
     Network,
@@ -146,7 +147,7 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
             "prompts and clips": (prompts if counts.kept else parts) + data,
         }
     if run.validate_every and counts.validation and not run.rollouts.evaluation_workers:
-        share = max(1, run.validation.num_samples // max(1, sizes.ranks // run.parallel.sequence))
+        share = samples_of_rank(run.validation.num_samples, max(1, sizes.ranks // run.parallel.sequence))
         batch = min(run.validation.batch, share)
         frame = FP32 * 3.0 * run.video.height * run.video.width * run.video.frames
         passes = [_without(counts, sizes, one) for one in _distinct(counts.validation)]

@@ -36,11 +36,13 @@ from unified_trainer.roles.adapter import AdapterConfig, AdapterFileConfig
 from unified_trainer.roles.role import Role, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.load_roles import load_roles
+from unified_trainer.run.plan.plan import check_method
 from unified_trainer.run.plan.roles import RolePlan, plan_roles, role_path
 from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.settings.workers import WorkerConfig
 from unified_trainer.run.trainer import Trainer
+from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.sampling.solver import generate
 from unified_trainer.tools.plan.tracing import quiet_norms
 
@@ -110,6 +112,7 @@ def rehearse(
         small, repeats = _small(run, method, ranks, {path: str(folder) for path, folder in folders.items()})
         mesh = Mesh(torch.device("cpu"))
         plans = plan_roles(small, method)
+        check_method(run, {name: run.roles[method.roles[name].copy_of or name] for name in plans}, plans)
         roles = load_roles(plans, mesh, half=True)
     counts = Counts(steps, repeats, plans, roles)
     trainer = _trainer(small, method, plans, roles, mesh, (CHANNELS, latent_frames, 1, 1), counts)
@@ -118,7 +121,7 @@ def rehearse(
             trainer.step(step)
     if not run.validate_every:
         return counts
-    samples = min(run.validation.batch, max(1, run.validation.num_samples // ranks))
+    samples = min(run.validation.batch, samples_of_rank(run.validation.num_samples, ranks))
     batch = trainer.loader.batch_of([0] * samples, list(range(samples)))
     noise = torch.randn(samples, CHANNELS, latent_frames, 1, 1)
     with quiet_norms(), Meter(mesh.device, note=counts.validation.append).measure():

@@ -1,0 +1,63 @@
+"""--resume auto: one command line that begins a run, and continues it when a launcher gives it again."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store
+
+from unified_trainer.basics.input_files import read_yaml
+from unified_trainer.parallel.torchrun import size_and_rank
+from unified_trainer.run.settings.config import ConfigError, flat
+from unified_trainer.run.settings.flags import split
+from unified_trainer.run.settings.run_paths import PINNED
+
+AUTO = "auto"  # value of --resume; a folder of this name is ./auto
+
+
+def without_auto(argv: Sequence[str], store: Store | None = None) -> list[str]:
+    """Return a command line with --resume DIR in place of `--resume auto` if --output DIR holds a run, else without it.
+
+    `store` is that of the ranks' `meeting`: the main rank looks for all of them. A run that is continued has its
+    settings, so that --config is left out too.
+    """
+    given = {_flag(name): values for name, values in split(argv)}
+    if given.get("--resume") != [AUTO]:
+        return list(argv)
+    if not given.get("--output"):
+        raise ConfigError("--resume auto needs --output DIR, the folder of the run that it begins or continues")
+    folder = Path(given["--output"][0])
+    if not _holds_run(folder, store):
+        return _without(argv, {"--resume"})
+    saved = flat(read_yaml(folder / "config.yaml"))
+    pinned = {name for name, values in given.items() if values and _is_pinned(saved, name, values[0])}
+    return [*_without(argv, {"--resume", "--config", *pinned}), f"--resume={folder}"]
+
+
+def _holds_run(folder: Path, store: Store | None) -> bool:
+    """Return whether the main rank finds a run in the folder: a shared disk may show ranks different states."""
+    found = (folder / "config.yaml").is_file()
+    if store is None:
+        return found
+    if size_and_rank()[1] == 0:
+        store.set("continues", str(found))
+    return store.get("continues").decode() == str(True)
+
+
+def _is_pinned(saved: Mapping[str, Any], flag: str, value: str) -> bool:
+    """Return whether the run has a flag's id of the hub with the commit that it took at its beginning."""
+    known = str(saved.get(flag.removeprefix("--").replace("-", "_"), ""))
+    return PINNED.search(known) is not None and PINNED.sub("", known) == value
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _without(argv: Sequence[str], flags: set[str]) -> list[str]:
+    """Return a command line without some flags and the words after them."""
+    kept, flag = [], ""
+    for word in argv:
+        flag = _flag(word.partition("=")[0]) if word.startswith("--") else flag
+        kept += [] if flag in flags else [word]
+    return kept
