@@ -151,6 +151,10 @@ def _load_roles(run: RunConfig, plan: RunPlan, mesh: Mesh) -> dict[str, Role]:
         way_out = "lower algorithm.micro_batch and validation.batch, or set sampler.chunks.window_frames"
         samples = max(plan.batch.micro_batch, run.validation.batch)
         needed = cache_memory(run, roles["student"], plan.latent_shape, samples, way_out)
+        if plan.validation_shape != plan.latent_shape:
+            needed = cache_memory(
+                run.validated(), roles["student"], plan.validation_shape, run.validation.batch, way_out
+            )
         plan.counts["KV cache of the student"] = needed
     return roles
 
@@ -237,9 +241,8 @@ def _validation(
         return remote_validation(run, workers, reward, prompts, mesh)
     if not run.validate_every:
         return None
-    return Validation(
-        run.validation, codec, reward, features, run.sampler, prompts, plan.latent_shape, mesh, run.video.fps
-    )
+    sampler, shape = run.validated().sampler, plan.validation_shape
+    return Validation(run.validation, codec, reward, features, sampler, prompts, shape, mesh, run.video.fps)
 
 
 def _encode(

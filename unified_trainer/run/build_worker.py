@@ -45,13 +45,13 @@ def build_evaluation(run: RunConfig, device: torch.device, prompts: Sequence[str
     """Load what an evaluation worker needs: the student without an optimizer, encoders, and all scorers."""
     run, method = _in_worker(run, device)
     plan = plan_roles(run, method, starting=False)["student"]
-    codec, video = _codec_of("student", plan, run, device), run.video
+    codec, shown = _codec_of("student", plan, run, device), run.validated()
     way_out = "--rollouts.evaluation-workers 0"
     role = _weights_of_training("student", plan, run, device, "an evaluation worker", "validate", way_out)
     scorers, features = load_scorers(run.reward, device)
-    shape = codec.latent_shape(video.frames, video.height, video.width)
+    shape = codec.latent_shape(shown.video.frames, shown.video.height, shown.video.width)
     reward = Reward(scorers, codec, run.reward)
-    return role, SampleMaker(run.validation, codec, reward, features, run.sampler, prompts, shape, device)
+    return role, SampleMaker(run.validation, codec, reward, features, shown.sampler, prompts, shape, device)
 
 
 def _in_worker(run: RunConfig, device: torch.device) -> tuple[RunConfig, type[Method]]:

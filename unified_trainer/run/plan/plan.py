@@ -44,6 +44,7 @@ class RunPlan:
     family: Family  # of the student
     folder: Path  # of the student
     latent_shape: tuple[int, int, int, int]  # channels, latent frames, height, width
+    validation_shape: tuple[int, int, int, int]  # of the videos of validations
     stored: StoredFiles | None  # parquet files to train on, if any
     videos: tuple[CaptionedVideo, ...] = ()  # to train on
 
@@ -80,6 +81,9 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_settings(run, method)
     check_worker_packages(run, mesh.device.type)
     check_reward(run.reward, run.video.frames)
+    shown = run.validated()
+    if shown.video.frames != run.video.frames:
+        check_reward(run.reward, shown.video.frames)
     check_tracking(run.tracking, mesh)
     batch = run.algorithm.plan()
     roles = _roles(run, method, mesh)
@@ -90,6 +94,8 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
     clips = read_clips(run, latent_shape)
     check_captions(run, method, clips, bool(validation_prompts.prompts))
     check_sampling(run, latent_shape)
+    validation_shape = family.latent_shape(folder, shown.video.frames, shown.video.height, shown.video.width)
+    check_sampling(shown, validation_shape)
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type, family.tile_unit)
     notes = (
@@ -114,6 +120,7 @@ def check(run: RunConfig, mesh: Mesh) -> RunPlan:
         family=family,
         folder=folder,
         latent_shape=latent_shape,
+        validation_shape=validation_shape,
         stored=clips.stored,
         videos=clips.videos,
     )

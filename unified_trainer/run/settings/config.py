@@ -14,7 +14,19 @@ import yaml
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_yaml
 from unified_trainer.basics.own_files import without_link
-from unified_trainer.basics.ranges import MAY_CHANGE, MOST, Count, CountOrZero, Period, PeriodOrZero, Seed, at_least
+from unified_trainer.basics.ranges import (
+    MAY_CHANGE,
+    MOST,
+    Count,
+    CountOrZero,
+    FramesOrZero,
+    Period,
+    PeriodOrZero,
+    PixelsOrZero,
+    PositiveFraction,
+    Seed,
+    at_least,
+)
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.data.clips import DataConfig, VideoConfig
 from unified_trainer.methods.base import DeclarationError, Method, MethodConfig, place_of
@@ -42,6 +54,44 @@ class ConfigError(UserError):
 
 
 @dataclass(frozen=True)
+class ValidationSampler:
+    """What differs from the run's sampler at validations; 0 or nothing is the run's."""
+
+    num_steps: CountOrZero = 0
+    """Network calls per sample; 0 takes as many as sampler.num_steps."""
+    step_sigmas: tuple[PositiveFraction, ...] = ()
+    """Falling noise levels before the shift, one per step; empty takes sampler.step_sigmas, or even ones if num_steps
+    is given."""
+    shift: Annotated[float, at_least(0, 1000)] = 0.0
+    """Shift of the noise levels; 0 takes sampler.shift."""
+    solver: Literal["", "ode", "sde"] = ""
+    """Solver, as sampler.solver; empty takes that one."""
+    guidance_scale: Annotated[tuple[float, ...], at_least(0, 1000)] = ()
+    """Guidance scale, or one for each expert; empty takes sampler.guidance_scale."""
+
+    def of(self, sampler: SamplerConfig) -> SamplerConfig:
+        """Return the run's sampler as it is at validations; UserError for settings that contradict each other."""
+        if len(self.guidance_scale) > 2:
+            raise ConfigError(f"validation.sampler.guidance_scale takes one or two numbers, not {self.guidance_scale}")
+        scale = self.guidance_scale if len(self.guidance_scale) == 2 else next(iter(self.guidance_scale), None)
+        kept = () if self.num_steps else sampler.step_sigmas
+        steps = self.num_steps or len(self.step_sigmas) or sampler.num_steps
+        found = dataclasses.replace(
+            sampler,
+            num_steps=steps,
+            step_sigmas=self.step_sigmas or kept,
+            shift=self.shift or sampler.shift,
+            solver=self.solver or sampler.solver,
+            guidance_scale=sampler.guidance_scale if scale is None else scale,
+        )
+        try:
+            found.check()
+        except UserError as error:
+            raise ConfigError(f"validation.{error}") from error
+        return found
+
+
+@dataclass(frozen=True)
 class ValidationConfig:
     num_samples: Annotated[int, at_least(2, MOST)] = 48
     """Videos generated and scored at each validation, from fixed prompts and noise."""
@@ -60,6 +110,13 @@ class ValidationConfig:
     """Samples written as mp4 and on the contact sheet."""
     ema: bool = True
     """Sample with the EMA weights if the student keeps any."""
+    frames: FramesOrZero = 0
+    """Pixel frames of the videos; 0 takes video.frames."""
+    height: PixelsOrZero = 0
+    """Height in pixels; 0 takes video.height."""
+    width: PixelsOrZero = 0
+    """Width in pixels; 0 takes video.width."""
+    sampler: ValidationSampler = field(default_factory=ValidationSampler)
 
 
 @dataclass(frozen=True)
@@ -164,6 +221,15 @@ class RunConfig:
         """Training steps after which the result of a validation takes effect."""
         lag = self.rollouts.evaluation_lag or self.validate_every
         return lag if self.rollouts.evaluation_workers else 0
+
+    def validated(self) -> "RunConfig":
+        """Return the run with the sampler and the size of its validations."""
+        own = self.validation
+        size = {name: value for name in ("frames", "height", "width") if (value := getattr(own, name))}
+        if not size and own.sampler == ValidationSampler():
+            return self
+        video = dataclasses.replace(self.video, **size)
+        return dataclasses.replace(self, sampler=own.sampler.of(self.sampler), video=video)
 
     @property
     def guarded(self) -> bool:

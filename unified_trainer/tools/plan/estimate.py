@@ -76,7 +76,10 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     boundaries = {paths[name]: model.boundary for name, model in models.items()}
     steps = steps or (1 if method.sampled_by else STEPS)
     first = first if first >= 0 else run.steps // 2
-    counts = rehearse(run, frames, data_ranks, boundaries, first=first, steps=steps)
+    shown = run.validated()
+    shown_shape = models["student"].latent_shape(shown.video.frames, shown.video.height, shown.video.width)
+    check_sampling(shown, shown_shape)
+    counts = rehearse(run, frames, data_ranks, boundaries, first=first, steps=steps, shown_frames=shown_shape[1])
     scorers, notes = _scorers(run)
     sizes = Sizes(run, models, ranks, scorers, table["samples per rank"], table["accumulation"])
     share, frame_tokens = counts.repeats / counts.steps, height * width // patch

@@ -149,11 +149,12 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
     if run.validate_every and counts.validation and not run.rollouts.evaluation_workers:
         share = samples_of_rank(run.validation.num_samples, max(1, sizes.ranks // run.parallel.sequence))
         batch = min(run.validation.batch, share)
-        frame = FP32 * 3.0 * run.video.height * run.video.width * run.video.frames
-        passes = [_without(counts, sizes, one) for one in _distinct(counts.validation)]
-        decode = _decoding(sizes, batch, sizes.latent[1], gradient=False)
+        shown = replace(sizes, run=run.validated())
+        frame = FP32 * 3.0 * shown.run.video.height * shown.run.video.width * shown.run.video.frames
+        passes = [_without(counts, shown, one) for one in _distinct(counts.validation)]
+        decode = _decoding(shown, batch, shown.latent[1], gradient=False)
         memory.phases["validation"] = {
-            "activations or VAE": max(max(one.peak for one in passes) + gathered + _cache(sizes, counts), decode),
+            "activations or VAE": max(max(one.peak for one in passes) + gathered + _cache(shown, counts), decode),
             "videos": batch * frame,
             "scorers": sizes.scorers if run.reward.offload else 0.0,
         }

@@ -97,11 +97,13 @@ def rehearse(
     *,
     first: int,
     steps: int,
+    shown_frames: int,
 ) -> Counts:
     """Count what a rank of `ranks` data ranks does in training steps `first`, `first` + 1, ..., and in a validation.
 
-    `boundaries` holds for each path of a role the noise level at which its two networks meet, None for one network. All
-    groups have different rewards, so that no update is skipped.
+    `latent_frames` are those of training, and `shown_frames` those of validations. `boundaries` holds for each path of
+    a role the noise level at which its two networks meet, None for one network. All groups have different rewards, so
+    that no update is skipped.
     """
     method = method_named(run.method)
     with tempfile.TemporaryDirectory() as place, torch.random.fork_rng(devices=[]):
@@ -123,9 +125,9 @@ def rehearse(
         return counts
     samples = min(run.validation.batch, samples_of_rank(run.validation.num_samples, ranks))
     batch = trainer.loader.batch_of([0] * samples, list(range(samples)))
-    noise = torch.randn(samples, CHANNELS, latent_frames, 1, 1)
+    noise = torch.randn(samples, CHANNELS, shown_frames, 1, 1)
     with quiet_norms(), Meter(mesh.device, note=counts.validation.append).measure():
-        generate(roles["student"], noise, batch, small.sampler, lambda s: noise)
+        generate(roles["student"], noise, batch, small.validated().sampler, lambda s: noise)
     return counts
 
 
