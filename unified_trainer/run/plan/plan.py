@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.captioned import CaptionedVideo
@@ -20,6 +21,7 @@ from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
 from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts
+from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_workers
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
 from unified_trainer.run.registry import family_of, method_named
@@ -71,10 +73,28 @@ class RunPlan:
 
 
 def check(run: RunConfig, mesh: Mesh) -> RunPlan:
-    """Return the plan of a run; UserError, naming the key and the way out, if the run cannot work.
+    """Return the plan of a run; UserError, naming the keys and the ways out, if the run cannot work.
 
     This is the only place where settings are checked against each other, and it reads no weights.
     """
+    try:
+        return _checked(run, mesh)
+    except UserError as error:
+        raise with_others(error, run, mesh) from error
+
+
+def check_given(run: RunConfig, mesh: Mesh) -> None:
+    """Raise UserError that names everything that a run with a recipe was not given, and the local files it lacks.
+
+    Nothing is downloaded. A run that was given everything is not looked at any further.
+    """
+    try:
+        check_complete(run)
+    except UserError as error:
+        raise with_others(error, run, mesh) from error
+
+
+def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     method = method_named(run.method)
     check_complete(run)
     keep = _keep(run)
