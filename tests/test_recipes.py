@@ -266,14 +266,24 @@ def test_the_tiny_recipe_is_the_default_without_a_path():
 def test_a_path_needs_a_recipe_and_is_told_which_fit(models, role, form):
     folder = models["wan2.1-14b"]
     run = parsed("--method", "dmd2", *form.format(role, folder).split())
-    with pytest.raises(ConfigError, match=rf"--{role}\.path {folder} needs a --recipe .*: have wan2\.1-14b$"):
+    with pytest.raises(ConfigError, match=rf"--{role}\.path {folder} needs a recipe: add --recipe wan2\.1-14b, made"):
         check(run, ALONE)
+
+
+@pytest.mark.parametrize(
+    "words", [("preprocess", "clips.txt", "out", "--model"), ("evaluate", "--prompts", "a", "--output", "out")]
+)
+def test_commands_say_which_recipe_a_model_folder_needs(models, capsys, words):
+    folder = str(models["wan2.1-1.3b"])
+    assert main([*words[:1], folder, *words[1:]] if words[0] == "evaluate" else [*words, folder]) == 2
+    said = capsys.readouterr().err
+    assert folder in said and "add --recipe wan2.1-1.3b, made for this model" in said
 
 
 def test_a_path_in_a_config_file_needs_a_recipe_too(models, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(f"student: {{path: {models['wan2.1-1.3b']}}}\n")
-    with pytest.raises(ConfigError, match=r"have wan2\.1-1\.3b$"):
+    with pytest.raises(ConfigError, match=r"add --recipe wan2\.1-1\.3b, made"):
         check(parsed("--config", file, "--method", "dmd2"), ALONE)
 
 

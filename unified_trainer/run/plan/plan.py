@@ -193,11 +193,8 @@ def check_complete(run: RunConfig) -> None:
     paths = {name: role_path(run, method, name) for name in method.roles}
     if not run.recipe:
         name, path = next((name, path) for name, path in paths.items() if path not in ("", "tiny"))
-        fitting = [recipe for recipe in recipes() if fits(recipe, name, path)]
-        if fitting:
-            raise ConfigError(
-                f"--{name}.path {path} needs a --recipe that was made for this model: have {', '.join(fitting)}"
-            )
+        if fitting := recipe_to_add(name, path):
+            raise ConfigError(f"--{name}.path {path} needs a recipe: {fitting}")
         raise ConfigError(
             f"--{name}.path {path} needs a --recipe, and none was made for this model: write your own, --recipe "
             "my_recipe.yaml (CONTRIBUTING.md), or look at the settings of one for another model, which is taken with a "
@@ -224,6 +221,12 @@ def check_complete(run: RunConfig) -> None:
             )
     if missing := [f"{flag} ({what})" for flag, what, given in wanted if not given]:
         raise ConfigError(f"--method {run.method} with recipe {run.recipe} needs {', '.join(missing)}")
+
+
+def recipe_to_add(role: str, path: str) -> str:
+    """Say which flag adds a shipped recipe that was made for the model in a role's folder; "" if there is none."""
+    fitting = [f"--recipe {recipe}" for recipe in recipes() if fits(recipe, role, path)]
+    return f"add {' or '.join(fitting)}, made for this model" if fitting else ""
 
 
 def fits(recipe: str, role: str, path: str) -> bool:
