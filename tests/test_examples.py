@@ -107,13 +107,14 @@ def test_distil_then_rl_and_compare(tmp_path, own):
     sizes = ["--sampler.num-steps", "2", *SHORT]
     run(EXAMPLES / "distill_then_rl.sh", *sizes, where=tmp_path, RANKS=2, RECIPE="tiny", **own)
     assert (tmp_path / "runs" / "dmd2-rl-student" / "transformer" / "config.json").is_file()
-    pair = ["runs/dmd2:ema", "runs/dmd2-rl@1", own["PROMPTS"]]
+    pair = ["runs/dmd2:ema", "runs/dmd2-rl", own["PROMPTS"]]
     said = run(EXAMPLES / "compare.sh", *pair, where=tmp_path, SAMPLES=1)
-    assert len(re.findall(r"3 samples in runs/compare/\w+, 3 of them new, mean reward", said)) == 2
-    first, second = (
-        json.loads((tmp_path / f"runs/compare/{one}/rollout.json").read_text()) for one in ("first", "second")
-    )
-    assert first["seed"] == second["seed"] and first["prompts"] == second["prompts"]
+    assert re.search(r"[+-][\d.e-]+ \[[+-][\d.e-]+, [+-][\d.e-]+\]", said), said  # a difference with its interval
+    found = json.loads((tmp_path / "runs/compare/evaluation.json").read_text())
+    (reward,) = (one for one in found["differences"] if one["measure"] == "reward")
+    assert reward["left"] == "dmd2@1:ema" and reward["right"] == "dmd2-rl@1"
+    assert reward["interval"][0] <= reward["difference"] <= reward["interval"][1]
+    assert all(row["interval"] for row in found["measures"]["reward"].values())
 
 
 @pytest.mark.ranks

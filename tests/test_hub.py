@@ -99,7 +99,7 @@ def test_nothing_is_downloaded_for_a_run_that_lacks_a_setting(online, tmp_path, 
     assert main([*words, "--recipe", "wan2.1-1.3b"]) == 2
     assert "needs --data.path" in capsys.readouterr().err and asked == []
     assert main(words) == 2
-    assert f"--student.path {ID}@{COMMIT} needs a --recipe" in capsys.readouterr().err
+    assert f"--student.path {ID}@{COMMIT} needs a recipe: add --recipe" in capsys.readouterr().err
     assert asked and not [name for name in asked if not name.endswith(".json")]
 
 

@@ -77,6 +77,21 @@ def run(line: str) -> None:
         assert main(shortened(words)) == 0, line
 
 
+def test_the_checkpoints_of_the_evaluation_are_those_of_readme():
+    """Its pages' names of runs are outputs of README's commands, and a step is one that the run keeps."""
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    made = dict(re.findall(r"unified_trainer --method (\w+).* --output runs/([\w-]+)", readme))
+    methods = {folder: method for method, folder in made.items()}
+    page = (REPO / "docs" / "tools.md").read_text(encoding="utf-8")
+    section = page[page.index("## Evaluation") : page.index("## Serving a student")]
+    named = set(re.findall(r"runs/([\w-]+)(?:@(\d+))?", section))
+    assert {folder for folder, _ in named} == {"dmd2", "dmd2-rl"} == {*methods} - {"own"}
+    for folder, step in named:
+        run_of = parse(["--method", methods[folder]])
+        kept = range(run_of.steps, 0, -run_of.checkpoint_every)[: run_of.keep_last]
+        assert not step or int(step) in kept
+
+
 @pytest.mark.ranks
 def test_the_commands_run_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

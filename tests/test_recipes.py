@@ -7,11 +7,13 @@ import pytest
 import torch
 import yaml
 from clip_files import write_clips
-from helpers import ALONE, HPSV3, WAN
+from helpers import ALONE, HPSV3, WAN, flags
+from real_clips import grays, write_exactly
 from ti2v_folder import ti2v_folder
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
+from unified_trainer.data.video_reader import VideoError
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.run.plan.plan import check, fits
@@ -169,6 +171,49 @@ def test_one_thing_that_is_missing_is_named_alone(models, prompts, flag):
         check(parsed(*words[:at], *words[at + 2 :]), ALONE)
 
 
+def test_everything_that_a_run_lacks_is_named_at_once(models, tmp_path, capsys):
+    """What was not given, paths that do not exist, and settings that contradict each other: a line each, once."""
+    wrong = {"teacher.path": tmp_path / "teacher", "prompts": tmp_path / "prompts.txt", "sampler.num-steps": 3}
+    wrong |= {"validation.prompts": tmp_path / "held.txt", "reward.path": tmp_path / "hpsv3"}
+    words = [*flags({"method": "dmd2", "recipe": "wan2.1-1.3b"} | wrong), "--sampler.step-sigmas", "1", "0.5"]
+    assert main([*words, "--output", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "error: 6 faults:"
+    expected = [
+        "--method dmd2 with recipe wan2.1-1.3b needs --student.path (a diffusers pipeline folder)",
+        f"{tmp_path / 'teacher' / 'model_index.json'} is missing: teacher.path must be a diffusers pipeline folder",
+        f"{tmp_path / 'hpsv3'}",
+        f"--prompts {tmp_path / 'prompts.txt'}: no such file",
+        f"--validation.prompts {tmp_path / 'held.txt'}: no such file",
+        "sampler.step_sigmas has 2 levels, but sampler.num_steps is 3",
+    ]
+    for line, start in zip(said[1:], expected, strict=True):
+        assert line.startswith(f"- {start}")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError) as caught:  # the student's folder is given, the rest is as wrong
+        check(parsed(*words, "--student.path", models["wan2.1-1.3b"]), ALONE)
+    assert str(caught.value).splitlines()[0] == "5 faults:" and len(str(caught.value).splitlines()) == 6
+
+
+def test_videos_that_cannot_be_used_are_named_with_what_else_a_run_lacks(models, tmp_path):
+    """One has no caption, one has fewer frames than a clip; the folder of the student is not there either."""
+    videos = tmp_path / "videos"
+    videos.mkdir()
+    for name, frames in (("whole", 5), ("short", 3), ("mute", 5)):
+        write_exactly(videos / f"{name}.mkv", grays(frames), 8)
+    for name in ("whole", "short"):
+        (videos / f"{name}.txt").write_text("a gray square")
+    size = flags({"video.frames": 5, "video.height": 32, "video.width": 32, "video.fps": 8})
+    words = ["--method", "finetune", "--recipe", "wan2.1-1.3b", "--data.path", str(videos), *size]
+    with pytest.raises(UserError) as caught:
+        check(parsed(*words, "--student.path", tmp_path / "model"), ALONE)
+    faults = str(caught.value).splitlines()
+    assert faults[0] == "2 faults:" and "student.path must be a diffusers pipeline folder" in faults[1]
+    assert "mute.mkv: no caption" in faults[2] and "short.mkv: too short" in faults[2] and "whole" not in faults[2]
+    with pytest.raises(VideoError, match=r"mute\.mkv: no caption.*short\.mkv: too short"):  # alone it is one line
+        check(parsed(*words, "--student.path", models["wan2.1-1.3b"]), ALONE)
+
+
 @pytest.mark.parametrize("method", ["finetune", "consistency"])
 def test_prompts_are_refused_where_the_captions_of_clips_are_taken(method, prompts):
     with pytest.raises(ConfigError, match=f"--prompts .*: {method} trains on clips and takes their captions"):
@@ -228,14 +273,24 @@ def test_the_tiny_recipe_is_the_default_without_a_path():
 def test_a_path_needs_a_recipe_and_is_told_which_fit(models, role, form):
     folder = models["wan2.1-14b"]
     run = parsed("--method", "dmd2", *form.format(role, folder).split())
-    with pytest.raises(ConfigError, match=rf"--{role}\.path {folder} needs a --recipe .*: have wan2\.1-14b$"):
+    with pytest.raises(ConfigError, match=rf"--{role}\.path {folder} needs a recipe: add --recipe wan2\.1-14b, made"):
         check(run, ALONE)
+
+
+@pytest.mark.parametrize(
+    "words", [("preprocess", "clips.txt", "out", "--model"), ("evaluate", "--prompts", "a", "--output", "out")]
+)
+def test_commands_say_which_recipe_a_model_folder_needs(models, capsys, words):
+    folder = str(models["wan2.1-1.3b"])
+    assert main([*words[:1], folder, *words[1:]] if words[0] == "evaluate" else [*words, folder]) == 2
+    said = capsys.readouterr().err
+    assert folder in said and "add --recipe wan2.1-1.3b, made for this model" in said
 
 
 def test_a_path_in_a_config_file_needs_a_recipe_too(models, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(f"student: {{path: {models['wan2.1-1.3b']}}}\n")
-    with pytest.raises(ConfigError, match=r"have wan2\.1-1\.3b$"):
+    with pytest.raises(ConfigError, match=r"add --recipe wan2\.1-1\.3b, made"):
         check(parsed("--config", file, "--method", "dmd2"), ALONE)
 
 

@@ -60,6 +60,7 @@ class Student:
     run: RunConfig
     role: Trainable
     codec: Codec
+    name: str = "student"  # of its weights, for messages
 
     @classmethod
     def load(cls, spec: str, *, base: Path | None = None, device: Device = "auto") -> "Student":
@@ -69,7 +70,8 @@ class Student:
         UserError for a folder that is no run or holds no such checkpoint.
         """
         loaded = load_role(spec, "student", base, Mesh.alone(device), causal=True)
-        return cls(loaded.run, loaded.role, loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders))
+        codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+        return cls(loaded.run, loaded.role, codec, loaded.name)
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[str], *, seed: int = 0, batch: int = 8) -> Video:
@@ -158,7 +160,8 @@ class Run:
         """Return videos of the student, as `Student.sample` does; with `ema` by its EMA weights, if it keeps any."""
         student = self._student()
         with student.sampling_weights(ema=ema):
-            return Student(self.settings, student, self._built.codec).sample(prompts, seed=seed, batch=batch)
+            one = Student(self.settings, student, self._built.codec, f"student after training step {self.steps_done}")
+            return one.sample(prompts, seed=seed, batch=batch)
 
     @torch.no_grad()
     def score(self, videos: Video, prompts: Sequence[str]) -> dict[str, PerSample]:

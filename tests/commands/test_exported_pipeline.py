@@ -84,9 +84,9 @@ def exported(folder, *words: str):
     return functools.partial(DiffusionPipeline.from_pretrained, "out", custom_pipeline="pipeline")
 
 
-def piped(pipeline, seed: int, **options) -> torch.Tensor:
-    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(PROMPTS))]
-    return pipeline(PROMPTS, generator=generators, output_type="pt", **options).frames.movedim(1, 2)
+def piped(pipeline, seed: int, prompts=PROMPTS, **options) -> torch.Tensor:
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+    return pipeline(list(prompts), generator=generators, output_type="pt", **options).frames.movedim(1, 2)
 
 
 def run_readme(folder) -> np.ndarray:
@@ -102,10 +102,13 @@ def run_readme(folder) -> np.ndarray:
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_gives_the_same_bits(runs, place, name):
+    """For one prompt and for several, in batches of the same size."""
     folder = with_sampler(runs / "whole", place / "run", sampler=SAMPLERS[name])
     pipeline = exported(folder)(trust_remote_code=True)
     ours, theirs = sampled(folder, 5), piped(pipeline, 5)
     assert torch.equal(ours, theirs)
+    for prompts in (PROMPTS[:1], [*PROMPTS, "something else"]):
+        assert torch.equal(sampled(folder, 5, prompts=prompts), piped(pipeline, 5, prompts))
     assert float(ours.std()) > 0.01 and not torch.equal(theirs, piped(pipeline, 6))
     WanPipeline.from_pretrained("out")
 

@@ -131,15 +131,16 @@ def test_a_bad_raw_clip_is_named_before_anything_is_trained(tmp_path):
     with pytest.raises(VideoError, match=r"data\.path .*short\.mkv: too short"):
         encode_videos(tmp_path, tiny_codec(), VideoConfig(5, 32, 32, 8))
     write_exactly(tmp_path / "a.mkv", quarters(5, 32, 32), 8)
-    with pytest.raises(VideoError, match=r"a\.mkv: no caption: a\.txt is missing"):
-        checked_videos(tmp_path)
+    both = r"a\.mkv: no caption: a\.txt is missing or empty; .*short\.mkv: too short"
+    with pytest.raises(VideoError, match=both):
+        checked_videos(tmp_path, VideoConfig(5, 32, 32, 8))
 
 
 def test_all_bad_raw_clips_are_named_up_to_a_number(tmp_path):
     for name in "abcdefghij":
         (tmp_path / f"{name}.mkv").write_bytes(b"no video")
     with pytest.raises(VideoError) as raised:
-        checked_videos(tmp_path)
+        checked_videos(tmp_path, VideoConfig(5, 32, 32, 8))
     said = str(raised.value)
     assert said.count("no caption") == 8 and "h.txt is missing" in said and said.endswith("; and 2 more")
     for name in "abcdefghij":

@@ -1,6 +1,7 @@
 """A rank that fails or is killed ends the job under torchrun, with its own error shown."""
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -31,8 +32,18 @@ def test_a_rank_that_fails_ends_the_job_with_its_own_error(places):
     flags = ["--output", str(places / "run"), "--prompts", "prompts.txt"]
     done = torchrun(2, PROGRAM, str(places), *RUN, *flags)
     assert done.returncode != 0
+    assert done.stderr.count("error on rank") == 1, done.stderr
     assert "error on rank 1: --prompts prompts.txt" in done.stderr, done.stderr
     assert not (places / "run").exists()
+
+
+def test_an_error_of_all_ranks_is_printed_once_and_ends_torchruns_report():
+    """torchrun then prints a traceback of its own, and a report that ends with the error."""
+    done = torchrun(2, "-m", "unified_trainer", "--method", "finetune", "--no-such-flag", "1")
+    text = "--no-such-flag is not known; --help-all lists all there are"
+    assert done.returncode != 0
+    assert re.findall(r"error on rank \d: (.*)", done.stderr) == [text], done.stderr
+    assert re.search(rf"  traceback : {re.escape(text)}\n=+\n*$", done.stderr), done.stderr
 
 
 def ranks_of(torchrun: subprocess.Popen) -> dict[str, psutil.Process]:

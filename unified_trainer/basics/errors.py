@@ -32,6 +32,10 @@ class NotFiniteError(UserError, FloatingPointError):
     """A loss, gradient, score or setting is NaN or infinite."""
 
 
+class SaidError(UserError):
+    """An error that another process, or this one, has printed: nothing is left to say."""
+
+
 @contextmanager
 def working_on(what: str) -> Iterator[None]:
     """Add `what` to the traceback of an exception that is not a UserError: the role, method, scorer or step at work."""

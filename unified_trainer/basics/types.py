@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, cat
 
+from unified_trainer.basics.errors import NotFiniteError
+
 Latents = Float[Tensor, "b c t h w"]
 Video = Float[Tensor, "b 3 frames height width"]  # in [0, 1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -22,6 +24,15 @@ def widest(device: torch.device) -> torch.dtype:
     There a log-density of order 1 is rounded by 6e-8: an error of the log-ratio that is .6% of its spread at D = 1e6.
     """
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
+def check_finite(samples: Latents, student: str) -> None:
+    """Raise NotFiniteError, before a scorer sees them, for samples that hold NaN or infinity; `student` made them."""
+    if not bool(samples.isfinite().all()):
+        raise NotFiniteError(
+            f"the student's samples are not finite ({student}): go back to an older checkpoint, RUN@STEP, or lower "
+            "student.learning_rate"
+        )
 
 
 def take_rows(x: Tensor, rows: Sequence[int]) -> Tensor:

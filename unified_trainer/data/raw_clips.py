@@ -23,17 +23,24 @@ def holds_videos(path: Path) -> bool:
     return path.suffix in TABLES and path.suffix != ".parquet"
 
 
-def checked_videos(path: Path) -> tuple[CaptionedVideo, ...]:
-    """Return the videos of data.path; VideoError names those that are not there or have no caption."""
+def checked_videos(path: Path, size: VideoConfig) -> tuple[CaptionedVideo, ...]:
+    """Return the videos of data.path if all are there and have captions; else VideoError as `check_videos` raises."""
     videos = find_videos(path, "data.path")
-    _refuse(path, [f"{video.file}: {video.fault}" for video in videos if video.fault])
+    if any(video.fault for video in videos):
+        check_videos(path, size)
     return videos
+
+
+def check_videos(path: Path, size: VideoConfig) -> None:
+    """Decode the videos of data.path; VideoError names those that are not there, have no caption or are too short."""
+    clips = read_clips(find_videos(path, "data.path"), size, WORKERS)
+    _refuse(path, [str(clip) for _, clip in clips if isinstance(clip, VideoError)])
 
 
 def encode_videos(path: Path, codec: Codec, size: VideoConfig) -> Clips:
     """Decode and encode the first clip of each video; VideoError names those that cannot be used."""
     encoded, faults = [], []
-    videos = checked_videos(path)
+    videos = checked_videos(path, size)
     for _, clip in read_clips(videos, size, WORKERS):
         if isinstance(clip, VideoError):
             faults.append(str(clip))

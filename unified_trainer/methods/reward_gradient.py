@@ -58,5 +58,5 @@ class RewardGradient(Method):
 
         call = self.sampler.num_steps - 1 - int(rng.shared.integers(self.config.last_calls))
         x0 = predict_at(self.student, draw("initial"), batch, self.sampler, draw, call)
-        reward = self.reward.score_with_gradient(x0, batch.prompts)
+        reward = self.reward.score_with_gradient(x0, batch.prompts, f"training step {step + 1}")
         yield Loss("student", -reward.mean(), metrics={"reward": reward.detach()})

@@ -62,7 +62,8 @@ class X0Terms:
 
     def _reward_loss(self, x0: Latents, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return -R, or how far R is below the margin, averaged; the gradient passes the decoder and the scorers."""
-        reward = cast(Reward, self.reward).score_with_gradient(x0, batch.prompts)
+        when = f"update {self.student.updates + 1}"
+        reward = cast(Reward, self.reward).score_with_gradient(x0, batch.prompts, when)
         margin = self.config.reward_gradient.margin
         losses = -reward if math.isinf(margin) else (margin - reward).relu()
         return losses.mean(), {"reward_gradient_loss": losses.detach()}

@@ -6,8 +6,8 @@
 import itertools
 import re
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import psutil
@@ -255,6 +255,23 @@ def require_memory(needed: int, device: torch.device, what: str, way_out: str) -
     free = free_memory(device)
     if needed > free:
         raise UserError(f"{what} needs {needed / 2**30:.2f} GiB, but {device} has {free / 2**30:.2f} free: {way_out}")
+
+
+@contextmanager
+def fitting(what: str, way_out: str) -> Iterator[None]:
+    """Turn an out-of-memory error into a UserError about `what`, which one setting makes smaller: `way_out`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        why = str(error).partition("\n")[0].rpartition("] ")[2]  # without torch's own check
+        raise UserError(f"{what} does not fit in memory ({why}): {way_out}") from error
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Return whether an allocation failed, on an accelerator or in CPU memory."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def _import_npu() -> None:

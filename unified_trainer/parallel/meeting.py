@@ -14,11 +14,13 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.errors import SaidError, UserError
+from unified_trainer.basics.secrets import masked
+from unified_trainer.basics.terminal import printable
 from unified_trainer.parallel.agreement import NAMED, in_words
 from unified_trainer.parallel.arrival import arrive, hosts_store
 from unified_trainer.parallel.mesh import RanksDivergedError, peer_lost, waited_in_vain
-from unified_trainer.parallel.torchrun import size_and_rank, where
+from unified_trainer.parallel.torchrun import size_and_rank, tell_torchrun, under_torchrun, where
 
 LISTEN = timedelta(days=20)  # longer than runs last without a restart; more milliseconds do not fit 32 bits
 HEARD = timedelta(seconds=2)  # for the others to hear of a failure, before the rank ends and may take the store along
@@ -45,7 +47,8 @@ def meeting(minutes: float = 30.0) -> Iterator[dist.Store | None]:
     An exception that leaves the context is told to the other ranks. There it is raised as PeerFailedError where a
     collective fails because this rank has ended, and ends a rank that waits for anything else after GRACE seconds.
     Where a collective is given up because ranks did not come to it, it is raised as StandsStillError, which names them.
-    Raise UserError if variables of torchrun are absent or the ranks do not meet.
+    Under torchrun, where the ranks of a node share its terminal, the first of them prints a UserError, and all raise it
+    as SaidError. Raise UserError if variables of torchrun are absent or the ranks do not meet.
     """
     size, rank = size_and_rank()
     if size == 1:
@@ -56,17 +59,20 @@ def meeting(minutes: float = 30.0) -> Iterator[dist.Store | None]:
     together = True  # whether the others are at the same point of the program
     try:
         yield store
-    except RanksDivergedError:  # which all ranks raise
-        raise
+    except RanksDivergedError as error:  # which all ranks raise
+        raise listener.saying(error) from error
     except Exception as error:
         together, lost = False, isinstance(error, RuntimeError) and peer_lost(error)
         if lost and (said := listener.said()):
-            raise PeerFailedError(said) from error
+            raise listener.saying(PeerFailedError(said)) from error
         if isinstance(error, RuntimeError) and waited_in_vain(error) and (still := listener.standing_still()):
             listener.tell(still, wait=True)
-            raise StandsStillError(still) from error
+            raise listener.saying(StandsStillError(still)) from error
+        raised = listener.saying(error) if isinstance(error, UserError) else error
         listener.tell(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}", wait=not lost)
-        raise
+        if raised is error:
+            raise
+        raise raised from error
     finally:
         listener.leave(wait=together)
 
@@ -83,6 +89,24 @@ class _Listener:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="failures of other ranks", daemon=True)
         self._thread.start()
+
+    def saying(self, error: UserError) -> UserError:
+        """Return the error; under torchrun as SaidError, after the first rank of this node has printed it.
+
+        torchrun, which ends all ranks as soon as one has ended, puts it at the end of its own report, too.
+        """
+        if not under_torchrun():
+            return error
+        self._say_once(str(error))
+        tell_torchrun(str(error))
+        return SaidError(str(error))
+
+    def _say_once(self, text: str) -> None:
+        with suppress(RuntimeError):  # the store has ended with its process
+            if under_torchrun() and self._store.clone().add(f"said on node {os.environ['GROUP_RANK']}", 1) > 1:
+                return
+        sys.stderr.write(printable(masked(f"error{where()}: {text}\n")))
+        sys.stderr.flush()
 
     def said(self) -> str:
         """Return what another rank failed with, or an empty text if none has told it; a rank tells before it ends.
@@ -147,6 +171,5 @@ class _Listener:
         except RuntimeError:  # the store has ended with its process
             return
         if not self._over.wait(GRACE):
-            sys.stderr.write(f"error{where()}: {text}\n")
-            sys.stderr.flush()
+            self._say_once(text)
             os._exit(ENDED)

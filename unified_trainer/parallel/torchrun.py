@@ -1,7 +1,9 @@
 """The number of ranks, and which one this is, from the environment that torchrun sets; torch is not imported."""
 
+import json
 import os
 import re
+import time
 from pathlib import Path
 
 from unified_trainer.basics.errors import UserError
@@ -14,6 +16,17 @@ SHUTDOWN_TIMEOUT = 30.0  # seconds, torchrun's default
 def where() -> str:
     """Return " on rank R" for messages, or "" if there is one rank."""
     return "" if os.environ.get("WORLD_SIZE", "1") == "1" else f" on rank {os.environ.get('RANK', '0')}"
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process: its ranks on a node write to one terminal."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def tell_torchrun(text: str) -> None:
+    """Write why this rank fails into the file from which torchrun takes what its own report says of the rank."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 def size_and_rank() -> tuple[int, int]:
@@ -39,7 +52,7 @@ def shutdown_timeout() -> float | None:
 
     It is --shutdown-timeout of the process above this one, where that can be read, or torchrun's environment variable.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not under_torchrun():
         return None
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace")

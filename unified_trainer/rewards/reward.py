@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import NotFiniteError, UserError, working_on
-from unified_trainer.basics.types import Latents, PerSample, Video, take_rows
+from unified_trainer.basics.types import Latents, PerSample, Video, check_finite, take_rows
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.advantages import Ids, spread
 from unified_trainer.parallel.mesh import Mesh
@@ -212,9 +212,10 @@ class Reward(VideoReward):
         """Decode clean latents and score them; `total` of the parts is the reward.
 
         Where all scorers look at the first frame alone, only the first latent frame is decoded: the codec is causal.
-        Pixel statistics are computed in every `statistics_every`-th training `step`, and in step 0.
+        Pixel statistics are computed in every `statistics_every`-th training `step`, and in step 0. Raise
+        NotFiniteError for latents that are not finite, as all methods here do that decode.
         """
-        video = self._decode(x0)
+        video = self._decode(x0, f"training step {step + 1}")
         parts = self.parts(video, prompts, self.weights)
         return Scores(parts, self._statistics(video, step), thumbnail(video))
 
@@ -228,7 +229,7 @@ class Reward(VideoReward):
         if self._thread is None:
             scores = self.score(x0, prompts, step)
             return lambda: scores
-        video = self._decode(x0)
+        video = self._decode(x0, f"training step {step + 1}")
         here = [name for name in self.weights if name not in self._apart]
         answer = self._thread.submit(self.parts, video.cpu(), prompts, self._apart)
         parts, seen, small = self.parts(video, prompts, here), self._statistics(video, step), thumbnail(video)
@@ -244,12 +245,12 @@ class Reward(VideoReward):
     def _statistics(self, video: Video, step: int) -> dict[str, PerSample]:
         return statistics(video) if step % self.config.statistics_every == 0 else {}
 
-    def score_with_gradient(self, x0: Latents, prompts: tuple[str, ...]) -> PerSample:
+    def score_with_gradient(self, x0: Latents, prompts: tuple[str, ...], when: str = "training") -> PerSample:
         """Return the reward with its gradient to x0, through the decoder and the scorers.
 
-        Raise UserError if no scorer has a gradient.
+        Raise UserError if no scorer has a gradient; `when` is the step, for messages.
         """
-        reward = self.total(self.parts(self._decode(x0), prompts, self.weights))
+        reward = self.total(self.parts(self._decode(x0, when), prompts, self.weights))
         if not reward.requires_grad:
             raise UserError(
                 f"reward: none of {', '.join(self.weights)} has a gradient: take another method or reward.kind"
@@ -257,6 +258,8 @@ class Reward(VideoReward):
         return reward
 
     @phase("decode")
-    def _decode(self, x0: Latents) -> Video:
+    def _decode(self, x0: Latents, when: str) -> Video:
         first = all(self._configs[name].frames == "first" for name in self.weights)
-        return self._codec.decode(x0[:, :, :1] if first else x0)
+        video = self._codec.decode(x0[:, :, :1] if first else x0)
+        check_finite(x0, when)  # a device has its work while this waits for the samples
+        return video

@@ -176,6 +176,14 @@ def check_prompts(config: RewardConfig, *sources: tuple[Sequence[str], Callable[
                     raise UserError(f"{place(number)} holds {found}, a special token of the scorer {name}: remove it")
 
 
+def check_files(config: RewardConfig, name: str) -> None:
+    """Raise UserError for a folder of a scorer that lacks files; no weights are read, and nothing is downloaded."""
+    part = config.named()[name]
+    kind = scorer_kind(part, config.key(name), config.timeout)
+    if kind.special_tokens is not None and part.path and not (kind.files and hub.is_hub_id(part.path)):
+        kind.special_tokens(part)
+
+
 def _with_files(part: ScorerConfig, key: str, kind: ScorerKind) -> ScorerConfig:
     """Return the settings with a folder in place of a hub id."""
     if not (kind.files and hub.is_hub_id(part.path)):

@@ -1,5 +1,6 @@
 """Building a run from its settings: check everything, then load weights and connect the parts."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ from unified_trainer.data.parquet import ParquetClips, ParquetRows, ParquetTraje
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.data.raw_clips import encode_videos
 from unified_trainer.data.stored_prompts import use_stored_prompts
+from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.methods.rl.rollouts import LocalRollouts, Rollouts
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.agreement import assert_equal
@@ -80,6 +82,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     assert_equal(mesh, plan.compared())
     run = _with_cache(plan.run, output)
     codec = plan.family.codec(plan.folder, mesh.device, run.encoders)
+    _require_memory(run, plan, codec, mesh)
     source, prompts = _prompts(run, plan, codec)
     workers = _start_workers(run, prompts, mesh)
     scorers, features = load_scorers(run.reward, mesh.device) if plan.scores_here else ({}, None)
@@ -114,6 +117,16 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
         keep=plan.keep,
         stop_workers=workers.stop if workers is not None else None,
     )
+
+
+def _require_memory(run: RunConfig, plan: RunPlan, codec: Codec, mesh: Mesh) -> None:
+    """Raise UserError unless the conditions and latents of a rank's samples of one training step fit on its device."""
+    samples = plan.batch.prompts * plan.batch.num_samples // mesh.data_size
+    prompts, num_samples, *_ = plan.batch.keys
+    kept = isinstance(run.algorithm, RolloutConfig) and run.algorithm.trajectories == "device"
+    size = 4 * samples * (codec.text_tokens * codec.text_width + kept * math.prod(plan.latent_shape))
+    what = f"a rank's share of a training step, {samples} samples ({prompts} x {num_samples}),"
+    require_memory(size, mesh.device, what, f"lower {num_samples if num_samples != '1' else prompts}")
 
 
 def _with_cache(run: RunConfig, output: Path | None) -> RunConfig:

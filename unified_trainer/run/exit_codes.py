@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.errors import SaidError, UserError
 from unified_trainer.basics.secrets import masked
 from unified_trainer.basics.terminal import printable
 from unified_trainer.parallel.torchrun import where
@@ -26,6 +26,8 @@ def exit_code(work: Callable[[], int]) -> int:
     """Return the exit code of `work`, or of what it raises; an exception that is not the user's to fix is raised."""
     try:
         return work()
+    except SaidError:
+        return WRONG
     except UserError as error:
         sys.stderr.write(printable(masked(f"error{where()}: {error}\n")))
         return WRONG

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
+from unified_trainer.parallel.device import out_of_memory
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.settings.config import RunConfig
 
@@ -17,7 +16,7 @@ def memory_advice(run: RunConfig) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        if out_of_memory(error):
             error.add_note(f"out of memory: {'; '.join(advice(run)[:ADVISED])}")
         raise
 

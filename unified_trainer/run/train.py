@@ -23,7 +23,7 @@ from unified_trainer.run.course import Course
 from unified_trainer.run.exit_codes import STOPPED, exit_code
 from unified_trainer.run.memory_advice import memory_advice
 from unified_trainer.run.plan.downloads import fetched
-from unified_trainer.run.plan.plan import check_complete
+from unified_trainer.run.plan.plan import check_given
 from unified_trainer.run.registry import add_families
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.code import code_of
@@ -139,7 +139,7 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
     and for a resumed run whose settings differ.
     """
     if run.recipe:
-        check_complete(run)  # before anything is downloaded
+        check_given(run, mesh)  # before anything is downloaded
     output = _folder(run)
     assert_equal(mesh, _compared(run, output))
     way_out = "Call from the folder that has it, or give --{key} PATH --allow {key}"

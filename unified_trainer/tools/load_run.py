@@ -39,6 +39,11 @@ class LoadedRole:
     layout: ExpertLayout  # its networks in that folder
 
     @property
+    def name(self) -> str:
+        """The checkpoint or the folder that its weights are of, for messages."""
+        return self.said.partition(";")[0]
+
+    @property
     def components(self) -> dict[Expert, str]:
         """Component name of each of its networks in an exported pipeline folder."""
         if self.layout.boundary is None:

@@ -7,7 +7,7 @@
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 TIME_SCALE = 1000  # the network's time is 1000 sigma
 MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
+ALIGNMENT = 64  # bytes, of what torch allocates on a CPU
 NOISE = -1  # number of the draw that sampling starts from
 
 
@@ -93,6 +94,7 @@ class TrainedWanPipeline(WanPipeline):
         Sizes are in pixels, by default the run's. `output_type` is np, pt, pil or latent, as in WanPipeline.
         """
         sampler = self.sampler or self.load_sampler(Path(self.transformer.config._name_or_path).parent)
+        align(module for module in self.components.values() if isinstance(module, nn.Module))
         prompts, device = [prompt] if isinstance(prompt, str) else prompt, self._execution_device
         shape = self._latent_shape(num_frames or sampler.frames, height or sampler.height, width or sampler.width)
         frames, frames_of_run = shape[1], (sampler.frames - 1) // self.vae_scale_factor_temporal + 1
@@ -140,6 +142,16 @@ class TrainedWanPipeline(WanPipeline):
             torch.tensor(each).view(1, -1, 1, 1, 1).to(latents) for each in (config.latents_mean, config.latents_std)
         )
         return self.vae.decode((latents * std + mean).to(self.vae.dtype), return_dict=False)[0].float()
+
+
+def align(modules: Iterable[nn.Module]) -> None:
+    """Copy weights that begin where torch would not allocate any.
+
+    Those of a file begin anywhere, and a CPU rounds the product of a matrix and one row by where its weights begin.
+    """
+    for weight in (weight for module in modules for weight in module.parameters()):
+        if weight.device.type == "cpu" and weight.data_ptr() % ALIGNMENT:
+            weight.data = weight.data.clone()
 
 
 def solve(

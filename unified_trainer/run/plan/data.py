@@ -55,7 +55,7 @@ def read_clips(run: RunConfig, latent_shape: Shape) -> Clips:
         check_tiny_clips(run.video)
         return Clips()
     if run.trains_on == "clips" and holds_videos(path):
-        return Clips(videos=checked_videos(path))
+        return Clips(videos=checked_videos(path, run.video))
     return Clips(stored=read_stored_files(path, _row_kind(run, latent_shape)))
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.captioned import CaptionedVideo
@@ -21,6 +22,7 @@ from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
 from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts
+from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
 from unified_trainer.run.registry import family_of, method_named
@@ -72,10 +74,28 @@ class RunPlan:
 
 
 def check(run: RunConfig, mesh: Mesh) -> RunPlan:
-    """Return the plan of a run; UserError, naming the key and the way out, if the run cannot work.
+    """Return the plan of a run; UserError, naming the keys and the ways out, if the run cannot work.
 
     This is the only place where settings are checked against each other, and it reads no weights.
     """
+    try:
+        return _checked(run, mesh)
+    except UserError as error:
+        raise with_others(error, run, mesh) from error
+
+
+def check_given(run: RunConfig, mesh: Mesh) -> None:
+    """Raise UserError that names everything that a run with a recipe was not given, and the local files it lacks.
+
+    Nothing is downloaded. A run that was given everything is not looked at any further.
+    """
+    try:
+        check_complete(run)
+    except UserError as error:
+        raise with_others(error, run, mesh) from error
+
+
+def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     method = method_named(run.method)
     check_complete(run)
     check_settings(run, method)
@@ -186,11 +206,8 @@ def check_complete(run: RunConfig) -> None:
     paths = {name: role_path(run, method, name) for name in method.roles}
     if not run.recipe:
         name, path = next((name, path) for name, path in paths.items() if path not in ("", "tiny"))
-        fitting = [recipe for recipe in recipes() if fits(recipe, name, path)]
-        if fitting:
-            raise ConfigError(
-                f"--{name}.path {path} needs a --recipe that was made for this model: have {', '.join(fitting)}"
-            )
+        if fitting := recipe_to_add(name, path):
+            raise ConfigError(f"--{name}.path {path} needs a recipe: {fitting}")
         raise ConfigError(
             f"--{name}.path {path} needs a --recipe, and none was made for this model: write your own, --recipe "
             "my_recipe.yaml (CONTRIBUTING.md), or look at the settings of one for another model, which is taken with a "
@@ -217,6 +234,12 @@ def check_complete(run: RunConfig) -> None:
             )
     if missing := [f"{flag} ({what})" for flag, what, given in wanted if not given]:
         raise ConfigError(f"--method {run.method} with recipe {run.recipe} needs {', '.join(missing)}")
+
+
+def recipe_to_add(role: str, path: str) -> str:
+    """Say which flag adds a shipped recipe that was made for the model in a role's folder; "" if there is none."""
+    fitting = [f"--recipe {recipe}" for recipe in recipes() if fits(recipe, role, path)]
+    return f"add {' or '.join(fitting)}, made for this model" if fitting else ""
 
 
 def fits(recipe: str, role: str, path: str) -> bool:

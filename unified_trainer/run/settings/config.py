@@ -55,7 +55,7 @@ class ConfigError(UserError):
 
 @dataclass(frozen=True)
 class ValidationSampler:
-    """What differs from the run's sampler at validations; 0 or nothing is the run's."""
+    """The settings in which validations differ from the run's sampler; 0 or nothing takes the run's."""
 
     num_steps: CountOrZero = 0
     """Network calls per sample; 0 takes as many as sampler.num_steps."""

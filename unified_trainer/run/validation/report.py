@@ -15,6 +15,7 @@ from unified_trainer.basics.own_files import without_link
 from unified_trainer.data.video_files import Row, contact_sheet, write_mp4
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.frechet import frechet_distance
+from unified_trainer.parallel.device import fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.pixels import diversity
 from unified_trainer.rewards.reward import Reward, RewardSum
@@ -116,7 +117,9 @@ class Validation:
 
     def start(self, student: Trainable, step: int) -> None:
         """Make and measure all samples."""
-        self._parts = [self._maker.make(student, samples, self._report.videos) for samples in self._batches]
+        size = max(map(len, self._batches))
+        with fitting(f"a batch of {size} samples of the validation", "lower validation.batch"):
+            self._parts = [self._maker.make(student, samples, self._report.videos, step) for samples in self._batches]
 
     def finish(self, folder: Path, step: int) -> "ValidationResult":
         parts, self._parts = self._parts, []

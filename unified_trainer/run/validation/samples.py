@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.types import check_finite
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
 from unified_trainer.data.video_files import to_uint8
@@ -78,9 +79,12 @@ class SampleMaker:
         self._real: dict[range, Tensor] = {}  # features of real clips, computed on first use
 
     @torch.no_grad()
-    def make(self, role: Role, samples: range, videos: int) -> Measured:
-        """Make and measure one batch of samples with a role; samples of a number below `videos` are kept as video."""
-        video = self._generate(role, list(samples))
+    def make(self, role: Role, samples: range, videos: int, step: int) -> Measured:
+        """Make and measure one batch of samples with a role after `step` training steps.
+
+        Samples of a number below `videos` are kept as video. Raise NotFiniteError for samples that are not finite.
+        """
+        video = self._generate(role, list(samples), step)
         columns = {f"{PIXELS}{name}": row for name, row in statistics(video).items()}
         columns[THUMBNAILS] = thumbnail(video)
         prompts = self._prompts(samples)
@@ -97,7 +101,7 @@ class SampleMaker:
     def _prompts(self, samples: Sequence[int]) -> tuple[str, ...]:
         return tuple(self.prompts[i % len(self.prompts)] for i in samples)
 
-    def _generate(self, role: Role, samples: list[int]) -> Tensor:
+    def _generate(self, role: Role, samples: list[int], step: int) -> Tensor:
         batch = make_batch(
             self._codec,
             list(self._prompts(samples)),
@@ -112,6 +116,7 @@ class SampleMaker:
             return streams.noise(name, samples, self._latent_shape)
 
         x0 = generate(role, draw("validation"), batch, self._sampler, lambda s: draw(f"transition {s}"))
+        check_finite(x0, f"validation after training step {step}")
         with phase("decode"):
             return self._codec.decode(x0)
 

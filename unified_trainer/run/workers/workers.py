@@ -112,7 +112,7 @@ class EvaluationWorker:
                 with phase("copy_weights"):
                     weights.copy_to(self._student.weights)
                 self._version = weights.version
-            found = self._maker.make(self._student, range(item.start, item.stop), item.videos)
+            found = self._maker.make(self._student, range(item.start, item.stop), item.videos, item.step)
         return meter.seconds(), (arrays.of_columns(found.columns), found.clips)
 
 

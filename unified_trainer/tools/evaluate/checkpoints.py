@@ -20,6 +20,7 @@ from unified_trainer.run.checkpoint.manifest import (
     step_of,
     weights_digest,
 )
+from unified_trainer.run.plan.plan import recipe_to_add
 from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import RunConfig
@@ -202,7 +203,8 @@ def _measured(metadata: Manifest) -> dict[str, float]:
 
 def _model(one: _Parsed, flags: Sequence[str], settings: Sequence[str]) -> Checkpoint:
     if not settings and str(one.place) != TINY:
-        raise UserError(f"{one.text} is a model folder: name a run too, or a --recipe, for sampler and video size")
+        recipe = recipe_to_add(STUDENT, str(one.place)) or "add a --recipe"
+        raise UserError(f"{one.text} is a model folder: {recipe}, or name a run too, for sampler and video size")
     changed = (*flags, *one.own)
     run = parse([*(settings or OF_TINY), *changed])
     _, folder = family_of(STUDENT, str(one.place))

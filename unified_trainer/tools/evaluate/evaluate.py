@@ -12,7 +12,7 @@ from unified_trainer.basics.ranges import Count, Fraction, NonNegative, Seed, at
 from unified_trainer.basics.terminal import say
 from unified_trainer.models.base import Codec, Family
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.base import RewardConfig
 from unified_trainer.rewards.reward import VideoReward
@@ -23,7 +23,7 @@ from unified_trainer.run.settings.settings import RunFlags
 from unified_trainer.tools.evaluate import files, pages, vote_count
 from unified_trainer.tools.evaluate.checkpoints import TINY, Checkpoint, read_checkpoints
 from unified_trainer.tools.evaluate.measures import BootstrapConfig, summarise
-from unified_trainer.tools.evaluate.plan import Plan
+from unified_trainer.tools.evaluate.plan import NOISE_STEP, Plan
 from unified_trainer.tools.evaluate.samples import Measured, OwnVideos, folder_of, measure, read_measured
 from unified_trainer.tools.evaluate.scorers import common_reward
 from unified_trainer.tools.evaluate.served import ServedVideos
@@ -104,7 +104,8 @@ def evaluate(
         raise UserError(f"--confidence must be above 0 and below 1, not {confidence:g}")
     mesh = Mesh.join(device)
     files.begin(output)
-    rows = _measured(output, chosen, plan, rewards, mesh)
+    with fitting(f"a batch of {min(batch, plan.size)} samples", "lower --batch"):
+        rows = _measured(output, chosen, plan, rewards, mesh)
     summary = summarise(rows, plan, config, reference)
     to = "" if "frechet" not in summary.measures else "real clips" if reference is None else chosen[reference].name
     about = files.write(output, chosen, rows, plan, config, summary, to)
@@ -131,6 +132,11 @@ def _seeds(seeds: Sequence[int]) -> tuple[int, ...]:
 
 def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> None:
     """Raise UserError for what cannot be compared or scored; no weight is read."""
+    if len(plan.seeds) > 1 and plan.size > NOISE_STEP:
+        raise UserError(
+            f"{len(plan.prompts)} prompts x --samples {plan.samples} are {plan.size} samples of a seed, and --seeds "
+            f"share noise from {NOISE_STEP} samples on: lower --samples, or take one seed"
+        )
     shapes = [(one.check(), one.run.video.frames, one.run.video.height, one.run.video.width) for one in chosen]
     for one, shape in zip(chosen, shapes, strict=True):
         if shape != shapes[0]:

@@ -24,6 +24,7 @@ from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.run.checkpoint.run_lock import claimed
 from unified_trainer.run.plan.downloads import fetch_pipeline
+from unified_trainer.run.plan.plan import recipe_to_add
 from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import ConfigError, RunConfig
@@ -147,7 +148,10 @@ def _settings(
     named = config is not None and config.is_file() and "method" in read_yaml(config)
     words = [word for flag, value in given.items() if value for word in (flag, value)]
     run = parse([*words, *([] if named else ["--method", method]), *settings])
-    if not run.recipe or not run.roles["student"].path:
+    path = run.roles["student"].path
+    if not run.recipe and path and not is_hub_id(path) and (fitting := recipe_to_add("--model", path)):
+        raise ConfigError(f"preprocess --model {path} needs a recipe: {fitting}")
+    if not run.recipe or not path:
         raise ConfigError("preprocess needs --model, a diffusers pipeline folder, with a --recipe made for it")
     return run
 

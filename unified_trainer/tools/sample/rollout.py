@@ -11,7 +11,7 @@ from unified_trainer.basics.ranges import Count, CountOrZero, Seed
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import Video
 from unified_trainer.data.video_files import to_uint8, write_mp4
-from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers
@@ -67,14 +67,15 @@ def rollout(
     codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
     prompt_of_sample = [prompt for _, prompt in folder.samples]
     drawn = 0
-    for part, numbers in enumerate(folder.parts):
-        if not folder.file(part).is_file():
-            texts = [prompt_of_sample[i] for i in numbers]
-            folder.write(part, draw_latents(loaded, codec, texts, [seed + i for i in numbers]))
-            drawn += len(numbers)
-    scorers, _ = load_scorers(rewards, loaded.role.device)
-    on_video = _videos(output, num_videos, loaded.run.video.fps)
-    mean = folder.score(name, Reward(scorers, codec, rewards), codec, loaded.role.device, on_video)
+    with fitting(f"a batch of {len(folder.parts[0])} samples", "lower --batch, with another --output"):
+        for part, numbers in enumerate(folder.parts):
+            if not folder.file(part).is_file():
+                texts = [prompt_of_sample[i] for i in numbers]
+                folder.write(part, draw_latents(loaded, codec, texts, [seed + i for i in numbers]))
+                drawn += len(numbers)
+        scorers, _ = load_scorers(rewards, loaded.role.device)
+        on_video = _videos(output, num_videos, loaded.run.video.fps)
+        mean = folder.score(name, Reward(scorers, codec, rewards), codec, loaded.role.device, on_video)
     message = f"{len(prompt_of_sample)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {loaded.said}"
     say(message)
 

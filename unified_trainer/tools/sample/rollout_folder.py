@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from unified_trainer.basics.errors import MissingFileError, OutputExistsError, UserError, writing
 from unified_trainer.basics.input_files import Schema, checked, read_json
 from unified_trainer.basics.own_files import no_follow
-from unified_trainer.basics.types import Latents, Video
+from unified_trainer.basics.types import Latents, Video, check_finite
 from unified_trainer.models.base import Codec
 from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.rewards.reward import Reward, RewardConfig, ScorerConfig
@@ -85,8 +85,7 @@ class RolloutFolder:
     @property
     def samples(self) -> list[tuple[int, str]]:
         """The prompt id and the prompt of every sample."""
-        prompts, count = self.about["prompts"], self.about["num_samples"]
-        return [(i, prompt) for i, prompt in enumerate(prompts) for _ in range(count)]
+        return [(i, prompt) for i, prompt in enumerate(self.about["prompts"]) for _ in range(self.about["num_samples"])]
 
     @property
     def parts(self) -> list[range]:
@@ -136,7 +135,9 @@ class RolloutFolder:
             for part, numbers in enumerate(self.parts):
                 if numbers.stop <= len(rows):
                     continue
-                video = codec.decode(self.latents(part).to(device))
+                x0 = self.latents(part).to(device)
+                check_finite(x0, str(self.file(part)))
+                video = codec.decode(x0)
                 if on_video is not None:
                     on_video(numbers, video)
                 new = self._rows(part, numbers, reward, video)
@@ -147,7 +148,8 @@ class RolloutFolder:
         return sum(row["reward"] for row in rows) / len(rows)
 
     def _rows(self, part: int, numbers: range, reward: Reward, video: Video) -> list[dict[str, Any]]:
-        samples = [self.samples[i] for i in numbers]
+        prompts, count = self.about["prompts"], self.about["num_samples"]
+        samples = [(i // count, prompts[i // count]) for i in numbers]
         names = (*reward.weights, *reward.held_out)
         parts = reward.parts(video, tuple(prompt for _, prompt in samples), names).double()
         totals = reward.total(parts[:, : len(reward.weights)]).tolist()

@@ -17,12 +17,12 @@ from unified_trainer.basics.errors import OutputExistsError, UserError, writing
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.ranges import Count, FramesOrZero, Seed
 from unified_trainer.basics.terminal import say
-from unified_trainer.basics.types import Batch, Latents, Video
+from unified_trainer.basics.types import Batch, Latents, Video, check_finite
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import SUFFIXES, read_prompts
 from unified_trainer.data.video_files import Mp4, Row, contact_sheet, to_uint8
 from unified_trainer.models.base import Codec
-from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.role import Trainable
 from unified_trainer.run.build import cache_memory
@@ -68,7 +68,7 @@ def sample(
     if stream and not loaded.run.sampler.chunks.causal:
         raise UserError(f"--stream needs a causal student, but {run} generates all frames at once: leave it out")
     rows = [{"video": f"{i}.mp4", "prompt": prompt, "seed": seed + i} for i, prompt in enumerate(lines)]
-    with writing(output):
+    with writing(output), fitting(f"a batch of {min(batch, len(lines))} videos", "lower --batch"):
         output.mkdir(parents=True, exist_ok=True)
         clips, speed = _write(loaded, lines, seed, batch, output, stream)
         sheet = [Row(clip, f"seed {seed + i}", line) for i, (clip, line) in enumerate(zip(clips, lines, strict=True))]
@@ -151,14 +151,20 @@ class SampledRole(Protocol):
     @property
     def role(self) -> Trainable: ...
 
+    @property
+    def name(self) -> str: ...  # of its weights, for messages
+
 
 def draw_latents(student: SampledRole, codec: Codec, prompts: Sequence[str], seeds: Sequence[int]) -> Latents:
     """Generate a batch of clean latents; sample i depends on prompts[i] and seeds[i] alone, but for rounding.
 
-    Its noise is what diffusers draws with `torch.Generator().manual_seed(seeds[i])`.
+    Its noise is what diffusers draws with `torch.Generator().manual_seed(seeds[i])`. Raise NotFiniteError, which names
+    the student, for samples that are not finite.
     """
     batch_of, draw = _start(student, codec, seeds)
-    return generate(student.role, draw(0), batch_of(list(prompts)), student.run.sampler, draw)
+    x0 = generate(student.role, draw(0), batch_of(list(prompts)), student.run.sampler, draw)
+    check_finite(x0, student.name)
+    return x0
 
 
 def _start(student: SampledRole, codec: Codec, seeds: Sequence[int]) -> tuple[Callable[[list[str]], Batch], Draw]:
@@ -187,7 +193,9 @@ def _stream(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], seeds: Seq
     now = [[scene[i * len(scene) // count] for scene in scenes] for i in range(count)]
     switches = {i: batch_of(now[i]).cond for i in range(1, count) if now[i] != now[i - 1]}
     exits = [sampler.num_steps - 1] * count
-    yield from stream_chunks(loaded.role, noise, batch_of(now[0]), sampler, draw, exits, prompts=switches)
+    for x0 in stream_chunks(loaded.role, noise, batch_of(now[0]), sampler, draw, exits, prompts=switches):
+        check_finite(x0, loaded.name)
+        yield x0
 
 
 def _write(

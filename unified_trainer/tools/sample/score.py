@@ -7,7 +7,7 @@ import tyro
 
 from unified_trainer.basics.terminal import say
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.parallel.device import Device
+from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.rewards.scorers import check_reward, load_scorers
@@ -41,6 +41,7 @@ def score(
     family, path = family_of("--base", str(base or rollouts.about["base"]))
     codec = family.codec(path, mesh.device, EncoderConfig())
     scorers, _ = load_scorers(rewards, mesh.device)
-    mean = rollouts.score(name, Reward(scorers, codec, rewards), codec, mesh.device)
+    with fitting(f"a batch of {len(rollouts.parts[0])} samples", "call rollout with a lower --batch"):
+        mean = rollouts.score(name, Reward(scorers, codec, rewards), codec, mesh.device)
     message = f"{len(rollouts.samples)} samples in {folder / 'scores' / name}.jsonl, mean reward {mean:.4g}"
     say(message)
