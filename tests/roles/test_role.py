@@ -184,6 +184,25 @@ def test_the_average_starts_after_so_many_updates():
         assert_near(weights(role.network), expected, 1e-6)
 
 
+@pytest.mark.parametrize("decay", [0.9, 0.99, 0.999, 0.9999])
+def test_the_average_rests_where_rounding_loses_its_updates(decay):
+    """In float32 (1 - d) (w - shadow) is lost below half a unit in the last place, 2^-25 to 2^-24 of the shadow.
+
+    A change of the weight of 1e-4 is therefore not followed at decay .9999, and is at the others, up to the rest.
+    """
+    start = torch.linspace(1.0, 1.9, 100)  # where the distance of two numbers is 2^-23
+    lost = 2.0**-24 / (1 - decay) / start
+    for change in (1e-4, 1e-2):
+        weight = {"w": start * (1 + change)}
+        average = EMA({"w": start.clone()}, decay)
+        average._weights = weight
+        for update in range(1, min(round(20 / (1 - decay)), 40_000)):
+            average.update(update)
+        gap = (weight["w"] - average.shadow["w"]) / start
+        assert float((gap / lost).max()) <= 1.01
+        assert (change < float(lost.min())) == torch.equal(average.shadow["w"], start)
+
+
 def test_a_schedule_needs_its_length():
     with pytest.raises(ValueError, match=r"student\.lr_schedule cosine needs student\.lr_decay_updates"):
         TrainableConfig(lr_schedule="cosine").check("student")

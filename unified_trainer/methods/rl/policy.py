@@ -87,6 +87,16 @@ class PolicyConfig(RolloutConfig):
         """Return the settings of the KL to the reference; `batch` samples are computed at a time."""
         return KLSettings(self.kl, self.kl_in, self.kl_coefficient, self.kl_target, self.kl_horizon, batch)
 
+    def check_above(self, floor: float) -> None:
+        """Raise UserError for a KL to keep that is not above `floor`, the KL that rounding in bf16 makes."""
+        kept = {"trust_region": self.trust_region, "kl_target": self.kl_target * (self.kl != "velocity")}
+        for name, kl in kept.items():
+            if 0 < kl <= floor:
+                raise UserError(
+                    f"algorithm.{name} {kl:g} is below the rounding of student.precision bf16: a replay with "
+                    f"unchanged weights has a KL of {floor:.2g}; set it above that, or to 0"
+                )
+
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
         sampler = setup.sampler

@@ -59,6 +59,7 @@ class PolicyUpdate:
         self._same_noise = same_noise and not sampler.chunks.causal
         self.on_policy, self._update_batch = OnPolicyCheck(student.config.precision), update_batch
         self._now = range(0), list[int]()  # the window of this training step, and its trained transitions
+        self._unchanged = False  # whether the next update replays samples with the weights that made them
         self._ess_unread = False  # whether ess of this training step is still to be compared with its floor
 
     def attach(self, rollouts: Rollouts) -> None:
@@ -122,6 +123,7 @@ class PolicyUpdate:
         The advantages are of each sample at each trained transition. Call it before any weight of the step changes.
         """
         lagging = self._ess_unread = mesh.any(bool(trajectories.lags.any()))
+        self._unchanged = not lagging
         if lagging:
             self.on_policy.over = True  # a replay with newer weights than the rollout's differs
             if self.config.correction == "decoupled":
@@ -270,6 +272,7 @@ class PolicyUpdate:
         config, elements = self.config, math.prod(batch.latent_shape)
         clips = torch.tensor([self._clip(s, elements) for s in trained], dtype=torch.float64)
         metrics = stats.metrics(trained, elements)
+        metrics |= self._rounding(metrics["approx_kl"])
         if config.clip_velocity:
             metrics |= {"clip_low": float(clips[:, 0].mean()), "clip_high": float(clips[:, 1].mean())}
         metrics |= self._diagnostics(stats, clips)
@@ -282,6 +285,17 @@ class PolicyUpdate:
         if self.kl.in_loss:
             metrics |= self.kl.adapt(stats.kl_reference.mean(1))
         return metrics
+
+    def _rounding(self, approx_kl: float) -> dict[str, float]:
+        """Return the floor of approx_kl in bf16: what a step's first update measures before any weight has changed.
+
+        Raise UserError for a KL to keep that is below it. In float32 it is far below every KL that trains.
+        """
+        unchanged, self._unchanged = self._unchanged, False
+        if not unchanged or self.student.config.precision != "bf16":
+            return {}
+        self.config.check_above(approx_kl)
+        return {"approx_kl_floor": approx_kl}
 
     def _lag_metrics(self, stats: ReplayStats, clips: Float[Tensor, "s 2"]) -> dict[str, float]:
         """Return what shows how far the samples of each lag are from the present policy, and their weights."""
