@@ -19,6 +19,7 @@ YAML_VALUES = 10_000  # keys and values of a YAML file with every alias written 
 SHOWN = 60  # characters of a wrong value that a message repeats
 BYTE_ORDER_MARK = "\ufeff"
 PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str")}
+NUMBERS, DIGITS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"), 100
 TEXT, MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 S = TypeVar("S", bound="Schema")
 
@@ -156,7 +157,7 @@ def read_yaml(file: Path, key: str = "") -> dict[str, Any]:
         content = loader.construct_document(root)
     except UserError:
         raise
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, KeyError) as error:  # KeyError: a value that its own tag says to be a bool
         raise UserError(f"{place} is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         raise UserError(f"{place} is nested too deeply") from error
@@ -188,6 +189,8 @@ def _values(node: yaml.Node, place: str, known: dict[int, int | None]) -> int:
             count += 1 + _values(value, place, known)
     elif isinstance(node, yaml.SequenceNode):
         count += sum(_values(value, place, known) for value in node.value)
+    elif node.tag in NUMBERS and (len(node.value) > DIGITS or not node.value.strip()):
+        raise UserError(f"{where}: {_short(node.value)} is no number of at most {DIGITS} characters")
     elif node.tag not in PLAIN:
         kind = node.tag.rpartition(":")[2]
         raise UserError(f"{where}: {_short(node.value)} is a {kind}; expected a text, which quotes make of it")

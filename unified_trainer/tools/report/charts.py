@@ -4,17 +4,20 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from unified_trainer.tools.report.glossary import STACKED, TOGETHER, documented_name, grouped
 from unified_trainer.tools.report.healthy import Band, bands
+from unified_trainer.tools.report.metrics_reader import thinned
 from unified_trainer.tools.report.run_folder import Curve, RunRecord
 
 
-def chart_groups(runs: Sequence[RunRecord], most: int | None = None) -> list[dict[str, Any]]:
+def chart_groups(runs: Sequence[RunRecord], most: int) -> list[dict[str, Any]]:
     """Return the groups of the glossary with their charts.
 
     A chart has a title, traces (run, label, steps, values, healthy range) and whether they are parts of a sum. One run
     has several metrics in a chart where the glossary says so; several runs have one metric in a chart. A longer curve
-    than `most` points keeps every n-th point, the last one, and those outside of the healthy range.
+    than `most` points keeps the extremes and the end of equal stretches, and what is outside of the healthy range.
     """
     healthy = [bands(run) for run in runs]
     groups = grouped({name for run in runs for name in run.curves})
@@ -29,7 +32,7 @@ def _id_of(group: str) -> str:
 
 
 def _charts(
-    names: Sequence[str], runs: Sequence[RunRecord], healthy: Sequence[Mapping[str, Band]], most: int | None
+    names: Sequence[str], runs: Sequence[RunRecord], healthy: Sequence[Mapping[str, Band]], most: int
 ) -> list[dict[str, Any]]:
     charts: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -42,8 +45,8 @@ def _charts(
     return list(charts.values())
 
 
-def _trace(run: int, curve: Curve, band: Band | None, most: int | None) -> dict[str, Any]:
-    points = thinned(curve, most, band.outside if band else ())
+def _trace(run: int, curve: Curve, band: Band | None, most: int) -> dict[str, Any]:
+    points = _shown(curve, most, band.outside if band else ())
     return {
         "run": run,
         "label": curve.name,
@@ -54,13 +57,11 @@ def _trace(run: int, curve: Curve, band: Band | None, most: int | None) -> dict[
     }
 
 
-def thinned(curve: Curve, most: int | None, kept: Collection[int] = ()) -> Sequence[int]:
-    """Return the positions of every n-th point, so that they are about `most`, of the last, and of the steps `kept`."""
-    count = len(curve.steps)
-    if most is None or count <= most:
-        return range(count)
-    stride, always = -(-count // most), {*kept}
-    return [i for i in range(count) if i % stride == 0 or i == count - 1 or curve.steps[i] in always]
+def _shown(curve: Curve, most: int, always: Collection[int]) -> list[int]:
+    """Return the positions of about `most` points of a curve, and of the steps that are shown always."""
+    kept = {*thinned(np.array(curve.steps, dtype=np.int64), np.array(curve.values), most).tolist()}
+    steps = {*always}
+    return [i for i, step in enumerate(curve.steps) if i in kept or step in steps]
 
 
 def finite(value: float | None) -> float | None:

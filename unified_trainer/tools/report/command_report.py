@@ -31,4 +31,6 @@ def report(
     said = f"{out}: {written.size / MEGABYTE:.1f} MB, {written.videos} videos"
     if written.left_out:
         said += f"; {written.left_out} more did not fit into --video-megabytes {video_megabytes:g}"
+    for fault in written.unreadable:
+        say(f"warning: {fault}")
     say(said)

@@ -78,9 +78,9 @@ def _metric(run: RunRecord, name: str) -> str:
 
 def _age(run: RunRecord) -> str:
     """Return how long ago the last line of metrics.jsonl was written."""
-    if not run.times:
+    if run.written is None:
         return ""
-    seconds = max(0.0, time.time() - run.times[-1])
+    seconds = max(0.0, time.time() - run.written)
     unit, size = next((row for row in AGES if seconds >= row[1]), AGES[-1])
     return f"{int(seconds // size)} {unit} ago"
 

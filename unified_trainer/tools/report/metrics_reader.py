@@ -1,16 +1,31 @@
-"""The curves of a metrics.jsonl, which a run may still append to: what was read once is not read again."""
+"""The curves of a metrics.jsonl, which a run may still append to: what was read once is not read again.
 
+A curve keeps all points up to `MOST`; of a longer one it keeps the extremes and the end of equal stretches of steps, so
+that memory has a bound.
+"""
+
+import io
 import json
 import os
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import compute as pc
+from pyarrow import json as arrow_json
 
 from unified_trainer.basics.errors import UserError
 
 TRAIN, VALIDATION = "train/", "validation/"
 SEAM = 256  # bytes before the end of what was read, which must still be there
+BLOCK = 2**24  # bytes that are read at a time
+MOST = 10_000  # points of a curve that are kept; up to twice as many wait to be thinned
+Named = tuple[str, array, array]  # a metric with the steps and values that are new
+COUNTED = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)  # types of columns that are metrics
 
 
 class RunFolderUnreadableError(UserError):
@@ -26,6 +41,22 @@ class Curve:
     values: tuple[float, ...]
 
 
+class _Points:
+    """The points of one curve as they come."""
+
+    def __init__(self) -> None:
+        self.steps, self.values = array("q"), array("d")
+
+    def add(self, steps: array, values: array) -> None:
+        """Append points, and thin all of them when they are many."""
+        self.steps.extend(steps)
+        self.values.extend(values)
+        if len(self.steps) > 2 * MOST:
+            kept = thinned(np.asarray(self.steps), np.asarray(self.values), MOST)
+            self.steps = array("q", np.asarray(self.steps)[kept].tobytes())
+            self.values = array("d", np.asarray(self.values)[kept].tobytes())
+
+
 class MetricsReader:
     """The metrics of one file; `update` reads what was appended, or all of it if the file was written anew."""
 
@@ -35,8 +66,8 @@ class MetricsReader:
 
     def _forget(self) -> None:
         self.step = 0  # training steps that the file has
-        self.times: list[float] = []  # when lines were written, in seconds since 1970
-        self._columns: dict[str, tuple[list[int], list[float]]] = {}
+        self.written: float | None = None  # when the last line was, in seconds since 1970
+        self._columns: dict[str, _Points] = {}
         self._inode, self._end, self._seam, self._number = 0, 0, b"", 0
 
     def update(self) -> None:
@@ -55,35 +86,100 @@ class MetricsReader:
                 self._forget()
                 self._inode = inode
             opened.seek(self._end)
-            new = opened.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        try:
-            for row in objects(whole, self._file, self._number):
-                self._add(row)
-        except RunFolderUnreadableError:
-            self._forget()
-            raise
+            try:
+                for whole in _blocks(opened):
+                    self._add(whole)
+            except RunFolderUnreadableError:
+                self._forget()
+                raise
+
+    def _add(self, whole: bytes) -> None:
+        rows = _table(whole) if len(whole) > BLOCK // 4 else None
+        for name, steps, values in _columns(whole, self._file, self._number) if rows is None else _of_table(rows):
+            if name == "time":
+                self.written = values[-1]
+                continue
+            if name.startswith(TRAIN):
+                self.step = max(self.step, max(steps))
+            self._columns.setdefault(name.removeprefix(TRAIN), _Points()).add(steps, values)
         self._end += len(whole)
         self._number += whole.count(b"\n")
         self._seam = (self._seam + whole)[-SEAM:]
 
-    def _add(self, row: dict[str, Any]) -> None:
-        step = row.get("step")
-        if not isinstance(step, int):
-            raise RunFolderUnreadableError(f"{self._file} is damaged: a line has no step; remove that line")
-        if "time" in row:
-            self.times.append(float(row["time"]))
-        for name, value in row.items():
-            if name.startswith(TRAIN):
-                self.step = max(self.step, step)
-            if name not in ("step", "time") and isinstance(value, (int, float)):
-                steps, values = self._columns.setdefault(name.removeprefix(TRAIN), ([], []))
-                steps.append(step)
-                values.append(float(value))
-
     def curves(self) -> dict[str, Curve]:
         """Return the curves of all metrics by name."""
-        return {name: Curve(name, tuple(steps), tuple(values)) for name, (steps, values) in self._columns.items()}
+        return {name: Curve(name, tuple(one.steps), tuple(one.values)) for name, one in self._columns.items()}
+
+
+def _blocks(opened: BinaryIO) -> Iterator[bytes]:
+    """Yield what is left of a file in blocks of whole lines."""
+    rest = b""
+    while part := opened.read(BLOCK):
+        whole, line_feed, rest = (rest + part).rpartition(b"\n")
+        if line_feed:
+            yield whole + line_feed
+
+
+def _table(whole: bytes) -> pa.Table | None:
+    """Return lines as a table; None for what Arrow does not read so, such as NaN, or a line without a step."""
+    try:
+        table = arrow_json.read_json(io.BytesIO(whole), arrow_json.ReadOptions(block_size=len(whole)))
+    except pa.ArrowException:
+        return None
+    steps = table.column("step") if "step" in table.column_names else None
+    if steps is None or not pa.types.is_integer(steps.type) or steps.null_count:
+        return None
+    if table.num_rows and not 0 <= pc.min(steps).as_py() <= pc.max(steps).as_py() < 2**53:
+        return None
+    return table if table.num_rows == whole.count(b"\n") else None
+
+
+def _of_table(table: pa.Table) -> Iterator[Named]:
+    steps = table.column("step").to_numpy()
+    for name in table.column_names:
+        column = table.column(name)
+        if name == "step" or not any(is_kind(column.type) for is_kind in COUNTED):
+            continue
+        there = column.is_valid().to_numpy()
+        values = column.drop_null().cast(pa.float64()).to_numpy()
+        yield name, array("q", steps[there].tobytes()), array("d", values.tobytes())
+
+
+def _columns(whole: bytes, file: Path, before: int) -> Iterator[Named]:
+    found: dict[str, tuple[array, array]] = {}
+    for row in objects(whole, file, before):
+        step = row.get("step")
+        if not isinstance(step, int) or not 0 <= step < 2**53:
+            raise RunFolderUnreadableError(f"{file} is damaged: a line has no step; remove that line")
+        for name, value in row.items():
+            if name != "step" and isinstance(value, (int, float)):
+                steps, values = found.setdefault(name, (array("q"), array("d")))
+                steps.append(step)
+                values.append(float(value))
+    for name, (steps, values) in found.items():
+        yield name, steps, values
+
+
+def thinned(steps: np.ndarray, values: np.ndarray, most: int) -> np.ndarray:
+    """Return the positions of about `most` points, in order: all, if they are no more.
+
+    Of each equal stretch of steps they are the lowest and the highest point, the first one that is not finite, and the
+    last.
+    """
+    places = np.arange(len(steps))
+    if len(steps) <= most:
+        return places
+    low = int(steps.min())
+    stretch = (steps - low) * max(most // 3, 1) // (int(steps.max()) - low + 1)
+
+    def first_of_each(order: np.ndarray) -> np.ndarray:
+        sorted_stretches = stretch[order]
+        return order[np.append(True, sorted_stretches[1:] != sorted_stretches[:-1])]
+
+    odd = places[~np.isfinite(values)]
+    kept = [first_of_each(np.lexsort((places, sign * values, stretch))) for sign in (1, -1)]
+    kept += [first_of_each(np.lexsort((-places, stretch))), odd[np.unique(stretch[odd], return_index=True)[1]]]
+    return np.unique(np.concatenate([places[:1], *kept]))
 
 
 def objects(content: bytes, file: Path, before: int = 0) -> Iterator[dict[str, Any]]:
@@ -91,7 +187,7 @@ def objects(content: bytes, file: Path, before: int = 0) -> Iterator[dict[str, A
     for number, line in enumerate(content.split(b"\n")[:-1], before + 1):  # behind the last line feed is no whole line
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunFolderUnreadableError(f"{file} is damaged in line {number} ({error}): remove that line") from error
         if not isinstance(row, dict):
             raise RunFolderUnreadableError(f"{file} is damaged in line {number}: expected an object; remove that line")

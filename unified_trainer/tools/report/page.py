@@ -13,8 +13,10 @@ from unified_trainer.basics.own_files import without_link
 from unified_trainer.tools.report.charts import chart_groups
 from unified_trainer.tools.report.differences import Settings, differing, last_metrics, settings_of_run
 from unified_trainer.tools.report.healthy import departures
+from unified_trainer.tools.report.metrics_reader import MetricsReader
 from unified_trainer.tools.report.rewards_and_time import phase_times, reward_parts
-from unified_trainer.tools.report.run_folder import RunRecord, read_run, read_validations
+from unified_trainer.tools.report.run_folder import METRICS, RunRecord, read_validations
+from unified_trainer.tools.report.run_watch import readable
 from unified_trainer.tools.report.sample_videos import SampleVideos
 from unified_trainer.tools.report.status import best_of, status_of
 from unified_trainer.tools.report.templates import INLINE, filled, inside, own_file
@@ -35,8 +37,9 @@ class Frame:
     policy: str  # content security policy
     scripts: tuple[Markup, ...]  # elements, in order
     renewed_every: float | None = None  # seconds; None for a page that stays as it was written
-    most_points: int | None = None  # of a curve, about
+    most_points: int = 4000  # of a curve, about
     settings: Callable[[RunRecord], Settings] = settings_of_run
+    unreadable: tuple[str, ...] = ()  # why runs that were asked for are not in the page
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Written:
     """A report that was written."""
 
     size: int  # bytes
+    unreadable: tuple[str, ...]  # why some of the runs are not in it
     videos: int
     left_out: int  # videos that did not fit
 
@@ -51,7 +55,7 @@ class Written:
 def write_report(
     folders: Sequence[Path], out: Path, form: VideoFormat = "mp4", video_megabytes: float = VIDEO_MEGABYTES
 ) -> Written:
-    """Write the report of run directories; UserError before anything is written if one cannot be read.
+    """Write the report of run directories; UserError before anything is written if none of them can be read.
 
     `video_megabytes` bounds the videos in the page, as they are there.
     """
@@ -59,9 +63,11 @@ def write_report(
     if video_megabytes < 0:
         raise UserError(f"--video-megabytes must not be negative, but is {video_megabytes}")
     names = _distinct_names(folders)
-    runs = [read_run(folder) for folder in folders]
+    runs, settings, unreadable = _readable(folders)
+    names = [name for name, folder in zip(names, folders, strict=True) if folder in settings]
     samples = SampleVideos(lambda file: data_uri(file, form))
-    frame = Frame(INLINE, inside((get_plotlyjs(), *map(own_file, SCRIPTS))))
+    scripts = inside((get_plotlyjs(), *map(own_file, SCRIPTS)))
+    frame = Frame(INLINE, scripts, settings=lambda run: settings[run.folder], unreadable=unreadable)
     text = render(runs, names, samples, int(video_megabytes * MEGABYTE / BASE64), frame)
     building = out.with_suffix(".tmp")
     try:
@@ -70,7 +76,24 @@ def write_report(
         building.replace(out)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); choose another --out") from error
-    return Written(out.stat().st_size, len(samples.videos), samples.left_out)
+    return Written(out.stat().st_size, unreadable, len(samples.videos), samples.left_out)
+
+
+def _readable(folders: Sequence[Path]) -> tuple[list[RunRecord], dict[Path, Settings], tuple[str, ...]]:
+    """Return the runs that can be read, their settings by folder, and why the others cannot; UserError if none can."""
+    runs, settings, faults = [], {}, []
+    for folder in folders:
+        try:
+            run = readable(folder, MetricsReader(folder / METRICS))
+            read_validations(folder)
+            settings[folder] = settings_of_run(run)
+        except UserError as error:
+            faults.append(error)
+        else:
+            runs.append(run)
+    if not runs:
+        raise faults[0]
+    return runs, settings, tuple(f"unreadable: {fault}" for fault in faults)
 
 
 def check_out(out: Path) -> None:
@@ -104,6 +127,7 @@ def render(
         renewed_every=frame.renewed_every,
         data=data,
         left_out=samples.left_out,
+        unreadable=frame.unreadable,
         runs=[_about(run, name, found, frame) for run, name, found in zip(runs, names, extremes, strict=True)],
         differing=differing(runs) if len(runs) > 1 else {},
         last=last_metrics(runs),

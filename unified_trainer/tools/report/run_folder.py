@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unified_trainer.basics.input_files import read_yaml
+from unified_trainer.basics.input_files import Schema, checked, read_yaml
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.run_lock import LOCK
 from unified_trainer.run.settings import config as settings
@@ -39,7 +39,7 @@ class RunRecord:
     folder: Path
     config: dict[str, Any]  # flat: student.learning_rate and so on
     curves: dict[str, Curve]  # by name
-    times: tuple[float, ...]  # when lines of metrics.jsonl were written, in seconds since 1970
+    written: float | None  # when the last line of metrics.jsonl was, in seconds since 1970
     step: int  # training steps that metrics.jsonl has
     checkpoints: tuple[int, ...]  # steps of checkpoints, lowest first
     starts: tuple[dict[str, Any], ...]  # lines of environment.jsonl: the start and every continuation
@@ -81,11 +81,12 @@ def read_run(folder: Path, metrics: MetricsReader | None = None) -> RunRecord:
     if not is_run(folder):
         raise RunFolderUnreadableError(f"{folder} is no run directory: it has no {CONFIG}, or nothing beside it")
     config = settings.flat(read_yaml(folder / CONFIG))
+    checked(_Config, config, str(folder / CONFIG))
     metrics = metrics or MetricsReader(folder / METRICS)
     metrics.update()
     checkpoints = tuple(manifest.step_of(path) for path in manifest.folders(folder / "checkpoints"))
-    starts = tuple(_lines(folder / ENVIRONMENT))
-    return RunRecord(folder, config, metrics.curves(), tuple(metrics.times), metrics.step, checkpoints, starts)
+    starts = tuple(_lines(folder / ENVIRONMENT, _Start))
+    return RunRecord(folder, config, metrics.curves(), metrics.written, metrics.step, checkpoints, starts)
 
 
 def read_validations(folder: Path) -> tuple[ValidationRecord, ...]:
@@ -94,20 +95,50 @@ def read_validations(folder: Path) -> tuple[ValidationRecord, ...]:
     for path in manifest.folders(folder / "validation"):
         file = path / SAMPLES
         if file.is_file():
-            samples = tuple(_sample(row, path, file) for row in _lines(file))
+            samples = tuple(_sample(row, path) for row in _lines(file, _Sample))
             found.append(ValidationRecord(manifest.step_of(path), samples))
     return tuple(found)
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of a file, one per whole line; none if there is no file."""
+class _Config(Schema):
+    """The settings that a report depends on."""
+
+    method: str = ""
+    recipe: str = ""
+    steps: int = 0
+    seed: int = 0
+
+
+class _Start(Schema):
+    """A line of environment.jsonl."""
+
+    time: str
+    step: int
+    versions: dict[str, Any] | None = None
+    git: dict[str, Any] | None = None
+
+
+class _Sample(Schema):
+    """A line of samples.jsonl."""
+
+    sample: int
+    seed: int
+    prompt: str
+    reward: float | None
+    scores: dict[str, float | None]
+    accuracy: dict[str, bool]
+    video: str | None
+
+
+def _lines(file: Path, schema: type[Schema]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of a file, one per whole line, as they are; none if there is no file."""
     if file.is_file():
-        yield from objects(file.read_bytes(), file)
+        for number, row in enumerate(objects(file.read_bytes(), file), 1):
+            checked(schema, row, f"{file} is damaged in line {number}")
+            yield row
 
 
-def _sample(row: Mapping[str, Any], folder: Path, file: Path) -> ValidationSample:
-    try:
-        video = folder / Path(row["video"]).name if row["video"] else None
-        return ValidationSample(**{**row, "video": video if video and video.is_file() else None})
-    except (KeyError, TypeError) as error:
-        raise RunFolderUnreadableError(f"{file} is not a list of validation samples ({error!r})") from error
+def _sample(row: Mapping[str, Any], folder: Path) -> ValidationSample:
+    video = folder / Path(row["video"]).name if row["video"] else None
+    own = {name: row[name] for name in _Sample.model_fields}
+    return ValidationSample(**{**own, "video": video if video and video.is_file() else None})

@@ -89,7 +89,7 @@ def row_of(run: RunRecord, name: str) -> RunRow:
         status.steps,
         run.method,
         run.config.get("seed", ""),
-        run.times[-1] if run.times else None,
+        run.written,
         (first, *(_spark(run, metric, "") for metric in VALIDATED)),
     )
 
