@@ -83,7 +83,7 @@ UNKNOWN = [
     ("finetune", "--output_dir", "--output"),
     ("finetune", "--resume_from_checkpoint", "--resume"),
     ("finetune", "--lora-rank", "--student.adapter.rank"),
-    ("finetune", "--frames", "--video.frames or --reward.frames"),
+    ("finetune", "--frames", "--video.frames or --reward.frames or --validation.frames"),
     ("finetune", "--no-validation.ema", "--validation.no-ema"),
 ]
 

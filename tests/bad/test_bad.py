@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -25,6 +26,7 @@ from unified_trainer.data.parquet_files import read_stored_files
 from unified_trainer.data.prompts import read_prompts
 from unified_trainer.data.row_kinds import ClipRows
 from unified_trainer.data.tables import read_columns
+from unified_trainer.data.video_files import write_mp4
 from unified_trainer.models.adapter_file import open_adapter
 from unified_trainer.models.adapter_location import locate
 from unified_trainer.models.encoders import EncoderConfig
@@ -391,7 +393,7 @@ def clips_with(folder, source, number):
         file = write_clips(folder / "a.parquet", caption=captions)
         return file, f"data.path: {file}: row {number + 1} ('clip{number}') holds <|image_pad|>"
     for i, caption in enumerate(captions):
-        (folder / f"{i}.mp4").write_bytes(b"")
+        write_mp4(np.zeros((9, 32, 32, 3), np.uint8), folder / f"{i}.mp4", 8)
         (folder / f"{i}.txt").write_text(caption)
     return folder, f"data.path: the caption of {folder / f'{number}.mp4'} holds <|image_pad|>"
 

@@ -135,7 +135,7 @@ def test_nothing_outside_is_served(still, path):
 def test_only_get_and_head_are_answered(still):
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
         answer, _ = still.request("/", method)
-        assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
+        assert answer.status == 405 and {*answer.headers["Allow"].split(", ")} == {"GET", "HEAD"}
     answer, text = still.request("/run?name=one", "HEAD")
     assert (answer.status, text) == (200, "") and int(answer.headers["Content-Length"]) > 1000
 

@@ -213,10 +213,11 @@ class Reward(VideoReward):
 
         Where all scorers look at the first frame alone, only the first latent frame is decoded: the codec is causal.
         Pixel statistics are computed in every `statistics_every`-th training `step`, and in step 0. Raise
-        NotFiniteError for latents that are not finite, as all methods here do that decode.
+        NotFiniteError that names the student for latents that are not finite, if a scorer fails on them.
         """
-        video = self._decode(x0, f"training step {step + 1}")
-        parts = self.parts(video, prompts, self.weights)
+        video = self._decode(x0)
+        with _of_finite(x0, f"training step {step + 1}"):
+            parts = self.parts(video, prompts, self.weights)
         return Scores(parts, self._statistics(video, step), thumbnail(video))
 
     @torch.no_grad()
@@ -229,13 +230,14 @@ class Reward(VideoReward):
         if self._thread is None:
             scores = self.score(x0, prompts, step)
             return lambda: scores
-        video = self._decode(x0, f"training step {step + 1}")
+        video, when = self._decode(x0), f"training step {step + 1}"
         here = [name for name in self.weights if name not in self._apart]
         answer = self._thread.submit(self.parts, video.cpu(), prompts, self._apart)
-        parts, seen, small = self.parts(video, prompts, here), self._statistics(video, step), thumbnail(video)
+        with _of_finite(x0, when):
+            parts, seen, small = self.parts(video, prompts, here), self._statistics(video, step), thumbnail(video)
 
         def finish() -> Scores:
-            with phase("score"):
+            with phase("score"), _of_finite(x0, when):
                 others = answer.result().to(parts.device)
             order = [[*here, *self._apart].index(name) for name in self.weights]
             return Scores(torch.cat([parts, others], 1)[:, order], seen, small)
@@ -250,7 +252,8 @@ class Reward(VideoReward):
 
         Raise UserError if no scorer has a gradient; `when` is the step, for messages.
         """
-        reward = self.total(self.parts(self._decode(x0, when), prompts, self.weights))
+        with _of_finite(x0, when):
+            reward = self.total(self.parts(self._decode(x0), prompts, self.weights))
         if not reward.requires_grad:
             raise UserError(
                 f"reward: none of {', '.join(self.weights)} has a gradient: take another method or reward.kind"
@@ -258,8 +261,19 @@ class Reward(VideoReward):
         return reward
 
     @phase("decode")
-    def _decode(self, x0: Latents, when: str) -> Video:
+    def _decode(self, x0: Latents) -> Video:
         first = all(self._configs[name].frames == "first" for name in self.weights)
-        video = self._codec.decode(x0[:, :, :1] if first else x0)
-        check_finite(x0, when)  # a device has its work while this waits for the samples
-        return video
+        return self._codec.decode(x0[:, :, :1] if first else x0)
+
+
+@contextmanager
+def _of_finite(x0: Latents, when: str) -> Iterator[None]:
+    """Raise NotFiniteError, which names the student, in place of what a scorer says of samples that are not finite.
+
+    They are looked at after a failure alone: it takes a wait for the device.
+    """
+    try:
+        yield
+    except Exception:
+        check_finite(x0, when)
+        raise

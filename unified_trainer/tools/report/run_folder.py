@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from unified_trainer.basics.input_files import Schema, checked, read_yaml
 from unified_trainer.run.checkpoint import manifest
@@ -19,6 +21,8 @@ from unified_trainer.tools.report.metrics_reader import (
     objects,
 )
 
+Whole = Annotated[int, Field(ge=-(2**63), le=2**64)]
+Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 CONFIG, METRICS, ENVIRONMENT, SAMPLES = "config.yaml", "metrics.jsonl", "environment.jsonl", "samples.jsonl"
 
 __all__ = ["VALIDATION", "Curve", "RunFolderUnreadableError"]  # the parts of a record are read from here
@@ -105,15 +109,15 @@ class _Config(Schema):
 
     method: str = ""
     recipe: str = ""
-    steps: int = 0
-    seed: int = 0
+    steps: Whole = 0
+    seed: Whole = 0
 
 
 class _Start(Schema):
     """A line of environment.jsonl."""
 
     time: str
-    step: int
+    step: Whole
     versions: dict[str, Any] | None = None
     git: dict[str, Any] | None = None
 
@@ -121,11 +125,11 @@ class _Start(Schema):
 class _Sample(Schema):
     """A line of samples.jsonl."""
 
-    sample: int
-    seed: int
+    sample: Whole
+    seed: Whole
     prompt: str
-    reward: float | None
-    scores: dict[str, float | None]
+    reward: Number | None
+    scores: dict[str, Number | None]
     accuracy: dict[str, bool]
     video: str | None
 
