@@ -54,18 +54,6 @@ def test_only_the_last_are_kept(tmp_path, keep):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"step_{step}" for step in (8, 9, 10)[-keep:])
 
 
-def test_a_kill_while_an_old_checkpoint_is_removed_leaves_work_for_the_resume(tmp_path):
-    """The last step is saved, but the run is not finished before nothing is left of the removed one."""
-    root = tmp_path / "checkpoints"
-    with saver(root) as one:
-        one.save(2, state(), {})
-        shutil.copytree(root / "step_2", root / ".step_1.old")
-        assert not manifest.finished(tmp_path, 2, ALONE, validating=False)
-        one.forget(2)
-    assert [path.name for path in root.iterdir()] == ["step_2"]
-    assert manifest.finished(tmp_path, 2, ALONE, validating=False)
-
-
 @pytest.mark.parametrize(("order", "stay"), [("highest", [2, 4, 6]), ("lowest", [1, 3, 6])])
 def test_the_best_are_kept_besides(tmp_path, order, stay):
     """The best of what a validation measured at that very step; 5 and 6 have none."""

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from run_folders import make_run
+from run_folders import STEPS, make_run
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
@@ -77,7 +77,8 @@ STARTS |= {"versions of list": '{"time": "t", "step": 0, "versions": [1]}\n'}
 SAMPLES = {"a list": "[]\n", "nothing in it": "{}\n", "deep": f"{DEEP}\n"}
 SAMPLES |= {"scores of text": '{"sample": 0, "seed": 1, "prompt": "a", "reward": 1, "scores": "x", "video": null}\n'}
 FILES = {"config.yaml": CONFIGS, "metrics.jsonl": METRICS, "environment.jsonl": STARTS}
-FILES |= {"validation/step_0/samples.jsonl": SAMPLES}
+FILES |= {"validation/step_0/samples.jsonl": SAMPLES, ".lock": {"text": "x"}}
+FILES |= {f"checkpoints/step_{STEPS}/manifest.json": {"a list": "[]\n", "nothing in it": "{}\n", "deep": DEEP}}
 DAMAGES = [(file, name, damage) for file in FILES for name, damage in ANY.items()]
 DAMAGES += [(file, name, over(text)) for file, texts in FILES.items() for name, text in texts.items()]
 DAMAGES += [(file, "cut", cut) for file in ("config.yaml",)]
@@ -99,18 +100,20 @@ def whole(tmp_path_factory):
 def test_the_other_runs_go_on(whole, tmp_path, capsys, file, damage):
     root = tmp_path / "runs"
     shutil.copytree(whole, root)
+    (root / "bad" / file).touch()
     damage(root / "bad" / file)
     assert main(["runs", str(root)]) == 0
-    assert "good" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "good" in said and "bad" in said
     pages = LivePages(root, 1.0)
     text = pages("/", {}).body().decode()
     assert 'value="good"' in text and "finished" in text
     assert b"good" in pages("/run", {"name": ["good"]}).body()
-    if "bad" in pages.watch.runs():
-        try:
-            pages("/run", {"name": ["bad"]}).body()
-        except UserError as error:
-            assert "\n" not in str(error) and "bad" in str(error)
+    assert "bad" in pages.watch.runs()
+    try:
+        pages("/run", {"name": ["bad"]}).body()
+    except UserError as error:
+        assert "\n" not in str(error) and "bad" in str(error)
     code = main(["report", str(root / "good"), str(root / "bad"), "--out", str(tmp_path / "page.html")])
     said = capsys.readouterr()
     assert code == 0 and (tmp_path / "page.html").is_file(), said.err

@@ -16,14 +16,15 @@ from unified_trainer.parallel.meeting import PeerFailedError, meeting
 from unified_trainer.parallel.mesh import Mesh, peer_lost
 from unified_trainer.run.build import Built, build
 from unified_trainer.run.checkpoint.due import at_risk
-from unified_trainer.run.checkpoint.manager import Saver
+from unified_trainer.run.checkpoint.litter import litter
+from unified_trainer.run.checkpoint.manager import Saver, to_remove
 from unified_trainer.run.checkpoint.manifest import finished
-from unified_trainer.run.checkpoint.run_lock import claimed
+from unified_trainer.run.checkpoint.run_lock import LOCK, claimed
 from unified_trainer.run.course import Course
 from unified_trainer.run.exit_codes import STOPPED, exit_code
 from unified_trainer.run.memory_advice import memory_advice
 from unified_trainer.run.plan.downloads import fetched
-from unified_trainer.run.plan.plan import check_given
+from unified_trainer.run.plan.plan import check_given, keep_of
 from unified_trainer.run.registry import add_families
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.code import code_of
@@ -82,7 +83,7 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
     """Build the run, start or continue it, write everything into its directory and return the exit code."""
     mesh = Mesh.join(run.device, run.parallel, store)
     if run.resume and _is_finished(run, run.resume, mesh):
-        mesh.leave()
+        _leave_finished(run.resume, mesh, after)
         return 0
     with begin(run, mesh, argv) as begun:
         built, run, output, start = begun.built, begun.built.run, begun.output, begun.start
@@ -189,9 +190,21 @@ def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:
     settings.check_resumable(run, folder / "config.yaml")
     if not finished(folder, run.steps, mesh, validating=run.validate_every > 0):
         return False
+    if mesh.any(to_remove(folder / "checkpoints", keep_of(run))):
+        return False
     said = f"{folder} is at step {run.steps} of {run.steps}: nothing to do; raise --steps to go on"
     say(said, quiet=not mesh.is_main)
     return True
+
+
+def _leave_finished(folder: Path, mesh: Mesh, after: After | None) -> None:
+    """Do what a process that was killed after the last checkpoint still had to do."""
+    if mesh.any(bool(litter(folder)) or (folder / LOCK).exists()):
+        with claimed(folder, mesh):  # removes them
+            pass
+    if after is not None and mesh.is_main:
+        after(folder)
+    mesh.leave()
 
 
 def _folder(run: RunConfig) -> Path:

@@ -23,6 +23,7 @@ from unified_trainer.basics.own_files import without_link
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill, shapes_in
 from unified_trainer.run.checkpoint import manifest
+from unified_trainer.run.checkpoint.litter import remove_litter
 from unified_trainer.run.checkpoint.manifest import CheckpointError, Manifest, Spec, damage, find, newest_sound
 
 __all__ = ["CheckpointError", "DiskFull", "Spec", "damage", "find", "load", "newest_sound", "save"]
@@ -130,18 +131,9 @@ def _by_kind(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return kinds
 
 
-def remove_unfinished(root: Path) -> None:
-    """Remove what a killed process was writing or removing; nothing may be written there meanwhile."""
-    for left_over in manifest.unfinished(root):
-        if left_over.is_dir():
-            shutil.rmtree(left_over, ignore_errors=True)  # NFS keeps files that another process has open
-        else:
-            left_over.unlink()
-
-
 def _make_room(root: Path, building: Path, size: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(root)
+    remove_litter(manifest.unfinished(root))
     free = shutil.disk_usage(root).free
     if free < size:
         raise OSError(errno.ENOSPC, f"{size / 2**20:.1f} MiB needed, {free / 2**20:.1f} MiB free")

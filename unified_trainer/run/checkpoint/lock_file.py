@@ -101,8 +101,8 @@ def _now(folder: Path) -> float:
     """Return the file system's time, that of a file written now."""
     probe = folder / f".lock.now.{socket.gethostname()}.{os.getpid()}"
     try:
-        probe.write_text("")
-        return probe.stat().st_mtime
+        with probe.open("w") as opened:
+            return os.fstat(opened.fileno()).st_mtime  # also after another process has removed the file
     finally:
         probe.unlink(missing_ok=True)
 

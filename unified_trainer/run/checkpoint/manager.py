@@ -1,6 +1,7 @@
 """When a checkpoint is written, which ones are kept, and what happens if one cannot be written."""
 
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.checkpoint import dcp as checkpoint
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.dcp import CheckpointError, DiskFull
+from unified_trainer.run.checkpoint.litter import remove_litter
+
+Metrics = dict[str, float]  # of a validation
 
 
 @dataclass(frozen=True)
@@ -201,18 +205,10 @@ class Saver:
         """
         if not self._mesh.is_main:
             return
-        checkpoint.remove_unfinished(self._root)
-        metrics: dict[int, dict[str, float]] = {}
-        torn: dict[int, tuple[dict[str, float], str]] = {}
-        for folder in manifest.folders(self._root):
-            if manifest.step_of(folder) <= step:
-                metadata, fault = manifest.read(folder)
-                if fault is None:
-                    metrics[metadata["step"]] = metadata.get("metrics", {})
-                elif metadata:
-                    torn[manifest.step_of(folder)] = metadata.get("metrics", {}), fault
-                else:
-                    self._name(folder, f"warning: {folder} is left as it is: {fault}")
+        remove_litter(manifest.unfinished(self._root))
+        metrics, torn, unreadable = _read_up_to(step, self._root)
+        for folder, fault in unreadable.items():
+            self._name(folder, f"warning: {folder} is left as it is: {fault}")
         best = self.keep.ranked(metrics | {number: row for number, (row, _) in torn.items()})
         for number, (_, fault) in torn.items():
             folder = self._root / f"step_{number}"
@@ -242,6 +238,29 @@ class Saver:
         if folder.name not in self._named:
             self._named.add(folder.name)
             self._say(line)
+
+
+def to_remove(root: Path, keep: Keep) -> bool:
+    """Whether a killed process left a checkpoint that the rule does not keep, or one that shows a torn write."""
+    metrics, torn, _ = _read_up_to(sys.maxsize, root)
+    return bool(torn or metrics.keys() - keep.staying(metrics))
+
+
+def _read_up_to(step: int, root: Path) -> tuple[dict[int, Metrics], dict[int, tuple[Metrics, str]], dict[Path, str]]:
+    """Return the metrics of checkpoints by step, the same and the fault of torn ones, and why others are unreadable."""
+    metrics: dict[int, Metrics] = {}
+    torn: dict[int, tuple[Metrics, str]] = {}
+    unreadable: dict[Path, str] = {}
+    for folder in manifest.folders(root):
+        if (number := manifest.step_of(folder)) <= step:
+            metadata, fault = manifest.read(folder)
+            if fault is None:
+                metrics[number] = metadata.get("metrics", {})
+            elif metadata:
+                torn[number] = metadata.get("metrics", {}), fault
+            else:
+                unreadable[folder] = fault
+    return metrics, torn, unreadable
 
 
 def _finite(tensor: Tensor) -> bool:

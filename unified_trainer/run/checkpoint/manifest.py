@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.input_files import is_weights
+from unified_trainer.basics.input_files import is_weights, read_text
 from unified_trainer.parallel.mesh import Mesh
 
 FILE = "manifest.json"
@@ -93,14 +93,9 @@ def newest_sound_before(run: Path, step: int, mesh: Mesh) -> tuple[Path, Manifes
 
 
 def finished(run: Path, steps: int, mesh: Mesh, *, validating: bool) -> bool:
-    """Return whether a run's newest checkpoint is of its last step, sound, and validated if the run is `validating`.
-
-    A run whose process was killed while it wrote or removed another checkpoint has that still to do.
-    """
+    """Return whether a run's newest checkpoint is of its last step, sound, and validated if the run is `validating`."""
     newest = folders(run / "checkpoints")[-1:]
     if not newest or step_of(newest[0]) != steps or damage(newest[0], mesh) is not None:
-        return False
-    if mesh.any(bool(unfinished(run / "checkpoints"))):
         return False
     metadata = read(newest[0])[0]
     return not (validating and (metadata.get(VALIDATION_PENDING, False) or metadata.get(VALIDATION_STARTED)))
@@ -159,11 +154,11 @@ def read(folder: Path) -> tuple[Manifest, str | None]:
     files is missing or has another size. Raises CheckpointError if a newer program wrote it.
     """
     try:
-        text = (folder / FILE).read_text(encoding="utf-8")
+        text = read_text(folder / FILE)
         metadata = json.loads(text)
         version, files = metadata["version"], metadata["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return {}, f"{FILE} unreadable ({error!r})"
+    except (UserError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return {}, f"{FILE} unreadable ({error if isinstance(error, UserError) else repr(error)})"
     if version == 1:
         return {}, f"format version 1, this program reads {VERSION}"
     if text != as_text({key: value for key, value in metadata.items() if key != "crc32"}):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.checkpoint.litter import litter, remove_litter
 from unified_trainer.run.checkpoint.lock_file import HEARTBEAT, HeldError, LockFile
 
 LOCK = ".lock"
@@ -34,14 +35,16 @@ def claimed(folder: Path, mesh: Mesh) -> Iterator[str]:
     """Create the folder if needed and hold its lock within the context; a process that is killed loses the lock.
 
     All ranks must enter it. Raises RunFolderError on every rank if the folder cannot be written into or another run
-    holds the lock. Folders that were created and are still empty at the end are removed. On the main rank it gives a
-    note for the user if the file system has no locks, else an empty text.
+    holds the lock. What a killed process left unfinished is removed, and folders that were created and are still empty
+    at the end. On the main rank it gives a note for the user if the file system has no locks, else an empty text.
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     mesh.barrier()  # until every rank has looked; the main rank then creates the folder
     lock, fault = None, None
     try:
-        lock = _lock(folder) if mesh.is_main else None
+        if mesh.is_main:
+            lock = _lock(folder)
+            remove_litter(litter(folder))
     except RunFolderError as error:
         fault = error
     if mesh.any(fault is not None):

@@ -136,7 +136,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         prompts=prompts.prompts,
         validation_prompts=validation_prompts.prompts,
         notes=tuple(filter(None, notes)),
-        keep=_keep(run),
+        keep=keep_of(run),
         family=family,
         folder=folder,
         latent_shape=latent_shape,
@@ -158,7 +158,7 @@ def check_settings(run: RunConfig, method: type[Method]) -> None:
             role.check(name)
 
 
-def _keep(run: RunConfig) -> Keep:
+def keep_of(run: RunConfig) -> Keep:
     """Return which checkpoints are kept; ConfigError for a metric that no scorer measures."""
     keep = Keep(last=run.keep_last, best=run.keep_best, metric=run.best_metric, order=run.best_is)
     if keep.best and keep.metric.startswith("reward") and not run.reward.named():

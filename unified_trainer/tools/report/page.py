@@ -102,7 +102,7 @@ def check_out(out: Path) -> None:
         raise UserError(f"--out {out} must end in .html")
     if out.is_dir():
         raise OutputExistsError(f"--out {out} is a folder; name a file in it, such as {out / 'report.html'}")
-    if out.exists() and MARK.encode() not in out.read_bytes()[:2000]:
+    if out.exists() and not (out.is_file() and MARK.encode() in out.read_bytes()[:2000]):
         raise OutputExistsError(f"--out {out} exists and is no report; choose another file or remove it")
 
 

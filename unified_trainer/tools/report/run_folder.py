@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from os.path import lexists
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,8 +61,8 @@ class RunRecord:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run directory."""
-    return (folder / CONFIG).is_file() and any((folder / name).is_file() for name in (METRICS, ENVIRONMENT, LOCK))
+    """Whether a folder is a run directory, also one whose files cannot be read."""
+    return lexists(folder / CONFIG) and any(lexists(folder / name) for name in (METRICS, ENVIRONMENT, LOCK))
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -92,8 +92,8 @@ def is_locked(folder: Path) -> bool:
     On a file system without locks, the file alone counts.
     """
     try:
-        lock = os.open(folder / LOCK, os.O_RDONLY)
-    except FileNotFoundError:
+        lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:  # there is none, or a link; a pipe is open at once and not locked
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
