@@ -38,23 +38,23 @@ def littered(folder: Path, outside: Path) -> None:
 def test_a_command_that_finds_the_run_finished_removes_it(finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
-    littered(run, tmp_path / "outside")
+    littered(run, tmp_path / "elsewhere")
     (run / "notes.tmp").write_text("mine")
     assert main(["--resume", str(run)]) == 0
     assert files_of(run) == {**files_of(finished), "notes.tmp": b"mine"}
     assert not [*run.glob(".*"), *(run / "checkpoints").glob(".*")]
-    assert files_of(tmp_path / "outside") == {"mine": b"mine"}
+    assert files_of(tmp_path / "elsewhere") == {"mine": b"mine"}
 
 
 def test_who_holds_the_lock_removes_it(tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
-    littered(run, tmp_path / "outside")
+    littered(run, tmp_path / "elsewhere")
     (run / "notes.tmp").write_text("mine")
     with claimed(run, ALONE):
         left = {path.name for path in run.rglob("*")}
     assert left == {"notes.tmp", "checkpoints", ".lock"}
-    assert (tmp_path / "outside" / "mine").read_text() == "mine"
+    assert (tmp_path / "elsewhere" / "mine").read_text() == "mine"
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_both_readers_give_the_same_points(tmp_path, small, monkeypatch, line):
     monkeypatch.setattr(metrics_reader, "MOST", 10**6)
     reader = MetricsReader(tmp_path / "m.jsonl")
     reader.update()
-    monkeypatch.setattr(metrics_reader, "_table", lambda _: None)
+    monkeypatch.setattr(metrics_reader, "_many", lambda _: None)
     line_by_line = MetricsReader(tmp_path / "m.jsonl")
     line_by_line.update()
     assert repr(reader.curves()) == repr(line_by_line.curves()) and reader.step == line_by_line.step

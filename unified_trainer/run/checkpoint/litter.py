@@ -1,4 +1,4 @@
-"""What a killed process leaves in a run directory; the next one that holds the lock removes it."""
+"""Litter of a run directory: what a killed process leaves there. The next process that holds the lock removes it."""
 
 import shutil
 from contextlib import suppress

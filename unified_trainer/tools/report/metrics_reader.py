@@ -4,7 +4,6 @@ A curve keeps all points up to `MOST`; of a longer one it keeps the extremes and
 that memory has a bound.
 """
 
-import io
 import json
 import os
 from array import array
@@ -14,9 +13,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import pyarrow as pa
-from pyarrow import compute as pc
-from pyarrow import json as arrow_json
 
 from unified_trainer.basics.errors import UserError
 
@@ -25,7 +21,6 @@ SEAM = 256  # bytes before the end of what was read, which must still be there
 BLOCK = 2**24  # bytes that are read at a time
 MOST = 10_000  # points of a curve that are kept; up to twice as many wait to be thinned
 Named = tuple[str, array, array]  # a metric with the steps and values that are new
-COUNTED = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)  # types of columns that are metrics
 
 
 class RunFolderUnreadableError(UserError):
@@ -94,8 +89,7 @@ class MetricsReader:
                 raise
 
     def _add(self, whole: bytes) -> None:
-        rows = _table(whole) if len(whole) > BLOCK // 4 else None
-        for name, steps, values in _columns(whole, self._file, self._number) if rows is None else _of_table(rows):
+        for name, steps, values in _many(whole) or _columns(whole, self._file, self._number):
             if name == "time":
                 self.written = values[-1]
                 continue
@@ -120,29 +114,13 @@ def _blocks(opened: BinaryIO) -> Iterator[bytes]:
             yield whole + line_feed
 
 
-def _table(whole: bytes) -> pa.Table | None:
-    """Return lines as a table; None for what Arrow does not read so, such as NaN, or a line without a step."""
-    try:
-        table = arrow_json.read_json(io.BytesIO(whole), arrow_json.ReadOptions(block_size=len(whole)))
-    except pa.ArrowException:
+def _many(whole: bytes) -> list[Named] | None:
+    """Return the metrics of many lines, by Arrow; None for few lines, and for what Arrow does not read."""
+    if len(whole) <= BLOCK // 4:
         return None
-    steps = table.column("step") if "step" in table.column_names else None
-    if steps is None or not pa.types.is_integer(steps.type) or steps.null_count:
-        return None
-    if table.num_rows and not 0 <= pc.min(steps).as_py() <= pc.max(steps).as_py() < 2**53:
-        return None
-    return table if table.num_rows == whole.count(b"\n") else None
+    from unified_trainer.tools.report.arrow_lines import metrics_in  # the lists of short runs do not need it
 
-
-def _of_table(table: pa.Table) -> Iterator[Named]:
-    steps = table.column("step").to_numpy()
-    for name in table.column_names:
-        column = table.column(name)
-        if name == "step" or not any(is_kind(column.type) for is_kind in COUNTED):
-            continue
-        there = column.is_valid().to_numpy()
-        values = column.drop_null().cast(pa.float64()).to_numpy()
-        yield name, array("q", steps[there].tobytes()), array("d", values.tobytes())
+    return metrics_in(whole)
 
 
 def _columns(whole: bytes, file: Path, before: int) -> Iterator[Named]:
