@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PerSample = Float[Tensor, " b"]
 PerFrame = Float[Tensor, "b t"]  # t latent frames
 WITHOUT_FLOAT64 = ("npu",)  # types of devices
+T = TypeVar("T")
 
 
 def widest(device: torch.device) -> torch.dtype:
@@ -33,6 +34,13 @@ def check_finite(samples: Latents, student: str) -> None:
             f"the student's samples are not finite ({student}): go back to an older checkpoint, RUN@STEP, or lower "
             "student.learning_rate"
         )
+
+
+def of_kind(kind: type[T], value: object) -> T:
+    """Return a value that is of a kind wherever this is called; TypeError, which is a bug, if it is not."""
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {kind.__name__}, not {type(value).__name__}")
+    return value
 
 
 def take_rows(x: Tensor, rows: Sequence[int]) -> Tensor:

@@ -13,8 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import NotFiniteError, UserError
-from unified_trainer.basics.types import Condition, Trajectory
+from unified_trainer.basics.types import Condition, Trajectory, of_kind
 from unified_trainer.data.parquet_files import TEXT, StoredFiles
+from unified_trainer.data.row_kinds import TrajectoryRows
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
 
@@ -160,7 +161,8 @@ class ParquetTrajectories(ParquetRows):
 
     def trajectory(self, indices: list[int]) -> Trajectory:
         values = self.values(indices)
-        return Trajectory(self._files.kind.levels, values[:, :-1], values[:, -1])
+        levels = of_kind(TrajectoryRows, self._files.kind).levels
+        return Trajectory(levels, values[:, :-1], values[:, -1])
 
 
 def _rows_to_compare(files: StoredFiles, fingerprint: str) -> list[int]:

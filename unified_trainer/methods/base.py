@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import MAY_CHANGE, Count
-from unified_trainer.basics.types import Batch, Rollout
+from unified_trainer.basics.types import Batch, Rollout, of_kind
 from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
 from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw
 from unified_trainer.parallel.mesh import Mesh
@@ -110,7 +110,7 @@ class MethodSetup:
 
     def check_noise_levels(self, role: str, law: NoiseLevelLaw, partner: str = "") -> None:
         """Raise UserError unless `expert_balance` of the role fits the law its noise levels are drawn from."""
-        config = self.roles[role]
+        config = of_kind(TrainableConfig, self.roles[role])
         boundary = self.layouts[role].boundary
         if boundary is None and partner:
             boundary = self.layouts[partner].boundary

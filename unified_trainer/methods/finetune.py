@@ -8,11 +8,13 @@ import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Fraction, Shift
-from unified_trainer.basics.types import Batch, PerFrame, PerSample, take_rows
+from unified_trainer.basics.types import Batch, PerFrame, PerSample, of_kind, take_rows
 from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, trained
 from unified_trainer.numerics.flow import ShiftedUniform, add_noise
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.causal import Causal
+from unified_trainer.roles.role import Trainable, TrainableConfig
 
 Forcing = Literal["none", "diffusion", "teacher"]  # diffusion forcing: arXiv:2407.01392
 
@@ -36,7 +38,8 @@ class FinetuneConfig(SingleUpdateConfig):
             )
         if chunks.context_noise:
             raise UserError("sampler.chunks.context_noise must be 0 for finetune: its chunks attend to clean chunks")
-        if self.forcing != "none" and setup.roles["student"].expert_balance != "mixed":
+        student = of_kind(TrainableConfig, setup.roles["student"])
+        if self.forcing != "none" and student.expert_balance != "mixed":
             raise UserError(
                 "student.expert_balance must be mixed for a causal student: its chunks differ in noise level"
             )
@@ -54,6 +57,7 @@ class Finetune(Method):
 
     config_class = FinetuneConfig
     roles = {"student": trained()}
+    student: Trainable
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         x0 = batch.latents
@@ -67,7 +71,7 @@ class Finetune(Method):
             velocity = self.student.velocity(x_t, sigma, cond)
         else:
             clean = x0 if self.config.forcing == "teacher" else None
-            velocity = self.student.masked_velocity(x_t, sigma, cond, self.sampler.chunks, clean)
+            velocity = of_kind(Causal, self.student).masked_velocity(x_t, sigma, cond, self.sampler.chunks, clean)
         loss = (velocity - (noise - x0)).square().mean()
         yield Loss("student", weight * loss, metrics={"loss": loss.detach()})
 

@@ -7,11 +7,12 @@ import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, NetworkCalls, Shift
-from unified_trainer.basics.types import Batch, Latents, PerFrame, Trajectory
+from unified_trainer.basics.types import Batch, Latents, PerFrame, Trajectory, of_kind
 from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, frozen, trained
 from unified_trainer.numerics.flow import GuidanceScale, sigma_table, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.causal import Causal
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling.solver import SamplerConfig
 from unified_trainer.sampling.teacher_ode import TeacherODE
@@ -70,7 +71,7 @@ class ODEInit(Method):
                 sigma = level.expand(len(batch))
                 if self.chunks.causal:
                     x_t, sigma = self._by_chunk(trajectory, i)
-                    velocity = self.student.masked_velocity(x_t, sigma, batch.cond, self.chunks, end)
+                    velocity = of_kind(Causal, self.student).masked_velocity(x_t, sigma, batch.cond, self.chunks, end)
                 else:
                     velocity = self.student.velocity(x_t, sigma, batch.cond)
                 x0 = x0_from_velocity(x_t, velocity, sigma)
@@ -88,4 +89,4 @@ class ODEInit(Method):
     def _trajectory(self, batch: Batch, rng: Streams) -> Trajectory:
         """The guided teacher's states at the student's noise levels and its end, from noise at the first level."""
         noise = rng.noise("noise", batch.sample_ids, batch.latent_shape).to(self.student.device)
-        return self.ode.solve(self.teacher, noise, batch)
+        return self.ode.solve(of_kind(Frozen, self.teacher), noise, batch)

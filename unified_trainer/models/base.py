@@ -30,7 +30,11 @@ class VideoModel(Protocol):
     """A network that predicts velocities; all unit conversion happens inside."""
 
     network: nn.Module
-    adapter_layers: tuple[str, ...]  # names of the linear layers that adapters usually go on
+
+    @property
+    def adapter_layers(self) -> tuple[str, ...]:
+        """Names of the linear layers that adapters usually go on."""
+        ...
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         """Predict velocity = noise - x0, in float32."""

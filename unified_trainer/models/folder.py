@@ -22,7 +22,7 @@ from unified_trainer.parallel.fsdp import local_part, storage_device, to_local
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.reading import fill
 
-M = TypeVar("M")
+M = TypeVar("M", bound=Any)  # a class of another library
 TOKENIZERS = ("tokenizer.json", "spiece.model", "vocab.json")
 WEIGHTS = "diffusion_pytorch_model"
 NAMING_CODE = ("tokenizer_config.json", "config.json")  # files whose `auto_map` names classes in .py files
@@ -156,7 +156,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def check_described(
-    kind: type[Any],
+    kind: Any,  # a network's class, of diffusers or transformers
     folder: Path,
     weights: str = WEIGHTS,
     spare: tuple[str, ...] = (),
@@ -208,6 +208,7 @@ def read_weights(network: nn.Module, folder: Path, mesh: Mesh, merged: Change | 
         exact = {key: torch.empty_like(empty[key], device=device, dtype=torch.float32) for key in some}
         fill({inside[key]: weight for key, weight in exact.items()}, folder, mesh)
         for key, weight in exact.items():
+            assert merged is not None  # it names the weights that are changed
             change = merged.change(inside[key], weight.shape, device)
             to_local(weight).add_(local_part(change, weight))
             to_local(weights[key]).copy_(to_local(weight))

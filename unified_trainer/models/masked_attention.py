@@ -27,10 +27,10 @@ def attend(query: Queries, key: Keys, value: Keys, mask: Mask | None) -> Queries
     other = other_attention(query.device)
     if other and mask is None and query.dtype == torch.bfloat16 and not torch.is_grad_enabled():
         return dispatch_attention_fn(query, key, value, backend=other)
-    by_head = (part.transpose(1, 2) for part in (query, key, value))
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     if isinstance(mask, BlockMask):
-        return _compiled_flex_attention()(*by_head, block_mask=mask).transpose(1, 2)
-    return scaled_dot_product_attention(*by_head, attn_mask=mask).transpose(1, 2)
+        return _compiled_flex_attention()(query, key, value, block_mask=mask).transpose(1, 2)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
 
 
 def token_mask(frame_mask: Bool[Tensor, "t t"], tokens: int, *, flex: bool) -> Mask:

@@ -6,7 +6,7 @@ number, one per sample [b], or one per sample and latent frame [b, t] (then x_t 
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Protocol, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -15,7 +15,7 @@ from torch import Tensor
 from unified_trainer.basics.ranges import at_least
 from unified_trainer.basics.types import widest
 
-Sigma = Tensor | float  # one noise level, one per sample, or one per sample and latent frame
+Sigma: TypeAlias = Tensor | float  # one noise level, one per sample, or one per sample and latent frame
 # One guidance scale, or one each for the high- and the low-noise expert.
 GuidanceScale = Annotated[float | tuple[float, float], at_least(0, 1000)]
 
@@ -75,7 +75,7 @@ class ShiftedGrid:
 
     def __call__(self, u: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Return the level of k = floor(levels u)."""
-        return shift_sigma((u * self.levels).floor() / self.levels, self.shift).clamp(*self.clip)
+        return as_level(shift_sigma((u * self.levels).floor() / self.levels, self.shift)).clamp(*self.clip)
 
     def share_above(self, sigma: float) -> float:
         """Return P(drawn level >= sigma), the share of the grid's levels that are at least `sigma`."""

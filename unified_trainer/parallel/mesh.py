@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, CountOrZero, Minutes
+from unified_trainer.basics.types import of_kind
 from unified_trainer.parallel.device import (
     BACKENDS,
     CONTROL_BACKEND,
@@ -115,7 +116,11 @@ class Mesh:
     @property
     def sequence_group(self) -> dist.ProcessGroup:
         """The ranks that share the tokens of this rank's samples."""
-        return self.samples.get_group("sequence")
+        return self._group("sequence")
+
+    def _group(self, axis: str) -> dist.ProcessGroup:
+        """Return the ranks along an axis of `samples`, which several ranks have."""
+        return of_kind(DeviceMesh, self.samples).get_group(axis)
 
     @classmethod
     def join(cls, device: Device, config: ParallelConfig = ParallelConfig(), store: dist.Store | None = None) -> "Mesh":
@@ -185,7 +190,7 @@ class Mesh:
         if self.data_size == 1:
             return rows
         parts = [torch.empty_like(rows) for _ in range(self.data_size)]
-        dist.all_gather(parts, rows.contiguous(), group=self.samples.get_group("data"))
+        dist.all_gather(parts, rows.contiguous(), group=self._group("data"))
         return torch.cat(parts)
 
     def all_gather_cpu(self, rows: Tensor) -> Tensor:

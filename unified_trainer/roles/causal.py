@@ -1,11 +1,15 @@
 """Roles that generate chunk by chunk: each chunk attends to the finished chunks before it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
-from unified_trainer.models.base import Cache
+from unified_trainer.models.base import Cache, CausalVideoModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import GuidanceScale, guide
 from unified_trainer.roles.experts import Expert, Pick, expert_at, route
@@ -15,6 +19,12 @@ from unified_trainer.roles.weight_copy import WeightCopy
 
 class Causal(Role):
     """A role over a causal model."""
+
+    @contextmanager
+    def running(self, expert: Expert = "") -> Iterator[CausalVideoModel]:
+        """Yield one network as `Role.running` does; it was opened as a causal one."""
+        with super().running(expert) as model:
+            yield cast(CausalVideoModel, model)
 
     def masked_velocity(
         self,
@@ -117,7 +127,10 @@ class KVCache:
         expert = expert_at(float(sigma), self._role.boundary)
         with self._role.running(expert) as model:
             velocity = model.velocity_cached(self._both(x_t), self._both(level), self._cond, self._caches[expert])
-        return velocity if self._scale == 1 else guide(*velocity.chunk(2), self._role.scale(level, self._scale))
+        if self._scale == 1:
+            return velocity
+        conditional, unconditional = velocity.chunk(2)
+        return guide(conditional, unconditional, self._role.scale(level, self._scale))
 
     def append(self, x: Latents) -> None:
         """Append a finished chunk `x`, which is at the context's noise level."""

@@ -58,6 +58,11 @@ class RoleConfig:
     low: FrozenExpertConfig = field(default_factory=FrozenExpertConfig)
 
     @property
+    def trains_on_adapter(self) -> bool:
+        """Whether an adapter made elsewhere is trained on."""
+        return False
+
+    @property
     def experts(self) -> Mapping[Expert, FrozenExpertConfig]:
         """The settings of two experts by name, high noise first."""
         return {"high": self.high, "low": self.low}
@@ -79,7 +84,6 @@ class TrainableConfig(LearnerConfig, RoleConfig):
 
     @property
     def trains_on_adapter(self) -> bool:
-        """Whether an adapter made elsewhere is trained on."""
         paths = (self.adapter.path, self.high.adapter.path, self.low.adapter.path)
         return any(paths) and not self.adapter.merge
 
@@ -145,7 +149,8 @@ class Role:
         if isinstance(scale, float | int) and scale == 1:
             return self.velocity(x_t, sigma, cond)
         both = self.velocity(torch.cat([x_t, x_t]), torch.cat([sigma, sigma]), cond.cat(uncond))
-        return guide(*both.chunk(2), scale)
+        conditional, unconditional = both.chunk(2)
+        return guide(conditional, unconditional, scale)
 
     def scale(self, sigma: PerSample, guidance_scale: GuidanceScale) -> float | PerSample:
         """Return the guidance scale at these noise levels; each expert may have its own."""
@@ -263,6 +268,7 @@ class Trainable(Role):
         u, weight = rng.uniform(name, sample_ids), 1.0
         if self.config.expert_balance != "mixed":
             boundary = self.boundary if self.boundary is not None or partner is None else partner.boundary
+            assert boundary is not None  # a role without experts draws mixed levels
             u, weight = balanced_uniform(u, law.share_above(boundary), self.config.expert_balance, rng.shared)
         return law(u), weight
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unified_trainer.basics.types import of_kind
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.negative_prompt import use_negative_prompt
@@ -25,6 +26,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.base import Features
 from unified_trainer.rewards.reward import Reward, RewardSum
 from unified_trainer.rewards.scorers import load_scorers
+from unified_trainer.roles.causal import Causal
 from unified_trainer.roles.role import Role, Trainable, TrainableConfig
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.build_worker import build_evaluation, build_sampling
@@ -178,8 +180,15 @@ def _check_workers(
     """Wait for the workers and compare their weights with those of training; return where each one runs."""
     if workers is None:
         return {}
-    weights = roles[plan.method.sampled_by or "student"].weights
+    weights = _sampled(roles, plan.method.sampled_by or "student").weights
     return workers.check(weights, 60 * run.ray.timeout_minutes, code_of(run))
+
+
+def _sampled(roles: Mapping[str, Role], name: str) -> Trainable | WeightCopy:
+    """Return a role that makes samples: one that is trained, or a copy of one."""
+    role = roles[name]
+    assert isinstance(role, Trainable | WeightCopy)
+    return role
 
 
 def _rollouts(
@@ -194,11 +203,12 @@ def _rollouts(
     """Return where the samples of a method come from, if it asks for some: this process, or workers."""
     if not plan.method.sampled_by:
         return None
-    role, algorithm = roles[plan.method.sampled_by], run.algorithm
-    if run.rollouts.workers:
+    role, algorithm = _sampled(roles, plan.method.sampled_by), of_kind(RolloutConfig, run.algorithm)
+    if workers is not None and run.rollouts.workers:
         from unified_trainer.run.workers.sources import remote_rollouts
 
         return remote_rollouts(run, algorithm, workers, role, loader, mesh)
+    reward = of_kind(Reward, reward)
     # Scorers in another process answer while samples are made, for which the VAE comes once for each part.
     last = reward.offloaded or (run.encoders.offload and not reward.apart)
     sample = partial(plan.method.sample, algorithm, run.sampler, role)
@@ -248,14 +258,16 @@ def _validation(
     workers: "WorkerGroup | None",
 ) -> ValidationSource | None:
     """Return what validates the student: this process, evaluation workers, or nothing."""
-    if run.rollouts.evaluation_workers:
+    if workers is not None and run.rollouts.evaluation_workers:
         from unified_trainer.run.workers.sources import remote_validation
 
         return remote_validation(run, workers, reward, prompts, mesh)
     if not run.validate_every:
         return None
     sampler, shape = run.validated().sampler, plan.validation_shape
-    return Validation(run.validation, codec, reward, features, sampler, prompts, shape, mesh, run.video.fps)
+    return Validation(
+        run.validation, codec, of_kind(Reward, reward), features, sampler, prompts, shape, mesh, run.video.fps
+    )
 
 
 def _encode(
@@ -278,7 +290,9 @@ def cache_memory(
 ) -> str:
     """Return the memory of a causal student's KV cache in words; UserError when it does not fit."""
     dtype = torch.bfloat16 if student.config.precision == "bf16" else torch.float32
-    size = samples * student.cache_bytes(latent_shape, run.sampler.chunks, dtype, run.sampler.sigmas()[:-1])
+    size = samples * of_kind(Causal, student).cache_bytes(
+        latent_shape, run.sampler.chunks, dtype, run.sampler.sigmas()[:-1]
+    )
     size *= 1 if run.sampler.guidance_scale == 1 else 2
     require_memory(size, student.device, "the student's KV cache", way_out)
     return f"{size / 2**30:.3f} GiB for {samples} samples"
@@ -325,11 +339,13 @@ def _guards(
     if run.guarded:
         guards.append(DistillationGuard(run.guard))
         if run.validate_every and "teacher" in roles:
+            guidance_scale = run.algorithm.teacher_guidance
+            assert guidance_scale is not None  # a run is guarded for it
             probe = TeacherProbe(
                 run.guard,
                 codec,
                 roles["teacher"],
-                run.algorithm.teacher_guidance,
+                guidance_scale,
                 run.sampler,
                 prompts,
                 plan.latent_shape,
@@ -338,7 +354,7 @@ def _guards(
                 batch=run.validation.batch,
                 ema=run.validation.ema,
             )
-    return Guards(guards, roles["student"], mesh, probe)
+    return Guards(guards, of_kind(Trainable, roles["student"]), mesh, probe)
 
 
 def _notes(mesh: Mesh, run: RunConfig) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) 
     users: dict[tuple[str, str, str, str], list[tuple[str, Expert]]] = {}
     for name, plan in plans.items():
         for expert, component in plan.layout.components.items():
-            alone = not half or (expert in plan.layout.trained and not plan.config.adapter.rank)
+            alone = not half or (expert in plan.layout.trained and plan.own_adapter is None)
             merged = plan.merged[expert].name if expert in plan.merged else ""
             users.setdefault((plan.path, component, merged, f"{name} {expert}" if alone else ""), []).append(
                 (name, expert)
@@ -33,9 +33,16 @@ def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) 
     roles: dict[str, Role] = {}
     for name, plan in plans.items():
         own = [backbones[name, expert] for expert in plan.layout.components]
-        networks = own[0] if plan.layout.boundary is None else ExpertPair(*own, plan.layout.boundary)
-        roles[name] = plan.kind(name, networks, plan.config)
+        roles[name] = plan.kind(name, _networks(own, plan.layout.boundary), plan.config)
     return roles
+
+
+def _networks(own: list[Backbone], boundary: float | None) -> Backbone | ExpertPair:
+    """Return a role's only network, or its two experts, of which the first is that of high noise."""
+    if boundary is None:
+        return own[0]
+    high, low = own
+    return ExpertPair(high, low, boundary)
 
 
 def _load_backbone(
@@ -50,9 +57,7 @@ def _load_backbone(
     """Load one network, for all roles and experts of `seats`."""
     names = [name for name, _ in seats]
     training = [(name, expert) for name, expert in seats if expert in plans[name].layout.trained]
-    adapters = {
-        Role.key(*seat): plans[seat[0]].config.adapter for seat in training if plans[seat[0]].config.adapter.rank
-    }
+    adapters = {Role.key(*seat): own for seat in training if (own := plans[seat[0]].own_adapter) is not None}
     owned = bool(training) and not adapters
     model = open_model(names[0], path, component, causal=any(issubclass(plans[name].kind, Causal) for name in names))
     recompute = [plans[name].recomputed(len(model.blocks)) for name in names]

@@ -79,4 +79,7 @@ def family_of(role: str, path: str) -> tuple[Family, Path]:
 def open_model(role: str, path: str, component: str, *, causal: bool) -> VideoModel:
     """Open a network of a role's path, causal or bidirectional; its weights are read later, shard by shard."""
     family, folder = family_of(role, path)
-    return family.causal(folder, component) if causal else family.model(folder, component)
+    if not causal:
+        return family.model(folder, component)
+    assert family.causal is not None  # the check of the roles refuses other families
+    return family.causal(folder, component)

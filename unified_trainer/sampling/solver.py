@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import NetworkCalls, PositiveFraction, Shift
-from unified_trainer.basics.types import Batch, Condition, Latents, Rollout
+from unified_trainer.basics.types import Batch, Condition, Latents, Rollout, of_kind
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import (
     GuidanceScale,
@@ -25,7 +25,7 @@ from unified_trainer.numerics.flow import (
 )
 from unified_trainer.numerics.kernels import Kernel, Policy, transition
 from unified_trainer.parallel.meter import detail, phase
-from unified_trainer.roles.causal import CausalStudent, KVCache
+from unified_trainer.roles.causal import Causal, KVCache
 from unified_trainer.roles.role import Role, Trainable
 from unified_trainer.sampling.equal_rows import EqualRows
 from unified_trainer.sampling.shared_calls import Velocity, shared_velocity
@@ -96,7 +96,7 @@ def generate(
         velocity = shared_velocity(role, batch, equal, 1, functools.partial(_velocity_of, role, sampler))
         return _sample_to_step(velocity, noise, sampler, draw, last)
     exits = [last] * len(sampler.chunks.ranges(noise.shape[2]))
-    return predict_chunks(role, noise, batch, sampler, draw, exits)
+    return predict_chunks(of_kind(Causal, role), noise, batch, sampler, draw, exits)
 
 
 @phase("rollout")
@@ -108,7 +108,7 @@ def predict_at(role: Role, noise: Latents, batch: Batch, sampler: SamplerConfig,
 
 @phase("rollout")
 def predict_chunks(
-    student: CausalStudent,
+    student: Causal,
     noise: Latents,
     batch: Batch,
     sampler: SamplerConfig,
@@ -121,7 +121,7 @@ def predict_chunks(
 
 
 def stream_chunks(
-    student: CausalStudent,
+    student: Causal,
     noise: Latents,
     batch: Batch,
     sampler: SamplerConfig,
@@ -144,10 +144,10 @@ def stream_chunks(
         if i in prompts:
             cache.set_condition(prompts[i])
         with torch.set_grad_enabled(torch.is_grad_enabled() and start >= first_gradient_frame):
-            x0 = _sample_to_step(cache.velocity, noise[:, :, own], sampler, lambda s, own=own: draw(s)[:, :, own], step)
+            x0 = _sample_to_step(cache.velocity, noise[:, :, own], sampler, _frames_of(draw, own), step)
         yield x0
         if stop < noise.shape[2]:
-            cache.append(_context(x0.detach(), sampler, lambda s, own=own: draw(s)[:, :, own]))
+            cache.append(_context(x0.detach(), sampler, _frames_of(draw, own)))
 
 
 @phase("rollout")
@@ -176,11 +176,11 @@ def rollout(
     share = functools.partial(shared_velocity, role, batch, equal, window.start + 1)
     if not sampler.chunks.causal:
         return walk(share(functools.partial(_velocity_of, role, sampler)), noise, draw=draw)
-    draw = functools.cache(draw)
+    student, draw = of_kind(Causal, role), functools.cache(draw)
     sigmas, parts = sampler.sigmas()[:-1], []
 
     def open_cache(rows: Batch) -> KVCache:
-        return role.open_cache(rows.cond, rows.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
+        return student.open_cache(rows.cond, rows.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
 
     cache = open_cache(batch)
 
@@ -190,7 +190,7 @@ def rollout(
     for start, stop in sampler.chunks.ranges(noise.shape[2]):
         own = slice(start, stop)
         velocity = cache.velocity if parts else share(first_velocity)
-        part = walk(velocity, noise[:, :, own], draw=lambda s, own=own: draw(s)[:, :, own])
+        part = walk(velocity, noise[:, :, own], draw=_frames_of(draw, own))
         parts.append(part)
         if stop < noise.shape[2]:
             cache.append(part.x0)
@@ -230,11 +230,13 @@ def policy_velocity(
     level = sigma.expand(len(batch))
     if x0 is None or not sampler.chunks.causal:
         return role.guided_velocity(x_t, level, batch.cond, batch.uncond, sampler.guidance_scale)
+    student = of_kind(Causal, role)
     if sampler.guidance_scale == 1:
-        return role.masked_velocity(x_t, level, batch.cond, sampler.chunks, x0)
+        return student.masked_velocity(x_t, level, batch.cond, sampler.chunks, x0)
     x_both, x0_both, cond = torch.cat([x_t, x_t]), torch.cat([x0, x0]), batch.cond.cat(batch.uncond)
-    both = role.masked_velocity(x_both, torch.cat([level, level]), cond, sampler.chunks, x0_both)
-    return guide(*both.chunk(2), role.scale(level, sampler.guidance_scale))
+    both = student.masked_velocity(x_both, torch.cat([level, level]), cond, sampler.chunks, x0_both)
+    conditional, unconditional = both.chunk(2)
+    return guide(conditional, unconditional, role.scale(level, sampler.guidance_scale))
 
 
 def _sample_to_step(velocity: Velocity, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:
@@ -280,6 +282,11 @@ def _policy_walk(
     detail(f"step {sampler.num_steps}/{sampler.num_steps}")
     x0 = x0_from_velocity(x_t, velocity(x_t, sigmas[-2]), sigmas[-2])
     return Rollout(torch.stack(states, 1), torch.stack(log_probs, 1), x0)
+
+
+def _frames_of(draw: Draw, own: slice) -> Draw:
+    """Return the draw of a chunk, which is its part of that of all frames."""
+    return lambda s: draw(s)[:, :, own]
 
 
 def _context(x0: Latents, sampler: SamplerConfig, draw: Draw) -> Latents:

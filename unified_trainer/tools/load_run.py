@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unified_trainer.basics.types import of_kind
 from unified_trainer.models import hub
 from unified_trainer.models.base import Family
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.experts import Expert, ExpertLayout
 from unified_trainer.roles.headed import Headed
-from unified_trainer.roles.role import RoleConfig, Trainable, TrainableConfig
+from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.run.checkpoint.init_from import initialise, roles_in
 from unified_trainer.run.checkpoint.manifest import CheckpointError, Manifest, Spec, find
 from unified_trainer.run.load_roles import load_roles
@@ -74,7 +75,7 @@ def load_role(
     with naming_origin(file.parent, WAY_OUT):
         if hub.is_hub_id(path):
             path = fetch_pipeline(path, f"{role}.path")
-        loaded = _read(run, metadata, role, kind, run.roles[role], path, mesh)
+        loaded = _read(run, metadata, role, kind, of_kind(TrainableConfig, run.roles[role]), path, mesh)
     return dataclasses.replace(loaded, said=initialise({role: loaded.role.weights}, spec, mesh))
 
 
@@ -86,11 +87,11 @@ def load_folder(path: str, run: RunConfig, mesh: Mesh) -> LoadedRole:
 
 
 def _read(
-    run: RunConfig, metadata: Manifest, role: str, kind: type[Trainable], config: RoleConfig, path: str, mesh: Mesh
+    run: RunConfig, metadata: Manifest, role: str, kind: type[Trainable], config: TrainableConfig, path: str, mesh: Mesh
 ) -> LoadedRole:
     """Load a role with the weights of its pipeline folder."""
     bare = dataclasses.replace(config, ema_decay=0.0, activation_memory="none", compile=False)
     layout = layout_for(role, kind, bare, path)
     found = adapters_of(role, kind, bare, path, layout, starting=False)
     one = load_roles({role: RolePlan(kind, found.config, path, layout, found.merged)}, mesh, half=False)[role]
-    return LoadedRole(run, metadata, one, *family_of(role, path), "", layout)
+    return LoadedRole(run, metadata, of_kind(Trainable, one), *family_of(role, path), "", layout)

@@ -6,6 +6,7 @@ absolute latent frames.
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -14,9 +15,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.types import Latents, PerFrame, PerSample
-from unified_trainer.models.base import PassSize
-from unified_trainer.models.masked_attention import token_mask
+from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, of_kind
+from unified_trainer.models.base import Cache, PassSize
+from unified_trainer.models.masked_attention import Mask, token_mask
 from unified_trainer.models.wan.attention import Finished, KeysValues, LayerLists, Pass, set_attention
 from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.model import WanModel, network_time
@@ -25,7 +26,7 @@ from unified_trainer.parallel.device import has_flex_attention
 
 
 @dataclass
-class Cache:
+class WanCache:
     """The KV cache of one rollout, without gradient; only `append` writes to it, and it never changes a tensor."""
 
     chunks: ChunkConfig
@@ -40,6 +41,17 @@ class Cache:
 
     def start_prompt(self) -> None:
         self.text = []
+
+
+class Seen(NamedTuple):
+    """What a pass attends to besides its own tokens: the fields of `Pass` behind the mask, in their order."""
+
+    past: tuple[Finished, ...] = ()
+    text: LayerLists | None = None
+    recorded: LayerLists | None = None
+
+
+NOTHING = Seen()
 
 
 class CausalWanModel(WanModel):
@@ -59,7 +71,7 @@ class CausalWanModel(WanModel):
         self,
         x_t: Latents,
         sigma: PerSample | PerFrame,
-        cond: WanCondition,
+        cond: Condition,
         chunks: ChunkConfig,
         clean: Latents | None = None,
     ) -> Latents:
@@ -72,22 +84,24 @@ class CausalWanModel(WanModel):
         both = torch.cat([clean.to(x_t), x_t], 2)
         return self._pass(both, levels, cond, positions * 2, teacher_forcing_mask(chunks, frames))[:, :, frames:]
 
-    def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: WanCondition, cache: Cache) -> Latents:
-        return self._pass(x_t, sigma, cond, _next_frames(x_t, cache), **_attended(cache))
+    def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: Condition, cache: Cache) -> Latents:
+        own = of_kind(WanCache, cache)
+        return self._pass(x_t, sigma, cond, _next_frames(x_t, own), seen=_attended(own))
 
     @torch.no_grad()
-    def append(self, x: Latents, cond: WanCondition, cache: Cache) -> None:
+    def append(self, x: Latents, cond: Condition, cache: Cache) -> None:
         """Add a finished chunk, at the cache's context noise, and drop frames that leave the window."""
-        frames, recorded = _next_frames(x, cache), list[KeysValues]()
-        sigma = torch.full((len(x),), cache.chunks.context_noise, dtype=torch.float64)
-        self._pass(x, sigma, cond, frames, recorded=recorded, **_attended(cache))
-        chunks = (*cache.past, Finished(tuple(frames), [pair for (pair,) in recorded]))
-        kept = frozenset(cache.chunks.kept([*cache.resident, *frames]))
-        cache.past = tuple(_cut(chunk, kept) for chunk in chunks if not kept.isdisjoint(chunk.frames))
-        cache.seen += len(frames)
+        own, recorded = of_kind(WanCache, cache), list[KeysValues]()
+        frames = _next_frames(x, own)
+        sigma = torch.full((len(x),), own.chunks.context_noise, dtype=torch.float64)
+        self._pass(x, sigma, cond, frames, seen=_attended(own)._replace(recorded=recorded))
+        chunks = (*own.past, Finished(tuple(frames), [pair for (pair,) in recorded]))
+        kept = frozenset(own.chunks.kept([*own.resident, *frames]))
+        own.past = tuple(_cut(chunk, kept) for chunk in chunks if not kept.isdisjoint(chunk.frames))
+        own.seen += len(frames)
 
-    def open_cache(self, chunks: ChunkConfig) -> Cache:
-        return Cache(chunks)
+    def open_cache(self, chunks: ChunkConfig) -> WanCache:
+        return WanCache(chunks)
 
     def cache_bytes(self, latent_shape: tuple[int, int, int, int], chunks: ChunkConfig, dtype: torch.dtype) -> int:
         """Return the memory of one sample's full cache on this rank when passes compute in `dtype`.
@@ -102,30 +116,30 @@ class CausalWanModel(WanModel):
         width = self.feature_size // (self._shared.ranks if self._shared else 1)
         return 2 * len(self.blocks) * tokens * width * dtype.itemsize
 
-    def velocity(self, x_t: Latents, sigma: PerSample, cond: WanCondition) -> Latents:
+    def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         return self._pass(x_t, sigma, cond, list(range(x_t.shape[2])))
 
     def _pass(
         self,
         x: Latents,
         sigma: PerSample | PerFrame,
-        cond: WanCondition,
+        cond: Condition,
         frames: list[int],
         frame_mask: Bool[Tensor, "t t"] | None = None,
-        **seen: object,
+        seen: Seen = NOTHING,
     ) -> Latents:
         """Run the network's own forward, so that hooks and wrappers of it and of its blocks take part."""
         tokens = self._frame_tokens(x)
-        self._pairs, self._text_cached = _pairs(len(frames) * tokens, tokens, frame_mask, **seen)
+        self._pairs, self._text_cached = _pairs(len(frames) * tokens, tokens, frame_mask, seen)
         mask = None
         if frame_mask is not None and not bool(frame_mask.all()):
             mask = token_mask(frame_mask.to(x.device, non_blocking=True), tokens, flex=has_flex_attention(x.device))
         time = network_time(sigma, x)
         if time.ndim == 2:
             time = time.repeat_interleave(tokens, 1)
-        self._positions.expect(frames, mask=mask, **seen)
+        self._positions.expect(frames, mask, seen)
         x = self._shared.whole_gradient(x) if self._shared else x
-        return self.network(x, time, cond.text, return_dict=False)[0].float()
+        return self.network(x, time, of_kind(WanCondition, cond).text, return_dict=False)[0].float()
 
     def pass_size(self, x: Latents, time: Tensor, text: Tensor) -> PassSize:
         tokens, text_keys = x.shape[2] * self._frame_tokens(x), 0 if self._text_cached else text.shape[1]
@@ -143,10 +157,10 @@ class _Positions(nn.Module):
         super().__init__()
         self._rope = rope
 
-    def expect(self, frames: list[int], **seen: object) -> None:
+    def expect(self, frames: list[int], mask: Mask | None, seen: Seen) -> None:
         """Set the latent frames and the attention of the network's next forward."""
         self.check(max(frames) + 1)
-        self._expected = (frames, seen)
+        self._expected = frames, mask, seen
 
     def check(self, frames: int) -> None:
         """Raise UserError for more latent frames than there are positions."""
@@ -157,13 +171,14 @@ class _Positions(nn.Module):
             )
 
     def forward(self, x: Latents) -> Pass:
-        frames, seen = self._expected
+        frames, mask, seen = self._expected
         del self._expected
         _, patch_height, patch_width = self._rope.patch_size
         height, width = x.shape[3] // patch_height, x.shape[4] // patch_width
         at = torch.tensor(frames).to(x.device, non_blocking=True)
         rope = self._rope
-        return Pass(*(self._by_token(table, at, height, width) for table in (rope.freqs_cos, rope.freqs_sin)), **seen)
+        cos, sin = (self._by_token(table, at, height, width) for table in (rope.freqs_cos, rope.freqs_sin))
+        return Pass(cos, sin, mask, *seen)
 
     def _by_token(self, table: Tensor, at: Tensor, height: int, width: int) -> Float[Tensor, "1 n 1 d"]:
         by_frame, by_row, by_column = table.split([self._rope.t_dim, self._rope.h_dim, self._rope.w_dim], 1)
@@ -171,27 +186,25 @@ class _Positions(nn.Module):
         return torch.cat([part.expand(len(at), height, width, -1) for part in parts], -1).flatten(0, 2)[None, :, None]
 
 
-def _next_frames(x: Latents, cache: Cache) -> list[int]:
+def _next_frames(x: Latents, cache: WanCache) -> list[int]:
     return list(range(cache.seen, cache.seen + x.shape[2]))
 
 
-def _attended(cache: Cache) -> dict[str, object]:
+def _attended(cache: WanCache) -> Seen:
     """What a pass that begins now attends to."""
-    return {"past": cache.past, "text": None if torch.is_grad_enabled() else cache.text}
+    return Seen(cache.past, None if torch.is_grad_enabled() else cache.text)
 
 
 def _pairs(
     tokens: int,
     frame_tokens: int,
     frame_mask: Bool[Tensor, "t t"] | None,
-    past: tuple[Finished, ...] = (),
-    text: LayerLists | None = None,
-    recorded: LayerLists | None = None,
+    seen: Seen,
 ) -> tuple[int, bool]:
     """Count the pairs of query and key of one sample in a pass; also return whether the text's keys are cached."""
-    known = sum(chunk.own[0][0].shape[1] for chunk in past)
+    known = sum(chunk.own[0][0].shape[1] for chunk in seen.past)
     pairs = tokens * (tokens + known) if frame_mask is None else int(frame_mask.sum()) * frame_tokens**2
-    return pairs, bool(text)
+    return pairs, bool(seen.text)
 
 
 def _cut(chunk: Finished, kept: frozenset[int]) -> Finished:

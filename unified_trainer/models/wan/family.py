@@ -28,7 +28,7 @@ def patched_latent_shape(folder: Path, frames: int, height: int, width: int) -> 
     """Return the shape of a video's latents, from configs; UserError unless the transformer's patches divide it."""
     config = transformer_config(folder)
     _, *patch = config.patch_size  # all Wan transformers take latent frames one by one
-    shape = latent_shape(vae_outline(folder), frames, height, width, tuple(patch))
+    shape = latent_shape(vae_outline(folder), frames, height, width, (patch[0], patch[1]))
     longest = max(size // part for size, part in zip(shape[1:], config.patch_size, strict=True))
     if longest > config.rope_max_seq_len:
         raise UserError(

@@ -9,7 +9,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from unified_trainer.basics.types import Latents, PerFrame, PerSample, widest
+from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, of_kind, widest
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.wan.attention import joined_inputs, set_attention
@@ -48,10 +48,10 @@ class WanModel(DiffusersModel):
     def share_tokens(self, mesh: Mesh) -> None:
         self._shared = SharedTokens(self.network, mesh)
 
-    def velocity(self, x_t: Latents, sigma: PerSample, cond: WanCondition) -> Latents:
+    def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         time = network_time(sigma, x_t)
         x_t = self._shared.whole_gradient(x_t) if self._shared else x_t
-        return self.network(x_t, time, cond.text, return_dict=False)[0].float()
+        return self.network(x_t, time, of_kind(WanCondition, cond).text, return_dict=False)[0].float()
 
     def layer_kind(self, layer: str) -> str:
         if layer == "proj_out":

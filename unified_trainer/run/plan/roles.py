@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from unified_trainer.basics.types import of_kind
 from unified_trainer.methods.base import Method
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import adapter_weights
 from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.experts import Expert, ExpertLayout, layout_of
@@ -40,6 +42,11 @@ class RolePlan:
     def trainable(self) -> TrainableConfig | None:
         """The settings of a trained role or of a copy of one; None for a frozen role with settings of its own."""
         return self.config if isinstance(self.config, TrainableConfig) else None
+
+    @property
+    def own_adapter(self) -> AdapterConfig | None:
+        """The settings of the adapter that is trained in place of the weights, if there is one."""
+        return self.trainable.adapter if self.trainable is not None and self.trainable.adapter.rank else None
 
     def recomputed(self, blocks: int) -> Recompute:
         """Return what a network of this role, of so many blocks, recomputes in a backward pass, if it has one."""
@@ -81,7 +88,7 @@ def role_path(run: RunConfig, method: type[Method], name: str) -> str:
 def layout_for(name: str, kind: type[Role], config: RoleConfig, path: str) -> ExpertLayout:
     """Return the networks of a role by its folder and its settings, read from configs alone."""
     family, folder = family_of(name, path)
-    experts = config.experts if issubclass(kind, (Trainable, WeightCopy)) else None
+    experts = of_kind(TrainableConfig, config).experts if issubclass(kind, (Trainable, WeightCopy)) else None
     return layout_of(name, path, config.boundary, experts, *family.networks(folder))
 
 
@@ -91,7 +98,7 @@ def check_roles(run: RunConfig, roles: Mapping[str, RolePlan], mesh: Mesh) -> No
     _check_networks(roles, mesh)
     for name, role in roles.items():
         if role.trainable is not None:
-            _check_adapter(name, role)
+            _check_adapter(name, role, role.trainable.adapter)
 
 
 def _check_init_from(run: RunConfig, roles: Mapping[str, RolePlan]) -> None:
@@ -101,7 +108,7 @@ def _check_init_from(run: RunConfig, roles: Mapping[str, RolePlan]) -> None:
     given = [
         name
         for name, role in roles.items()
-        if role.starts or (role.merged and role.trainable is not None and not role.trainable.adapter.rank)
+        if role.starts or (role.merged and role.trainable is not None and role.own_adapter is None)
     ]
     held = roles_in(manifest.find(run.init_from)[1])
     if both := [name for name in given if name in held]:
@@ -115,11 +122,11 @@ def weight_shapes(name: str, role: RolePlan) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for expert in role.layout.trained:
         model = open_model(name, role.path, role.layout.components[expert], causal=issubclass(role.kind, Causal))
-        if role.config.adapter.rank:
+        if role.own_adapter is not None:
             from unified_trainer.roles.lora import inject
 
             key = Role.key(name, expert)
-            inject(model, key, role.config.adapter, torch.device("meta"))
+            inject(model, key, role.own_adapter, torch.device("meta"))
             own = shapes_of(adapter_weights(model.network, key))
         else:
             own = shapes_of(dict(model.network.named_parameters()))
@@ -158,9 +165,8 @@ def left_at_base(run: RunConfig, roles: Mapping[str, RolePlan]) -> str:
     )
 
 
-def _check_adapter(name: str, role: RolePlan) -> None:
+def _check_adapter(name: str, role: RolePlan, adapter: AdapterConfig) -> None:
     """Every name of --ROLE.adapter.layers must, once, be or end the name of a linear layer of each trained network."""
-    adapter = role.trainable.adapter
     if len({*adapter.layers}) < len(adapter.layers):
         twice = Counter(adapter.layers).most_common(1)[0][0]
         raise ConfigError(f"{name}.adapter.layers names {twice} more than once")

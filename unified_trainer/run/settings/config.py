@@ -1,7 +1,6 @@
 """The settings of a run: a frozen typed tree, how it is saved, and what may differ when a run is resumed."""
 
 import dataclasses
-import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -250,12 +249,20 @@ class RunConfig:
         return ode is None or self.trains_on != "trajectories" or ode.role != name
 
 
-@functools.cache
+_RUN_CLASSES: dict[type[Method], type[RunConfig]] = {}  # by method: classes of equal settings are one
+
+
 def run_class(method: type[Method]) -> type[RunConfig]:
     """Return the class of a method's settings: those of every run, of the method, and of each of its roles.
 
     DeclarationError if a role has the name of a setting.
     """
+    if method not in _RUN_CLASSES:
+        _RUN_CLASSES[method] = _new_run_class(method)
+    return _RUN_CLASSES[method]
+
+
+def _new_run_class(method: type[Method]) -> type[RunConfig]:
     taken = {f.name for f in dataclasses.fields(RunConfig)}
     if both := sorted(taken & method.roles.keys()):
         raise DeclarationError(

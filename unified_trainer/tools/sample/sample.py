@@ -17,13 +17,14 @@ from unified_trainer.basics.errors import OutputExistsError, UserError, writing
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.ranges import Count, FramesOrZero, Seed
 from unified_trainer.basics.terminal import say
-from unified_trainer.basics.types import Batch, Latents, Video, check_finite
+from unified_trainer.basics.types import Batch, Latents, Video, check_finite, of_kind
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import SUFFIXES, read_prompts
 from unified_trainer.data.video_files import Mp4, Row, contact_sheet, to_uint8
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.causal import Causal
 from unified_trainer.roles.role import Trainable
 from unified_trainer.run.build import cache_memory
 from unified_trainer.run.settings.config import RunConfig
@@ -193,7 +194,9 @@ def _stream(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], seeds: Seq
     now = [[scene[i * len(scene) // count] for scene in scenes] for i in range(count)]
     switches = {i: batch_of(now[i]).cond for i in range(1, count) if now[i] != now[i - 1]}
     exits = [sampler.num_steps - 1] * count
-    for x0 in stream_chunks(loaded.role, noise, batch_of(now[0]), sampler, draw, exits, prompts=switches):
+    for x0 in stream_chunks(
+        of_kind(Causal, loaded.role), noise, batch_of(now[0]), sampler, draw, exits, prompts=switches
+    ):
         check_finite(x0, loaded.name)
         yield x0
 
