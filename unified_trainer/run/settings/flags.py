@@ -27,6 +27,7 @@ from unified_trainer.run.settings.settings import REQUIRED, RunFlags, Setting, c
 TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")  # what a switch might be given, and does not take
 DASHES = re.compile(r"[\u2010-\u2015\u2212]+-?|-(?=[A-Za-z])")  # in place of the two hyphens of a flag
 BOX = re.compile(r"[\u2500-\u257f]+|-{4,}")  # frames around tyro's messages
+OUTLINE = "Given"  # name of a class that has the given settings of a section
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
 
 
@@ -78,7 +79,7 @@ def apply(tree: Any, words: Sequence[str], file: str = "") -> Any:
             bind = functools.wraps(tree)(lambda *args, **options: functools.partial(tree, *args, **options))
             bound = _tyro(bind, words)
         else:
-            bound = _tyro(type(tree), words, default=tree)
+            bound = _with_given(tree, {one.setting.key: one.setting for one in given}, words)
     except _RefusedError as error:
         raise UserError(_reason(given, stray, known, file) or f"{file}: {error}".removeprefix(": ")) from None
     if not inspect.isfunction(tree):
@@ -167,12 +168,54 @@ class _Given:
     values: list[str]
 
 
-def _tyro(kind: Any, words: Sequence[str], **options: Any) -> Any:
+def _with_given(tree: Any, given: Mapping[str, Setting], words: Sequence[str]) -> Any:
+    """Return a tree with the settings that the words give; tyro, which takes a millisecond for each, sees no others."""
+    return _replaced(tree, _tyro(_outline(tree, given), words)) if words else tree
+
+
+def _outline(tree: Any, given: Mapping[str, Setting], prefix: str = "") -> type:
+    """Return a class with the given settings of a tree as fields, and classes of those of its sections."""
+    fields: list[tuple[str, Any, Any]] = []
+    for name, inner in _parts(tree).items():
+        key, marked = f"{prefix}{name}", tyro.conf.arg(name=name.replace("_", "-"))
+        if key in given:
+            default = dataclasses.field(default_factory=functools.partial(_same, inner))
+            fields.append((_field(name), Annotated[given[key].kind, marked], default))
+        elif any(one.startswith(f"{key}.") for one in given):
+            fields.append((_field(name), Annotated[_outline(inner, given, f"{key}."), marked], dataclasses.field()))
+    return dataclasses.make_dataclass(OUTLINE, fields, kw_only=True)
+
+
+def _replaced(tree: Any, values: Any) -> Any:
+    """Return a tree with the values of an object of its outline."""
+    parts = {}
+    for name, inner in _parts(tree).items():
+        if hasattr(values, _field(name)):
+            value = getattr(values, _field(name))
+            parts[name] = _replaced(inner, value) if type(value).__name__ == OUTLINE else value
+    return {**tree, **parts} if isinstance(tree, dict) else dataclasses.replace(tree, **parts)
+
+
+def _parts(tree: Any) -> dict[str, Any]:
+    """Return what a dataclass or a dictionary of a tree holds, by name."""
+    return tree if isinstance(tree, dict) else {one.name: getattr(tree, one.name) for one in dataclasses.fields(tree)}
+
+
+def _field(name: str) -> str:
+    """Return a field's name: a scorer may be called by a number or by a word of Python."""
+    return f"given_{name.replace('-', '_')}"
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _tyro(kind: Any, words: Sequence[str]) -> Any:
     said = io.StringIO()
     unread = (tyro.conf.HelptextFromCommentsOff,)  # else it reads every class's source again, for help that is ours
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return tyro.cli(kind, args=words, add_help=False, config=unread, **options)
+            return tyro.cli(kind, args=words, add_help=False, config=unread)
     except SystemExit:
         raise _RefusedError(" ".join(BOX.sub(" ", said.getvalue()).split())) from None
 
