@@ -30,7 +30,8 @@ from unified_trainer.sampling.solver import SamplerConfig
 REWARDS = (1.0, 2.0, 4.0, 5.0, 9.0, -1.0, 1.0, 1.0)
 SIZES = {"num_prompts": 2, "num_samples": 4, "prompts_per_update": 1, "rollout_batch": 2, "update_batch": 2}
 # Of each group the best and the worst are kept: in the first one on each rank, in the second both on the main one.
-GRPO = DanceGRPOConfig(**SIZES, timestep_fraction=0.5, best_of_n=2, init_same_noise=True)
+# Half of the transitions from a noise level of at most .95 are drawn: one of two.
+GRPO = DanceGRPOConfig(**SIZES, noise_range=(0.0, 0.95), timestep_fraction=0.5, best_of_n=2, init_same_noise=True)
 # Eight prompts; a rank has two samples of each update, whose values differ.
 PPO = DancePPOConfig(
     num_prompts=8,
