@@ -122,7 +122,7 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
     assert 4 <= run.steps / run.checkpoint_every <= 20
     assert 10 <= run.steps / run.validate_every <= 40
     assert run.sampler.negative_prompt.startswith("色调艳丽")
-    if method in ("dance_grpo", "dance_ppo", "diffusion_nft"):
+    if method in ("dance_grpo", "dance_ppo", "diffusion_nft", "awm", "online_dpo"):
         assert run.algorithm.plan().table(8)["optimizer updates"] == 1
 
 

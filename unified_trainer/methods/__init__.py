@@ -1,6 +1,7 @@
 """One file per algorithm; each yields losses."""
 
 METHODS = {  # as text: `registry.method_named` imports the one that is asked for
+    "awm": "unified_trainer.methods.awm:AWM",
     "consistency": "unified_trainer.methods.consistency:Consistency",
     "dance_grpo": "unified_trainer.methods.dance_grpo:DanceGRPO",
     "dance_ppo": "unified_trainer.methods.dance_ppo:DancePPO",
@@ -9,6 +10,7 @@ METHODS = {  # as text: `registry.method_named` imports the one that is asked fo
     "dmd2": "unified_trainer.methods.dmd2:DMD2",
     "finetune": "unified_trainer.methods.finetune:Finetune",
     "ode_init": "unified_trainer.methods.ode_init:ODEInit",
+    "online_dpo": "unified_trainer.methods.flow_dpo:OnlineDPO",
     "reward_gradient": "unified_trainer.methods.reward_gradient:RewardGradient",
     "self_forcing": "unified_trainer.methods.self_forcing:SelfForcing",
 }
