@@ -92,7 +92,8 @@ SMALL = {
 }
 
 
-# Methods that learn from samples of their own: a table of settings by method gives them all one row.
+# Methods that always learn from clips, and from samples of their own: a table of settings gives each kind one row.
+OF_CLIPS = tuple(name for name in METHODS if method_named(name).config_class.needs_clips is True)
 OF_SAMPLES = tuple(name for name in METHODS if issubclass(method_named(name).config_class, RolloutConfig))
 
 

@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 from helpers import (
     ALONE,
+    OF_CLIPS,
     OF_SAMPLES,
     REPO,
     assert_near,
@@ -86,6 +87,8 @@ OTHERS = {
     | {"algorithm.kl-coefficient": 0.1, "algorithm.tilt.beta": 0.5, "critic.learning-rate": 1e-3}
     | {"algorithm.reward-gradient.weight": 0.1, "algorithm.surrogate.first-step": 2},
 }
+OF_TINY_CLIPS = PAIRS | {"data.num-clips": 6, "sampler.num-steps": 1}
+OTHERS |= {name: OF_TINY_CLIPS for name in OF_CLIPS if name not in METHODS | OTHERS}
 OTHERS |= {name: SMALL | GROUPS for name in OF_SAMPLES if name not in METHODS | OTHERS}
 LARGER = {"finetune": ["--algorithm.micro-batch", "4"]} | {
     "dance_grpo": ["--algorithm.rollout-batch", "4", "--algorithm.update-batch", "4"]

@@ -21,6 +21,7 @@ from helpers import (
     frozen,
     gradients,
     metrics_of,
+    random_clips,
     reward_of,
     reward_parts,
     setup_of,
@@ -30,9 +31,10 @@ from helpers import (
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
+from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
-from unified_trainer.methods.flow_dpo import OnlineDPO, OnlineDPOConfig, preference_logits
+from unified_trainer.methods.flow_dpo import FlowDPO, FlowDPOConfig, OnlineDPO, OnlineDPOConfig, preference_logits
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.parallel.mesh import Mesh
@@ -92,6 +94,76 @@ def test_the_gradient_in_closed_form():
 def test_a_student_that_is_the_reference_has_logit_0():
     v, target = torch.randn(2, 4, *LATENT_SHAPE)
     assert not preference_logits(v, v, target, 2000.0).any()
+
+
+# Stored pairs.
+
+
+def stored(count: int = 4) -> Clips:
+    clips = random_clips(2 * count)
+    return Clips(clips.prompts[:count], clips.encoded[:count], clips.encoded[count:])
+
+
+def pair_trainer(*, clips: Clips | None = None, **changes) -> Trainer:
+    config = FlowDPOConfig(**{"batch_size": 4, "micro_batch": 4, "beta": 20.0} | changes)
+    student = Recorder(TrainableConfig(max_grad_norm=0.0))
+    loader = Loader(clips or stored(), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    method = FlowDPO(config, SAMPLER, student=student, reference=frozen("reference", seed=2))
+    return Trainer(method, {"student": student}, loader, ALONE, seed=0)
+
+
+def pairs_by_hand(beta: float = 20.0) -> dict[str, torch.Tensor]:
+    """The gradient of the paper's loss over the batch of step 0: one noise and one level of each pair."""
+    batch, role, reference = pair_trainer().loader.batch(0), trainable(), frozen("reference", seed=2)
+    clips, rng, total = stored(), Streams(0, 0), 0.0
+    for i, row in enumerate(batch.prompt_ids):
+        noise = rng.noise("noise", [batch.sample_ids[i]], LATENT_SHAPE)
+        u = rng.uniform("sigma", [batch.sample_ids[i]])
+        sigma, cond, gained = 3 * u / (1 + 2 * u), batch.take([i]).cond, []
+        for x0 in (clips.encoded[[row]], clips.less_preferred[[row]]):
+            x_t = (1 - float(sigma)) * x0 + float(sigma) * noise
+            errors = [(of.velocity(x_t, sigma, cond) - (noise - x0)).square().mean() for of in (role, reference)]
+            gained.append(errors[0] - errors[1])
+        total = total - torch.nn.functional.logsigmoid(-beta / 2 * (gained[0] - gained[1])) / len(batch)
+    total.backward()
+    return gradients(role.network)
+
+
+def test_the_update_on_stored_pairs_is_the_gradient_of_the_paper():
+    one = pair_trainer()
+    calls = Calls.of(one.roles["student"])
+    metrics = one.step(0)
+    assert_near(one.roles["student"].gradients[0], pairs_by_hand(), 1e-3)
+    assert [len(x) for x in calls.x_t] == [8] and metrics["loss"] > 0
+
+
+def test_the_gradient_of_stored_pairs_does_not_depend_on_the_micro_batch():
+    parts, whole = pair_trainer(micro_batch=1), pair_trainer()
+    assert parts.step(0) == pytest.approx(whole.step(0), rel=1e-4)
+    assert_near(parts.roles["student"].gradients[0], whole.roles["student"].gradients[0], 1e-4)
+
+
+def test_swapped_pairs_turn_the_preference_around():
+    """The logits change their sign, so that the losses of both differ by the logit."""
+    clips = stored()
+    swapped = Clips(clips.prompts, clips.less_preferred, clips.encoded)
+    ours, theirs = pair_trainer().step(0), pair_trainer(clips=swapped).step(0)
+    assert theirs["preference_logit"] == pytest.approx(-ours["preference_logit"], rel=1e-3)
+    assert theirs["loss"] - ours["loss"] == pytest.approx(ours["preference_logit"], rel=1e-3)
+
+
+TINY_PAIRS = ["--method", "flow_dpo", *SMALL["finetune"][2:], "--student.learning-rate", "0.001"]
+
+
+@pytest.mark.slow
+def test_a_run_on_pairs_resumes_as_if_it_was_never_stopped(tmp_path):
+    straight, halved = tmp_path / "straight", tmp_path / "halved"
+    assert main([*TINY_PAIRS, "--output", str(straight), "--steps", "4", "--checkpoint-every", "1"]) == 0
+    assert main(["--resume", str(cut_off(straight, halved, 2))]) == 0
+    assert metrics_of(halved) == metrics_of(straight)
+    assert_same(checkpoint_of(halved, 4), checkpoint_of(straight, 4))
+    lines = [line for line in metrics_of(straight) if "train/loss" in line]
+    assert lines[0]["train/preference_logit"] == 0 and lines[-1]["train/preference_logit"] != 0
 
 
 # The update.

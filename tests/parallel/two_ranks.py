@@ -25,6 +25,7 @@ from helpers import (
     dmd2,
     finetune,
     flags,
+    random_clips,
     reward_of,
     reward_parts,
     small_model,
@@ -32,6 +33,7 @@ from helpers import (
 )
 
 from unified_trainer import __main__ as program
+from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.awm import AWM, AWMConfig
@@ -39,7 +41,7 @@ from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.dance_ppo import DancePPOConfig
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.methods.finetune import FinetuneConfig
-from unified_trainer.methods.flow_dpo import OnlineDPO, OnlineDPOConfig
+from unified_trainer.methods.flow_dpo import FlowDPO, FlowDPOConfig, OnlineDPO, OnlineDPOConfig
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.backbone import Backbone
@@ -71,7 +73,7 @@ DYNAMIC_SAMPLING = DanceGRPOConfig(
 )
 # dmd2_shared: adapters over one base, recomputed activations.
 METHODS = ("finetune", "dance_grpo", "dance_ppo", "dynamic_sampling", "dmd2", "dmd2_shared")
-METHODS += ("dmd2_sid", "dmd2_decoupled", "awm", "online_dpo")
+METHODS += ("dmd2_sid", "dmd2_decoupled", "awm", "flow_dpo", "online_dpo")
 ONE_UPDATE = SIZES | {"prompts_per_update": 2}
 FORWARD = {  # a method on noised samples: its class and its settings
     "awm": (AWM, AWMConfig(**ONE_UPDATE)),
@@ -88,6 +90,8 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
     if method == "finetune":
         config = FinetuneConfig(batch_size=8, micro_batch=2, caption_dropout=0.5)
         return finetune(config, **recorder)
+    if method == "flow_dpo":
+        return on_pairs(FlowDPOConfig(batch_size=4, micro_batch=1, beta=20.0), **recorder)
     if method.startswith("dmd2"):
         shared, direction = method == "dmd2_shared", method.removeprefix("dmd2_")
         if direction in ("sid", "decoupled"):
@@ -119,6 +123,17 @@ def on_noised_samples(kind, config, scorer, *, mesh: Mesh, **recorder) -> Traine
     parts = reward_parts(kind, config, sampler, roles[kind.sampled_by], reward_of(scorer), loader)
     copies = {"old": (roles["old"], "student")} if "old" in roles else {}
     return Trainer(kind(config, sampler, **roles, **parts), {"student": student}, loader, mesh, copies=copies, seed=0)
+
+
+def on_pairs(config: FlowDPOConfig, *, mesh: Mesh, **recorder) -> Trainer:
+    """A trainer on stored pairs."""
+    student = Recorder(mesh=mesh, **recorder)
+    reference = Frozen("reference", Backbone(small_model(1), mesh), RoleConfig())
+    clips = random_clips(8)
+    pairs = Clips(clips.prompts[:4], clips.encoded[:4], clips.encoded[4:])
+    loader = Loader(pairs, tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, mesh)
+    method = FlowDPO(config, SamplerConfig(guidance_scale=1.0), student=student, reference=reference)
+    return Trainer(method, {"student": student}, loader, mesh, seed=0)
 
 
 def gradients(method: str, mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

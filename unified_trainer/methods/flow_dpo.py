@@ -1,11 +1,12 @@
-"""Flow-DPO: preferences between two samples of a prompt, learned without a reward's scale (arXiv:2501.13918).
+"""Flow-DPO: preferences between two clips of a prompt, learned without a reward's scale (arXiv:2501.13918).
 
 The logit of a pair is that of Diffusion-DPO (arXiv:2311.12908) for the errors of a velocity, with a constant beta.
+`FlowDPO` learns from stored pairs, `OnlineDPO` from the best and the worst of its own samples.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -13,20 +14,72 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Positive
+from unified_trainer.basics.ranges import Positive, Shift
 from unified_trainer.basics.types import Batch, PerSample, take_rows
 from unified_trainer.data.batch_plan import BatchPlan, largest_divisor
-from unified_trainer.methods.base import Loss, MethodSetup, Metrics, initial_copy, trained
+from unified_trainer.methods.base import (
+    Loss,
+    Method,
+    MethodSetup,
+    Metrics,
+    SingleUpdateConfig,
+    initial_copy,
+    trained,
+)
 from unified_trainer.methods.rl.forward_process import ForwardConfig, generate_samples
 from unified_trainer.methods.rl.groups import Advantages, gather_ids, reward_metrics
 from unified_trainer.methods.rl.minibatches import Minibatch, plan_minibatches
 from unified_trainer.methods.rl.rollout_method import RolloutMethod
 from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.methods.rl.updates import LossAt, MinibatchLoss, update_losses
-from unified_trainer.numerics.flow import add_noise
+from unified_trainer.numerics.flow import ShiftedUniform, add_noise
 from unified_trainer.numerics.kl import velocity_kl
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.role import Frozen, Trainable
+
+
+@dataclass(frozen=True)
+class FlowDPOConfig(SingleUpdateConfig):
+    beta: Positive = 2000.0
+    """Strength of a preference: how much the errors of a pair count beside those of the reference."""
+    shift: Shift = 3.0
+    """Shift of the uniform noise levels towards noise; 1 is none."""
+    needs_clips: ClassVar[bool] = True
+    needs_pairs: ClassVar[bool] = True
+
+    def check(self, setup: MethodSetup) -> None:
+        if setup.sampler.chunks.causal:
+            raise UserError("sampler.chunks.chunk_frames must be 0 for flow_dpo; dance_grpo trains causal students")
+        setup.check_guidance("student", "sampler.guidance_scale", setup.sampler.guidance_scale)
+        setup.check_noise_levels("student", self.sigma_law)
+
+    @property
+    def sigma_law(self) -> ShiftedUniform:
+        """Law of the noise levels of pairs."""
+        return ShiftedUniform(self.shift)
+
+
+class FlowDPO(Method):
+    """loss = -mean log sigmoid of `preference_logits`, with one noise and one noise level for both clips of a pair."""
+
+    config_class = FlowDPOConfig
+    roles = {"student": trained(), "reference": initial_copy("student")}
+    student: Trainable
+    reference: Frozen
+
+    def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
+        assert batch.latents is not None and batch.rejected is not None  # `needs_pairs`
+        x0, ids = torch.cat([batch.latents, batch.rejected]), batch.sample_ids
+        noise = rng.noise("noise", ids * 2, batch.latent_shape).to(x0)
+        level, weight = self.student.draw_noise_levels("sigma", ids, rng, self.config.sigma_law)
+        sigma, cond = torch.cat([level, level]), batch.cond.cat(batch.cond)
+        x_t = add_noise(x0, noise, sigma)
+        velocity, reference = (role.velocity(x_t, sigma, cond) for role in (self.student, self.reference))
+        logits = preference_logits(velocity, reference, noise - x0, self.config.beta)
+        loss, seen = -logsigmoid(logits), logits.detach()
+        metrics = {"loss": loss.detach(), "preferred": (seen > 0).float(), "preference_logit": seen}
+        yield Loss("student", weight * loss.mean(), metrics=metrics)
 
 
 @dataclass(frozen=True)
