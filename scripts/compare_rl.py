@@ -23,7 +23,8 @@ class Kind:
 
     flags: str  # flags of its runs
     rollout: int  # network calls to generate a sample
-    trained: int  # calls to train on it, with an old policy's or a value function's; a backward pass is not counted
+    # Calls to train on it, with those of an old policy, a reference or a value function; no backward pass is counted.
+    trained: int
     from_dmd2: bool = False  # starts from the distilled student, with its sampler
 
     @property
@@ -39,6 +40,8 @@ KINDS = {
     "window of 2": Kind(f"--method dance_grpo {SAMPLER} {TRAINED} --algorithm.window.size 2", 4, 2),
     "dance_ppo": Kind(f"--method dance_ppo {SAMPLER} {TRAINED}", 4, 9),
     "diffusion_nft": Kind(f"--method diffusion_nft {SAMPLER} {TRAINED}", 4, 8),
+    "awm": Kind(f"--method awm {SAMPLER} {TRAINED}", 4, 8),
+    "online_dpo": Kind(f"--method online_dpo {SAMPLER} {TRAINED} --algorithm.num-samples 4", 4, 4),
     "dance on dmd2": Kind(f"--method dance_grpo {TRAINED}", 4, 3, from_dmd2=True),
 }
 

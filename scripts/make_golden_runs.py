@@ -42,6 +42,10 @@ RUNS = {
     "dmd2": f"--method dmd2 {SHORT} {VIDEO} {PARTS} --steps 3 --validate-every 0 --algorithm.student-every 2",
     "dmd2_data_gan": f"--method dmd2 {SHORT} {CLIPS} --steps 3 --algorithm.student-every 2 --algorithm.rollout data "
     "--algorithm.gan-weight 3e-3",
+    "dmd2_sid": f"--method dmd2 {SHORT} {VIDEO} {PARTS} --steps 3 --validate-every 0 --algorithm.student-every 2 "
+    "--algorithm.direction sid",
+    "dmd2_decoupled": f"--method dmd2 {SHORT} {VIDEO} {PARTS} --steps 3 --validate-every 0 "
+    "--algorithm.student-every 2 --algorithm.direction decoupled",
     "self_forcing": f"--method self_forcing {SHORT} {VIDEO} {PARTS} --video.frames 13 --steps 3 --validate-every 0 "
     "--algorithm.student-every 2 --algorithm.gradient-frames 2",
     "dance_grpo": f"--method dance_grpo {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 2 --sampler.num-steps 4",
@@ -53,6 +57,10 @@ RUNS = {
     "--algorithm.gae-lambda 0.9 --algorithm.value-warmup-steps 1 --sampler.guidance-scale 3",
     "diffusion_nft": f"--method diffusion_nft {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 "
     "--sampler.num-steps 3 --algorithm.kl-coefficient 0.1",
+    "awm": f"--method awm {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 --sampler.num-steps 3 "
+    "--algorithm.noise-range 0.1 0.95",
+    "online_dpo": f"--method online_dpo {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 --sampler.num-steps 3",
+    "flow_dpo": f"--method flow_dpo {SHORT} {CLIPS} --steps 2",
     "distill_rl": f"--method distill_rl {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 --sampler.num-steps 3 "
     "--algorithm.tilt.beta 2 --algorithm.reward-gradient.weight 0.1 --algorithm.critic-updates 2",
     "reward_gradient": f"--method reward_gradient {SHORT} {VIDEO} {PARTS} --steps 2 --validate-every 0",

@@ -32,6 +32,7 @@ from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
 from unified_trainer.methods.dance_ppo import DancePPO, DancePPOConfig
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
+from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.methods.rl.rollouts import LocalRollouts
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.causal import CausalWanModel
@@ -47,7 +48,7 @@ from unified_trainer.roles.experts import ExpertLayout
 from unified_trainer.roles.role import Frozen, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.roles.value import Value
 from unified_trainer.run.checkpoint import dcp as checkpoint
-from unified_trainer.run.registry import TINY
+from unified_trainer.run.registry import METHODS, TINY, method_named
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.sampling.solver import SamplerConfig
 
@@ -89,6 +90,11 @@ SMALL = {
         | SHORT
     ),
 }
+
+
+# Methods that always learn from clips, and from samples of their own: a table of settings gives each kind one row.
+OF_CLIPS = tuple(name for name in METHODS if method_named(name).config_class.needs_clips is True)
+OF_SAMPLES = tuple(name for name in METHODS if issubclass(method_named(name).config_class, RolloutConfig))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import simulated_npu
 import simulated_phases
-from helpers import small_pipeline
+from helpers import OF_CLIPS, OF_SAMPLES, small_pipeline
 
 from unified_trainer.__main__ import main
 from unified_trainer.run.trainer import Trainer
@@ -26,14 +26,12 @@ RUNS = {
     "dance_grpo": GROUPS | {"sampler.num-steps": 3, "algorithm.kl-coefficient": 0.1},
     "dmd2": PARTS | {"algorithm.student-every": 1, "sampler.num-steps": 2},
     "self_forcing": PARTS | {"video.frames": 9, "algorithm.student-every": 1, "sampler.num-steps": 2},
-    "finetune": CLIPS,
     "ode_init": PARTS | {"sampler.num-steps": 2, "algorithm.teacher-steps": 3},
-    "consistency": CLIPS,
     "dance_ppo": SINGLES | {"sampler.num-steps": 3} | ON_CPU,
-    "diffusion_nft": GROUPS | {"sampler.num-steps": 2} | ON_CPU,
-    "distill_rl": GROUPS | {"sampler.num-steps": 2} | ON_CPU,
     "reward_gradient": PARTS | {"sampler.num-steps": 2},
 }
+RUNS |= dict.fromkeys(OF_CLIPS, CLIPS)
+RUNS |= {name: GROUPS | {"sampler.num-steps": 2} | ON_CPU for name in OF_SAMPLES if name not in RUNS}
 SCORED = {"reward.kind": "sharpness", "reward.path": ""}  # a scorer in plain torch; its value does not matter here
 # dance_grpo compares its first update of a run with the rollout, which reads from the device.
 STEPS = {"dance_grpo": 2}  # others take one

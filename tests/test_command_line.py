@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import yaml
-from helpers import REPO, SMALL, WAN, command, copy_of, rewrite, shell
+from helpers import OF_CLIPS, REPO, SMALL, WAN, command, copy_of, rewrite, shell
 
 from unified_trainer.__main__ import COMMANDS, command_named, main
 from unified_trainer.basics.errors import UserError
@@ -349,9 +349,9 @@ def test_help_names_the_settings_that_a_method_reads(method):
         page = help_pages.of_method(method_named(method), run_of(method), width, everything=False)
         sections = re.findall(r"^(\w+)(?:: .*)?$", page, re.M)
         assert ("hacking_monitor" in sections) == method_named(method).uses_reward
-        reads_clips = ("finetune", "consistency", "dmd2", "self_forcing", "ode_init", "distill_rl")
+        reads_clips = (*OF_CLIPS, "dmd2", "self_forcing", "ode_init", "distill_rl")
         assert ("data" in sections) == (method in reads_clips)
-        assert ("  --prompts TEXT" in page) == (method not in ("finetune", "consistency"))
+        assert ("  --prompts TEXT" in page) == (method not in OF_CLIPS)
         assert {"algorithm", "student", "reward", "validation"} <= set(sections)
         assert max(map(len, page.splitlines())) <= width
         named = {key for key in settings_of_method(method) if key.rpartition(".")[2].replace("_", "-") in page}

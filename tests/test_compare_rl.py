@@ -26,7 +26,9 @@ def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name, monkeypa
     run = command_line.parse(flags)
     check(replace(run, init_from=None), ALONE)  # the run that it starts from is not made here
     assert kind.rollout == run.sampler.num_steps and run.sampler.guidance_scale == 1
-    if run.method == "diffusion_nft":
+    if run.method == "online_dpo":  # two of a group, by student and reference
+        assert kind.trained == 2 * run.sampler.num_steps * 2 / run.algorithm.num_samples
+    elif run.method in ("diffusion_nft", "awm"):
         assert kind.trained == 2 * run.sampler.num_steps * run.algorithm.timestep_fraction
     elif run.method == "dance_ppo":  # the values of all states, the update of the values, and that of the policy
         assert kind.trained == 3 * (run.sampler.num_steps - 1) and run.algorithm.timestep_fraction == 1

@@ -27,6 +27,8 @@ import numpy as np
 import pytest
 from helpers import (
     ALONE,
+    OF_CLIPS,
+    OF_SAMPLES,
     REPO,
     assert_near,
     assert_same,
@@ -76,7 +78,6 @@ GROUPS = {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.rol
 # Their state is of the same kinds; they are killed only where --kills asks for many.
 OTHERS = {
     "dance_ppo": SMALL | GROUPS | {"value.learning-rate": 1e-3},
-    "diffusion_nft": SMALL | GROUPS,
     "reward_gradient": SMALL | PAIRS,
     "ode_init": SMALL | PAIRS | {"algorithm.teacher-steps": 3},
     "consistency": PAIRS | {"data.num-clips": 6, "sampler.num-steps": 2},
@@ -86,6 +87,9 @@ OTHERS = {
     | {"algorithm.kl-coefficient": 0.1, "algorithm.tilt.beta": 0.5, "critic.learning-rate": 1e-3}
     | {"algorithm.reward-gradient.weight": 0.1, "algorithm.surrogate.first-step": 2},
 }
+OF_TINY_CLIPS = PAIRS | {"data.num-clips": 6, "sampler.num-steps": 1}
+OTHERS |= {name: OF_TINY_CLIPS for name in OF_CLIPS if name not in METHODS | OTHERS}
+OTHERS |= {name: SMALL | GROUPS for name in OF_SAMPLES if name not in METHODS | OTHERS}
 LARGER = {"finetune": ["--algorithm.micro-batch", "4"]} | {
     "dance_grpo": ["--algorithm.rollout-batch", "4", "--algorithm.update-batch", "4"]
 }

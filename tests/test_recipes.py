@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from clip_files import write_clips
-from helpers import ALONE, HPSV3, WAN, flags
+from helpers import ALONE, HPSV3, OF_CLIPS, WAN, flags
 from real_clips import grays, write_exactly
 from ti2v_folder import ti2v_folder
 
@@ -93,9 +93,9 @@ def test_every_real_recipe_has_a_published_size():
 def given(recipe: str, method: str, folder, prompts) -> list[str]:
     """The flags of a run that has everything it needs."""
     words = ["--recipe", recipe, "--method", method, "--student.path", folder]
-    words += (
-        ["--data.path", prompts.parent] if method_named(method).config_class().needs_clips else ["--prompts", prompts]
-    )
+    config = method_named(method).config_class
+    words += ["--data.path", prompts.parent] if config().needs_clips else ["--prompts", prompts]
+    words += ["--data.rejected", prompts.parent] if config.needs_pairs else []
     return [*words, "--reward.path", HPSV3] if method_named(method).uses_reward else words
 
 
@@ -118,11 +118,11 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
     for ranks in (1, 8, 16):
         plan = check(run, Mesh(ALONE.device, size=ranks, config=ParallelConfig(shard=ranks)))
         assert plan.notes == () and plan.counts["micro-batch"] == 1
-        assert plan.prompts == (() if method in ("finetune", "consistency") else ("a cat", "a dog"))
+        assert plan.prompts == (() if method in OF_CLIPS else ("a cat", "a dog"))
     assert 4 <= run.steps / run.checkpoint_every <= 20
     assert 10 <= run.steps / run.validate_every <= 40
     assert run.sampler.negative_prompt.startswith("色调艳丽")
-    if method in ("dance_grpo", "dance_ppo", "diffusion_nft"):
+    if method in ("dance_grpo", "dance_ppo", "diffusion_nft", "awm", "online_dpo"):
         assert run.algorithm.plan().table(8)["optimizer updates"] == 1
 
 
@@ -214,7 +214,7 @@ def test_videos_that_cannot_be_used_are_named_with_what_else_a_run_lacks(models,
         check(parsed(*words, "--student.path", models["wan2.1-1.3b"]), ALONE)
 
 
-@pytest.mark.parametrize("method", ["finetune", "consistency"])
+@pytest.mark.parametrize("method", OF_CLIPS)
 def test_prompts_are_refused_where_the_captions_of_clips_are_taken(method, prompts):
     with pytest.raises(ConfigError, match=f"--prompts .*: {method} trains on clips and takes their captions"):
         check(parsed("--method", method, "--prompts", prompts), ALONE)
@@ -232,8 +232,8 @@ def test_help_lists_what_the_method_reads_alone(method):
     """finetune reads no prompts, dance_grpo no clips, and neither has a guard of distillation."""
     run = parsed("--method", method)
     page = of_method(method_named(method), run, 100, everything=True)
-    read = {"--prompts ": "finetune" not in method and "consistency" not in method}
-    read |= {"--data.path ": method in ("finetune", "consistency", "dmd2", "self_forcing", "ode_init", "distill_rl")}
+    read = {"--prompts ": method not in OF_CLIPS}
+    read |= {"--data.path ": method in (*OF_CLIPS, "dmd2", "self_forcing", "ode_init", "distill_rl")}
     assert {flag: f"\n  {flag}" in page for flag in read} == read
 
 

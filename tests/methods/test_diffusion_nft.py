@@ -49,15 +49,20 @@ CONFIG = DiffusionNFTConfig(
 )
 
 
-def trainer(*, old_seed: int = 1, reference=None, rewards=REWARDS, moves: bool = False, **changes) -> Trainer:
-    """Return a trainer whose student records its gradients; the old policy has other weights unless its seed is 0."""
-    config = dataclasses.replace(CONFIG, **changes)
+def trainer(
+    *, old_seed: int = 1, reference=None, rewards=REWARDS, moves: bool = False, kind=DiffusionNFT, of=CONFIG, **changes
+) -> Trainer:
+    """Return a trainer whose student records its gradients; the old policy has other weights unless its seed is 0.
+
+    `kind` is another method with an old policy, and `of` its settings.
+    """
+    config = dataclasses.replace(of, **changes)
     student = Recorder(TrainableConfig(max_grad_norm=0.0, learning_rate=1e-2), moves=moves)
     old = WeightCopy("old", Backbone(small_model(old_seed), ALONE), TrainableConfig())
     reward = reward_of(ScriptedScorer(rewards))
     loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
-    parts = reward_parts(DiffusionNFT, config, SAMPLER, old, reward, loader)
-    method = DiffusionNFT(config, SAMPLER, student=student, old=old, reference=reference, **parts)
+    parts = reward_parts(kind, config, SAMPLER, old, reward, loader)
+    method = kind(config, SAMPLER, student=student, old=old, reference=reference, **parts)
     return Trainer(method, {"student": student}, loader, ALONE, copies={"old": (old, "student")}, seed=0)
 
 
@@ -169,6 +174,14 @@ def test_a_fraction_of_the_levels():
     calls = Calls.of(one.roles["student"])
     one.step(0)
     assert len(calls.sigma) == 1
+
+
+def test_a_range_of_the_levels():
+    """Levels 1 and .857 of the sampler, and not .6: steps 0 and 1."""
+    one = trainer(noise_range=(0.7, 1.0))
+    calls = Calls.of(one.roles["student"])
+    one.step(0)
+    assert [float(sigma[0]) for sigma in calls.sigma] == pytest.approx(SIGMAS[:2])
 
 
 # The old policy.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, WanPipeline
 from diffusers.utils import dynamic_modules_utils
-from helpers import ALONE, assert_same, checkpoint_of, flags
+from helpers import ALONE, OF_CLIPS, OF_SAMPLES, assert_same, checkpoint_of, flags
 from parallel.launch import torchrun
 from ti2v_folder import ti2v_folder
 
@@ -24,9 +24,9 @@ SINGLE = {"algorithm.batch-size": 2, "algorithm.micro-batch": 1}
 GROUPS = {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
 GROUPS |= {"algorithm.rollout-batch": 2, "algorithm.update-batch": 2}
 CLIPS = {"data.num-clips": 2, "video.frames": 17, "video.height": 64, "video.width": 64}
-OWN = {"finetune": CLIPS | SINGLE, "consistency": CLIPS | SINGLE, "ode_init": SINGLE | {"algorithm.teacher-steps": 3}}
+OWN = dict.fromkeys(OF_CLIPS, CLIPS | SINGLE) | {"ode_init": SINGLE | {"algorithm.teacher-steps": 3}}
 OWN |= {"dmd2": SINGLE | {"algorithm.student-every": 1}, "self_forcing": SINGLE | {"algorithm.student-every": 1}}
-OWN |= {name: GROUPS for name in ("dance_grpo", "diffusion_nft", "distill_rl")}
+OWN |= dict.fromkeys(OF_SAMPLES, GROUPS)
 OWN["dance_ppo"] = GROUPS | {"algorithm.num-samples": 1, "algorithm.num-prompts": 4}
 OWN["reward_gradient"] = SINGLE
 

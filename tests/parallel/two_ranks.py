@@ -13,16 +13,40 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers import SMALL, ScriptedScorer, StubbornScorer, dance_grpo, dance_ppo, dmd2, finetune, flags
+from helpers import (
+    CAPTIONS,
+    LATENT_SHAPE,
+    SMALL,
+    Recorder,
+    ScriptedScorer,
+    StubbornScorer,
+    dance_grpo,
+    dance_ppo,
+    dmd2,
+    finetune,
+    flags,
+    random_clips,
+    reward_of,
+    reward_parts,
+    small_model,
+    tiny_codec,
+)
 
 from unified_trainer import __main__ as program
+from unified_trainer.data.clips import Clips
+from unified_trainer.data.loader import Loader
+from unified_trainer.data.prompts import Prompts
+from unified_trainer.methods.awm import AWM, AWMConfig
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.dance_ppo import DancePPOConfig
 from unified_trainer.methods.dmd2 import DMD2Config
 from unified_trainer.methods.finetune import FinetuneConfig
+from unified_trainer.methods.flow_dpo import FlowDPO, FlowDPOConfig, OnlineDPO, OnlineDPOConfig
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.role import Frozen, RoleConfig, TrainableConfig
+from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.checkpoint import dcp as checkpoint
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.sampling.solver import SamplerConfig
@@ -30,7 +54,8 @@ from unified_trainer.sampling.solver import SamplerConfig
 REWARDS = (1.0, 2.0, 4.0, 5.0, 9.0, -1.0, 1.0, 1.0)
 SIZES = {"num_prompts": 2, "num_samples": 4, "prompts_per_update": 1, "rollout_batch": 2, "update_batch": 2}
 # Of each group the best and the worst are kept: in the first one on each rank, in the second both on the main one.
-GRPO = DanceGRPOConfig(**SIZES, timestep_fraction=0.5, best_of_n=2, init_same_noise=True)
+# Half of the transitions from a noise level of at most .95 are drawn: one of two.
+GRPO = DanceGRPOConfig(**SIZES, noise_range=(0.0, 0.95), timestep_fraction=0.5, best_of_n=2, init_same_noise=True)
 # Eight prompts; a rank has two samples of each update, whose values differ.
 PPO = DancePPOConfig(
     num_prompts=8,
@@ -48,6 +73,12 @@ DYNAMIC_SAMPLING = DanceGRPOConfig(
 )
 # dmd2_shared: adapters over one base, recomputed activations.
 METHODS = ("finetune", "dance_grpo", "dance_ppo", "dynamic_sampling", "dmd2", "dmd2_shared")
+METHODS += ("dmd2_sid", "dmd2_decoupled", "awm", "flow_dpo", "online_dpo")
+ONE_UPDATE = SIZES | {"prompts_per_update": 2}
+FORWARD = {  # a method on noised samples: its class and its settings
+    "awm": (AWM, AWMConfig(**ONE_UPDATE)),
+    "online_dpo": (OnlineDPO, OnlineDPOConfig(**ONE_UPDATE, beta=20.0)),
+}
 PROGRAM = SMALL["dance_grpo"] + flags(
     {"steps": 2, "validate-every": 2, "validation.num-videos": 1, "student.ema-decay": 0.5}
     | {"algorithm.update-batch": 2, "algorithm.rollout-batch": 2}
@@ -59,20 +90,50 @@ def trainer(method: str, mesh: Mesh, *, moves: bool = False) -> Trainer:
     if method == "finetune":
         config = FinetuneConfig(batch_size=8, micro_batch=2, caption_dropout=0.5)
         return finetune(config, **recorder)
+    if method == "flow_dpo":
+        return on_pairs(FlowDPOConfig(batch_size=4, micro_batch=1, beta=20.0), **recorder)
     if method.startswith("dmd2"):
-        shared = method == "dmd2_shared"
+        shared, direction = method == "dmd2_shared", method.removeprefix("dmd2_")
+        if direction in ("sid", "decoupled"):
+            return dmd2(dataclasses.replace(MATCHING, gan_weight=0.0, direction=direction), **recorder)
         return dmd2(MATCHING, shared=shared, checkpointing=shared, **recorder)
     if method == "dynamic_sampling":
         first = dance_grpo(DYNAMIC_SAMPLING).loader.batch(0).prompts[0]
         return dance_grpo(DYNAMIC_SAMPLING, scorer=StubbornScorer({first}), **recorder)
     scorer, sampler = ScriptedScorer(()), SamplerConfig(num_steps=4, guidance_scale=2.0)
-    if method == "dance_ppo":
+    if method in FORWARD:
+        one = on_noised_samples(*FORWARD[method], scorer, **recorder)
+    elif method == "dance_ppo":
         one = dance_ppo(PPO, sampler=sampler, scorer=scorer, head=0.3, **recorder)
     else:
         one = dance_grpo(GRPO, sampler=sampler, scorer=scorer, **recorder)
     batch = one.loader.batch(0)  # the rewards of this rank's samples, whatever rank holds them
     scorer.rewards = [REWARDS[sample] for sample in batch.sample_ids]
     return one
+
+
+def on_noised_samples(kind, config, scorer, *, mesh: Mesh, **recorder) -> Trainer:
+    """A trainer of a method whose second role is the old policy, which samples, or the reference."""
+    sampler, student = SamplerConfig(num_steps=3, guidance_scale=1.0), Recorder(mesh=mesh, **recorder)
+    other = Backbone(small_model(1), mesh)
+    roles = {"student": student, "old": WeightCopy("old", other, TrainableConfig()), "reference": None}
+    if kind is OnlineDPO:
+        roles = {"student": student, "reference": Frozen("reference", other, RoleConfig())}
+    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, mesh)
+    parts = reward_parts(kind, config, sampler, roles[kind.sampled_by], reward_of(scorer), loader)
+    copies = {"old": (roles["old"], "student")} if "old" in roles else {}
+    return Trainer(kind(config, sampler, **roles, **parts), {"student": student}, loader, mesh, copies=copies, seed=0)
+
+
+def on_pairs(config: FlowDPOConfig, *, mesh: Mesh, **recorder) -> Trainer:
+    """A trainer on stored pairs."""
+    student = Recorder(mesh=mesh, **recorder)
+    reference = Frozen("reference", Backbone(small_model(1), mesh), RoleConfig())
+    clips = random_clips(8)
+    pairs = Clips(clips.prompts[:4], clips.encoded[:4], clips.encoded[4:])
+    loader = Loader(pairs, tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, mesh)
+    method = FlowDPO(config, SamplerConfig(guidance_scale=1.0), student=student, reference=reference)
+    return Trainer(method, {"student": student}, loader, mesh, seed=0)
 
 
 def gradients(method: str, mesh: Mesh) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

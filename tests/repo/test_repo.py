@@ -191,6 +191,7 @@ def test_methods_do_not_inherit():
                     "Method",
                     "RolloutMethod",
                     "PolicyMethod",
+                    "OldPolicyMethod",
                     "NamedTuple",
                     "UserError",
                     "RuntimeError",

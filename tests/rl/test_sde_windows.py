@@ -54,6 +54,6 @@ def test_a_window_never_leaves_the_table(size, every, stride, schedule, step):
 
 
 def test_a_window_of_more_transitions_than_there_are_names_its_key():
-    said = r"algorithm\.window\.size must be at most 5, .* with this sampler\.num_steps, not 6"
+    said = r"algorithm\.window\.size must be at most 5, .* with this sampler\.num_steps and .*, not 6"
     with pytest.raises(ValueError, match=said):
         WindowConfig(size=6).check(5)

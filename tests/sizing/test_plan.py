@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import REPO
+from helpers import OF_CLIPS, OF_SAMPLES, REPO
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
@@ -27,8 +27,8 @@ SINGLE = ["--algorithm.batch-size", "2", "--algorithm.micro-batch", "1"]
 GROUPS = ["--algorithm.num-prompts", "2", "--algorithm.num-samples", "2", "--algorithm.prompts-per-update", "1"]
 GROUPS += ["--algorithm.rollout-batch", "2", "--algorithm.update-batch", "1", "--sampler.num-steps", "3"]
 CLIPS = ["--video.frames", "17", "--video.height", "64", "--video.width", "64", "--data.num-clips", "4"]
-OWN = {"finetune": [*SINGLE, *CLIPS], "consistency": [*SINGLE, *CLIPS]}
-OWN |= {name: GROUPS for name in ("dance_grpo", "diffusion_nft", "distill_rl")}
+OWN = {name: [*SINGLE, *CLIPS] for name in OF_CLIPS}
+OWN |= dict.fromkeys(OF_SAMPLES, GROUPS)
 OWN["dance_ppo"] = [*GROUPS, "--algorithm.num-prompts", "4", "--algorithm.prompts-per-update", "2"]
 OWN["ode_init"] = [*SINGLE, "--algorithm.teacher-steps", "3"]
 

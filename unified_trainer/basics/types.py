@@ -111,6 +111,7 @@ class Batch:
     uncond: Condition  # the condition of the unconditional branch of guidance
     latents: Latents | None = None  # clean latents, for methods that learn from data
     trajectory: Trajectory | None = None  # of a teacher, for methods that learn from stored ones
+    rejected: Latents | None = None  # clean latents that are preferred less than `latents`, for methods of pairs
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -134,6 +135,7 @@ class Batch:
             uncond=self.uncond.map(lambda x: take_rows(x, index)),
             latents=None if self.latents is None else take_rows(self.latents, index),
             trajectory=None if self.trajectory is None else self.trajectory.map(lambda x: take_rows(x, index)),
+            rejected=None if self.rejected is None else take_rows(self.rejected, index),
         )
 
     def cat(self, other: "Batch") -> "Batch":
@@ -147,6 +149,7 @@ class Batch:
             uncond=self.uncond.cat(other.uncond),
             latents=None if self.latents is None else cat([self.latents, other.latents]),
             trajectory=self.trajectory and other.trajectory and self.trajectory.cat(other.trajectory),
+            rejected=None if self.rejected is None else cat([self.rejected, other.rejected]),
         )
 
 

@@ -18,6 +18,7 @@ class BatchPlan:
     keys: tuple[str, str, str, str]  # the settings that these four come from, for messages
     by_failures: bool = False  # prompts are drawn in proportion to failures + 1, instead of epoch by epoch
     further: bool = False  # a step may draw prompts outside its batch
+    whole_groups: bool = False  # all samples of a prompt are on one rank
 
     @classmethod
     def one_update(cls, batch_size: int, micro_batch: int) -> "BatchPlan":
@@ -43,6 +44,12 @@ class BatchPlan:
             raise UserError(
                 f"{name} ({samples}) must be divisible by the number of ranks ({ranks}): "
                 f"set {prompts_per_update} to {multiples_near(self.prompts_per_update, needed)}"
+            )
+        if self.whole_groups and self.prompts_per_update % ranks:
+            raise UserError(
+                f"{prompts_per_update} ({self.prompts_per_update}) must be divisible by the number of ranks ({ranks}), "
+                f"because the samples of a prompt are compared on one rank: set {prompts_per_update} to "
+                f"{multiples_near(self.prompts_per_update, ranks)}"
             )
         per_update, updates = samples // ranks, self.prompts // self.prompts_per_update
         size = largest_divisor(per_update, self.micro_batch)

@@ -39,6 +39,9 @@ class DataConfig:
     videos: a folder with x.txt beside x.mp4, or a .json, .jsonl or .csv file with columns path and caption; "tiny":
     clips of the tiny world. For ode_init, parquet files of trajectories (kind ode), which take the place of the
     teacher."""
+    rejected: str = ""
+    """Parquet file or folder with the clips that people or a reward preferred less: row by row the rejected one for the
+    clip of data.path with the same id and caption. If path is tiny, clips of another subject."""
     num_clips: Count = 512
     """Number of rendered clips, if path is tiny."""
     window_gib: Annotated[float, above(0, 1e6)] = 16.0
@@ -52,6 +55,7 @@ class Clips:
 
     prompts: tuple[str, ...]
     encoded: Float[Tensor, "n c t h w"]
+    less_preferred: Float[Tensor, "n c t h w"] | None = None  # of a source of pairs
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -64,6 +68,10 @@ class Clips:
         """Return the normalised latents of these rows."""
         return take_rows(self.encoded, indices)
 
+    def rejected(self, indices: list[int]) -> Float[Tensor, "b c t h w"] | None:
+        """Return the normalised latents of the clips that are preferred less; None for single clips."""
+        return None if self.less_preferred is None else take_rows(self.less_preferred, indices)
+
 
 def check_tiny_clips(video: VideoConfig) -> None:
     """Raise UserError for a size of clips that the tiny world does not have."""
@@ -74,12 +82,16 @@ def check_tiny_clips(video: VideoConfig) -> None:
         )
 
 
-def render_clips(config: DataConfig, codec: Codec, video: VideoConfig, seed: int) -> Clips:
-    """Render clips of the training subjects in turn, with random phrasings, and encode them."""
+def render_clips(config: DataConfig, codec: Codec, video: VideoConfig, seed: int, *, pairs: bool = False) -> Clips:
+    """Render clips of the training subjects in turn, with random phrasings, and encode them.
+
+    With `pairs` each clip has a rejected one: that of the next row, whose subject its caption does not name.
+    """
     generator = torch.Generator().manual_seed(seed)
     subjects = [TRAINING[i % len(TRAINING)] for i in range(config.num_clips)]
     drawn = [draw_clip(subject, generator) for subject in subjects]
     phrasings = torch.randint(len(PHRASINGS), (config.num_clips,), generator=generator).tolist()
     captions = tuple(subject.caption(phrasing) for subject, phrasing in zip(subjects, phrasings, strict=True))
     parts = [drawn[i : i + ENCODE_BATCH] for i in range(0, len(drawn), ENCODE_BATCH)]
-    return Clips(captions, torch.cat([codec.encode(render(part)) for part in parts]))
+    encoded = torch.cat([codec.encode(render(part)) for part in parts])
+    return Clips(captions, encoded, encoded.roll(-1, 0) if pairs else None)

@@ -33,6 +33,15 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class PairSource(Source, Protocol):
+    """Rows with a second clip, preferred less than the first."""
+
+    def rejected(self, indices: list[int]) -> Tensor | None:
+        """Return the clean, normalised latents of the second clips, or None for a source of single clips."""
+        ...
+
+
+@runtime_checkable
 class StoredSource(Source, Protocol):
     """Rows in files, which are read row group by row group and may hold text embeddings."""
 
@@ -151,6 +160,7 @@ class Loader:
     def batch_of(self, indices: list[int], sample_ids: list[int]) -> Batch:
         """Make a batch of these rows of the source."""
         latents = self._source.latents(indices)
+        rejected = self._source.rejected(indices) if isinstance(self._source, PairSource) else None
         trajectory = None if self._stored is None else self._stored.trajectory(indices)
         device = self.mesh.device
         return make_batch(
@@ -163,6 +173,7 @@ class Loader:
             latents=None if latents is None else latents.to(device),
             trajectory=None if trajectory is None else trajectory.map(lambda x: x.to(device)),
             cond=None if self._stored is None else self._stored.condition(indices),
+            rejected=None if rejected is None else rejected.to(device),
         )
 
     def close(self) -> None:
@@ -201,6 +212,7 @@ def make_batch(
     latents: Tensor | None = None,
     trajectory: Trajectory | None = None,
     cond: Condition | None = None,
+    rejected: Tensor | None = None,
 ) -> Batch:
     """Make a batch: encode each distinct prompt once, unless `cond` holds the conditions of the prompts already.
 
@@ -218,4 +230,5 @@ def make_batch(
         uncond.map(lambda x: x.expand(len(prompts), *x.shape[1:])),
         latents,
         trajectory,
+        rejected,
     )

@@ -156,6 +156,26 @@ class ParquetClips(ParquetRows):
         return self._codec.normalise(self.values(indices))
 
 
+class ParquetPairs(ParquetClips):
+    """A source of captions with clean latents, and with those of clips that are preferred less, from other files."""
+
+    def __init__(self, files: StoredFiles, rejected: StoredFiles, codec: Codec, lanes: int) -> None:
+        super().__init__(files, codec, lanes)
+        self._rejected = ParquetClips(rejected, codec, lanes)
+
+    def rejected(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
+        """Return the clean, normalised latents of the clips that are preferred less."""
+        return self._rejected.latents(indices)
+
+    def prefetch(self, indices: list[int]) -> None:
+        super().prefetch(indices)
+        self._rejected.prefetch(indices)
+
+    def close(self) -> None:
+        super().close()
+        self._rejected.close()
+
+
 class ParquetTrajectories(ParquetRows):
     """A source of captions with states of a teacher's ODE at the noise levels `levels`."""
 

@@ -79,6 +79,22 @@ class StoredFiles:
         group = self.row_groups[number]
         return _place(group.file, group.first + within, self._ids[row])
 
+    def check_rejected(self, rejected: "StoredFiles") -> None:
+        """Raise UserError, naming both rows, unless the rejected clips are those of the same ids and captions."""
+        if len(rejected.captions) != len(self.captions):
+            raise UserError(
+                f"data.rejected has {len(rejected.captions)} rows, and data.path {len(self.captions)}: a pair is a row "
+                "of each"
+            )
+        rows = zip(self._ids, rejected._ids, self.captions, rejected.captions, strict=True)
+        for row, (own, other, caption, its) in enumerate(rows):
+            if own != other or caption != its:
+                raise UserError(
+                    f"data.rejected: {rejected.place(row)} is not the pair of {self.place(row)}: both need one id and "
+                    "one caption. Give both videos of a pair one name, in two folders, and one caption, and preprocess "
+                    "both"
+                )
+
     def first_rows(self) -> dict[str, list[int]]:
         """Return the first row of each file, by the text encoder that the file names."""
         named = {one.file: one.text_encoder for one in self.files}

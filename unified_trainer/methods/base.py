@@ -122,6 +122,8 @@ class MethodSetup:
 class MethodConfig:
     """A method's own settings: a frozen dataclass with a default and a docstring for every field."""
 
+    needs_pairs: ClassVar[bool] = False  # whether batches must hold a rejected clip beside each clip
+
     @property
     def needs_clips(self) -> bool:
         """Whether batches must hold clean latents of clips."""

@@ -81,7 +81,7 @@ class DancePPOConfig(PolicyConfig):
         if isinstance(value, TrainableConfig) and value.ema_decay:
             raise UserError("value.ema_decay must be 0: nothing reads an average of the value function")
         sigmas = setup.sampler.sigmas().tolist()
-        states = {s for window in self.window.all(setup.sampler.num_steps - 1) for s in window}
+        states = {s for window in self.windows(setup.sampler) for s in window}
         setup.require_trained("value", [[sigmas[s]] for s in sorted(states)], "algorithm.window")
 
 

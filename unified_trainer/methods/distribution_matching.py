@@ -70,8 +70,28 @@ class MatchingConfig(ScoreConfig, SingleUpdateConfig):
     """Weight of the discriminator in the student's loss, 3e-3 in DMD2; needs clips (experimental)."""
     gan_critic_weight: NonNegative = 1e-2
     """Weight of the discriminator's own loss in the critic's (experimental)."""
+    direction: Literal["dmd", "sid", "decoupled"] = "dmd"
+    """Where samples move: along fake - real (dmd), down the score identity loss through teacher and critic (sid), or
+    along guidance and fake - real at noise levels apart (decoupled). sid and decoupled are experimental."""
+    sid_alpha: NonNegative = 1.0
+    """For sid: weight alpha of the squared difference of teacher and critic."""
+    regulariser_weight: NonNegative = 1.0
+    """For decoupled: weight of fake - real, both without guidance; guidance has the weight guidance_scale - 1."""
+    guidance_tau_shift: Shift = 5.0
+    """For decoupled: shift towards noise of the noise levels at which guidance is taken."""
+    guidance_tau_range: tuple[PositiveFraction, PositiveFraction] = (0.02, 0.98)
+    """For decoupled: range to which they are clipped."""
 
     def check(self, setup: MethodSetup) -> None:
+        if self.direction != "dmd" and self.gan_weight:
+            raise UserError(f"algorithm.gan_weight must be 0 with algorithm.direction {self.direction}")
+        if self.direction == "decoupled" and self.guidance_scale in (1, (1, 1)):
+            raise UserError(
+                "algorithm.guidance_scale must not be 1 with algorithm.direction decoupled: there is no guidance to "
+                "follow apart. Set it, or algorithm.direction dmd"
+            )
+        if self.guidance_tau_range[0] >= self.guidance_tau_range[1]:
+            raise UserError(f"algorithm.guidance_tau_range must rise, not {self.guidance_tau_range}")
         if self.update_schedule == "exclusive" and self.student_every == 1:
             raise UserError(
                 "algorithm.update_schedule exclusive never updates the critic with algorithm.student_every 1: raise it"
@@ -84,9 +104,9 @@ class MatchingConfig(ScoreConfig, SingleUpdateConfig):
         return self.guidance_scale
 
     @property
-    def gan_weights(self) -> dict[str, float]:
-        """Weights of the discriminator, as `DistributionMatching` takes them."""
-        return {"gan_weight": self.gan_weight, "gan_critic_weight": self.gan_critic_weight}
+    def guidance_tau_law(self) -> ShiftedGrid:
+        """Law of the noise levels at which the decoupled direction takes guidance."""
+        return ShiftedGrid(self.guidance_tau_shift, self.guidance_tau_range)
 
     def updates_at(self, step: int) -> tuple[bool, bool]:
         """Return whether the student and whether the critic is updated in a training step."""
@@ -117,9 +137,13 @@ class DistributionMatching:
         gan_weight: float = 0.0,
         gan_critic_weight: float = 0.0,
     ) -> None:
-        """The weights are those of the discriminator in the student's and in the critic's loss; 0 has none."""
+        """The weights are those of the discriminator in the student's and in the critic's loss; 0 has none.
+
+        `direction` may be replaced by another one.
+        """
         self.config, self.teacher, self.critic = config, teacher, critic
         self.gan_weight, self.gan_critic_weight = gan_weight, gan_critic_weight
+        self.direction: Callable[[Latents, Batch, Streams], Direction] = self.score_difference
 
     def student_loss(self, x0: Latents, batch: Batch, rng: Streams, mask: Tensor | None = None) -> Loss:
         """Return the loss that moves `x0` along its direction; `x0` keeps its graph."""
@@ -143,7 +167,7 @@ class DistributionMatching:
         gan = None if direction.gan_gradient is None else (x0 * direction.gan_gradient).sum()
         return loss, gan, direction.weight, metrics
 
-    def direction(self, x0: Latents, batch: Batch, rng: Streams) -> Direction:
+    def score_difference(self, x0: Latents, batch: Batch, rng: Streams) -> Direction:
         """Return fake - real, normalised, at one noise level per sample; networks and samples get no gradient."""
         noise = rng.noise("student tau noise", batch.sample_ids, batch.latent_shape).to(x0)
         sigma, weight = self._noise_levels("student tau", batch, rng)
@@ -164,9 +188,7 @@ class DistributionMatching:
                 velocity = self.critic.velocity(x_tau, sigma, batch.cond)
         fake = x0_from_velocity(x_tau, velocity, sigma).detach()
         gradient = distribution_matching_gradient(x.detach(), real, fake)
-        target = noise - x.detach()
-        errors = [(seen - target).square().flatten(1).mean(1) for seen in (velocity.detach(), guided)]
-        metrics = {"critic_to_teacher_error": errors[0] / errors[1], **_gaps(fake - real, sigma)}
+        metrics = score_metrics(velocity.detach(), guided, noise - x.detach(), fake - real, sigma)
         return Direction(gradient, weight, metrics, gan_loss, gan_gradient)
 
     def critic_loss(self, x0: Latents, batch: Batch, rng: Streams, weights: PerSample | None = None) -> Loss:
@@ -245,6 +267,14 @@ def distribution_matching_loss(
         return error.mean()
     selected = torch.broadcast_to(mask.to(error, non_blocking=True), error.shape)
     return (error * selected).sum() / selected.sum()
+
+
+def score_metrics(
+    critic: Latents, teacher: Latents, target: Latents, difference: Latents, sigma: PerSample
+) -> dict[str, Tensor]:
+    """Return how the velocities of critic and teacher compare with the target, and where fake and real differ."""
+    errors = [(seen - target).square().flatten(1).mean(1) for seen in (critic, teacher)]
+    return {"critic_to_teacher_error": errors[0] / errors[1], **_gaps(difference, sigma)}
 
 
 def _gaps(difference: Tensor, sigma: Tensor) -> dict[str, Tensor]:

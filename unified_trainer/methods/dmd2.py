@@ -8,12 +8,12 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Batch, Latents
 from unified_trainer.methods.base import Loss, Method, MethodSetup, frozen, trained
 from unified_trainer.methods.distribution_matching import (
-    DistributionMatching,
     MatchingConfig,
     distribution_matching_gradient,
     distribution_matching_loss,
     matching_losses,
 )
+from unified_trainer.methods.score_directions import matching_of
 from unified_trainer.numerics.flow import add_noise, x0_from_velocity
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
@@ -50,7 +50,7 @@ class DMD2(Method):
         self, config: DMD2Config, sampler: SamplerConfig, *, student: Trainable, teacher: Frozen, critic: Critic
     ) -> None:
         self.config, self.sampler, self.student = config, sampler, student
-        self.matching = DistributionMatching(config, teacher, critic, **config.gan_weights)
+        self.matching = matching_of(config, teacher, critic)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         yield from matching_losses(self.config, self.matching, step, batch, rng, self._sample)

@@ -10,7 +10,8 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Frames
 from unified_trainer.basics.types import Batch, Latents
 from unified_trainer.methods.base import Loss, Method, MethodSetup, frozen, trained
-from unified_trainer.methods.distribution_matching import DistributionMatching, MatchingConfig, matching_losses
+from unified_trainer.methods.distribution_matching import MatchingConfig, matching_losses
+from unified_trainer.methods.score_directions import matching_of
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
@@ -63,7 +64,7 @@ class SelfForcing(Method):
         critic: Critic,
     ) -> None:
         self.config, self.sampler, self.student = config, sampler, student
-        self.matching = DistributionMatching(config, teacher, critic, **config.gan_weights)
+        self.matching = matching_of(config, teacher, critic)
 
     def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
         yield from matching_losses(self.config, self.matching, step, batch, rng, self._generate, self._trained_frames)

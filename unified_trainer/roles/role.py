@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -109,7 +109,7 @@ class TrainableConfig(LearnerConfig, RoleConfig):
 class Role:
     """A velocity field: one network, or two experts that meet at a noise level."""
 
-    keeps_graph: ClassVar[bool] = True  # False: no pass of this role has a gradient
+    keeps_graph: bool = True  # False: no pass of this role has a gradient, not even to its inputs
 
     def __init__(self, name: str, networks: Backbone | ExpertPair, config: RoleConfig) -> None:
         self.name = name

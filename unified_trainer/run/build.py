@@ -13,7 +13,7 @@ from unified_trainer.basics.types import of_kind
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.negative_prompt import use_negative_prompt
-from unified_trainer.data.parquet import ParquetClips, ParquetRows, ParquetTrajectories
+from unified_trainer.data.parquet import ParquetClips, ParquetPairs, ParquetRows, ParquetTrajectories
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.data.raw_clips import encode_videos
 from unified_trainer.data.stored_prompts import use_stored_prompts
@@ -302,11 +302,14 @@ def _source(run: RunConfig, plan: RunPlan, codec: Codec) -> Source:
     if run.trains_on == "prompts":
         return Prompts(plan.prompts)
     if run.data.path == "tiny":
-        return render_clips(run.data, codec, run.video, run.seed)
+        return render_clips(run.data, codec, run.video, run.seed, pairs=run.algorithm.needs_pairs)
     if plan.stored is None:
         return encode_videos(Path(run.data.path), codec, run.video)
+    lanes = plan.stored.lanes(plan.batch.prompts, run.data.window_gib)
+    if plan.rejected is not None:
+        return ParquetPairs(plan.stored, plan.rejected, codec, lanes)
     kind = ParquetClips if run.trains_on == "clips" else ParquetTrajectories
-    return kind(plan.stored, codec, plan.stored.lanes(plan.batch.prompts, run.data.window_gib))
+    return kind(plan.stored, codec, lanes)
 
 
 def _encode_ahead(

@@ -160,6 +160,8 @@ def reads(method: type[Method], key: str) -> bool:
     may_need_clips = method.config_class.needs_clips is not MethodConfig.needs_clips
     always_needs_clips = method.config_class.needs_clips is True
     section, _, name = key.partition(".")
+    if key == "data.rejected":
+        return method.config_class.needs_pairs
     return {
         "hacking_monitor": method.uses_reward,
         "guard": method.config_class.teacher_guidance is not MethodConfig.teacher_guidance,

@@ -4,14 +4,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
 
+import numpy as np
+
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Fraction, NonNegative, Positive, PositiveFraction, above, at_least
 from unified_trainer.basics.types import Batch, Latents, Rollout
 from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.rl.reference_kl import KLSettings
 from unified_trainer.methods.rl.replay import transition_noise
-from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.methods.rl.sde_windows import WindowConfig
+from unified_trainer.methods.rl.trained_steps import TrainedStepsConfig
 from unified_trainer.numerics.kernels import Kernel, Policy
 from unified_trainer.numerics.kl import KL
 from unified_trainer.numerics.objectives import Mode, ObjectiveParameters
@@ -23,7 +25,7 @@ from unified_trainer.sampling.solver import SamplerConfig, rollout
 
 
 @dataclass(frozen=True)
-class PolicyConfig(RolloutConfig):
+class PolicyConfig(TrainedStepsConfig):
     """Settings of the methods that train the transitions of a stochastic policy."""
 
     kernel: Kernel | Literal["auto"] = "auto"
@@ -34,8 +36,8 @@ class PolicyConfig(RolloutConfig):
     """Use the policy's normalised density; without, -(x_next - mean)^2 as published for cps (experimental)."""
     window: WindowConfig = field(default_factory=WindowConfig)
     timestep_fraction: PositiveFraction = 0.6
-    """Fraction of the stochastic transitions trained, drawn anew in each training step. It has no effect with
-    algorithm.window.size: a window is trained whole."""
+    """Fraction of the stochastic transitions trained, drawn anew in each training step from those that may be trained.
+    It has no effect with algorithm.window.size: a window is trained whole."""
     objective: Mode = "clip"
     """Policy objective; clip is measured, the others are experimental."""
     clip_low: PositiveFraction = 1e-4
@@ -83,6 +85,24 @@ class PolicyConfig(RolloutConfig):
             kernel, level = sampler.kernel if sampler.solver == "sde" else ("dance", self.eta)
         return Policy(kernel, level, sampler.sigmas(), self.normalised, self.window.tail)
 
+    def window_at(self, step: int, sampler: SamplerConfig, shared: np.random.Generator) -> range:
+        """Return the stochastic transitions of a training step, equal on all ranks: all, or a window of the range."""
+        places = self._places(sampler)
+        window = self.window.at(step, len(places), shared)
+        return places[window.start : window.stop]
+
+    def windows(self, sampler: SamplerConfig) -> list[range]:
+        """Return all that `window_at` can return."""
+        places = self._places(sampler)
+        return [places[window.start : window.stop] for window in self.window.all(len(places))]
+
+    def _places(self, sampler: SamplerConfig) -> range:
+        """The transitions that windows lie in; without a window size all of them, wherever they are trained."""
+        if not self.window.size:
+            return range(sampler.num_steps - 1)
+        chosen = self.candidates(sampler, sampler.num_steps - 1)
+        return range(chosen[0], chosen[-1] + 1)
+
     def kl_settings(self, batch: int) -> KLSettings:
         """Return the settings of the KL to the reference; `batch` samples are computed at a time."""
         return KLSettings(self.kl, self.kl_in, self.kl_coefficient, self.kl_target, self.kl_horizon, batch)
@@ -102,11 +122,12 @@ class PolicyConfig(RolloutConfig):
         sampler = setup.sampler
         if sampler.num_steps < 2:
             raise UserError("sampler.num_steps must be at least 2: the last transition is not trained")
+        self.check_steps(setup, sampler.num_steps - 1)
         self._check_policy(sampler)
         self._check_objective()
         setup.check_guidance("student", "sampler.guidance_scale", sampler.guidance_scale)
         sigmas = sampler.sigmas().tolist()
-        windows = [[sigmas[s] for s in window] for window in self.window.all(sampler.num_steps - 1)]
+        windows = [[sigmas[s] for s in window] for window in self.windows(sampler)]
         setup.require_trained("student", windows, "algorithm.window")
 
     def _check_policy(self, sampler: SamplerConfig) -> None:
@@ -123,7 +144,12 @@ class PolicyConfig(RolloutConfig):
                 )
         if not self.normalised and policy.kernel != "cps":
             raise UserError("--algorithm.no-normalised needs algorithm.kernel cps")
-        self.window.check(sampler.num_steps - 1)
+        if self.window.size and self.trained_steps:
+            raise UserError(
+                "algorithm.trained_steps must be empty with algorithm.window.size: a window is trained whole; give "
+                "algorithm.noise_range"
+            )
+        self.window.check(len(self._places(sampler)))
         if self.window.size and sampler.solver == "sde":
             raise UserError("algorithm.window.size must be 0 for sampler.solver sde, which has no deterministic steps")
         if sampler.chunks.causal and sampler.chunks.context_noise:
@@ -169,7 +195,7 @@ def sample_policy(
 
     Its samples are then equal until the window begins, and the calls before its first noise are made once.
     """
-    window = config.window.at(step, sampler.num_steps - 1, rng.shared)
+    window = config.window_at(step, sampler, rng.shared)
     noise, equal = initial_noise(rng, batch, same=same_noise)
     draw = partial(transition_noise, rng, batch)
     policy = config.policy(sampler)

@@ -58,6 +58,7 @@ class PolicyUpdate:
         self.kl = ReferenceKL(config.kl_settings(update_batch), sampler, self.policy, reference)
         self._same_noise = same_noise and not sampler.chunks.causal
         self.on_policy, self._update_batch = OnPolicyCheck(student.config.precision), update_batch
+        self._candidates = set(config.candidates(sampler, sampler.num_steps - 1))
         self._now = range(0), list[int]()  # the window of this training step, and its trained transitions
         self._unchanged = False  # whether the next update replays samples with the weights that made them
         self._ess_unread = False  # whether ess of this training step is still to be compared with its floor
@@ -70,10 +71,10 @@ class PolicyUpdate:
         """Return the stochastic transitions of a training step and those trained, equal on all ranks; note them.
 
         The last transition of the sampler has no density and is never trained. Trained are the transitions of the
-        window that trained experts make; without a window size, a drawn fraction of them.
+        window that trained experts make; without a window size, a drawn fraction of those that may be trained.
         """
-        window = self.config.window.at(step, self.sampler.num_steps - 1, rng.shared)
-        trained = [s for s in window if self.student.trains(self.policy.sigmas[s])]
+        window = self.config.window_at(step, self.sampler, rng.shared)
+        trained = [s for s in window if s in self._candidates and self.student.trains(self.policy.sigmas[s])]
         if self.config.window.size:
             metrics["window_first"] = float(window.start)
         else:

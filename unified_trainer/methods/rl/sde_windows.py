@@ -41,7 +41,7 @@ class WindowConfig:
         if self.size > transitions:
             raise UserError(
                 f"algorithm.window.size must be at most {transitions}, the transitions that can be stochastic with "
-                f"this sampler.num_steps, not {self.size}"
+                f"this sampler.num_steps and algorithm.noise_range, not {self.size}"
             )
         if self.tail == "second_order" and not self.size:
             raise UserError("algorithm.window.tail second_order needs algorithm.window.size above 0")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.captioned import CaptionedVideo
 from unified_trainer.data.clips import check_tiny_clips
@@ -22,6 +23,7 @@ class Clips:
 
     stored: StoredFiles | None = None
     videos: tuple[CaptionedVideo, ...] = ()
+    rejected: StoredFiles | None = None  # the other clips of pairs
 
     @property
     def captions(self) -> Sequence[str]:
@@ -48,12 +50,23 @@ def read_prompts(run: RunConfig) -> tuple[PromptFile, PromptFile]:
 
 def read_clips(run: RunConfig, latent_shape: Shape) -> Clips:
     """Return the clips that a run trains on; UserError names the file that is missing or does not fit."""
-    path = Path(run.data.path)
+    path, pairs = Path(run.data.path), run.algorithm.needs_pairs
+    if run.data.rejected and (not pairs or run.data.path == "tiny"):
+        raise UserError(f"--data.rejected {run.data.rejected}: {run.method} reads no pairs with these settings")
     if run.trains_on == "prompts":
         return Clips()
     if run.trains_on == "clips" and run.data.path == "tiny":
         check_tiny_clips(run.video)
         return Clips()
+    if pairs:
+        if not run.data.rejected or holds_videos(path) or holds_videos(Path(run.data.rejected)):
+            raise UserError(
+                f"--method {run.method} needs --data.path and --data.rejected, two folders of encoded clips: put both "
+                "videos of a pair under one name into two folders, and preprocess both"
+            )
+        stored, rejected = (read_stored_files(one, ClipRows(latent_shape)) for one in (path, Path(run.data.rejected)))
+        stored.check_rejected(rejected)
+        return Clips(stored=stored, rejected=rejected)
     if run.trains_on == "clips" and holds_videos(path):
         return Clips(videos=checked_videos(path, run.video))
     return Clips(stored=read_stored_files(path, _row_kind(run, latent_shape)))

@@ -49,6 +49,7 @@ class RunPlan:
     validation_shape: tuple[int, int, int, int]  # of the videos of validations
     stored: StoredFiles | None  # parquet files to train on, if any
     videos: tuple[CaptionedVideo, ...] = ()  # to train on
+    rejected: StoredFiles | None = None  # parquet files of the rejected clips, for a method of pairs
 
     @property
     def scores_here(self) -> bool:
@@ -68,6 +69,8 @@ class RunPlan:
         found["validation.prompts"] = prompts_in_words(self.validation_prompts)
         if self.stored is not None:
             found["data.path"] = files_in_words([one.file for one in self.stored.files], self.stored.captions)
+        if self.rejected is not None:
+            found["data.rejected"] = files_in_words([one.file for one in self.rejected.files], self.rejected.captions)
         if self.videos:
             found["data.path"] = files_in_words([one.file for one in self.videos], [one.caption for one in self.videos])
         return found
@@ -143,6 +146,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         validation_shape=validation_shape,
         stored=clips.stored,
         videos=clips.videos,
+        rejected=clips.rejected,
     )
 
 

@@ -235,8 +235,9 @@ class _Batches(Loader):
             levels = ode.levels
             states = torch.randn(count, len(levels), *self._shape)
             trajectory = Trajectory(levels, states, states[:, -1])
+        rejected = torch.randn(count, *self._shape) if run.algorithm.needs_pairs else None
         ids = (tuple(map(str, indices)), tuple(indices), tuple(sample_ids))
-        return Batch(*ids, self._shape, text, text, latents, trajectory)
+        return Batch(*ids, self._shape, text, text, latents, trajectory, rejected)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""Other directions of distribution matching: score identity distillation, and DMD in two parts with laws of their own.
+
+SiD, arXiv:2404.04057; Decoupled DMD, arXiv:2511.22677. `algorithm.direction` names the one of a run.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.basics.types import Batch, Latents, PerSample
+from unified_trainer.methods.distribution_matching import (
+    Direction,
+    DistributionMatching,
+    MatchingConfig,
+    distribution_matching_gradient,
+    score_metrics,
+)
+from unified_trainer.numerics.flow import add_noise, guide, per_sample, promote, sample_mean, x0_from_velocity
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.critic import Critic
+from unified_trainer.roles.role import Frozen
+
+
+def matching_of(config: MatchingConfig, teacher: Frozen, critic: Critic) -> DistributionMatching:
+    """Return the losses of a run, with the direction that its settings name."""
+    matching = DistributionMatching(
+        config, teacher, critic, gan_weight=config.gan_weight, gan_critic_weight=config.gan_critic_weight
+    )
+    if config.direction == "sid":
+        matching.direction = ScoreIdentity(config, teacher, critic)
+    elif config.direction == "decoupled":
+        matching.direction = Decoupled(config, teacher, critic)
+    return matching
+
+
+class ScoreIdentity:
+    """The gradient of `score_identity_loss` through teacher and critic to the samples."""
+
+    def __init__(self, config: MatchingConfig, teacher: Frozen, critic: Critic) -> None:
+        self.config, self.teacher, self.critic = config, teacher, critic
+        teacher.keeps_graph = True  # its weights stay frozen; the samples before it get a gradient
+
+    def __call__(self, x0: Latents, batch: Batch, rng: Streams) -> Direction:
+        config = self.config
+        noise = rng.noise("student tau noise", batch.sample_ids, batch.latent_shape).to(x0)
+        sigma, weight = self.critic.draw_noise_levels(
+            "student tau", batch.sample_ids, rng, config.tau_law, self.teacher
+        )
+        with torch.enable_grad():
+            x = x0.detach().requires_grad_()
+            x_tau = add_noise(x, noise, sigma)
+            guided = self.teacher.guided_velocity(x_tau, sigma, batch.cond, batch.uncond, config.guidance_scale)
+            velocity = self.critic.velocity(x_tau, sigma, batch.cond)
+            real, fake = (x0_from_velocity(x_tau, v, sigma) for v in (guided, velocity))
+            loss = score_identity_loss(x, real, fake, config.sid_alpha)
+            (slope,) = torch.autograd.grad(loss.sum(), x)  # the weights of teacher and critic get none
+        elements = x[0].numel()  # `distribution_matching_loss` divides by it again
+        metrics = score_metrics(velocity.detach(), guided.detach(), noise - x0.detach(), (fake - real).detach(), sigma)
+        return Direction(elements * slope, weight, {"sid_loss": loss.detach(), **metrics})
+
+
+class Decoupled:
+    """The difference of critic and teacher without guidance, and the teacher's guidance at a noise level of its own."""
+
+    def __init__(self, config: MatchingConfig, teacher: Frozen, critic: Critic) -> None:
+        self.config, self.teacher, self.critic = config, teacher, critic
+
+    @torch.no_grad()
+    def __call__(self, x0: Latents, batch: Batch, rng: Streams) -> Direction:
+        config, teacher = self.config, self.teacher
+        noise = rng.noise("student tau noise", batch.sample_ids, batch.latent_shape).to(x0)
+        sigma, weight = self.critic.draw_noise_levels("student tau", batch.sample_ids, rng, config.tau_law, teacher)
+        x, x_tau = x0.detach(), add_noise(x0.detach(), noise, sigma)
+        velocities = teacher.velocity(x_tau, sigma, batch.cond), self.critic.velocity(x_tau, sigma, batch.cond)
+        cond, fake = (x0_from_velocity(x_tau, v, sigma) for v in velocities)
+        level, guide_weight = self.critic.draw_noise_levels(
+            "guidance tau", batch.sample_ids, rng, config.guidance_tau_law, teacher
+        )
+        guided, plain = self._guided(x, batch, rng, level)
+        parts = (
+            config.regulariser_weight * weight * distribution_matching_gradient(x, cond, fake),
+            guide_weight * distribution_matching_gradient(x, plain, 2 * plain - guided),
+        )
+        metrics = score_metrics(velocities[1], velocities[0], noise - x, fake - cond, sigma)
+        sizes = [part.abs().flatten(1).mean(1) for part in parts]
+        metrics |= {"direction_matching": sizes[0], "direction_guidance": sizes[1]}
+        return Direction(parts[0] + parts[1], 1.0, metrics)
+
+    def _guided(self, x: Latents, batch: Batch, rng: Streams, sigma: PerSample) -> tuple[Latents, Latents]:
+        """The teacher's x0 with guidance and without, from one pass."""
+        noise = rng.noise("guidance tau noise", batch.sample_ids, batch.latent_shape).to(x)
+        x_tau = add_noise(x, noise, sigma)
+        both = self.teacher.velocity(torch.cat([x_tau, x_tau]), torch.cat([sigma, sigma]), batch.cond.cat(batch.uncond))
+        cond, uncond = both.chunk(2)
+        guided = guide(cond, uncond, self.teacher.scale(sigma, self.config.guidance_scale))
+        return x0_from_velocity(x_tau, guided, sigma), x0_from_velocity(x_tau, cond, sigma)
+
+
+def score_identity_loss(
+    x0: Float[Tensor, "b ..."], real: Float[Tensor, "b ..."], fake: Float[Tensor, "b ..."], alpha: float
+) -> Float[Tensor, " b"]:
+    """Return mean((r - f)((r - x) - alpha (r - f))) / mean |x - r| of each sample (SiD, arXiv:2404.04057).
+
+    r and f are the x0 that teacher and critic predict; all three carry a gradient, the divisor does not. The numerator
+    is (1 - alpha) |r - f|^2 + (r - f)(f - x).
+    """
+    x0, real, fake = promote(x0), promote(real), promote(fake)
+    width = sample_mean((x0 - real).detach().abs()).to(x0)
+    terms = (real - fake) * ((real - x0) - alpha * (real - fake)) / per_sample(width, x0)
+    return terms.flatten(1).mean(1)
