@@ -43,15 +43,15 @@ class WanCache:
         self.text = []
 
 
-class Seen(NamedTuple):
-    """What a pass attends to besides its own tokens: the fields of `Pass` behind the mask, in their order."""
+class Cached(NamedTuple):
+    """The keys and values that a pass reads or records besides its own: fields of `Pass` behind the mask, in order."""
 
     past: tuple[Finished, ...] = ()
     text: LayerLists | None = None
     recorded: LayerLists | None = None
 
 
-NOTHING = Seen()
+NOTHING_CACHED = Cached()
 
 
 class CausalWanModel(WanModel):
@@ -86,7 +86,7 @@ class CausalWanModel(WanModel):
 
     def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: Condition, cache: Cache) -> Latents:
         own = of_kind(WanCache, cache)
-        return self._pass(x_t, sigma, cond, _next_frames(x_t, own), seen=_attended(own))
+        return self._pass(x_t, sigma, cond, _next_frames(x_t, own), cached=_attended(own))
 
     @torch.no_grad()
     def append(self, x: Latents, cond: Condition, cache: Cache) -> None:
@@ -94,7 +94,7 @@ class CausalWanModel(WanModel):
         own, recorded = of_kind(WanCache, cache), list[KeysValues]()
         frames = _next_frames(x, own)
         sigma = torch.full((len(x),), own.chunks.context_noise, dtype=torch.float64)
-        self._pass(x, sigma, cond, frames, seen=_attended(own)._replace(recorded=recorded))
+        self._pass(x, sigma, cond, frames, cached=_attended(own)._replace(recorded=recorded))
         chunks = (*own.past, Finished(tuple(frames), [pair for (pair,) in recorded]))
         kept = frozenset(own.chunks.kept([*own.resident, *frames]))
         own.past = tuple(_cut(chunk, kept) for chunk in chunks if not kept.isdisjoint(chunk.frames))
@@ -126,18 +126,18 @@ class CausalWanModel(WanModel):
         cond: Condition,
         frames: list[int],
         frame_mask: Bool[Tensor, "t t"] | None = None,
-        seen: Seen = NOTHING,
+        cached: Cached = NOTHING_CACHED,
     ) -> Latents:
         """Run the network's own forward, so that hooks and wrappers of it and of its blocks take part."""
         tokens = self._frame_tokens(x)
-        self._pairs, self._text_cached = _pairs(len(frames) * tokens, tokens, frame_mask, seen)
+        self._pairs, self._text_cached = _pairs(len(frames) * tokens, tokens, frame_mask, cached)
         mask = None
         if frame_mask is not None and not bool(frame_mask.all()):
             mask = token_mask(frame_mask.to(x.device, non_blocking=True), tokens, flex=has_flex_attention(x.device))
         time = network_time(sigma, x)
         if time.ndim == 2:
             time = time.repeat_interleave(tokens, 1)
-        self._positions.expect(frames, mask, seen)
+        self._positions.expect(frames, mask, cached)
         x = self._shared.whole_gradient(x) if self._shared else x
         return self.network(x, time, of_kind(WanCondition, cond).text, return_dict=False)[0].float()
 
@@ -157,10 +157,10 @@ class _Positions(nn.Module):
         super().__init__()
         self._rope = rope
 
-    def expect(self, frames: list[int], mask: Mask | None, seen: Seen) -> None:
+    def expect(self, frames: list[int], mask: Mask | None, cached: Cached) -> None:
         """Set the latent frames and the attention of the network's next forward."""
         self.check(max(frames) + 1)
-        self._expected = frames, mask, seen
+        self._expected = frames, mask, cached
 
     def check(self, frames: int) -> None:
         """Raise UserError for more latent frames than there are positions."""
@@ -171,14 +171,14 @@ class _Positions(nn.Module):
             )
 
     def forward(self, x: Latents) -> Pass:
-        frames, mask, seen = self._expected
+        frames, mask, cached = self._expected
         del self._expected
         _, patch_height, patch_width = self._rope.patch_size
         height, width = x.shape[3] // patch_height, x.shape[4] // patch_width
         at = torch.tensor(frames).to(x.device, non_blocking=True)
         rope = self._rope
         cos, sin = (self._by_token(table, at, height, width) for table in (rope.freqs_cos, rope.freqs_sin))
-        return Pass(cos, sin, mask, *seen)
+        return Pass(cos, sin, mask, *cached)
 
     def _by_token(self, table: Tensor, at: Tensor, height: int, width: int) -> Float[Tensor, "1 n 1 d"]:
         by_frame, by_row, by_column = table.split([self._rope.t_dim, self._rope.h_dim, self._rope.w_dim], 1)
@@ -190,21 +190,21 @@ def _next_frames(x: Latents, cache: WanCache) -> list[int]:
     return list(range(cache.seen, cache.seen + x.shape[2]))
 
 
-def _attended(cache: WanCache) -> Seen:
+def _attended(cache: WanCache) -> Cached:
     """What a pass that begins now attends to."""
-    return Seen(cache.past, None if torch.is_grad_enabled() else cache.text)
+    return Cached(cache.past, None if torch.is_grad_enabled() else cache.text)
 
 
 def _pairs(
     tokens: int,
     frame_tokens: int,
     frame_mask: Bool[Tensor, "t t"] | None,
-    seen: Seen,
+    cached: Cached,
 ) -> tuple[int, bool]:
     """Count the pairs of query and key of one sample in a pass; also return whether the text's keys are cached."""
-    known = sum(chunk.own[0][0].shape[1] for chunk in seen.past)
+    known = sum(chunk.own[0][0].shape[1] for chunk in cached.past)
     pairs = tokens * (tokens + known) if frame_mask is None else int(frame_mask.sum()) * frame_tokens**2
-    return pairs, bool(seen.text)
+    return pairs, bool(cached.text)
 
 
 def _cut(chunk: Finished, kept: frozenset[int]) -> Finished:

@@ -190,8 +190,8 @@ def _replaced(tree: Any, values: Any) -> Any:
     """Return a tree with the values of an object of its outline."""
     parts = {}
     for name, inner in _parts(tree).items():
-        if hasattr(values, _field(name)):
-            value = getattr(values, _field(name))
+        if _field(name) in vars(values):
+            value = vars(values)[_field(name)]
             parts[name] = _replaced(inner, value) if type(value).__name__ == OUTLINE else value
     return {**tree, **parts} if isinstance(tree, dict) else dataclasses.replace(tree, **parts)
 
