@@ -14,11 +14,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.types import Latents, PerFrame, PerSample
+from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.masked_attention import token_mask
 from unified_trainer.models.wan.attention import Finished, KeysValues, LayerLists, Pass, set_attention
-from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.model import WanModel, network_time
 from unified_trainer.numerics.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
 from unified_trainer.parallel.device import has_flex_attention
@@ -59,7 +58,7 @@ class CausalWanModel(WanModel):
         self,
         x_t: Latents,
         sigma: PerSample | PerFrame,
-        cond: WanCondition,
+        cond: Condition,
         chunks: ChunkConfig,
         clean: Latents | None = None,
     ) -> Latents:
@@ -72,11 +71,11 @@ class CausalWanModel(WanModel):
         both = torch.cat([clean.to(x_t), x_t], 2)
         return self._pass(both, levels, cond, positions * 2, teacher_forcing_mask(chunks, frames))[:, :, frames:]
 
-    def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: WanCondition, cache: Cache) -> Latents:
+    def velocity_cached(self, x_t: Latents, sigma: PerSample, cond: Condition, cache: Cache) -> Latents:
         return self._pass(x_t, sigma, cond, _next_frames(x_t, cache), **_attended(cache))
 
     @torch.no_grad()
-    def append(self, x: Latents, cond: WanCondition, cache: Cache) -> None:
+    def append(self, x: Latents, cond: Condition, cache: Cache) -> None:
         """Add a finished chunk, at the cache's context noise, and drop frames that leave the window."""
         frames, recorded = _next_frames(x, cache), list[KeysValues]()
         sigma = torch.full((len(x),), cache.chunks.context_noise, dtype=torch.float64)
@@ -102,14 +101,14 @@ class CausalWanModel(WanModel):
         width = self.feature_size // (self._shared.ranks if self._shared else 1)
         return 2 * len(self.blocks) * tokens * width * dtype.itemsize
 
-    def velocity(self, x_t: Latents, sigma: PerSample, cond: WanCondition) -> Latents:
+    def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         return self._pass(x_t, sigma, cond, list(range(x_t.shape[2])))
 
     def _pass(
         self,
         x: Latents,
         sigma: PerSample | PerFrame,
-        cond: WanCondition,
+        cond: Condition,
         frames: list[int],
         frame_mask: Bool[Tensor, "t t"] | None = None,
         **seen: object,
@@ -125,7 +124,7 @@ class CausalWanModel(WanModel):
             time = time.repeat_interleave(tokens, 1)
         self._positions.expect(frames, mask=mask, **seen)
         x = self._shared.whole_gradient(x) if self._shared else x
-        return self.network(x, time, cond.text, return_dict=False)[0].float()
+        return self.network(x, time, cond["text"], return_dict=False)[0].float()
 
     def pass_size(self, x: Latents, time: Tensor, text: Tensor) -> PassSize:
         tokens, text_keys = x.shape[2] * self._frame_tokens(x), 0 if self._text_cached else text.shape[1]
