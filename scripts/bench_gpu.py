@@ -38,12 +38,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Condition
 from unified_trainer.data.clips import Clips, DataConfig, VideoConfig
 from unified_trainer.methods.rl.on_policy_check import OnPolicyCheck
 from unified_trainer.methods.rl.replay import Replay
 from unified_trainer.models.base import Codec
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.wan.codec import WanCodec, WanCondition
+from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.device import (
     OTHER_ATTENTION,
@@ -278,7 +279,7 @@ class _Passes:
             work()
         return self._bench.rate(taken, meter.flops, meter.tokens)
 
-    def _role(self) -> tuple[Trainable, tuple[Tensor, Tensor, WanCondition]]:
+    def _role(self) -> tuple[Trainable, tuple[Tensor, Tensor, Condition]]:
         mesh, size = self._bench.mesh, self._bench.scale.architecture
         model = WanModel.open(self._bench.model, "transformer")
         backbone = Backbone(model, mesh, trained=True, compile=self._compile, recompute=self._recompute)
@@ -286,7 +287,7 @@ class _Passes:
         draw = torch.Generator(mesh.device).manual_seed(0)
         x = torch.randn(1, *self._video.latent_shape, device=mesh.device, generator=draw)
         text = torch.randn(1, size.text_tokens, size.text_dim, device=mesh.device, generator=draw)
-        return role, (x, torch.full((1,), 0.5, dtype=torch.float64), WanCondition(text))
+        return role, (x, torch.full((1,), 0.5, dtype=torch.float64), Condition({"text": text}))
 
 
 def _kernels(bench: Bench, video: Video) -> list[str]:

@@ -26,7 +26,7 @@ from rich.table import Table
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unified_trainer.models.wan.codec import WanCondition
+from unified_trainer.basics.types import Condition
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.fsdp import to_local
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -90,7 +90,7 @@ def update(role: Trainable, mesh: Mesh) -> None:
 def loss_of(role: Trainable, draw: torch.Generator) -> torch.Tensor:
     """Return the loss of one random micro-batch."""
     x_t = torch.randn(MICRO, 16, FRAMES, 2 * SIDE, 2 * SIDE, generator=draw)
-    cond = WanCondition(torch.randn(MICRO, 16, 32, generator=draw))
+    cond = Condition({"text": torch.randn(MICRO, 16, 32, generator=draw)})
     return role.velocity(x_t, torch.full((MICRO,), 0.5), cond).square().mean()
 
 

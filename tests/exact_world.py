@@ -9,13 +9,13 @@ import copy
 import dataclasses
 import functools
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from helpers import ALONE
 from torch import nn
 
+from unified_trainer.basics.types import Condition
 from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
@@ -35,20 +35,6 @@ PROMPTS = tuple(f"class {i}" for i in range(CLASSES))
 SAMPLER = SamplerConfig(num_steps=2, shift=5.0, solver="sde", guidance_scale=1.0)
 
 
-@dataclass(frozen=True)
-class ClassCondition:
-    label: torch.Tensor
-
-    def __len__(self):
-        return len(self.label)
-
-    def map(self, fn):
-        return ClassCondition(fn(self.label))
-
-    def cat(self, other):
-        return ClassCondition(torch.cat([self.label, other.label]))
-
-
 class ClassCodec:
     """A codec whose prompts are "class 0" and so on; the empty prompt is any class."""
 
@@ -65,7 +51,7 @@ class ClassCodec:
     remember = text_condition = text_difference = embeddings
 
     def encode_text(self, prompts):
-        return ClassCondition(torch.tensor([int(prompt[-1]) if prompt else ANY for prompt in prompts]))
+        return Condition({"label": torch.tensor([int(prompt[-1]) if prompt else ANY for prompt in prompts])})
 
     def encode_ahead(self, prompts, mesh):
         return "classes need no text encoder"
@@ -111,7 +97,7 @@ class Model:
         return ()
 
     def velocity(self, x_t, sigma, cond):
-        return self.network(x_t, sigma.float(), cond.label)
+        return self.network(x_t, sigma.float(), cond["label"])
 
     @contextmanager
     def features(self, *, alone=False):

@@ -94,7 +94,7 @@ def test_a_backward_pass_is_twice_the_forward_pass(checkpointing):
     both, torchs = counted(lambda: velocity(role).square().mean().backward())
     assert both.flops == 3 * forward.flops and both.tokens == forward.tokens
     if not checkpointing:
-        embedder, texts = role.network.condition_embedder, condition().text.shape[1]
+        embedder, texts = role.network.condition_embedder, condition()["text"].shape[1]
         rows = {role.network.patch_embedding: 4 * TOKENS, embedder.text_embedder.linear_1: 4 * texts}
         rows[embedder.time_embedder.linear_1] = 4
         assert both.flops - torchs == sum(2 * layer.weight.numel() * count for layer, count in rows.items())
@@ -111,7 +111,7 @@ def test_a_value_is_counted_up_to_the_features():
     head = 2 * 4 * role.network.config.num_attention_heads * role.network.config.attention_head_dim
     assert forward.flops == torchs - head and 0.6 < forward.flops / whole.flops < 0.65
     both, torchs = counted(lambda: role.value(*at).sum().backward())
-    embedder, texts = role.network.condition_embedder, condition().text.shape[1]
+    embedder, texts = role.network.condition_embedder, condition()["text"].shape[1]
     rows = {role.network.patch_embedding: 4 * TOKENS, embedder.text_embedder.linear_1: 4 * texts}
     rows[embedder.time_embedder.linear_1] = 4
     assert both.flops - (torchs - 3 * head) == sum(2 * layer.weight.numel() * n for layer, n in rows.items())

@@ -98,7 +98,7 @@ def test_rows_hold_raw_latents_and_embeddings_without_padding(videos, encoded, c
         clip = to_video(read_clip(videos / row["file_name"], SIZE))
         raw, embedding = tensor(row, "vae_latent"), tensor(row, "text_embedding")
         assert torch.equal(codec.normalise(raw[None]), codec.encode(clip))
-        text = codec.encode_text([row["caption"]]).text[0]
+        text = codec.encode_text([row["caption"]])["text"][0]
         assert torch.equal(embedding, text[: len(embedding)]) and not text[len(embedding) :].any()
         assert 0 < len(embedding) < len(text)
         about = {name: row[name] for name in ("media_type", "width", "height", "num_frames", "duration_sec", "fps")}
@@ -147,11 +147,11 @@ def test_the_negative_prompt_is_kept_and_used(tmp_path, codec, monkeypatch):
     (tmp_path / "settings.yaml").write_text("sampler: {negative_prompt: a blue square}\n")
     out = tmp_path / "out"
     assert called(drawn(tmp_path / "in", 1), out, "--config", tmp_path / "settings.yaml") == 0
-    expected = codec.encode_text(["a blue square"]).text
+    expected = codec.encode_text(["a blue square"])["text"]
     fresh = WanCodec.load(WAN, CPU, EncoderConfig(cache=str(tmp_path / "cache")))
     monkeypatch.setattr(WanCodec, "_embed", lambda *_: pytest.fail("the text encoder was used"))
     assert use_negative_prompt(out, "a blue square", fresh)
-    assert torch.equal(fresh.encode_text(["a blue square"]).text, expected)
+    assert torch.equal(fresh.encode_text(["a blue square"])["text"], expected)
     assert "1 encoded before, 0 now" in fresh.encode_ahead(["a blue square"], ALONE)
     assert not use_negative_prompt(out, "a red square", fresh)
     half = WanCodec.load(WAN, CPU, EncoderConfig(text_precision="bf16"))
@@ -177,7 +177,7 @@ def test_prompts_alone_become_padded_embeddings(tmp_path, codec):
     assert pq.read_schema(tmp_path / "out" / "clips-00000.parquet").remove_metadata().equals(TEXT_ONLY)
     assert [row["caption"] for row in rows] == ["a red circle moving left", "a blue square"]
     for row in rows:
-        assert torch.equal(tensor(row, "text_embedding"), codec.encode_text([row["caption"]]).text[0])
+        assert torch.equal(tensor(row, "text_embedding"), codec.encode_text([row["caption"]])["text"][0])
     (tmp_path / "prompts.txt").write_text("a red circle moving left\na third one\na blue square\n")
     assert called(tmp_path / "prompts.txt", tmp_path / "out") == 0
     assert [row["caption"] for row in rows_of(tmp_path / "out")][2:] == ["a third one"]

@@ -109,7 +109,7 @@ def test_rows_hold_the_states_after_each_level_and_the_noise_before_them(stored)
         expected = torch.stack([states[level] for level in [*LEVELS[1:], 0.0]])[None]
         torch.testing.assert_close(tensor(row, "trajectory_latents"), expected, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(tensor(row, "trajectory_timesteps"), 1000 * torch.tensor(LEVELS))
-        assert torch.equal(tensor(row, "text_embedding"), codec.encode_text([row["caption"]]).text[0])
+        assert torch.equal(tensor(row, "text_embedding"), codec.encode_text([row["caption"]])["text"][0])
         assert (row["media_type"], row["file_name"]) == ("text", row["id"])
     assert len({row["initial_noise_bytes"] for row in rows}) == len(rows)
 
@@ -332,5 +332,5 @@ def test_embeddings_of_another_encoder_are_made_again(stored, tmp_path):
         assert any(said in note for note in run.notes), run.notes
         batch = run.trainer.loader.batch(0)
         run.close()
-        assert torch.equal(batch.cond.text, run.codec.encode_text(list(batch.prompts)).text)
+        assert torch.equal(batch.cond["text"], run.codec.encode_text(list(batch.prompts))["text"])
     assert pq.read_schema(stored / "clips-00000.parquet").metadata.keys() == {TEXT_ENCODER.encode()}

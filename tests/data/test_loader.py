@@ -46,7 +46,7 @@ def test_a_batch_is_a_function_of_the_step_alone(codec):
     backward = [second.batch(step) for step in reversed(range(4))][::-1]
     for one, other in zip(forward, backward, strict=True):
         assert (one.prompts, one.prompt_ids, one.sample_ids) == (other.prompts, other.prompt_ids, other.sample_ids)
-        assert torch.equal(one.cond.text, other.cond.text)
+        assert torch.equal(one.cond["text"], other.cond["text"])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
@@ -109,7 +109,7 @@ def test_a_batch_splits_and_keeps_its_rows_together(codec):
     assert [len(part) for part in parts] == [2, 1]
     assert parts[1].prompts == (PROMPTS[2],) and parts[1].prompt_ids == (7,) and parts[1].sample_ids == (2,)
     assert torch.equal(parts[1].latents, latents[2:])
-    assert torch.equal(parts[1].cond.text, batch.cond.text[2:])
+    assert torch.equal(parts[1].cond["text"], batch.cond["text"][2:])
     assert len(parts[0].cond) == len(parts[0].uncond) == 2
 
 
@@ -119,7 +119,7 @@ def test_conditions_are_those_of_the_prompts(codec):
     batch = make_batch(
         codec, prompts, codec.encode_text(["green"]), LATENT_SHAPE, prompt_ids=[1, 0, 1], sample_ids=[0, 1, 2]
     )
-    alone = codec.encode_text([*prompts, "green"]).text
-    torch.testing.assert_close(batch.cond.text, alone[:3])
-    torch.testing.assert_close(batch.uncond.text, alone[3:].expand(3, -1, -1))
-    assert not torch.equal(batch.cond.text[0], batch.cond.text[1])
+    alone = codec.encode_text([*prompts, "green"])["text"]
+    torch.testing.assert_close(batch.cond["text"], alone[:3])
+    torch.testing.assert_close(batch.uncond["text"], alone[3:].expand(3, -1, -1))
+    assert not torch.equal(batch.cond["text"][0], batch.cond["text"][1])

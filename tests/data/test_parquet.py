@@ -363,7 +363,7 @@ def test_embeddings_of_the_runs_encoder_are_used_without_it(codec, tmp_path):
     assert said == "text embeddings of data.path: used; the run's text encoder made them"
     batch = one.batch(0)
     assert asked == [""]
-    assert torch.equal(batch.cond.text, codec.encode_text(list(batch.prompts)).text)
+    assert torch.equal(batch.cond["text"], codec.encode_text(list(batch.prompts))["text"])
 
 
 @pytest.mark.parametrize("encoder", ["", "another"])
@@ -380,7 +380,7 @@ def test_embeddings_that_name_no_encoder_are_compared(codec, tmp_path, encoder):
     assert 0 < float(said.split()[-1].rstrip("%")) < 5
     assert one._source._compared == [0, 9, 18]
     batch = one.batch(0)
-    assert torch.equal(batch.cond.text, torch.stack([text[row % 3] for row in batch.prompt_ids]))
+    assert torch.equal(batch.cond["text"], torch.stack([text[row % 3] for row in batch.prompt_ids]))
 
 
 @pytest.mark.parametrize("change", [lambda x: -x, lambda x: x[:-1], lambda x: torch.cat([x, x[:1]])])
@@ -392,7 +392,7 @@ def test_embeddings_of_another_encoder_are_not_used(codec, tmp_path, change):
     one, said = checked(tmp_path, own_codec(asked))
     assert "captions are encoded instead; that of" in said and "b.parquet: row 1 ('clip0') differs" in said
     batch = one.batch(0)
-    assert torch.equal(batch.cond.text, codec.encode_text(list(batch.prompts)).text)
+    assert torch.equal(batch.cond["text"], codec.encode_text(list(batch.prompts))["text"])
     assert set(one.prompts(2)) == {"", "caption 0", "caption 1", "caption 2"}
 
 
@@ -402,7 +402,7 @@ def test_files_whose_embeddings_have_no_shape_say_why_they_are_not_used(codec, t
     text = [*embeddings(codec, 2), torch.zeros(0)]
     one, said = checked(write_clips(tmp_path / "a.parquet", text=text, encoder=codec.text_fingerprint), codec)
     assert said.endswith("a.parquet: row 3 ('clip2') has one of shape [0]")
-    assert torch.equal(one.batch(0).cond.text, codec.encode_text(list(one.batch(0).prompts)).text)
+    assert torch.equal(one.batch(0).cond["text"], codec.encode_text(list(one.batch(0).prompts))["text"])
 
 
 def test_an_embedding_longer_than_the_model_takes_is_refused(codec):

@@ -63,7 +63,7 @@ def test_a_run_on_stored_embeddings_needs_no_text_encoder_and_changes_no_number(
 
 
 def test_only_wanted_prompts_of_a_fitting_encoder_are_taken(texts, tmp_path, monkeypatch):
-    expected = codec_of(tmp_path / "a").encode_text([CAPTIONS[3]]).text
+    expected = codec_of(tmp_path / "a").encode_text([CAPTIONS[3]])["text"]
     monkeypatch.setattr(WanCodec, "_embed", lambda *_: pytest.fail("the text encoder was used"))
     taken = []
     remember = WanCodec.remember
@@ -73,7 +73,7 @@ def test_only_wanted_prompts_of_a_fitting_encoder_are_taken(texts, tmp_path, mon
     one = codec_of(tmp_path / "b")
     said = use_stored_prompts(texts, "--prompts", CAPTIONS[2:], one, ALONE)
     assert said.endswith("used; the run's text encoder made them") and taken == [*CAPTIONS[2:]]
-    assert torch.equal(one.encode_text([CAPTIONS[3]]).text, expected)
+    assert torch.equal(one.encode_text([CAPTIONS[3]])["text"], expected)
     other = codec_of(tmp_path / "c", text_precision="bf16")
     said = use_stored_prompts(texts, "--prompts", CAPTIONS, other, ALONE)
     assert "prompts of 2 files are encoded instead; another encoder made" in said and len(taken) == 2

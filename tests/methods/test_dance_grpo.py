@@ -294,7 +294,7 @@ def test_guidance_is_in_the_rollout_and_in_the_update():
         one, _, calls = stepped(sampler=sampler)
         assert {len(x_t) for x_t in calls.x_t} == {rows}
         batch = one.loader.batch(0)
-        both = torch.cat([batch.cond.text, batch.uncond.text])
+        both = torch.cat([batch.cond["text"], batch.uncond["text"]])
         assert all(torch.equal(text, both[:rows]) for text in calls.text)
 
 

@@ -325,8 +325,8 @@ def test_one_level_a_sample_and_both_conditions_in_one_pass(gan_weight):
         torch.equal(of_teacher.sigma[0], torch.cat([of_critic.sigma[0]] * 2))
         and len(set(of_critic.sigma[0].tolist())) == 4
     )
-    assert torch.equal(of_teacher.text[0], torch.cat([batch.cond.text, batch.uncond.text]))
-    assert torch.equal(of_critic.text[0], batch.cond.text)  # the critic is not guided
+    assert torch.equal(of_teacher.text[0], torch.cat([batch.cond["text"], batch.uncond["text"]]))
+    assert torch.equal(of_critic.text[0], batch.cond["text"])  # the critic is not guided
 
 
 def test_student_and_critic_draw_apart():

@@ -141,7 +141,7 @@ def test_a_rollout_on_data_is_one_call_at_a_level_of_the_list_drawn_for_each_sam
     assert float(nearest.values.max()) < 1e-6
     counts = nearest.indices.bincount(minlength=STEPS)
     assert int(counts.min()) >= 16 and int(counts.max()) <= 50  # 32 each, +- 3 sqrt(128 / 4 * 3 / 4) = 15
-    assert torch.equal(calls["student"].text[0], one.loader.batch(1).cond.text)
+    assert torch.equal(calls["student"].text[0], one.loader.batch(1).cond["text"])
 
 
 def test_a_rollout_on_data_starts_from_the_noised_clips():
@@ -354,7 +354,7 @@ def test_captions_are_those_of_the_samples():
     calls = record_calls(one)
     one.step(0)
     assert set(one.loader.batch(0).prompts) <= set(CAPTIONS)
-    assert all(torch.equal(text, one.loader.batch(0).cond.text) for text in calls["student"].text)
+    assert all(torch.equal(text, one.loader.batch(0).cond["text"]) for text in calls["student"].text)
 
 
 def test_a_rollout_ends_with_the_prediction_of_the_last_call():

@@ -104,8 +104,8 @@ def dropped(fraction: float, steps: int, seed: int = 0) -> torch.Tensor:
     rows = []
     for step, text in enumerate(calls.text):
         batch = one.loader.batch(step)
-        without = (text == batch.uncond.text).flatten(1).all(1)
-        assert bool(((text == batch.cond.text).flatten(1).all(1) != without).all())
+        without = (text == batch.uncond["text"]).flatten(1).all(1)
+        assert bool(((text == batch.cond["text"]).flatten(1).all(1) != without).all())
         rows.append(without)
     return torch.stack(rows)
 
@@ -127,7 +127,7 @@ def test_clips_are_trained_with_their_own_captions():
     one = trainer(caption_dropout=0.0)
     calls = Calls.of(one.roles["student"])
     one.step(2)
-    assert torch.equal(calls.text[0], one.loader.batch(2).cond.text)
+    assert torch.equal(calls.text[0], one.loader.batch(2).cond["text"])
 
 
 def test_diffusion_forcing_draws_a_noise_level_for_every_chunk_of_every_sample():

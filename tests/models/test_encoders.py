@@ -106,7 +106,7 @@ def test_offloading_on_a_cpu_changes_nothing(codec):
     offloaded = WanCodec.load(WAN, CPU, EncoderConfig(offload=True))
     latents = torch.randn(2, *LATENT_SHAPE)
     assert torch.equal(offloaded.decode(latents), codec.decode(latents))
-    assert torch.equal(offloaded.encode_text(["red"]).text, codec.encode_text(["red"]).text)
+    assert torch.equal(offloaded.encode_text(["red"])["text"], codec.encode_text(["red"])["text"])
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -120,7 +120,7 @@ def test_bf16_stays_near_fp32():
     random = torch.Generator().manual_seed(0)
     videos = render([draw_clip(subject, random) for subject in TRAINING[:4]])
     text, latents = (
-        [one.encode_text(training_captions()[:8]).text for one in (half, exact)],
+        [one.encode_text(training_captions()[:8])["text"] for one in (half, exact)],
         [one.encode(videos) for one in (half, exact)],
     )
     decoded = [one.decode(latents[1]) for one in (half, exact)]
@@ -263,6 +263,6 @@ def test_another_vae_has_another_fingerprint(tmp_path):
 
 def test_embeddings_have_no_padding(codec):
     short, long = codec.embeddings(["a", "a red circle moving left"])
-    padded = codec.encode_text(["a", "a red circle moving left"]).text
+    padded = codec.encode_text(["a", "a red circle moving left"])["text"]
     assert len(short) < len(long) <= codec.text_tokens == padded.shape[1]
     assert torch.equal(padded[1, : len(long)], long) and not padded[1, len(long) :].any()

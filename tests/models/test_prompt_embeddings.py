@@ -46,7 +46,7 @@ def opened(folder: Path | None = None, path: Path = WAN, **settings) -> WanCodec
 
 
 def text(codec: WanCodec, prompts=PROMPTS) -> torch.Tensor:
-    return codec.encode_text(prompts).text
+    return codec.encode_text(prompts)["text"]
 
 
 def test_embeddings_are_those_of_one_padded_pass(codec):

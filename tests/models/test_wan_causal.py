@@ -10,8 +10,8 @@ from helpers import ALONE, CPU, WAN, assert_near, assert_same, gradients
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from unified_trainer.basics.types import Condition
 from unified_trainer.models.wan.causal import CausalWanModel
-from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.device import free_memory, require_memory
@@ -59,8 +59,8 @@ def causal(**changes) -> CausalWanModel:
     return CausalWanModel(network(**changes))
 
 
-def condition(batch: int, seed: int = 2) -> WanCondition:
-    return WanCondition(torch.randn(batch, 5, 8, generator=torch.Generator().manual_seed(seed)))
+def condition(batch: int, seed: int = 2) -> Condition:
+    return Condition({"text": torch.randn(batch, 5, 8, generator=torch.Generator().manual_seed(seed))})
 
 
 def latents(frames: int, batch: int = 2, seed: int = 3) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_a_bidirectional_checkpoint_loads_strictly():
     assert_same(ours.network.state_dict(), plain.network.state_dict())
     assert {key for key, _ in ours.network.named_parameters()} == {key for key, _ in plain.network.named_parameters()}
     x, sigma = torch.randn(2, 16, 3, 4, 4), torch.tensor([0.3, 0.9])
-    cond = WanCondition(torch.randn(2, 7, plain.network.config.text_dim))
+    cond = Condition({"text": torch.randn(2, 7, plain.network.config.text_dim)})
     with torch.no_grad():
         assert_equal_to_rounding(ours.velocity(x, sigma, cond), plain.velocity(x, sigma, cond))
 
@@ -356,7 +356,7 @@ def test_the_gradient_is_that_of_a_detached_context(checkpointing):
         for part in (block.attn1.norm_k, block.attn1.to_v):
             part.register_forward_hook(without_gradient_before(4 * TOKENS))
     time = torch.cat([torch.zeros(2, 4 * TOKENS), torch.tensor([[600.0], [900.0]]).expand(2, 2 * TOKENS)], 1)
-    reference = plain(x, time, cond.text, return_dict=False)[0][:, :, 4:]
+    reference = plain(x, time, cond["text"], return_dict=False)[0][:, :, 4:]
     loss_of(reference).backward()
     assert_equal_to_rounding(ours, reference)
     assert_near(gradients(model.network), gradients(plain))

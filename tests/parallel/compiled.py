@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers import ALONE, LATENT_SHAPE, small_model
 from safetensors.torch import save_file
 
+from unified_trainer.basics.types import Condition
 from unified_trainer.models.wan.causal import CausalWanModel
-from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.roles import blocks
 from unified_trainer.roles.adapter import AdapterConfig
@@ -63,7 +63,7 @@ def roles_of(case: str, compile: bool) -> tuple[Trainable, Frozen]:
     return student, Frozen("teacher", Backbone(small_model(1), ALONE, compile=compile), RoleConfig())
 
 
-def loss_of(case: str, student: Trainable, x: torch.Tensor, cond: WanCondition) -> torch.Tensor:
+def loss_of(case: str, student: Trainable, x: torch.Tensor, cond: Condition) -> torch.Tensor:
     """Sample without gradient, and compute a loss with it."""
     if case != "causal":
         with torch.no_grad():
@@ -89,7 +89,7 @@ def main() -> None:
         blocks.BACKEND = "eager" if case in EAGER else "aot_eager"
         draw = torch.Generator().manual_seed(0)
         x = torch.randn(2, LATENT_SHAPE[0], FRAMES, *LATENT_SHAPE[2:], generator=draw)
-        cond = WanCondition(torch.randn(2, 4, 32, generator=draw))
+        cond = Condition({"text": torch.randn(2, 4, 32, generator=draw)})
         for compile in (False, True):
             (student, teacher), graphs, kept = roles_of(case, compile), [], SavedBytes()
             for step in range(2):

@@ -34,6 +34,6 @@ def work(wan: Path, folder: Path) -> None:
     embed = codec._embeddings._encode
     codec._embeddings._encode = lambda prompts: asked.extend(prompts) or embed(prompts)
     said = codec.encode_ahead(PROMPTS, mesh)
-    save_file({"text": codec.encode_text(PROMPTS).text}, folder / f"{mesh.rank}.safetensors")
+    save_file({"text": codec.encode_text(PROMPTS)["text"]}, folder / f"{mesh.rank}.safetensors")
     (folder / f"{mesh.rank}.json").write_text(json.dumps({"asked": asked, "said": said}))
     mesh.leave()

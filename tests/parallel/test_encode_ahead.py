@@ -23,6 +23,6 @@ def test_each_rank_encodes_its_share_and_all_have_the_same(tmp_path):
     assert {rank["said"].partition(";")[0] for rank in ranks} == {
         "text encoder: 9 distinct prompts, 0 encoded before, 9 now, not in memory"
     }
-    alone = tiny_codec().encode_text(encoded.PROMPTS).text
+    alone = tiny_codec().encode_text(encoded.PROMPTS)["text"]
     for rank in range(2):
         assert torch.equal(load_file(tmp_path / f"{rank}.safetensors")["text"], alone)

@@ -94,8 +94,8 @@ def test_a_group_of_equal_rewards_is_replaced_in_its_place():
     assert samples.batch.sample_ids == (0, 1, 8, 9, 4, 5)  # the noise of new samples is new
     assert samples.scores.parts[:, 0].tolist() == samples.scores.statistics["of"].tolist() == [0, 1, 8, 9, 4, 5]
     assert samples.rollout.x0[:, 0, 0, 0, 0].tolist() == [0, 1, 8, 9, 4, 5]
-    text = tiny_codec().encode_text([MANY[new]]).text[0]
-    torch.testing.assert_close(samples.batch.cond.text[2], text)
+    text = tiny_codec().encode_text([MANY[new]])["text"][0]
+    torch.testing.assert_close(samples.batch.cond["text"][2], text)
     assert made == [6, 2] and metrics == {"resampled_groups": 1}
 
 

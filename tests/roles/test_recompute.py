@@ -8,8 +8,8 @@ from helpers import ALONE, LATENT_SHAPE, assert_same, gradients, small_model
 from torch.utils.checkpoint import CheckpointPolicy
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Condition
 from unified_trainer.models.wan.causal import CausalWanModel
-from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.blocks import GRAPHS, prepare_blocks
@@ -30,7 +30,7 @@ def causal_gradients(recompute) -> dict[str, torch.Tensor]:
         torch.randn(2, LATENT_SHAPE[0], 3, *LATENT_SHAPE[2:], generator=draw),
         torch.randn(2, 4, 32, generator=draw),
     )
-    sigma, cond, loss = torch.tensor([0.3, 0.9], dtype=torch.float64), WanCondition(text), torch.zeros(())
+    sigma, cond, loss = torch.tensor([0.3, 0.9], dtype=torch.float64), Condition({"text": text}), torch.zeros(())
     with student.running() as model:
         cache = model.open_cache(ChunkConfig(1))
         for i in range(3):
@@ -68,7 +68,7 @@ def test_kept_activations_take_the_memory_that_was_computed():
         student = Trainable("student", backbone, TrainableConfig(precision="bf16"))
         x, text, sigma = torch.randn(1, 16, 4, 12, 12), torch.randn(1, 16, 32), torch.tensor([0.5])
         with quiet_norms(), LiveBytes() as live:
-            velocity = student.velocity(x, sigma, WanCondition(text))
+            velocity = student.velocity(x, sigma, Condition({"text": text}))
             held = live.now
         assert velocity.requires_grad
         network = Network(frozen_config(dict(model.network.config)), "bf16", False, trained=True, recompute=recompute)

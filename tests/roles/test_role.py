@@ -263,7 +263,7 @@ def test_one_pass_and_no_uncond_without_guidance(scale, rows):
     calls = Calls.of(role)
     role.guided_velocity(X_T, SIGMA, batch.cond, batch.uncond, scale)
     assert [len(x_t) for x_t in calls.x_t] == [rows]
-    assert torch.equal(calls.text[0][:2], batch.cond.text)
+    assert torch.equal(calls.text[0][:2], batch.cond["text"])
 
 
 def test_the_network_sees_a_fractional_time():

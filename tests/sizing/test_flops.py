@@ -45,7 +45,7 @@ def test_the_meter_counts_the_same():
     with meter.measure():
         role.velocity(x_t, torch.full((4,), 0.5), batch.cond).square().mean().backward()
     assert size.parameters == role.parameters
-    assert meter.flops == 4 * pass_flops(size, tokens, batch.cond.text.shape[1]).trained
+    assert meter.flops == 4 * pass_flops(size, tokens, batch.cond["text"].shape[1]).trained
 
 
 def test_an_adapter_halves_the_backward_pass_of_the_matrices():

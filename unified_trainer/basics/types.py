@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol, Self, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, cat
 
 from unified_trainer.basics.errors import NotFiniteError
@@ -53,20 +53,40 @@ def take_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     return x.index_select(0, torch.tensor(index, dtype=torch.int64).to(x.device, non_blocking=True))
 
 
-class Condition(Protocol):
-    """The condition of a batch of samples, such as encoded text; only the model family looks inside."""
+@dataclass(frozen=True, eq=False)
+class Condition:
+    """The inputs of b samples, such as encoded text: tensors by names that only the model family knows."""
+
+    tensors: Mapping[str, Shaped[Tensor, "_ ..."]]  # the first axis is the sample
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(x) for name, x in self.tensors.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"the tensors of a condition must have a row for each sample, but have {lengths}")
 
     def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
+        return len(next(iter(self.tensors.values())))
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "Condition":
         """Apply `fn` to every tensor; their first axis is the sample."""
-        ...
+        return Condition({name: fn(x) for name, x in self.tensors.items()})
 
-    def cat(self, other: Self) -> Self:
-        """Return the samples of both, in order."""
-        ...
+    def take(self, rows: Sequence[int]) -> "Condition":
+        """Return the samples of these rows, in this order; a row may occur more than once."""
+        return self.map(lambda x: take_rows(x, rows))
+
+    def expand(self, samples: int) -> "Condition":
+        """Return the one sample of this condition as many samples, which share its memory."""
+        return self.map(lambda x: x.expand(samples, *x.shape[1:]))
+
+    def cat(self, other: "Condition") -> "Condition":
+        """Return the samples of both, in order; ValueError unless they have the same names."""
+        if self.tensors.keys() != other.tensors.keys():
+            raise ValueError(f"conditions of {sorted(self.tensors)} and of {sorted(other.tensors)} cannot be joined")
+        return Condition({name: cat([x, other[name]]) for name, x in self.tensors.items()})
 
 
 @runtime_checkable
@@ -131,8 +151,8 @@ class Batch:
             prompts=tuple(self.prompts[i] for i in index),
             prompt_ids=tuple(self.prompt_ids[i] for i in index),
             sample_ids=tuple(self.sample_ids[i] for i in index),
-            cond=self.cond.map(lambda x: take_rows(x, index)),
-            uncond=self.uncond.map(lambda x: take_rows(x, index)),
+            cond=self.cond.take(index),
+            uncond=self.uncond.take(index),
             latents=None if self.latents is None else take_rows(self.latents, index),
             trajectory=None if self.trajectory is None else self.trajectory.map(lambda x: take_rows(x, index)),
             rejected=None if self.rejected is None else take_rows(self.rejected, index),

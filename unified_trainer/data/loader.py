@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.types import Batch, Condition, Trajectory, take_rows
+from unified_trainer.basics.types import Batch, Condition, Trajectory
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.epoch_order import shuffled, shuffled_by_row_groups
 from unified_trainer.models.base import Codec
@@ -221,13 +221,13 @@ def make_batch(
     if cond is None:
         distinct = sorted(set(prompts))
         rows = [distinct.index(prompt) for prompt in prompts]
-        cond = codec.encode_text(distinct).map(lambda x: take_rows(x, rows))
+        cond = codec.encode_text(distinct).take(rows)
     ids = (tuple(prompts), tuple(prompt_ids), tuple(sample_ids))
     return Batch(
         *ids,
         latent_shape,
         cond,
-        uncond.map(lambda x: x.expand(len(prompts), *x.shape[1:])),
+        uncond.expand(len(prompts)),
         latents,
         trajectory,
         rejected,

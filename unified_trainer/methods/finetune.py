@@ -8,7 +8,7 @@ import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Fraction, Shift
-from unified_trainer.basics.types import Batch, PerFrame, PerSample, of_kind, take_rows
+from unified_trainer.basics.types import Batch, PerFrame, PerSample, of_kind
 from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdateConfig, trained
 from unified_trainer.numerics.flow import ShiftedUniform, add_noise
 from unified_trainer.parallel.mesh import Mesh
@@ -66,7 +66,7 @@ class Finetune(Method):
         dropped = rng.uniform("caption dropout", batch.sample_ids) < self.config.caption_dropout
         both = batch.cond.cat(batch.uncond)
         rows = torch.arange(len(batch)) + len(batch) * dropped
-        x_t, cond = add_noise(x0, noise, sigma), both.map(lambda x: take_rows(x, rows.tolist()))
+        x_t, cond = add_noise(x0, noise, sigma), both.take(rows.tolist())
         if self.config.forcing == "none":
             velocity = self.student.velocity(x_t, sigma, cond)
         else:

@@ -19,7 +19,6 @@ from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Cache, PassSize
 from unified_trainer.models.masked_attention import Mask, token_mask
 from unified_trainer.models.wan.attention import Finished, KeysValues, LayerLists, Pass, set_attention
-from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.model import WanModel, network_time
 from unified_trainer.numerics.chunks import ChunkConfig, block_causal_mask, teacher_forcing_mask
 from unified_trainer.parallel.device import has_flex_attention
@@ -139,7 +138,7 @@ class CausalWanModel(WanModel):
             time = time.repeat_interleave(tokens, 1)
         self._positions.expect(frames, mask, cached)
         x = self._shared.whole_gradient(x) if self._shared else x
-        return self.network(x, time, of_kind(WanCondition, cond).text, return_dict=False)[0].float()
+        return self.network(x, time, cond["text"], return_dict=False)[0].float()
 
     def pass_size(self, x: Latents, time: Tensor, text: Tensor) -> PassSize:
         tokens, text_keys = x.shape[2] * self._frame_tokens(x), 0 if self._text_cached else text.shape[1]

@@ -1,9 +1,11 @@
-"""Wan's text encoder (UMT5) and VAE as a `Codec`, with the conditions that they make."""
+"""Wan's text encoder (UMT5) and VAE as a `Codec`.
+
+A condition is `text` [b, n, d], zero behind the last token of each prompt.
+"""
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5EncoderMode
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as
 from unified_trainer.basics.suggestions import multiples_near
-from unified_trainer.basics.types import DTYPES, Latents, Video
+from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import check_described, fingerprint, load_strictly, read_tokenizer
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
@@ -29,22 +31,6 @@ from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
 
 MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
-
-
-@dataclass(frozen=True)
-class WanCondition:
-    """UMT5 embeddings of prompts, zero behind the last token of each prompt."""
-
-    text: Float[Tensor, "b n d"]
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "WanCondition":
-        return WanCondition(fn(self.text))
-
-    def cat(self, other: "WanCondition") -> "WanCondition":
-        return WanCondition(torch.cat([self.text, other.text]))
 
 
 class WanCodec:
@@ -127,10 +113,10 @@ class WanCodec:
     def remember(self, prompt: str, embedding: Float[Tensor, "n d"]) -> None:
         self._embeddings.store(prompt_clean(prompt), embedding)
 
-    def encode_text(self, prompts: Sequence[str]) -> WanCondition:
+    def encode_text(self, prompts: Sequence[str]) -> Condition:
         return self.text_condition(self.embeddings(prompts))
 
-    def text_condition(self, embeddings: Sequence[Tensor]) -> WanCondition:
+    def text_condition(self, embeddings: Sequence[Tensor]) -> Condition:
         longest = max(map(len, embeddings))
         if longest > self._text_tokens:
             raise UserError(f"a text embedding has {longest} tokens, but this model takes {self._text_tokens}")
@@ -139,7 +125,7 @@ class WanCodec:
         text = torch.zeros(len(embeddings), self._text_tokens, self.text_width, device=embeddings[0].device)
         for padded, row in zip(text, embeddings, strict=True):
             padded[: len(row)] = row
-        return WanCondition(text.to(self._device, non_blocking=True))
+        return Condition({"text": text.to(self._device, non_blocking=True)})
 
     def text_difference(self, prompt: str, embedding: Tensor) -> float:
         own = self.embeddings([prompt])[0]

@@ -9,11 +9,10 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, of_kind, widest
+from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, widest
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.wan.attention import joined_inputs, set_attention
-from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.ulysses import SharedTokens
 from unified_trainer.parallel.device import has_other_attention
 from unified_trainer.parallel.mesh import Mesh
@@ -51,7 +50,7 @@ class WanModel(DiffusersModel):
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         time = network_time(sigma, x_t)
         x_t = self._shared.whole_gradient(x_t) if self._shared else x_t
-        return self.network(x_t, time, of_kind(WanCondition, cond).text, return_dict=False)[0].float()
+        return self.network(x_t, time, cond["text"], return_dict=False)[0].float()
 
     def layer_kind(self, layer: str) -> str:
         if layer == "proj_out":
@@ -84,14 +83,14 @@ class WanModel(DiffusersModel):
     def whole(self, tokens: Tensor) -> Tensor:
         return self._shared.gather(tokens) if self._shared else tokens
 
-    def example(self) -> tuple[Latents, PerSample, WanCondition]:
+    def example(self) -> tuple[Latents, PerSample, Condition]:
         config = self.network.config
         time, height, width = (2 * size for size in config.patch_size)
         draw = torch.Generator().manual_seed(0)
         x_t = torch.randn(1, config.in_channels, time, height, width, generator=draw)
         text = torch.randn(1, 4, config.text_dim, generator=draw)
         device = next(self.network.parameters()).device
-        return x_t.to(device), torch.full((1,), 0.5, device=device), WanCondition(text.to(device))
+        return x_t.to(device), torch.full((1,), 0.5, device=device), Condition({"text": text.to(device)})
 
     def compiled_inputs(self, *inputs: Any) -> tuple[Any, ...]:
         return joined_inputs(*inputs)

@@ -14,8 +14,8 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from unified_trainer.basics.types import Condition
 from unified_trainer.models.base import VideoModel
-from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.adapter import AdapterConfig
@@ -125,9 +125,9 @@ def _forward(
 
 def _inputs(
     network: Network, latent: tuple[int, int, int, int], text_tokens: int, samples: int
-) -> tuple[Tensor, Tensor, WanCondition]:
+) -> tuple[Tensor, Tensor, Condition]:
     text = torch.zeros(samples, text_tokens, int(dict(network.config)["text_dim"]))
-    return torch.zeros(samples, *latent), torch.full((samples,), 0.5), WanCondition(text)
+    return torch.zeros(samples, *latent), torch.full((samples,), 0.5), Condition({"text": text})
 
 
 def _role(network: Network, layers: int) -> Trainable | Frozen:

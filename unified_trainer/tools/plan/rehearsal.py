@@ -17,7 +17,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from unified_trainer.basics.types import Batch, Latents, Rollout, Trajectory, Video
+from unified_trainer.basics.types import Batch, Condition, Latents, Rollout, Trajectory, Video
 from unified_trainer.data.batch_plan import largest_divisor
 from unified_trainer.data.loader import Loader, Source
 from unified_trainer.methods.base import Method, SingleUpdateConfig
@@ -25,7 +25,6 @@ from unified_trainer.methods.rl.policy import PolicyConfig
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.methods.rl.rollouts import LocalRollouts, ScoredSamples
 from unified_trainer.models.base import Codec
-from unified_trainer.models.wan.codec import WanCondition
 from unified_trainer.models.wan.configs import EXPERTS
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
 from unified_trainer.parallel.meter import Meter, Pass
@@ -227,7 +226,7 @@ class _Batches(Loader):
 
     def batch_of(self, indices: list[int], sample_ids: list[int]) -> Batch:
         count, run = len(indices), self._run
-        text = WanCondition(torch.zeros(count, TEXT_TOKENS, TEXT_WIDTH))
+        text = Condition({"text": torch.zeros(count, TEXT_TOKENS, TEXT_WIDTH)})
         latents = torch.randn(count, *self._shape) if run.trains_on == "clips" else None
         trajectory = None
         if run.trains_on == "trajectories":
