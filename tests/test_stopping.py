@@ -33,7 +33,16 @@ def scorer(folder: Path, call: int, act: str) -> list[str]:
     return ["--reward.kind", f"{folder / 'red.py'}:score", "--reward.path", "", "--validate-every", "0"]
 
 
+@pytest.fixture
+def terminal():
+    """SIGHUP ends a process, as in a terminal, also where the tests were started under nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("every", [0, 1])  # whether the step before is saved already
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("method", ["dance_grpo", "dance_ppo"])
