@@ -105,6 +105,36 @@ def test_a_model_of_unknown_size_is_refused(capsys):
     assert "no sizes are known for it" in capsys.readouterr().err
 
 
+def test_plan_takes_the_whole_command_line_of_a_run(tmp_path, capsys):
+    words = ["--method", "dmd2", "--hardware", "H100", *SMALL, *SINGLE]
+    assert main(["plan", *words, "--json"]) == 0
+    expected = capsys.readouterr().out
+    course = [
+        "--output",
+        str(tmp_path / "run"),
+        "--checkpoint-every",
+        "3",
+        "--no-async-save",
+        "--tracking.wandb",
+        "off",
+    ]
+    assert main(["plan", *course, "--json", *words]) == 0
+    assert capsys.readouterr().out == expected and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--method", "dmd2", "--data.path", "clips"], "would not read it"),
+        (["--method", "finetune", "--prompts", "a.txt"], "takes their captions"),
+        (["--method", "dmd2", "--checkpoint-evry", "3"], "did you mean --checkpoint-every?"),
+    ],
+)
+def test_plan_refuses_flags_that_a_run_would_not_read(capsys, words, said):
+    assert main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 REFUSED = {  # flags that a start of dance_grpo refuses, with words of the message
     "--student.lr-schedule cosine --student.lr-decay-updates 0": "student.lr_schedule cosine needs student.lr_decay",
     "--keep-best 2 --validate-every 0": "keep_best 2 needs validations to compare",

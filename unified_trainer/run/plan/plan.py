@@ -154,12 +154,27 @@ def check_settings(run: RunConfig, method: type[Method]) -> None:
     """Raise UserError for settings that fit no machine: no file is read, and no package or device is looked for."""
     if run.keep_best and not run.validate_every:
         raise ConfigError(f"keep_best {run.keep_best} needs validations to compare: set validate_every")
+    _check_unread(run)
     check_guards(run, method)
     check_workers(run, method)
     run.sampler.check()
     for name, role in run.roles.items():
         if isinstance(role, TrainableConfig):
             role.check(name)
+
+
+def _check_unread(run: RunConfig) -> None:
+    """Raise ConfigError for prompts or data that the method would not read; tiny is the recipe's, for other methods."""
+    if run.trains_on != "prompts" and run.prompts not in ("", "tiny"):
+        raise ConfigError(
+            f"--prompts {run.prompts}: {run.method} trains on {run.trains_on} and takes their captions; leave "
+            "it out, or set --validation.prompts"
+        )
+    if run.trains_on == "prompts" and run.data.path not in ("", "tiny") and not run.resume:
+        raise ConfigError(
+            f"--data.path {run.data.path}: {run.method} with these settings trains on prompts and would not read "
+            f"it; to train on the captions of its clips, give --prompts {run.data.path} instead"
+        )
 
 
 def keep_of(run: RunConfig) -> Keep:
@@ -224,18 +239,8 @@ def check_complete(run: RunConfig) -> None:
         wanted.append(
             ("--data.path", "a folder of videos, or a parquet file or folder of encoded clips", run.data.path)
         )
-        if run.prompts not in ("", "tiny"):  # tiny is the recipe's, for other methods
-            raise ConfigError(
-                f"--prompts {run.prompts}: {run.method} trains on {run.trains_on} and takes their captions; leave "
-                "it out, or set --validation.prompts"
-            )
     else:
         wanted.append(("--prompts", "a file with one prompt per line", run.prompts))
-        if run.data.path not in ("", "tiny") and not run.resume:
-            raise ConfigError(
-                f"--data.path {run.data.path}: {run.method} with these settings trains on prompts and would not read "
-                f"it; to train on the captions of its clips, give --prompts {run.data.path} instead"
-            )
     if missing := [f"{flag} ({what})" for flag, what, given in wanted if not given]:
         raise ConfigError(f"--method {run.method} with recipe {run.recipe} needs {', '.join(missing)}")
 

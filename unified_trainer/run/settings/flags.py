@@ -22,7 +22,7 @@ import tyro
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import reason
 from unified_trainer.basics.suggestions import RANKS, nearest
-from unified_trainer.run.settings.settings import REQUIRED, RunFlags, Setting, check_ranges, settings_of
+from unified_trainer.run.settings.settings import REQUIRED, AllRunFlags, RunFlags, Setting, check_ranges, settings_of
 
 TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")  # what a switch might be given, and does not take
 DASHES = re.compile(r"[\u2010-\u2015\u2212]+-?|-(?=[A-Za-z])")  # in place of the two hyphens of a flag
@@ -61,13 +61,15 @@ def apply(tree: Any, words: Sequence[str], file: str = "") -> Any:
     """Return a tree of dataclasses with the flags applied, or a function bound to its arguments.
 
     `file` is where the settings come from, if not from a command line. Raise UserError, or UnknownFlagError, for a name
-    or value that cannot be. A function with an argument of RunFlags gets the flags with a dot, unread.
+    or value that cannot be. A function with an argument of RunFlags gets the flags with a dot, unread; one with
+    AllRunFlags gets each flag that is not its own.
     """
     if inspect.isfunction(tree):
-        marked = [one.name for one in inspect.signature(tree).parameters.values() if one.annotation == RunFlags]
-        if marked and any("." in name for name, _ in split(words)):
-            own, of_run = _divided(words)
-            return functools.partial(apply(tree, own), **{marked[0]: tuple(of_run)})
+        for argument in inspect.signature(tree).parameters.values():
+            if argument.annotation in (RunFlags, AllRunFlags):
+                own, of_run = _divided(tree, words, every=argument.annotation == AllRunFlags)
+                if of_run:
+                    return functools.partial(apply(tree, own), **{argument.name: tuple(of_run)})
     known = {setting.key: setting for setting in settings_of(tree)}
     given, stray = _look_up(words, known)
     for one in given:
@@ -91,12 +93,16 @@ def apply(tree: Any, words: Sequence[str], file: str = "") -> Any:
     return bound
 
 
-def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of a command, and the flags with a dot, such as --teacher.path, with the words after each."""
+def _divided(tree: Any, words: Sequence[str], *, every: bool) -> tuple[list[str], list[str]]:
+    """Return the words of a command, and the flags of a run with the words after each.
+
+    The latter have a dot, such as --teacher.path; with `every` they are all flags that the command does not declare.
+    """
+    known = {flag for setting in settings_of(tree) for flag in (setting.flag, setting.off)} if every else set()
     (_, first), *flags = split(words)
     own, of_run = list(first), []
     for name, values in flags:
-        (of_run if "." in name else own).extend([name, *values])
+        (of_run if "." in name or (every and name not in known) else own).extend([name, *values])
     return own, of_run
 
 

@@ -15,7 +15,9 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import MAY_CHANGE, Range, range_of, reason
 
 REQUIRED = inspect.Parameter.empty
-RunFlags = Annotated[tuple[str, ...], tyro.conf.Suppress]  # argument of a command: flags of a run, see `flags._divided`
+# Arguments of a command that get flags of a run, unread: those with a dot, or all that are not the command's own.
+RunFlags = Annotated[tuple[str, ...], tyro.conf.Suppress]
+AllRunFlags = Annotated[tuple[str, ...], tyro.conf.Suppress, "all"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def settings_of(tree: Any, prefix: str = "") -> Iterator[Setting]:
     if inspect.isfunction(tree):
         declared = _declared(tree)
         for name, argument in inspect.signature(tree).parameters.items():
-            if argument.annotation == RunFlags:
+            if argument.annotation in (RunFlags, AllRunFlags):
                 continue
             positional = tyro.conf.Positional in typing.get_args(argument.annotation)
             kind, limits = declared[name]

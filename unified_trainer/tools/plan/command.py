@@ -1,16 +1,15 @@
 """The command plan: it says what a run needs, and whether it fits a machine, from its settings alone."""
 
 import json as json_format
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from unified_trainer.basics.ranges import CountOrZero, PositiveFraction
+from unified_trainer.basics.ranges import PositiveFraction
 from unified_trainer.basics.terminal import console, printable, say
 from unified_trainer.run.exit_codes import DOES_NOT_FIT
 from unified_trainer.run.settings.command_line import parse
-from unified_trainer.run.settings.settings import RunFlags
+from unified_trainer.run.settings.settings import AllRunFlags
 from unified_trainer.tools.plan.advice import Better, better_settings, fitting_blocks
 from unified_trainer.tools.plan.estimate import Estimate, estimate
 from unified_trainer.tools.plan.hardware import RESERVE, Hardware, read_hardware
@@ -20,36 +19,23 @@ WIDTH = 140  # columns where the output is no terminal
 
 
 def plan(
-    method: str = "dance_grpo",
-    recipe: str = "",
-    config: Path | None = None,
-    steps: CountOrZero = 0,
-    families: tuple[str, ...] = (),
     hardware: str = "8xH200",
     mfu: PositiveFraction = 0.4,
     json: bool = False,
-    settings: RunFlags = (),
+    settings: AllRunFlags = (),
 ) -> int:
-    """Say what a run needs and whether it fits: memory by phase, network calls, FLOPs, time, bytes, checkpoints.
+    """Say what a run needs and whether it fits; put plan before the flags of the run, such as --method.
 
-    Nothing is measured and no weight is read: a folder's configs, or published ones, are enough. Flags with a dot are
-    those of a training, such as --student.adapter.rank 16. Exit code 5: the run does not fit the hardware.
+    It computes memory by phase, network calls, FLOPs, time, bytes and checkpoints. Nothing is measured and no weight is
+    read: a folder's configs, or published ones, are enough. Exit code 5: the run does not fit the hardware.
 
     Args:
-        method: Method of the run.
-        recipe: Recipe of the run; by default that of the tiny world, while no path of a role is given.
-        config: Saved config.yaml to start from.
-        steps: Training steps; 0 takes the recipe's.
-        families: Model families of your own, each path/to/file.py:NAME or package.module:NAME.
         hardware: Number and kind of the accelerators, one rank on each: 8xH200, H100, 4xA100-40.
         mfu: Part of the dense bf16 peak that the networks are assumed to reach.
         json: Print JSON instead of tables.
     """
     machine = read_hardware(hardware)
-    words = ["--method", method, *(["--recipe", recipe] if recipe else []), *settings]
-    words += ["--families", *families] if families else []
-    words += ["--config", str(config)] if config else []
-    run = parse([*words, *(["--steps", str(steps)] if steps else [])])
+    run = parse(settings)
     found = estimate(run, machine.count)
     peak = found.memory.total(found.memory.peak)
     fits = peak <= machine.usable
