@@ -178,11 +178,11 @@ def test_it_sees_nothing_of_the_trainer(file, tmp_path, monkeypatch):
     """Neither its modules and module path, nor that it is a rank of a launcher, nor its keys."""
     for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "WANDB_API_KEY", "SCORER_CACHE"):
         monkeypatch.setenv(name, "3")
-    monkeypatch.setenv("PYTHONPATH", str(REPO / "tests"))
+    monkeypatch.setenv("PYTHONPATH", str(REPO / "tests" / "support"))
     started(file, "surroundings", python_variables=("SCORER_CACHE",))(VIDEO, PROMPTS)
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["modules"] == [] and told["path"][-1] == str(tmp_path)
-    assert not {str(REPO / "tests"), str(REPO / "unified_trainer" / "rewards")} & {*told["path"]}
+    assert not {str(REPO / "tests" / "support"), str(REPO / "unified_trainer" / "rewards")} & {*told["path"]}
     assert {name for name, value in told["environment"].items() if value} == {"SCORER_CACHE"}
 
 

@@ -15,7 +15,7 @@ from unified_trainer.run.workers import cluster
 @pytest.fixture(scope="package")
 def ray():
     before = dict(os.environ)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2] / "support"), str(Path(__file__).parent)])
     cluster.connect(RayConfig(), cores=16)
     import ray
 

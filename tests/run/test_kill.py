@@ -2,8 +2,8 @@
 
 And one that goes on with another number of ranks ends so within rounding.
 
-`pytest tests/test_kill.py --kills 30` kills every method so often on one and on two ranks; without it, a few times. A
-run lives many times; the moment of a kill is drawn by method, ranks and number of the life. A run in which something
+`pytest tests/run/test_kill.py --kills 30` kills every method so often on one and on two ranks; without it, a few times.
+A run lives many times; the moment of a kill is drawn by method, ranks and number of the life. A run in which something
 fails has the number of its first life in its name, and `--kills 5 --kills-first NUMBER` repeats it alone. With
 `--log-file FILE --log-file-level INFO` each kill is a line of the file.
 """
@@ -102,7 +102,7 @@ class Lives:
     """Starts runs in forks of a warm process."""
 
     def __init__(self, folder: Path) -> None:
-        words = [sys.executable, str(REPO / "tests" / "warm.py"), str(folder)]
+        words = [sys.executable, str(REPO / "tests" / "support" / "warm.py"), str(folder)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(words, env=environment(), **pipes)
 

@@ -1,4 +1,4 @@
-"""The program of a test of tests/engine/test_weights.py: weights straight from memory to memory.
+"""The program of a test of tests/run/workers/test_weights.py: weights straight from memory to memory.
 
 NIXL polls in the process that made its agent until that ends: in the test process it would take a core from all later
 tests.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from helpers import ALONE
 from reader import Reader

@@ -15,7 +15,7 @@ from helpers import REPO, SMALL, assert_same, checkpoint_of, environment, flags,
 from unified_trainer.__main__ import main
 from unified_trainer.run.settings.auto_resume import without_auto
 
-sys.path.insert(0, str(Path(__file__).parent / "parallel"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from launch import under_torchrun
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

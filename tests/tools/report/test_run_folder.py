@@ -18,7 +18,7 @@ from unified_trainer.tools.report.status import best_of, status_of
 
 pytestmark = pytest.mark.slow
 
-METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
+METRICS = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 def test_the_page_of_metrics_is_generated():

@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 import simulated_npu
 import simulated_phases
 from helpers import OF_CLIPS, OF_SAMPLES, small_pipeline

@@ -52,7 +52,7 @@ from unified_trainer.run.registry import METHODS, TINY, method_named
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.sampling.solver import SamplerConfig
 
-REPO = Path(__file__).parents[1]
+REPO = Path(__file__).parents[2]
 WAN, HPSV3 = TINY / "wan", TINY / "hpsv3"
 CPU = torch.device("cpu")
 ALONE = Mesh(CPU)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from unified_trainer.roles.recompute import selective_policy
 from unified_trainer.run.registry import METHODS
 
-SCRIPT = REPO / "tests" / "simulated_runs.py"
+SCRIPT = REPO / "tests" / "parallel" / "simulated_runs.py"
 UPDATES = {"dance_grpo": 2, "dmd2": 2, "self_forcing": 2, "finetune": 1}  # of all roles in a training step
 WAITS = {"dance_grpo": 7, "dmd2": 3, "self_forcing": 3, "finetune": 2}  # in all, as docs/performance.md says
 pytestmark = pytest.mark.slow
