@@ -103,8 +103,8 @@ Seconds = Annotated[float, above(0, 1e7)]
 def range_of(kind: Any) -> Range | None:
     """Return the range that a type is marked with, itself or in the types that it consists of; None without one."""
     for part in typing.get_args(kind):
-        if found := part if isinstance(part, Range) else range_of(part):
-            return found
+        if limits := part if isinstance(part, Range) else range_of(part):
+            return limits
     return None
 
 

@@ -192,8 +192,8 @@ def _check_other(choice: str) -> None:
         with attention_backend(OTHER_ATTENTION[choice]):
             pass
     except Exception as error:  # of other packages, and of the network
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(f"parallel.attention {choice}: {said}; or leave it at auto") from error
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"parallel.attention {choice}: {reason}; or leave it at auto") from error
 
 
 def rounds_products() -> bool:

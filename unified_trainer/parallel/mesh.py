@@ -148,8 +148,8 @@ class Mesh:
                 dist.init_process_group(BACKENDS[picked.type], timeout=timeout)
             else:
                 store.set_timeout(timeout)
-                found = {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": size}
-                dist.init_process_group(BACKENDS[picked.type], timeout=timeout, **found)
+                group = {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": size}
+                dist.init_process_group(BACKENDS[picked.type], timeout=timeout, **group)
         inner, data = config.shard * config.sequence, config.replicate * config.shard
         sharded = (("replicate", config.replicate), ("shard", inner))[config.replicate == 1 :]
         return cls(

@@ -94,12 +94,12 @@ def statistics(video: Video) -> dict[str, PerSample]:
     """
     video = video.float()
     y = luma(video)
-    found = {
+    values = {
         "saturation": saturation(video),
         "dark_share": _dark_share(y),
         "edge_density": _edge_density(y),
     }
-    return found | ({"motion_energy": _motion_energy(y)} if video.shape[2] > 1 else {})
+    return values | ({"motion_energy": _motion_energy(y)} if video.shape[2] > 1 else {})
 
 
 def thumbnail(video: Video) -> Float[Tensor, "b d"]:

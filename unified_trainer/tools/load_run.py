@@ -92,6 +92,6 @@ def _read(
     """Load a role with the weights of its pipeline folder."""
     bare = dataclasses.replace(config, ema_decay=0.0, activation_memory="none", compile=False)
     layout = layout_for(role, kind, bare, path)
-    found = adapters_of(role, kind, bare, path, layout, starting=False)
-    one = load_roles({role: RolePlan(kind, found.config, path, layout, found.merged)}, mesh, half=False)[role]
+    adapters = adapters_of(role, kind, bare, path, layout, starting=False)
+    one = load_roles({role: RolePlan(kind, adapters.config, path, layout, adapters.merged)}, mesh, half=False)[role]
     return LoadedRole(run, metadata, of_kind(Trainable, one), *family_of(role, path), "", layout)

@@ -48,10 +48,10 @@ class Guards:
     @property
     def state(self) -> dict[str, Any]:
         """All that later decisions depend on, as metadata of a checkpoint."""
-        found: dict[str, Any] = {"rollbacks": list(self.rollbacks)}
+        states: dict[str, Any] = {"rollbacks": list(self.rollbacks)}
         for guard in self._guards:
-            found |= guard.state
-        return found if self._probe is None else found | self._probe.state
+            states |= guard.state
+        return states if self._probe is None else states | self._probe.state
 
     def load_state(self, metadata: Mapping[str, Any]) -> None:
         """Continue from the metadata of a checkpoint, with the learning rate that its roll-backs left."""

@@ -102,9 +102,9 @@ class TeacherProbe:
         def of_all(parts: list[Tensor]) -> Tensor:
             return self._mesh.gather(torch.cat(parts)).cpu().double()[:total]
 
-        found = {name: of_all(parts).mean().item() for name, parts in columns.items()}
+        means = {name: of_all(parts).mean().item() for name, parts in columns.items()}
         spread = diversity(of_all(thumbnails), self._prompts)
-        return found if spread is None else found | {"diversity": spread}
+        return means if spread is None else means | {"diversity": spread}
 
     def _generate(self, role: Role, sampler: SamplerConfig, samples: list[int]) -> tuple[Tensor, Tensor]:
         """Return latents and videos; the noise of a sample is a function of the seed and its number."""

@@ -19,13 +19,13 @@ from unified_trainer.run.settings.config import RunConfig
 
 def with_others(first: UserError, run: RunConfig, mesh: Mesh) -> UserError:
     """Return the error of a check with those of all that do not depend on it, a line each; alone it stays itself."""
-    found = {str(first): None}
+    faults = {str(first): None}
     for check in _independent(run, mesh):
         try:
             check()
         except UserError as error:
-            found.setdefault(str(error))
-    return first if len(found) == 1 else UserError("\n- ".join([f"{len(found)} faults:", *found]))
+            faults.setdefault(str(error))
+    return first if len(faults) == 1 else UserError("\n- ".join([f"{len(faults)} faults:", *faults]))
 
 
 def _independent(run: RunConfig, mesh: Mesh) -> Iterator[Callable[[], object]]:

@@ -59,21 +59,23 @@ class RunPlan:
 
     def compared(self) -> dict[str, str]:
         """Return what must be equal on all ranks: adapters and prompts by digest, files by names and sizes."""
-        found = {f"{name}.adapter": role.config.adapter.sha256 for name, role in self.roles.items()}
+        inputs = {f"{name}.adapter": role.config.adapter.sha256 for name, role in self.roles.items()}
         for name, role in self.roles.items():
             _, folder = family_of(name, role.path)
             parts = [folder / part for part in role.layout.components.values()]
             files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
-            found[f"{name}.path"] = files_in_words(files)
-        found["prompts"] = prompts_in_words(self.prompts)
-        found["validation.prompts"] = prompts_in_words(self.validation_prompts)
+            inputs[f"{name}.path"] = files_in_words(files)
+        inputs["prompts"] = prompts_in_words(self.prompts)
+        inputs["validation.prompts"] = prompts_in_words(self.validation_prompts)
         if self.stored is not None:
-            found["data.path"] = files_in_words([one.file for one in self.stored.files], self.stored.captions)
+            inputs["data.path"] = files_in_words([one.file for one in self.stored.files], self.stored.captions)
         if self.rejected is not None:
-            found["data.rejected"] = files_in_words([one.file for one in self.rejected.files], self.rejected.captions)
+            inputs["data.rejected"] = files_in_words([one.file for one in self.rejected.files], self.rejected.captions)
         if self.videos:
-            found["data.path"] = files_in_words([one.file for one in self.videos], [one.caption for one in self.videos])
-        return found
+            inputs["data.path"] = files_in_words(
+                [one.file for one in self.videos], [one.caption for one in self.videos]
+            )
+        return inputs
 
 
 def check(run: RunConfig, mesh: Mesh) -> RunPlan:
@@ -255,8 +257,8 @@ def fits(recipe: str, role: str, path: str) -> bool:
     """Return whether a recipe was made for the model in a role's folder, by the configs of its networks."""
     family, folder = family_of(role, path)
     components, _ = family.networks(folder)
-    found = {"networks": len(components)} | read_json(folder / components[0] / "config.json")
-    return load_recipe(recipe).get("fits", {}).items() <= found.items()
+    model = {"networks": len(components)} | read_json(folder / components[0] / "config.json")
+    return load_recipe(recipe).get("fits", {}).items() <= model.items()
 
 
 def _misfit(run: RunConfig, method: type[Method]) -> str:

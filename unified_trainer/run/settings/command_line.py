@@ -146,26 +146,26 @@ class _Sources:
 
     @classmethod
     def read(cls, argv: Sequence[str]) -> "_Sources":
-        found: dict[str, str] = {}
+        given: dict[str, str] = {}
         for name, values in split(argv):
             flag = name.replace("_", "-")
             if flag in ("--method", "--recipe", "--config", "--resume", "--init-from"):
                 if not values or (not values[0] and flag != "--recipe"):
                     raise ConfigError(f"{name} needs a value")
-                found[flag] = values[0]
-        if "--config" in found and "--resume" in found:
+                given[flag] = values[0]
+        if "--config" in given and "--resume" in given:
             raise ConfigError("--config and --resume exclude each other: a resumed run has its config")
         saved = None
-        if "--resume" in found:
-            saved = Path(found["--resume"]) / "config.yaml"
+        if "--resume" in given:
+            saved = Path(given["--resume"]) / "config.yaml"
             if not saved.is_file():
-                raise ConfigError(f"--resume {found['--resume']}: no config.yaml there, so it is not a run directory")
-        elif "--config" in found:
-            saved = Path(found["--config"])
+                raise ConfigError(f"--resume {given['--resume']}: no config.yaml there, so it is not a run directory")
+        elif "--config" in given:
+            saved = Path(given["--config"])
             if os.path.isdir(saved):  # unlike Path.is_dir, it does not raise for a path that is too long
                 raise ConfigError(f"--config {saved}: it is a folder; give a file, such as {saved / 'config.yaml'}")
-        resumed, init_from = "--resume" in found, found.get("--init-from")
-        return cls(found.get("--method"), found.get("--recipe"), saved, resumed, init_from)
+        resumed, init_from = "--resume" in given, given.get("--init-from")
+        return cls(given.get("--method"), given.get("--recipe"), saved, resumed, init_from)
 
 
 @contextmanager

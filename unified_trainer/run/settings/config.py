@@ -75,7 +75,7 @@ class ValidationSampler:
         scale = self.guidance_scale if len(self.guidance_scale) == 2 else next(iter(self.guidance_scale), None)
         kept = () if self.num_steps else sampler.step_sigmas
         steps = self.num_steps or len(self.step_sigmas) or sampler.num_steps
-        found = dataclasses.replace(
+        run = dataclasses.replace(
             sampler,
             num_steps=steps,
             step_sigmas=self.step_sigmas or kept,
@@ -84,10 +84,10 @@ class ValidationSampler:
             guidance_scale=sampler.guidance_scale if scale is None else scale,
         )
         try:
-            found.check()
+            run.check()
         except UserError as error:
             raise ConfigError(f"validation.{error}") from error
-        return found
+        return run
 
 
 @dataclass(frozen=True)
@@ -365,7 +365,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings as one mapping from keys such as student.learning_rate."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return leaves

@@ -19,8 +19,8 @@ def is_edited(text: str) -> bool:
 
     Only values count: order, comments and spaces may differ.
     """
-    found = LINE.search(text)
-    return found is not None and found[1] != _checksum(text)
+    line = LINE.search(text)
+    return line is not None and line[1] != _checksum(text)
 
 
 def _checksum(text: str) -> str:

@@ -78,15 +78,15 @@ def _folders(run: Path) -> list[Path]:
         lines = read_text(run / ENVIRONMENT).splitlines()
     except UserError:
         return []  # a run without the file: all that is lost is where its paths count from
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for line in reversed(lines):
         try:
             folder = parse_object(line, ENVIRONMENT).get(FOLDER)
         except UserError:
             continue  # a torn line
         if isinstance(folder, str) and os.path.isabs(folder):
-            found[Path(folder)] = None
-    return list(found)
+            folders[Path(folder)] = None
+    return list(folders)
 
 
 def _located(key: str, value: Any, folders: Sequence[Path]) -> Any:

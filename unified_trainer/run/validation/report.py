@@ -162,12 +162,14 @@ class Report:
         metrics |= _accuracies(hits) if hits else {}
         if FEATURES in exact:
             metrics["frechet"] = frechet_distance(exact[FEATURES].flatten(0, 1), exact[REAL].flatten(0, 1))
-        found = self._samples(scores, hits, folder)
+        samples = self._samples(scores, hits, folder)
         sheet = folder / "contact_sheet.png" if self.videos else None
-        warning = self._write(folder, clips, found, step, sheet) if self._is_main else None
+        warning = self._write(folder, clips, samples, step, sheet) if self._is_main else None
         if warning is not None:
-            found, sheet = tuple(replace(one, video=None) for one in found), None
-        return ValidationResult({f"validation/{name}": value for name, value in metrics.items()}, found, sheet, warning)
+            samples, sheet = tuple(replace(one, video=None) for one in samples), None
+        return ValidationResult(
+            {f"validation/{name}": value for name, value in metrics.items()}, samples, sheet, warning
+        )
 
     def _scores(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the reward of every sample, and the score of every scorer, including held-out ones."""
@@ -223,8 +225,8 @@ class Report:
 def _accuracies(hits: dict[str, Tensor]) -> dict[str, float]:
     """Return the share of samples that match their caption; no reward contains it."""
     rates = {name: right.mean().item() for name, right in hits.items()}
-    found = {"accuracy": rates.pop("all"), "accuracy_std": hits["all"].std().item()}
-    return found | {f"accuracy/{name}": rate for name, rate in rates.items()}
+    means = {"accuracy": rates.pop("all"), "accuracy_std": hits["all"].std().item()}
+    return means | {f"accuracy/{name}": rate for name, rate in rates.items()}
 
 
 def mean_and_std(columns: dict[str, Tensor]) -> dict[str, float]:

@@ -112,8 +112,8 @@ class EvaluationWorker:
                 with phase("copy_weights"):
                     weights.copy_to(self._student.weights)
                 self._version = weights.version
-            found = self._maker.make(self._student, range(item.start, item.stop), item.videos, item.step)
-        return meter.seconds(), (arrays.of_columns(found.columns), found.clips)
+            part = self._maker.make(self._student, range(item.start, item.stop), item.videos, item.step)
+        return meter.seconds(), (arrays.of_columns(part.columns), part.clips)
 
 
 def _settle(folder: str, threads: int) -> None:

@@ -99,12 +99,12 @@ def read_checkpoints(
             f"{texts[parsed.index(None)]} is a served student: name a run too, a --recipe, or --reward FILE, for the "
             "reward that measures its videos"
         )
-    found = [_found(text, one, flags, of_models) for text, one in zip(texts, parsed, strict=True)]
-    for i, one in enumerate(found):
-        same = [other for other in found[:i] if _identity(other) == _identity(one)]
+    checkpoints = [_found(text, one, flags, of_models) for text, one in zip(texts, parsed, strict=True)]
+    for i, one in enumerate(checkpoints):
+        same = [other for other in checkpoints[:i] if _identity(other) == _identity(one)]
         if same:
-            raise UserError(f"{texts[i]} is {texts[found.index(same[0])]} once more: name each checkpoint once")
-    return _with_names(found, texts)
+            raise UserError(f"{texts[i]} is {texts[checkpoints.index(same[0])]} once more: name each checkpoint once")
+    return _with_names(checkpoints, texts)
 
 
 def _identity(one: Checkpoint) -> tuple[object, ...]:
@@ -213,13 +213,13 @@ def _model(one: _Parsed, flags: Sequence[str], settings: Sequence[str]) -> Check
     return Checkpoint("", str(one.place), None, False, run, changed, digest({str(folder.resolve()): about}))
 
 
-def _with_names(found: Sequence[Checkpoint], texts: Sequence[str]) -> tuple[Checkpoint, ...]:
+def _with_names(checkpoints: Sequence[Checkpoint], texts: Sequence[str]) -> tuple[Checkpoint, ...]:
     """Give each checkpoint the name of its folder with step, weights and settings; with the whole path if two agree."""
-    pairs = [*zip(found, texts, strict=True)]
+    pairs = [*zip(checkpoints, texts, strict=True)]
     short = [one.served.name if one.served else _name(Path(one.spec).name, text) for one, text in pairs]
     whole = [f"{one.served.name} at {one.spec}" if one.served else _name(one.spec, text) for one, text in pairs]
     names = [name if short.count(name) == 1 else longer for name, longer in zip(short, whole, strict=True)]
-    return tuple(dataclasses.replace(one, name=name) for one, name in zip(found, names, strict=True))
+    return tuple(dataclasses.replace(one, name=name) for one, name in zip(checkpoints, names, strict=True))
 
 
 def _name(spec: str, text: str) -> str:

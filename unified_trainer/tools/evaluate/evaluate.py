@@ -159,8 +159,8 @@ def _reference(chosen: Sequence[Checkpoint], texts: Sequence[str], wanted: str, 
     """Return the position of the checkpoint that --frechet-to names; UserError if nothing measures the distance."""
     if not wanted:
         return None
-    found = [i for i, one in enumerate(chosen) if wanted in (texts[i], one.name)]
-    if not found:
+    matches = [i for i, one in enumerate(chosen) if wanted in (texts[i], one.name)]
+    if not matches:
         raise UserError(f"--frechet-to {wanted} is none of the checkpoints; have {', '.join(texts)}")
     named = rewards.named().items()
     if not any(scorer_kind(part, rewards.key(name), rewards.timeout).features for name, part in named):
@@ -168,7 +168,7 @@ def _reference(chosen: Sequence[Checkpoint], texts: Sequence[str], wanted: str, 
             f"--frechet-to {wanted} needs a scorer with image features: add --held-out clip with its "
             "--reward.scorers.clip.path"
         )
-    return found[0]
+    return matches[0]
 
 
 def _measured(

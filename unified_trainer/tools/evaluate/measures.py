@@ -108,11 +108,11 @@ def _tables(one: Measured, plan: Plan) -> dict[str, _Values]:
     shape = (len(plan.seeds), len(plan.prompts), plan.samples)
     names = [name for name, value in one.rows[0].items() if isinstance(value, float)]
     columns = {name: torch.tensor([row[name] for row in one.rows], dtype=torch.float64) for name in names}
-    found = {name: _Values(column.view(shape).mean(2).T) for name, column in columns.items()}
+    tables = {name: _Values(column.view(shape).mean(2).T) for name, column in columns.items()}
     if plan.samples > 1:
         pixels = one.tensors["thumbnails"].double().view(*shape, -1)
-        found[DIVERSITY] = _Values(pixels.var(2).mean(2).T, root=True)
-    return found
+        tables[DIVERSITY] = _Values(pixels.var(2).mean(2).T, root=True)
+    return tables
 
 
 def _measure(name: str, values: _Values, config: BootstrapConfig) -> Measure:
@@ -135,12 +135,12 @@ def _std(values: list[float]) -> float | None:
 def _differences(
     name: str, measured: Sequence[Measure], values: Sequence[_Values] | None, config: BootstrapConfig
 ) -> list[Difference]:
-    found = []
+    differences = []
     for right in range(len(measured)):
         for left in range(right):
             interval = None if values is None else _paired(values[left], values[right], config)
-            found.append(Difference(name, left, right, measured[right].mean - measured[left].mean, interval))
-    return found
+            differences.append(Difference(name, left, right, measured[right].mean - measured[left].mean, interval))
+    return differences
 
 
 def _paired(left: _Values, right: _Values, config: BootstrapConfig) -> Interval:
@@ -163,11 +163,11 @@ def _frechet(rows: Sequence[Measured], plan: Plan, reference: int | None) -> dic
         return {}
     if plan.size * rows[0].tensors["frames"].shape[1] < 2:
         return {}  # one frame has no covariance
-    found = []
+    distances = []
     for row, other in zip(rows, others, strict=True):
         pairs = zip(row.tensors["frames"].split(plan.size), other[key].split(plan.size), strict=True)
-        found.append([frechet_distance(left.flatten(0, 1), right.flatten(0, 1)) for left, right in pairs])
-    return {FRECHET: found}
+        distances.append([frechet_distance(left.flatten(0, 1), right.flatten(0, 1)) for left, right in pairs])
+    return {FRECHET: distances}
 
 
 def _speed(rows: Sequence[Measured]) -> dict[str, list[list[float]]]:

@@ -126,8 +126,8 @@ def measure(
             row |= columns
         _write_videos(folder, video, new, plan, checkpoint.run.video.fps)
         rows += new
-        for name, found in _tensors(video, prompts, seed, numbers, plan, codec, features).items():
-            tensors.setdefault(name, []).append(found.float().cpu())
+        for name, value in _tensors(video, prompts, seed, numbers, plan, codec, features).items():
+            tensors.setdefault(name, []).append(value.float().cpu())
         done()
     joined = {name: torch.cat(parts).contiguous() for name, parts in tensors.items()}
     calls, seconds = network_calls(checkpoint.run.sampler, source.latent_shape[1]), source.seconds
@@ -193,16 +193,16 @@ def _tensors(
     features: Features | None,
 ) -> dict[str, Tensor]:
     """Return thumbnails, and features of the frames and of those of real clips where there are any."""
-    found = {"thumbnails": thumbnail(video)}
+    tensors = {"thumbnails": thumbnail(video)}
     if features is None:
-        return found
-    found["frames"] = frame_features(video, features, plan.frechet_stride, plan.batch)
+        return tensors
+    tensors["frames"] = frame_features(video, features, plan.frechet_stride, plan.batch)
     if is_tiny_world(video, plan.prompts):
         clips = render([real_clip(prompt, seed, i) for prompt, i in zip(prompts, numbers, strict=True)])
         vae = codec()
         real = vae.decode(vae.encode(clips.to(video.device)))
-        found["real"] = frame_features(real, features, plan.frechet_stride, plan.batch)
-    return found
+        tensors["real"] = frame_features(real, features, plan.frechet_stride, plan.batch)
+    return tensors
 
 
 def _write_videos(folder: Path, video: Video, rows: Sequence[dict[str, Any]], plan: Plan, fps: float) -> None:

@@ -44,9 +44,9 @@ class ServedStudent:
         """Parse URL[,KEY=VALUE...] and ask the server what it is; UserError unless it can be evaluated."""
         url, *settings = text.split(",")
         own = dict(_setting(text, one) for one in settings)
-        found = cls(url.rstrip("/"), {}, **own)
-        found.client()  # refuses wrong settings
-        return cls(found.url, found.health(), **own)
+        student = cls(url.rstrip("/"), {}, **own)
+        student.client()  # refuses wrong settings
+        return cls(student.url, student.health(), **own)
 
     def client(self) -> RemoteStudent:
         return RemoteStudent(self.url, self.encoding, self.timeout, self.token_variable)

@@ -92,8 +92,8 @@ def sample_code(loaded: LoadedRole, name: str, base: str, dtype: str, adapters: 
 
 def base_of(folder: Path) -> tuple[str, bool]:
     """Return the name of a base model, and whether it is one on the hub: then it was read from the hub's cache."""
-    found = SNAPSHOT.search(folder.as_posix())
-    return ("/".join(found.groups()), True) if found else (folder.resolve().name, False)
+    snapshot = SNAPSHOT.search(folder.as_posix())
+    return ("/".join(snapshot.groups()), True) if snapshot else (folder.resolve().name, False)
 
 
 def _facts(loaded: LoadedRole, spec: Spec, base: str, method: str, dtype: str) -> dict[str, str]:
@@ -131,16 +131,16 @@ def _reward(run: RunConfig) -> str:
 
 def _validation(run: Path, step: int) -> tuple[int, dict[str, float], Path | None]:
     """Return step, metrics and contact sheet of the last validation up to a step; no metrics if there was none."""
-    found: tuple[int, dict[str, float]] = (0, {})
+    newest: tuple[int, dict[str, float]] = (0, {})
     if (run / "metrics.jsonl").is_file():
         for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             metrics = {key.removeprefix("validation/"): v for key, v in row.items() if key.startswith("validation/")}
-            found = (row["step"], metrics) if metrics and row["step"] <= step else found
+            newest = (row["step"], metrics) if metrics and row["step"] <= step else newest
     sheets = [
-        path / SHEET for path in folders(run / "validation") if step_of(path) == found[0] and (path / SHEET).is_file()
+        path / SHEET for path in folders(run / "validation") if step_of(path) == newest[0] and (path / SHEET).is_file()
     ]
-    return *found, sheets[0] if sheets else None
+    return *newest, sheets[0] if sheets else None
 
 
 def _last_name(text: str) -> str:

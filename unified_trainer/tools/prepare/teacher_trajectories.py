@@ -54,12 +54,12 @@ def write_trajectories(
         written = ClipFolder(out, ODE.with_metadata({TEXT_ENCODER: codec.text_fingerprint}), rows_per_file)
         done = set(written.captions().values())
         left = [prompt for prompt in plan.prompts if prompt not in done]
-        found = use_negative_prompt(out, negative, codec)
-        said = codec.encode_ahead([negative, *left], mesh)  # the text encoder leaves its memory to the teacher
-        if not found:
+        reused = use_negative_prompt(out, negative, codec)
+        line = codec.encode_ahead([negative, *left], mesh)  # the text encoder leaves its memory to the teacher
+        if not reused:
             write_negative_prompt(out, negative, codec.embeddings([negative])[0], codec.text_fingerprint)
         with ItemProgress("trajectories", len(left)) as progress:
-            progress.say(said)
+            progress.say(line)
             try:
                 if left:
                     teacher = load_roles({ode.role: plan.roles[ode.role]}, mesh)[ode.role]

@@ -168,6 +168,6 @@ def _distinct_names(folders: Sequence[Path]) -> list[str]:
     if len({*paths}) < len(paths):
         raise UserError("report: the same run is named twice; name each one once")
     depth = 1
-    while len(found := {"/".join(path.parts[-depth:]) for path in paths}) < len(paths):
+    while len(names := {"/".join(path.parts[-depth:]) for path in paths}) < len(paths):
         depth += 1
-    return ["/".join(path.parts[-depth:]) for path in paths] if found else []
+    return ["/".join(path.parts[-depth:]) for path in paths] if names else []

@@ -53,15 +53,15 @@ class SampleVideos:
         if not validations:
             return []
         last = validations[-1]
-        found = []
+        rows = []
         for name in dict.fromkeys(name for sample in last.samples for name in sample.scores):
             scored = [sample for sample in last.samples if finite(sample.scores.get(name)) is not None]
             ranked = sorted(scored, key=lambda sample: -sample.scores[name])
             count = min(EXTREMES, len(ranked) // 2)
             cards = [self.card(sample, embed=False) for sample in ranked]
             best, worst = cards[:count], cards[len(cards) - count :][::-1]
-            found.append({"scorer": name, "step": last.step, "of": len(ranked), "best": best, "worst": worst})
-        return found
+            rows.append({"scorer": name, "step": last.step, "of": len(ranked), "best": best, "worst": worst})
+        return rows
 
     def card(self, sample: ValidationSample, *, embed: bool = True) -> dict[str, Any]:
         """Return prompt, scores and video of a sample; with `embed` its video is added to the page."""
