@@ -201,8 +201,8 @@ def _values(node: yaml.Node, place: str, known: dict[int, int | None]) -> int:
 def _fault(error: ValidationError) -> str:
     """Say what is wrong with the first wrong field; of a field with several types, with the type that fits furthest."""
     errors = error.errors()
-    same = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
-    first = max(same, key=lambda one: len(one["loc"])) if any(map(_names_type, errors[0]["loc"])) else errors[0]
+    same = [fault for fault in errors if fault["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(same, key=lambda fault: len(fault["loc"])) if any(map(_names_type, errors[0]["loc"])) else errors[0]
     field = ".".join(str(part) for part in first["loc"] if not _names_type(part))
     if first["type"] == "missing":
         return f"{field} is missing"

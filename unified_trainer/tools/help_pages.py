@@ -242,5 +242,5 @@ def form(kind: Any) -> str:
     if origin is tuple:
         return " ".join(map(form, inner))
     if inner:
-        return " | ".join(form(one) for one in inner if one is not type(None))
+        return " | ".join(form(part) for part in inner if part is not type(None))
     return FORMS.get(kind) or kind.__name__.upper()

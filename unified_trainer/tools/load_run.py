@@ -93,5 +93,5 @@ def _read(
     bare = dataclasses.replace(config, ema_decay=0.0, activation_memory="none", compile=False)
     layout = layout_for(role, kind, bare, path)
     adapters = adapters_of(role, kind, bare, path, layout, starting=False)
-    one = load_roles({role: RolePlan(kind, adapters.config, path, layout, adapters.merged)}, mesh, half=False)[role]
-    return LoadedRole(run, metadata, of_kind(Trainable, one), *family_of(role, path), "", layout)
+    loaded = load_roles({role: RolePlan(kind, adapters.config, path, layout, adapters.merged)}, mesh, half=False)[role]
+    return LoadedRole(run, metadata, of_kind(Trainable, loaded), *family_of(role, path), "", layout)

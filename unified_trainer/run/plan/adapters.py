@@ -63,12 +63,14 @@ def adapters_of(
 def _sources(name: str, config: RoleConfig, layout: ExpertLayout) -> dict[Expert, tuple[str, str]]:
     """Return the setting and the path of the adapter of each network that has one."""
     role = (f"{name}.adapter.path", config.adapter.path)
-    given = {expert: (f"{name}.{expert}.adapter.path", one.adapter.path) for expert, one in config.experts.items()}
+    given = {
+        expert: (f"{name}.{expert}.adapter.path", source.adapter.path) for expert, source in config.experts.items()
+    }
     if layout.boundary is None:
         if named := [key for key, path in given.values() if path]:
             raise ConfigError(f"{named[0]} is for a role with two experts, but {name} is one network: use {role[0]}")
         return {"": role} if role[1] else {}
-    sources = {expert: one if one[1] else role for expert, one in given.items()}
+    sources = {expert: source if source[1] else role for expert, source in given.items()}
     return {expert: (key, path) for expert, (key, path) in sources.items() if path}
 
 

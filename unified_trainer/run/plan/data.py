@@ -64,7 +64,9 @@ def read_clips(run: RunConfig, latent_shape: Shape) -> Clips:
                 f"--method {run.method} needs --data.path and --data.rejected, two folders of encoded clips: put both "
                 "videos of a pair under one name into two folders, and preprocess both"
             )
-        stored, rejected = (read_stored_files(one, ClipRows(latent_shape)) for one in (path, Path(run.data.rejected)))
+        stored, rejected = (
+            read_stored_files(folder, ClipRows(latent_shape)) for folder in (path, Path(run.data.rejected))
+        )
         stored.check_rejected(rejected)
         return Clips(stored=stored, rejected=rejected)
     if run.trains_on == "clips" and holds_videos(path):

@@ -68,12 +68,14 @@ class RunPlan:
         inputs["prompts"] = prompts_in_words(self.prompts)
         inputs["validation.prompts"] = prompts_in_words(self.validation_prompts)
         if self.stored is not None:
-            inputs["data.path"] = files_in_words([one.file for one in self.stored.files], self.stored.captions)
+            inputs["data.path"] = files_in_words([clips.file for clips in self.stored.files], self.stored.captions)
         if self.rejected is not None:
-            inputs["data.rejected"] = files_in_words([one.file for one in self.rejected.files], self.rejected.captions)
+            inputs["data.rejected"] = files_in_words(
+                [clips.file for clips in self.rejected.files], self.rejected.captions
+            )
         if self.videos:
             inputs["data.path"] = files_in_words(
-                [one.file for one in self.videos], [one.caption for one in self.videos]
+                [clips.file for clips in self.videos], [clips.caption for clips in self.videos]
             )
         return inputs
 

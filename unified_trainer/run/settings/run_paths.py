@@ -91,7 +91,7 @@ def _folders(run: Path) -> list[Path]:
 
 def _located(key: str, value: Any, folders: Sequence[Path]) -> Any:
     if isinstance(value, list):
-        return [_located(key, one, folders) for one in value]
+        return [_located(key, part, folders) for part in value]
     place = _relative(key, value)
     if place and not os.path.exists(place):  # unlike Path.exists, it does not raise for a path that is too long
         for folder in folders:

@@ -211,11 +211,13 @@ class Report:
         shown = list(zip(clips, samples, strict=False))  # the first samples
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for frames, one in shown:
-                write_mp4(frames, folder / f"{one.sample}.mp4", self._fps)
+            for frames, sample in shown:
+                write_mp4(frames, folder / f"{sample.sample}.mp4", self._fps)
             if sheet is not None:
-                contact_sheet([Row(frames, f"step {step}   {one.about}", one.prompt) for frames, one in shown], sheet)
-            lines = "".join(json.dumps(one.row(), ensure_ascii=False) + "\n" for one in samples)
+                contact_sheet(
+                    [Row(frames, f"step {step}   {sample.about}", sample.prompt) for frames, sample in shown], sheet
+                )
+            lines = "".join(json.dumps(sample.row(), ensure_ascii=False) + "\n" for sample in samples)
             without_link(folder / "samples.jsonl").write_text(lines, encoding="utf-8")
         except OSError as error:
             return f"{error.filename or folder} cannot be written ({error.strerror or error})"

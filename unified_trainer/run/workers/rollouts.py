@@ -91,10 +91,10 @@ class RemoteRollouts:
             received = (self._receive(item, reply) for item, reply in ordered)
             rollouts, scores, makers = zip(*received, strict=True)
         versions = [torch.full((len(item.prompts),), item.version) for item, _ in ordered]
-        if self.check is not None and not further and (one := self._due(makers, step)) is not None:
-            part, version = batch.split(self._size)[one], ordered[one][0].version  # the version of all ranks
+        if self.check is not None and not further and (due := self._due(makers, step)) is not None:
+            part, version = batch.split(self._size)[due], ordered[due][0].version  # the version of all ranks
             with nullcontext() if version == step else exchanged(self._role.weights, past[step - version - 1]):
-                self.check(ScoredSamples(part, rollouts[one], scores[one], versions[one]), rng, makers[one])
+                self.check(ScoredSamples(part, rollouts[due], scores[due], versions[due]), rng, makers[due])
         return ScoredSamples(batch, join(rollouts), Scores.cat(scores), torch.cat(versions))
 
     def metrics(self) -> dict[str, float]:

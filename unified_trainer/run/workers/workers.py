@@ -132,7 +132,7 @@ def cause(error: Exception) -> Exception:
 def place() -> str:
     """Return the machine and the devices of this process, in words."""
     context = ray.get_runtime_context()
-    devices = [f"{kind} {one}" for kind, ids in context.get_accelerator_ids().items() for one in ids]
+    devices = [f"{kind} {number}" for kind, ids in context.get_accelerator_ids().items() for number in ids]
     return ", ".join([f"node {ray.util.get_node_ip_address()}", *devices])
 
 
@@ -161,7 +161,7 @@ class WorkerGroup:
             scorers = [_worker(Worker, run, need, build, False, True) for need in needs[scorers_begin:last]]
             evaluators = [_worker(EvaluationWorker, run, need, build_evaluation, prompts) for need in needs[last:]]
             pools = {"rollout": makers, "reward": scorers, "evaluation": evaluators}
-            workers = {f"{kind} worker {i}": one for kind, pool in pools.items() for i, one in enumerate(pool)}
+            workers = {f"{kind} worker {i}": worker for kind, pool in pools.items() for i, worker in enumerate(pool)}
             # On this node, because an actor without needs may be put on any, and the run cannot go on without it.
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             options = {"num_cpus": 0, "max_concurrency": CALLS, "name": name, "runtime_env": _environment()}

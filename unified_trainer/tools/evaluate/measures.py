@@ -96,21 +96,21 @@ def sign_of(measure: str) -> int:
 def as_json(summary: Summary, names: Sequence[str]) -> dict[str, object]:
     """Return the summary as plain data, with the names of the checkpoints."""
     measures = {
-        name: {checkpoint: asdict(one) for checkpoint, one in zip(names, values, strict=True)}
+        name: {checkpoint: asdict(value) for checkpoint, value in zip(names, values, strict=True)}
         for name, values in summary.measures.items()
     }
-    rows = [asdict(one) | {"left": names[one.left], "right": names[one.right]} for one in summary.differences]
+    rows = [asdict(value) | {"left": names[value.left], "right": names[value.right]} for value in summary.differences]
     return {"measures": measures, "differences": rows}
 
 
-def _tables(one: Measured, plan: Plan) -> dict[str, _Values]:
+def _tables(measured: Measured, plan: Plan) -> dict[str, _Values]:
     """Return the values of every measure of samples, as means of each prompt and seed."""
     shape = (len(plan.seeds), len(plan.prompts), plan.samples)
-    names = [name for name, value in one.rows[0].items() if isinstance(value, float)]
-    columns = {name: torch.tensor([row[name] for row in one.rows], dtype=torch.float64) for name in names}
+    names = [name for name, value in measured.rows[0].items() if isinstance(value, float)]
+    columns = {name: torch.tensor([row[name] for row in measured.rows], dtype=torch.float64) for name in names}
     tables = {name: _Values(column.view(shape).mean(2).T) for name, column in columns.items()}
     if plan.samples > 1:
-        pixels = one.tensors["thumbnails"].double().view(*shape, -1)
+        pixels = measured.tensors["thumbnails"].double().view(*shape, -1)
         tables[DIVERSITY] = _Values(pixels.var(2).mean(2).T, root=True)
     return tables
 

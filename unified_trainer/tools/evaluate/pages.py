@@ -40,7 +40,7 @@ def _rows(about: Mapping[str, Any], rows: Sequence[Measured]) -> list[SampleRow]
     prompts, scores = about["plan"]["prompts"], _scores(rows)
     order = sorted(range(len(rows[0].rows)), key=lambda i: [rows[0].rows[i][key] for key in ("sample", "seed")])
     return [
-        SampleRow(prompts[row["prompt"]], row["seed"], row["sample"], [_card(one, i, scores) for one in rows])
+        SampleRow(prompts[row["prompt"]], row["seed"], row["sample"], [_card(measured, i, scores) for measured in rows])
         for i in order
         for row in [rows[0].rows[i]]
     ]
@@ -48,7 +48,7 @@ def _rows(about: Mapping[str, Any], rows: Sequence[Measured]) -> list[SampleRow]
 
 def _scores(rows: Sequence[Measured]) -> list[str]:
     """Return the names of reward and scores; without the reward, where one of the scores is the same everywhere."""
-    every = [row for one in rows for row in one.rows]
+    every = [row for measured in rows for row in measured.rows]
     names = [name for name in every[0] if name.partition("/")[0] == "reward"]
     total = "reward" in names
     same = [name for name in names[1:] if total and all(row[name] == row["reward"] for row in every)]
@@ -69,7 +69,7 @@ def _ballots(
 
     The second list says of each ballot which checkpoints are left and right.
     """
-    names = [one["name"] for one in about["checkpoints"]]
+    names = [checkpoint["name"] for checkpoint in about["checkpoints"]]
     random, ballots = generator(seed, "ballots"), []
     for row in rows:
         for second in range(len(names)):

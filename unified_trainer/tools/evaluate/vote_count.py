@@ -48,15 +48,19 @@ def count(output: Path, votes: Sequence[Path], confidence: float) -> list[Prefer
     for file in votes:
         for key, voter, pair, vote, ballot in _read(file, output):
             given[key, voter, pair] = (ballot, vote)
-    names = [one["name"] for one in read_json(output / files.ABOUT)["checkpoints"]]
+    names = [preference["name"] for preference in read_json(output / files.ABOUT)["checkpoints"]]
     preferences = _preferences(names, given, confidence)
-    content = {"confidence": confidence, "votes": len(given), "preferences": [asdict(one) for one in preferences]}
+    content = {
+        "confidence": confidence,
+        "votes": len(given),
+        "preferences": [asdict(preference) for preference in preferences],
+    }
     write_text(output / "votes.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     table = Table("checkpoint", "against", "wins", "losses", "ties", "prompts", "voters", "win rate")
-    for one in preferences:
-        rate = f"{one.win_rate:.3f} [{one.interval[0]:.3f}, {one.interval[1]:.3f}]"
-        numbers = (one.wins, one.losses, one.ties, one.prompts, one.voters)
-        table.add_row(printable(one.second), printable(one.first), *map(str, numbers), rate)
+    for preference in preferences:
+        rate = f"{preference.win_rate:.3f} [{preference.interval[0]:.3f}, {preference.interval[1]:.3f}]"
+        numbers = (preference.wins, preference.losses, preference.ties, preference.prompts, preference.voters)
+        table.add_row(printable(preference.second), printable(preference.first), *map(str, numbers), rate)
     show(table)
     say(f"{output / 'votes.json'}: {len(given)} votes; a tie counts one half, intervals are of {confidence:.0%}")
     return preferences
@@ -107,7 +111,7 @@ def _preferences(
         by_prompt: dict[str, list[float]] = {}
         for prompt, _, value in rows:
             by_prompt.setdefault(prompt, []).append(value)
-        rate = sum(sum(one) / len(one) for one in by_prompt.values()) / len(by_prompt)
+        rate = sum(sum(outcomes) / len(outcomes) for outcomes in by_prompt.values()) / len(by_prompt)
         counts = {"wins": values.count(1.0), "losses": values.count(0.0), "ties": values.count(0.5)}
         counts |= {"prompts": len(by_prompt), "voters": len({voter for _, voter, _ in rows})}
         interval = wilson_interval(rate, len(by_prompt), confidence)

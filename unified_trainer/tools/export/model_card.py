@@ -120,9 +120,9 @@ def _reward(run: RunConfig) -> str:
     """Return the scorers of a run; "" if nothing was scored."""
     learns = method_named(run.method).uses_reward
     scorers = [
-        f"{name} ({'' if one.kind == name else _last_name(one.kind) + ', '}"
-        + (f"weight {one.weight:g})" if one.weight else "held out)")
-        for name, one in run.reward.named().items()
+        f"{name} ({'' if scorer.kind == name else _last_name(scorer.kind) + ', '}"
+        + (f"weight {scorer.weight:g})" if scorer.weight else "held out)")
+        for name, scorer in run.reward.named().items()
     ]
     if not scorers or not (learns or run.validate_every):
         return ""

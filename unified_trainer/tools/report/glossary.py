@@ -107,7 +107,7 @@ def grouped(metrics: Collection[str]) -> dict[str, list[str]]:
         if name is None:
             members[OTHER].append((0, metric))
         else:
-            group = max(reversed(groups[name]), key=lambda one: sizes[one])
+            group = max(reversed(groups[name]), key=sizes.__getitem__)
             members[group].append((order[group, name], metric))
     return {group: [metric for _, metric in sorted(rows)] for group, rows in members.items() if rows}
 

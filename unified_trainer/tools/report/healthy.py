@@ -54,7 +54,7 @@ def departures(run: RunRecord) -> list[Departure]:
             values = dict(zip(curve.steps, curve.values, strict=True))
             worst = max(band.outside, key=lambda step: _distance(values[step], band))
             departed.append(Departure(name, band, len(curve.steps), worst, values[worst]))
-    return sorted(departed, key=lambda one: -len(one.band.outside) / one.points)
+    return sorted(departed, key=lambda departure: -len(departure.band.outside) / departure.points)
 
 
 def held_out_metrics(run: RunRecord) -> set[str]:

@@ -102,7 +102,7 @@ class MetricsReader:
 
     def curves(self) -> dict[str, Curve]:
         """Return the curves of all metrics by name."""
-        return {name: Curve(name, tuple(one.steps), tuple(one.values)) for name, one in self._columns.items()}
+        return {name: Curve(name, tuple(column.steps), tuple(column.values)) for name, column in self._columns.items()}
 
 
 def _blocks(opened: BinaryIO) -> Iterator[bytes]:
