@@ -4,8 +4,8 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, WanPipeline
 from diffusers.utils import dynamic_modules_utils
-from helpers import ALONE, OF_CLIPS, OF_SAMPLES, assert_same, checkpoint_of, flags
-from parallel.launch import torchrun
+from forked import program
+from helpers import ALONE, OF_CLIPS, OF_SAMPLES, assert_same, checkpoint_of, cut_off, flags
 from ti2v_folder import ti2v_folder
 
 from unified_trainer.__main__ import main
@@ -43,9 +43,8 @@ def words(method: str, folder, output, **more: object) -> list[str]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_and_resumes_bit_for_bit(folder, tmp_path, method):
-    assert main(words(method, folder, tmp_path / "whole")) == 0
-    assert main(words(method, folder, tmp_path / "half", steps=1)) == 0
-    assert main(["--resume", str(tmp_path / "half"), "--steps", "2"]) == 0
+    assert main(words(method, folder, tmp_path / "whole", **{"checkpoint-every": 1})) == 0
+    assert main(["--resume", str(cut_off(tmp_path / "whole", tmp_path / "half", 1))]) == 0
     whole, half = (checkpoint_of(tmp_path / name, 2) for name in ("whole", "half"))
     assert_same(half, whole)
     assert whole["student/weights/patch_embedding.weight"].shape == (24, 48, 1, 2, 2)
@@ -54,7 +53,7 @@ def test_every_method_trains_and_resumes_bit_for_bit(folder, tmp_path, method):
 @pytest.mark.ranks
 def test_two_ranks_share_the_weights(folder, tmp_path):
     assert main(words("dmd2", folder, tmp_path / "one")) == 0
-    done = torchrun(2, "-m", "unified_trainer", *words("dmd2", folder, tmp_path / "two", device="cpu"))
+    done = program("-m", "unified_trainer", *words("dmd2", folder, tmp_path / "two", device="cpu"), ranks=2)
     assert done.returncode == 0, done.stderr
     one, two = (checkpoint_of(tmp_path / name, 2) for name in ("one", "two"))
     for key in one:

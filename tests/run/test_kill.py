@@ -75,7 +75,7 @@ GROUPS = {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.rol
     "algorithm.prompts-per-update": 2,
     "algorithm.update-batch": 2,
 }
-# Their state is of the same kinds; they are killed only where --kills asks for many.
+# Killed only where --kills asks for many, as their state is of the same kinds; and two of METHODS on two ranks.
 OTHERS = {
     "dance_ppo": SMALL | GROUPS | {"value.learning-rate": 1e-3},
     "reward_gradient": SMALL | PAIRS,
@@ -90,8 +90,10 @@ OTHERS = {
 OF_TINY_CLIPS = PAIRS | {"data.num-clips": 6, "sampler.num-steps": 1}
 OTHERS |= {name: OF_TINY_CLIPS for name in OF_CLIPS if name not in METHODS | OTHERS}
 OTHERS |= {name: SMALL | GROUPS for name in OF_SAMPLES if name not in METHODS | OTHERS}
-LARGER = {"finetune": ["--algorithm.micro-batch", "4"]} | {
-    "dance_grpo": ["--algorithm.rollout-batch", "4", "--algorithm.update-batch", "4"]
+ON_TWO = ("dance_grpo", "dmd2")  # saves beside training; adapters, and a critic with a clock of its own
+LARGER = {
+    "dance_grpo": ["--algorithm.rollout-batch", "4", "--algorithm.update-batch", "4"],
+    "dmd2": ["--algorithm.micro-batch", "2"],
 }
 PATIENCE = 600  # seconds that any life may take
 LOOK = 4e-3  # seconds between two looks at a run, which takes much longer to save
@@ -251,7 +253,8 @@ def killed_often(lives: Lives, words: list[str], run: Path, lot: Lot, pace: Pace
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("method", METHODS | OTHERS)
 def test_killed_and_resumed_is_never_killed(lives, base, tmp_path, method, ranks, request):
-    if method in OTHERS and not request.config.getoption("--kills"):
+    killed_here = ON_TWO if ranks == 2 else METHODS
+    if method not in killed_here and not request.config.getoption("--kills"):
         pytest.skip("killed with --kills N only")
     words = flags({"method": method, "student.path": base} | COMMON | (METHODS | OTHERS)[method])
     alone = tmp_path / "alone"
@@ -336,7 +339,7 @@ def through(lives: Lives, words: list[str], run: Path, ranks: int) -> str:
     return log.read_text()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ON_TWO)
 def test_two_ranks_then_one_then_two(lives, base, tmp_path, method):
     """Shards, one rank with larger micro-batches, then shared tokens: the end is that of one rank, within rounding.
 
@@ -346,7 +349,7 @@ def test_two_ranks_then_one_then_two(lives, base, tmp_path, method):
     roles = ("student", "critic") if "critic.learning-rate" in METHODS[method] else ("student",)
     linear = {f"{role}.{key}": value for role in roles for key, value in {"eps": 1, "learning-rate": 1}.items()}
     words = flags({"method": method, "student.path": base} | COMMON | METHODS[method] | linear)
-    larger = LARGER.get(method, ["--algorithm.micro-batch", "2"])
+    larger = LARGER[method]
     moved, alone = tmp_path / "moved", tmp_path / "alone"
     through(lives, [*words, "--steps", "2", "--output", str(moved)], moved, 2)
     assert len(list((moved / "checkpoints" / "step_2" / "student" / "ema").iterdir())) == 2

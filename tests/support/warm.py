@@ -5,6 +5,7 @@ One JSON line in, one out: {"start": flags, "ranks": n, "port": p, "log": file} 
 """
 
 import functools
+import gc
 import json
 import os
 import sys
@@ -29,6 +30,7 @@ def warm(folder: str) -> None:
     one.decode(one.encode(torch.zeros(1, 3, 1, 64, 64)))
     one.encode_text(["warm up"])
     hpsv3.HPSv3.load(hpsv3.EMBEDDED, torch.device("cpu"), torch.float32)
+    gc.freeze()  # a run would look at all of this again and again, and copy its pages
 
 
 def fork(flags: list[str], rank: int, ranks: int, port: int, log: str) -> int:
