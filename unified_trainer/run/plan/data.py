@@ -36,14 +36,17 @@ class Clips:
         return f"the caption of {self.videos[number].file}"
 
 
-def read_prompts(run: RunConfig) -> tuple[PromptFile, PromptFile]:
-    """Return the prompts of training and of validation; none where captions of clips or the first ones are taken."""
+def read_prompts(run: RunConfig, *, images: bool) -> tuple[PromptFile, PromptFile]:
+    """Return the prompts of training and of validation; none where captions of clips or the first ones are taken.
+
+    `images` says whether the student takes condition images, which tables then name.
+    """
     prompts = validation = PromptFile(())
     if run.trains_on == "prompts":
-        prompts = prompts_of(run.prompts, training_captions(), "--prompts", run.prompts_column)
+        prompts = prompts_of(run.prompts, training_captions(), "--prompts", run.prompts_column, images=images)
     if run.validation.prompts:
         captions, column = validation_captions(run.validation.num_samples), run.validation.prompts_column
-        validation = prompts_of(run.validation.prompts, captions, "--validation.prompts", column)
+        validation = prompts_of(run.validation.prompts, captions, "--validation.prompts", column, images=images)
     check_prompts(run.reward, prompts.placed, validation.placed)
     return prompts, validation
 

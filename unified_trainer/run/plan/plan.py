@@ -7,6 +7,7 @@ from typing import Any
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.captioned import CaptionedVideo
 from unified_trainer.data.parquet_files import StoredFiles
@@ -24,6 +25,7 @@ from unified_trainer.run.checkpoint.manager import Keep
 from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts
 from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
+from unified_trainer.run.plan.images import check_images, conditions_on_first_frame, has_images
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
@@ -39,8 +41,8 @@ class RunPlan:
     roles: Mapping[str, RolePlan]
     batch: BatchPlan
     counts: dict[str, int | str]  # of one training step's batch
-    prompts: tuple[str, ...]  # to train on; none for a method that takes the captions of its clips
-    validation_prompts: tuple[str, ...]  # none: the first training prompts
+    requests: tuple[Request, ...]  # to train on; none for a method that takes the captions of its clips
+    validation_requests: tuple[Request, ...]  # none: the first of training
     notes: tuple[str, ...]  # warnings that do not stop the run
     keep: Keep
     family: Family  # of the student
@@ -49,6 +51,7 @@ class RunPlan:
     validation_shape: tuple[int, int, int, int]  # of the videos of validations
     stored: StoredFiles | None  # parquet files to train on, if any
     videos: tuple[CaptionedVideo, ...] = ()  # to train on
+    first_frames: bool = False  # whether the first frame of a clip is its condition image
     rejected: StoredFiles | None = None  # parquet files of the rejected clips, for a method of pairs
 
     @property
@@ -65,8 +68,8 @@ class RunPlan:
             parts = [folder / part for part in role.layout.components.values()]
             files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
             inputs[f"{name}.path"] = files_in_words(files)
-        inputs["prompts"] = prompts_in_words(self.prompts)
-        inputs["validation.prompts"] = prompts_in_words(self.validation_prompts)
+        inputs["prompts"] = prompts_in_words([request.identity for request in self.requests])
+        inputs["validation.prompts"] = prompts_in_words([request.identity for request in self.validation_requests])
         if self.stored is not None:
             inputs["data.path"] = files_in_words([clips.file for clips in self.stored.files], self.stored.captions)
         if self.rejected is not None:
@@ -115,11 +118,13 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     batch = run.algorithm.plan()
     roles = _roles(run, method, mesh)
     counts: dict[str, int | str] = {**batch.table(mesh.data_size)}
-    prompts, validation_prompts = read_prompts(run)
     family, folder = family_of("student", roles["student"].path)
+    prompts, validation_prompts = read_prompts(run, images=family.images(folder)[1] > 0)
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     clips = read_clips(run, latent_shape)
-    check_captions(run, method, clips, bool(validation_prompts.prompts))
+    if has_images(run, family, folder, prompts, validation_prompts):
+        check_images(run, roles, clips, scores=method.uses_reward or run.validate_every > 0)
+    check_captions(run, method, clips, bool(validation_prompts.requests))
     check_sampling(run, latent_shape)
     validation_shape = family.latent_shape(folder, shown.video.frames, shown.video.height, shown.video.width)
     check_sampling(shown, validation_shape)
@@ -140,8 +145,8 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         roles=roles,
         batch=batch,
         counts=counts,
-        prompts=prompts.prompts,
-        validation_prompts=validation_prompts.prompts,
+        requests=prompts.requests,
+        validation_requests=validation_prompts.requests,
         notes=tuple(filter(None, notes)),
         keep=keep_of(run),
         family=family,
@@ -150,6 +155,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         validation_shape=validation_shape,
         stored=clips.stored,
         videos=clips.videos,
+        first_frames=run.trains_on == "clips" and conditions_on_first_frame(run, family, folder),
         rejected=clips.rejected,
     )
 
