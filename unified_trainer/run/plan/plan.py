@@ -21,7 +21,7 @@ from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
-from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts
+from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts, read_sets
 from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
@@ -41,6 +41,7 @@ class RunPlan:
     counts: dict[str, int | str]  # of one training step's batch
     prompts: tuple[str, ...]  # to train on; none for a method that takes the captions of its clips
     validation_prompts: tuple[str, ...]  # none: the first training prompts
+    validation_sets: Mapping[str, tuple[str, ...]]  # further prompts of validations, by name
     notes: tuple[str, ...]  # warnings that do not stop the run
     keep: Keep
     family: Family  # of the student
@@ -67,6 +68,7 @@ class RunPlan:
             found[f"{name}.path"] = files_in_words(files)
         found["prompts"] = prompts_in_words(self.prompts)
         found["validation.prompts"] = prompts_in_words(self.validation_prompts)
+        found |= {f"validation.sets.{name}": prompts_in_words(one) for name, one in self.validation_sets.items()}
         if self.stored is not None:
             found["data.path"] = files_in_words([one.file for one in self.stored.files], self.stored.captions)
         if self.rejected is not None:
@@ -112,6 +114,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     roles = _roles(run, method, mesh)
     counts: dict[str, int | str] = {**batch.table(mesh.data_size)}
     prompts, validation_prompts = read_prompts(run)
+    sets = read_sets(run)
     family, folder = family_of("student", roles["student"].path)
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     clips = read_clips(run, latent_shape)
@@ -127,6 +130,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         left_at_base(run, roles),
         prompts.note,
         validation_prompts.note,
+        *(one.note for one in sets.values()),
         clips.stored.image_note if clips.stored else "",
         note_lanes(run, batch, clips, mesh.data_size, counts),
     )
@@ -138,6 +142,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         counts=counts,
         prompts=prompts.prompts,
         validation_prompts=validation_prompts.prompts,
+        validation_sets={name: one.prompts for name, one in sets.items()},
         notes=tuple(filter(None, notes)),
         keep=keep_of(run),
         family=family,
