@@ -45,6 +45,7 @@ from unified_trainer.run.stop_signal import safe_point
 from unified_trainer.run.summary import summary
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.run.validation.report import Validation, ValidationSource
+from unified_trainer.run.validation.sets import ValidationSets
 from unified_trainer.run.workers import cluster
 
 if TYPE_CHECKING:  # Ray is an extra
@@ -106,7 +107,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     trainer = _trainer(run, plan, roles, reward, loader, rollouts, _guards(run, plan, roles, codec, requests, mesh))
     validation = _validation(run, plan, codec, reward, features, requests, mesh, workers)
     # Last, so that a folder of weights that is not whole is refused before any file is written.
-    encoded = _encode(run, codec, source, loader, requests if validation else (), mesh)
+    encoded = _encode(run, plan, codec, source, loader, requests if validation else (), mesh)
     return Built(
         run=plan.run,
         trainer=trainer,
@@ -266,17 +267,31 @@ def _validation(
     if not run.validate_every:
         return None
     sampler, shape = run.validated().sampler, plan.validation_shape
-    return Validation(
-        run.validation, codec, of_kind(Reward, reward), features, sampler, requests, shape, mesh, run.video.fps
-    )
+
+    def of(shown: Sequence[Request]) -> Validation:
+        local = of_kind(Reward, reward)
+        return Validation(run.validation, codec, local, features, sampler, shown, shape, mesh, run.video.fps)
+
+    if not plan.validation_sets:
+        return of(requests)
+    return ValidationSets(of(requests), {name: of(shown) for name, shown in plan.validation_sets.items()})
 
 
 def _encode(
-    run: RunConfig, codec: Codec, source: Source, loader: Loader, validated: Sequence[Request], mesh: Mesh
+    run: RunConfig,
+    plan: RunPlan,
+    codec: Codec,
+    source: Source,
+    loader: Loader,
+    validated: Sequence[Request],
+    mesh: Mesh,
 ) -> tuple[str, ...]:
     """Encode the prompts of validation and of all training steps ahead of the first one."""
     compared = run.guard.teacher_prompts if run.guarded else 0
-    first = [request.text for request in validated[: max(run.validation.num_samples, compared)]]
+    shown = list(validated[: max(run.validation.num_samples, compared)])
+    for requests in plan.validation_sets.values() if validated else ():
+        shown += requests[: run.validation.num_samples]
+    first = [request.text for request in shown]
     return _encode_ahead(run, codec, source, lambda: [*first, *loader.prompts(run.steps)], mesh)
 
 
@@ -320,6 +335,7 @@ def _encode_ahead(
     """Encode the prompts of a run; of captions with stored embeddings, first those that tell whether these fit."""
     first = prompts()
     files = {"--validation.prompts": run.validation.prompts}
+    files |= {f"--validation.sets.{name}": path for name, path in run.validation.sets.items()}
     files |= {"--prompts": run.prompts} if run.trains_on == "prompts" else {}
     named = {key: Path(path) for key, path in files.items() if path not in ("", "tiny")}
     stored = [use_stored_prompts(path, key, first, codec, mesh) for key, path in named.items()]

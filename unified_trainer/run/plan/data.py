@@ -51,6 +51,18 @@ def read_prompts(run: RunConfig, *, images: bool) -> tuple[PromptFile, PromptFil
     return prompts, validation
 
 
+def read_sets(run: RunConfig, *, images: bool = False) -> dict[str, PromptFile]:
+    """Return the further sets of validation prompts by name."""
+    captions, column = validation_captions(run.validation.num_samples), run.validation.prompts_column
+    named = {name: path for name, path in run.validation.sets.items() if path}
+    sets = {
+        name: prompts_of(path, captions, f"--validation.sets.{name}", column, images=images)
+        for name, path in named.items()
+    }
+    check_prompts(run.reward, *(prompts.placed for prompts in sets.values()))
+    return sets
+
+
 def read_clips(run: RunConfig, latent_shape: Shape) -> Clips:
     """Return the clips that a run trains on; UserError names the file that is missing or does not fit."""
     path, pairs = Path(run.data.path), run.algorithm.needs_pairs

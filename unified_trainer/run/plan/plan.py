@@ -17,12 +17,12 @@ from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.models.base import Family
 from unified_trainer.parallel.agreement import files_in_words, prompts_in_words
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rewards.scorers import check_reward
+from unified_trainer.rewards.scorers import check_reward, group_scorer
 from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
-from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts
+from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts, read_sets
 from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame, has_images
@@ -43,6 +43,7 @@ class RunPlan:
     counts: dict[str, int | str]  # of one training step's batch
     requests: tuple[Request, ...]  # to train on; none for a method that takes the captions of its clips
     validation_requests: tuple[Request, ...]  # none: the first of training
+    validation_sets: Mapping[str, tuple[Request, ...]]  # further ones of validations, by name
     notes: tuple[str, ...]  # warnings that do not stop the run
     keep: Keep
     family: Family  # of the student
@@ -68,8 +69,9 @@ class RunPlan:
             parts = [folder / part for part in role.layout.components.values()]
             files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
             inputs[f"{name}.path"] = files_in_words(files)
-        inputs["prompts"] = prompts_in_words([request.identity for request in self.requests])
-        inputs["validation.prompts"] = prompts_in_words([request.identity for request in self.validation_requests])
+        inputs["prompts"] = _in_words(self.requests)
+        inputs["validation.prompts"] = _in_words(self.validation_requests)
+        inputs |= {f"validation.sets.{name}": _in_words(requests) for name, requests in self.validation_sets.items()}
         if self.stored is not None:
             inputs["data.path"] = files_in_words([clips.file for clips in self.stored.files], self.stored.captions)
         if self.rejected is not None:
@@ -81,6 +83,10 @@ class RunPlan:
                 [clips.file for clips in self.videos], [clips.caption for clips in self.videos]
             )
         return inputs
+
+
+def _in_words(requests: tuple[Request, ...]) -> str:
+    return prompts_in_words([request.identity for request in requests])
 
 
 def check(run: RunConfig, mesh: Mesh) -> RunPlan:
@@ -115,14 +121,16 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     if shown.video.frames != run.video.frames:
         check_reward(run.reward, shown.video.frames)
     check_tracking(run.tracking, mesh)
-    batch = run.algorithm.plan()
+    batch = _with_whole_groups(run, run.algorithm.plan())
     roles = _roles(run, method, mesh)
     counts: dict[str, int | str] = {**batch.table(mesh.data_size)}
     family, folder = family_of("student", roles["student"].path)
-    prompts, validation_prompts = read_prompts(run, images=family.images(folder)[1] > 0)
+    takes_images = family.images(folder)[1] > 0
+    prompts, validation_prompts = read_prompts(run, images=takes_images)
+    sets = read_sets(run, images=takes_images)
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     clips = read_clips(run, latent_shape)
-    if has_images(run, family, folder, prompts, validation_prompts):
+    if has_images(run, family, folder, prompts, validation_prompts, sets):
         check_images(run, roles, clips, scores=method.uses_reward or run.validate_every > 0)
     check_captions(run, method, clips, bool(validation_prompts.requests))
     check_sampling(run, latent_shape)
@@ -136,6 +144,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         left_at_base(run, roles),
         prompts.note,
         validation_prompts.note,
+        *(one.note for one in sets.values()),
         clips.stored.image_note if clips.stored else "",
         note_lanes(run, batch, clips, mesh.data_size, counts),
     )
@@ -147,6 +156,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         counts=counts,
         requests=prompts.requests,
         validation_requests=validation_prompts.requests,
+        validation_sets={name: prompts.requests for name, prompts in sets.items()},
         notes=tuple(filter(None, notes)),
         keep=keep_of(run),
         family=family,
@@ -185,6 +195,22 @@ def _check_unread(run: RunConfig) -> None:
             f"--data.path {run.data.path}: {run.method} with these settings trains on prompts and would not read "
             f"it; to train on the captions of its clips, give --prompts {run.data.path} instead"
         )
+
+
+def _with_whole_groups(run: RunConfig, batch: BatchPlan) -> BatchPlan:
+    """Return the batch with whole groups on each rank if a scorer compares the samples of a prompt.
+
+    ConfigError unless the parts in which a rollout is scored hold whole groups too.
+    """
+    algorithm, key = run.algorithm, group_scorer(run.reward)
+    if not key or not isinstance(algorithm, RolloutConfig):
+        return batch
+    if algorithm.rollout_batch % algorithm.num_samples:
+        raise ConfigError(
+            f"algorithm.rollout_batch ({algorithm.rollout_batch}) must be a multiple of algorithm.num_samples "
+            f"({algorithm.num_samples}), because {key} compares the samples of a prompt"
+        )
+    return replace(batch, whole_groups=True)
 
 
 def keep_of(run: RunConfig) -> Keep:
