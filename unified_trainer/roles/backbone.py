@@ -33,6 +33,7 @@ from unified_trainer.parallel.meter import Meter, Pass
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.blocks import prepare_blocks
 from unified_trainer.roles.recompute import ActivationMemory, Recompute
+from unified_trainer.roles.rounded_weights import keep_rounded
 
 NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights alone
 
@@ -69,7 +70,7 @@ class Backbone:
         """Load the weights; `merged` is added to them, and the roles in `starts` begin with these adapters.
 
         `half` holds weights that are not trained in bf16; `half_passes` says that all passes are in bf16, so that
-        weights can be gathered in it.
+        weights can be gathered in it, or have bf16 copies.
         """
         if offload:  # for this network, as parallel.offload does for all
             mesh = replace(mesh, config=replace(mesh.config, offload=True))
@@ -102,6 +103,8 @@ class Backbone:
         self._whole = [p for p in trained_weights if not is_sharded(p)] if mesh.size > 1 else []
         for role, file in (starts or {}).items():
             self._start(role, file)
+        if self.half_passes and mesh.weights is None:
+            keep_rounded(model.network, model.blocks)
         self._matrices, self._depth = _matrices(model), len(model.blocks)
         model.network.register_forward_hook(self._count)
 
