@@ -86,7 +86,7 @@ class Backbone:
                 inject(model, name, config, mesh.device)
             self._layers = layers_of(model.network)
         if half:
-            _hold_in_bf16(model.network)
+            hold_in_bf16(model.network)
         self._running, self._role = "", ""
         self._features: list[Tensor] | None = None  # of a pass that ends at them
         self._switch(NO_ADAPTER)
@@ -252,7 +252,7 @@ def _matrices(model: VideoModel) -> list[_Matrices]:
     return [_Matrices(*key, weights) for key, weights in found.items()]
 
 
-def _hold_in_bf16(network: nn.Module) -> None:
+def hold_in_bf16(network: nn.Module) -> None:
     """Hold in bf16 the frozen weights that autocast would round in every pass; results are equal bit for bit."""
     for module in network.modules():
         if isinstance(module, ROUNDED) and not any(p.requires_grad for p in module.parameters()):

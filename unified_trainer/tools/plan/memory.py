@@ -68,7 +68,8 @@ class Sizes:
 
     @property
     def shards(self) -> int:
-        return max(1, self.ranks // self.run.parallel.replicate)
+        """Ranks that share one copy of the weights."""
+        return self.ranks // self.run.parallel.degrees(self.ranks).replicate
 
     @property
     def latent(self) -> tuple[int, int, int, int]:
