@@ -9,6 +9,7 @@ from helpers import ALONE, OF_CLIPS, OF_SAMPLES, assert_same, checkpoint_of, cut
 from ti2v_folder import ti2v_folder
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Request
 from unified_trainer.run.registry import METHODS
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.tools.load_run import load_role
@@ -73,7 +74,7 @@ def test_diffusers_samples_an_export_as_we_do(folder, tmp_path, monkeypatch, ran
     assert main(words("finetune", folder, tmp_path / "run", **more)) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     role = load_role(str(tmp_path / "run"), "student", None, ALONE, causal=True)
-    ours = torch.cat(list(videos(role, PROMPTS, 5, 2)))
+    ours = torch.cat(list(videos(role, Request.of(PROMPTS), 5, 2)))
     pipelines = [
         DiffusionPipeline.from_pretrained(tmp_path / "out", custom_pipeline="pipeline", trust_remote_code=True),
         WanPipeline.from_pretrained(tmp_path / "out"),

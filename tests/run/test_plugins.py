@@ -36,7 +36,7 @@ from unified_trainer.models.wan.family import WAN
 class OwnFinetune(Finetune):
     pass
 
-OWN = dataclasses.replace(WAN, pipeline="OwnPipeline")
+OWN = dataclasses.replace(WAN, pipelines=("OwnPipeline",))
 
 def score(videos, prompts):
     return videos[:, 0].flatten(1).mean(1)
@@ -44,7 +44,7 @@ def score(videos, prompts):
 FAMILY = """\
 import dataclasses
 from unified_trainer.models.wan.family import WAN
-OWN = dataclasses.replace(WAN, pipeline="Own{}")
+OWN = dataclasses.replace(WAN, pipelines=("Own{}",))
 """
 
 
@@ -83,9 +83,10 @@ def test_a_method_of_an_installed_package_has_a_name(package):
 def test_a_family_of_an_installed_package_is_found_by_the_class_of_the_model_folder(package, tmp_path, monkeypatch):
     monkeypatch.setattr("unified_trainer.run.registry.FAMILIES", dict(FAMILIES))
     family, folder = family_of("student", model_of(tmp_path / "model", "OwnPipeline"))
-    assert family.pipeline == "OwnPipeline" and family.model == WAN_FAMILY.model and folder == tmp_path / "model"
+    assert family.pipelines == ("OwnPipeline",) and family.model == WAN_FAMILY.model and folder == tmp_path / "model"
     with pytest.raises(
-        UserError, match="AbsentPipeline is not supported; have OwnPipeline, WanPipeline, or name a family"
+        UserError,
+        match="AbsentPipeline is not supported; have OwnPipeline, WanImageToVideoPipeline, WanPipeline, or",
     ):
         family_of("student", model_of(tmp_path / "absent", "AbsentPipeline"))
 
@@ -122,4 +123,4 @@ def test_families_must_be_families(package, monkeypatch):
     with pytest.raises(UserError, match="--families own_package:score is a function"):
         add_families(["own_package:score"])
     add_families(["own_package:OWN"])
-    assert set(sys.modules["unified_trainer.run.registry"].FAMILIES) == {"WanPipeline", "OwnPipeline"}
+    assert set(sys.modules["unified_trainer.run.registry"].FAMILIES) == {*FAMILIES, "OwnPipeline"}

@@ -17,6 +17,7 @@ from helpers import (
     weights,
 )
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.base import Loss, Method, SingleUpdateConfig, trained
@@ -39,7 +40,9 @@ CONFIG = SingleUpdateConfig(batch_size=4, micro_batch=2)  # four prompts a step,
 
 
 def trainer(codec, method, **roles) -> Trainer:
-    loader = Loader(Prompts(("red", "blue", "green", "yellow")), codec, CONFIG.plan(), LATENT_SHAPE, "", 0, ALONE)
+    loader = Loader(
+        Prompts(Request.of(("red", "blue", "green", "yellow"))), codec, CONFIG.plan(), LATENT_SHAPE, "", 0, ALONE
+    )
     return Trainer(method, roles, loader, ALONE, seed=0)
 
 

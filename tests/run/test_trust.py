@@ -62,6 +62,24 @@ def test_code_that_is_named_or_trusted_once_runs_from_then_on(home, words):
     assert refused("own.py:score")
 
 
+def test_a_module_is_trusted_in_its_folder(home, monkeypatch):
+    (home / "other").mkdir()
+    for folder in (home, home / "other"):
+        (folder / "own_module.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(home))
+    assert refused("own_module:score") and not refused("own_module:score", "--reward.kind", "own_module:score")
+    assert not refused("own_module:score")
+    monkeypatch.syspath_prepend(str(home / "other"))
+    assert refused("own_module:score") and "own_module" not in sys.modules
+
+
+def test_a_python_for_a_scorer_of_this_package_is_named(capsys):
+    """Its kind is no code, so nothing asks for trust."""
+    words = [*SMALL["dance_grpo"], "--reward.python", sys.executable, "--output", "run"]
+    assert main(words) == 2
+    assert "reward.python runs scorers of files: reward.kind must be" in capsys.readouterr().err
+
+
 def test_this_package_and_a_program_in_python_are_not_asked_about():
     assert not refused("unified_trainer.methods.dmd2:DMD2")
     check_code("own.py:score", "reward.kind")

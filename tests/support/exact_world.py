@@ -15,6 +15,7 @@ import torch
 from helpers import ALONE
 from torch import nn
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Condition
 from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
@@ -195,7 +196,7 @@ def distillation(*, critic_rate: float = 3e-3, seed: int = 0) -> Trainer:
         "critic": role(Critic, "critic", copy.deepcopy(pretrained()), critic),
     }
     method = DMD2(config, SAMPLER, **roles)
-    loader = Loader(Prompts(PROMPTS), ClassCodec(), config.plan(), SHAPE, "", seed, ALONE)
+    loader = Loader(Prompts(Request.of(PROMPTS)), ClassCodec(), config.plan(), SHAPE, "", seed, ALONE)
     return Trainer(method, {name: roles[name] for name in ("student", "critic")}, loader, ALONE, seed=seed)
 
 
@@ -203,7 +204,7 @@ def samples(student: Role, sampler: SamplerConfig = SAMPLER, count: int = 1200) 
     """Return flattened samples, an equal number of each class."""
     ids, streams = list(range(count)), Streams(99, 0)
     codec, prompts = ClassCodec(), [PROMPTS[i % CLASSES] for i in ids]
-    batch = make_batch(codec, prompts, codec.encode_text([""]), SHAPE, prompt_ids=ids, sample_ids=ids)
+    batch = make_batch(codec, Request.of(prompts), codec.encode_text([""]), SHAPE, prompt_ids=ids, sample_ids=ids)
     start = streams.noise("start", ids, SHAPE)
     return generate(student, start, batch, sampler, lambda s: streams.noise(str(s), ids, SHAPE)).flatten(1)
 

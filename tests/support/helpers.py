@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
@@ -272,7 +273,9 @@ def small_batch(count: int = 2, **changes):
     """Conditions of `count` captions, no latents."""
     prompts = [CAPTIONS[i % len(CAPTIONS)] for i in range(count)]
     ids = list(range(count))
-    return make_batch(tiny_codec(), prompts, no_prompt(), LATENT_SHAPE, prompt_ids=ids, sample_ids=ids, **changes)
+    return make_batch(
+        tiny_codec(), Request.of(prompts), no_prompt(), LATENT_SHAPE, prompt_ids=ids, sample_ids=ids, **changes
+    )
 
 
 def no_prompt():
@@ -321,7 +324,7 @@ def dance_grpo(
     """A trainer of the small network on the captions; `trainer.roles["student"]` records."""
     student = Recorder(mesh=mesh, **recorder)
     reward = reward or reward_of(scorer)
-    loader = Loader(Prompts(captions), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    loader = Loader(Prompts(Request.of(captions)), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
     parts = reward_parts(DanceGRPO, config, sampler, student, reward, loader)
     method = DanceGRPO(config, sampler, student=student, reference=reference, **parts)
     return Trainer(method, {"student": student}, loader, mesh, seed=seed)
@@ -348,7 +351,7 @@ def dance_ppo(
     for i, weight in enumerate(value._heads[""].parameters()):
         given = head * torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
         weight.data.copy_(replicated(given, weight))
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
+    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
     parts = reward_parts(DancePPO, config, sampler, student, reward_of(scorer), loader)
     method = DancePPO(config, sampler, student=student, value=value, **parts)
     return Trainer(method, {"student": student, "value": value}, loader, mesh, seed=seed)
@@ -430,7 +433,7 @@ def dmd2(
     method = DMD2(
         config, sampler, student=student, teacher=Frozen("teacher", names["teacher"], RoleConfig()), critic=critic
     )
-    source = random_clips(8) if config.needs_clips else Prompts(CAPTIONS)
+    source = random_clips(8) if config.needs_clips else Prompts(Request.of(CAPTIONS))
     loader = Loader(source, tiny_codec(), config.plan(), LATENT_SHAPE, "", seed, mesh)
     return Trainer(method, {"student": student, "critic": critic}, loader, mesh, seed=seed)
 

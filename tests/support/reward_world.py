@@ -24,6 +24,7 @@ from exact_world import (
 )
 from helpers import ALONE, reward_parts
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.distill_rl import DistillRL
@@ -119,7 +120,7 @@ def joint(
         "critic": role(Critic, "critic", copy.deepcopy(pretrained()), adam(learning_rate=3e-3)),
     }
     reward = TemplateReward()
-    loader = Loader(Prompts(PROMPTS), ClassCodec(), config.plan(), SHAPE, "", seed, ALONE)
+    loader = Loader(Prompts(Request.of(PROMPTS)), ClassCodec(), config.plan(), SHAPE, "", seed, ALONE)
     parts = reward_parts(DistillRL, config, SAMPLER, roles["student"], reward, loader)
     method = DistillRL(config, SAMPLER, **roles, **parts)
     return Trainer(method, {name: roles[name] for name in ("student", "critic")}, loader, ALONE, seed=seed)

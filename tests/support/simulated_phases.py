@@ -8,6 +8,7 @@ import simulated_npu
 import torch
 from torch import nn
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Rollout
 from unified_trainer.methods.rl.rollouts import LocalRollouts
 from unified_trainer.models import frozen_network
@@ -96,7 +97,7 @@ def step(place: str, *, offload: bool) -> dict[str, object]:
         reward._part = functools.partial(_noted, reward._part, found["score"], now)
         ids = tuple(range(4))
         empty = codec.text_condition([torch.zeros(1, codec.text_width)] * 4)
-        batch = Batch(("",) * 4, ids, ids, SHAPE, empty, empty)
+        batch = Batch(Request.of([""] * 4), ids, ids, SHAPE, empty, empty)
         before = now()
         made = LocalRollouts(sample, reward, 1, place, score_last=offload).samples(batch, 0, Streams(0, 0))
         found["after"] = now() - before

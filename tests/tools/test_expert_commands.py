@@ -12,6 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Request
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.run.registry import family_of
 from unified_trainer.tools.load_run import load_role
@@ -112,7 +113,7 @@ def test_the_pipeline_makes_the_video_that_sample_makes(saved, folder, tmp_path)
     about = json.loads((tmp_path / "out" / "unified_trainer.json").read_text())
     assert "guidance_scale=4.0, guidance_scale_2=2.0" in about["how"]
     trained = load_role(str(output), "student", None, ALONE, causal=True)
-    (ours,) = videos(trained, ["a red circle moving left"], seed=3, batch=1)
+    (ours,) = videos(trained, Request.of(["a red circle moving left"]), seed=3, batch=1)
     pipeline = WanPipeline.from_pretrained(tmp_path / "out")
     pipeline.set_progress_bar_config(disable=True)
     size = trained.run.video

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Condition, Trajectory
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.epoch_order import shuffled, shuffled_by_row_groups
-from unified_trainer.models.base import Codec
+from unified_trainer.models.base import Codec, ImageEncoder
 from unified_trainer.numerics.advantages import curriculum
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
@@ -23,8 +24,8 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def prompt(self, index: int) -> str:
-        """Return the prompt of a row."""
+    def request(self, index: int) -> Request:
+        """Return the prompt of a row, and its condition images."""
         ...
 
     def latents(self, indices: list[int]) -> Tensor | None:
@@ -120,9 +121,9 @@ class Loader:
         rows = self._rows(step, early)
         return [rows[position // self.samples_per_prompt] for position in positions], positions
 
-    def prompt(self, row: int) -> str:
-        """Return the prompt of a row."""
-        return self._source.prompt(row)
+    def request(self, row: int) -> Request:
+        """Return the prompt of a row, and its condition images."""
+        return self._source.request(row)
 
     def prompts(self, steps: int) -> list[str]:
         """Return the negative prompt, and the prompts to encode for the batches that this many steps can hold."""
@@ -131,7 +132,7 @@ class Loader:
             rows = self._in_order(0, min(steps * self._plan.prompts, len(self._source)))
         if self._stored is not None:
             rows = self._stored.to_encode(rows)
-        return [self._negative_prompt, *map(self._source.prompt, rows)]
+        return [self._negative_prompt, *(self._source.request(row).text for row in rows)]
 
     def further(self, step: int, skip: int, count: int) -> list[int]:
         """Return up to `count` rows outside the step's batch, after the first `skip` of them; none is repeated."""
@@ -165,7 +166,7 @@ class Loader:
         device = self.mesh.device
         return make_batch(
             self._codec,
-            [self._source.prompt(i) for i in indices],
+            [self._source.request(i) for i in indices],
             self._codec.encode_text([self._negative_prompt]),
             self.latent_shape,
             prompt_ids=indices,
@@ -203,7 +204,7 @@ class Loader:
 
 def make_batch(
     codec: Codec,
-    prompts: list[str],
+    requests: Sequence[Request],
     uncond: Condition,
     latent_shape: tuple[int, int, int, int],
     *,
@@ -216,18 +217,22 @@ def make_batch(
 ) -> Batch:
     """Make a batch: encode each distinct prompt once, unless `cond` holds the conditions of the prompts already.
 
-    `uncond` is the single row of the negative prompt.
+    `uncond` is the single row of the negative prompt; both branches of guidance have the images of their row.
     """
     if cond is None:
+        prompts = [request.text for request in requests]
         distinct = sorted(set(prompts))
         rows = [distinct.index(prompt) for prompt in prompts]
         cond = codec.encode_text(distinct).take(rows)
-    ids = (tuple(prompts), tuple(prompt_ids), tuple(sample_ids))
+    if any(request.images for request in requests):
+        assert isinstance(codec, ImageEncoder)  # other families take no images, and requests then have none
+        cond = cond.updated(codec.encode_images([request.images for request in requests], latent_shape))
+    ids = (tuple(requests), tuple(prompt_ids), tuple(sample_ids))
     return Batch(
         *ids,
         latent_shape,
         cond,
-        uncond.expand(len(prompts)),
+        cond.updated(uncond.expand(len(requests))),
         latents,
         trajectory,
         rejected,

@@ -52,6 +52,7 @@ PEAK_TFLOPS = (
     (r"L40S", 362.0),  # NVIDIA L40S data sheet: 733 with sparsity
     (r"L40", 181.0),  # NVIDIA L40 data sheet: 362 with sparsity
     (r"L4", 121.0),  # NVIDIA L4 data sheet: 242 with sparsity
+    (r"RTX 5090", 209.5),  # NVIDIA RTX Blackwell architecture white paper
     (r"RTX 4090", 165.2),  # NVIDIA Ada architecture white paper, appendix A
     (r"RTX 3090", 71.0),  # NVIDIA GA102 white paper, appendix A
     (r"MI300X|MI325X", 1307.4),  # AMD Instinct MI300X and MI325X data sheets

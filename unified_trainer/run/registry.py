@@ -15,7 +15,8 @@ from unified_trainer.models import hub
 from unified_trainer.models.base import Family, VideoModel
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
-FAMILIES: dict[str, str | Family] = {"WanPipeline": "unified_trainer.models.wan.family:WAN"}
+WAN = "unified_trainer.models.wan.family:WAN"
+FAMILIES: dict[str, str | Family] = {"WanPipeline": WAN, "WanImageToVideoPipeline": WAN}
 
 
 class PipelineIndex(Schema):
@@ -43,7 +44,7 @@ def add_families(specs: Iterable[str]) -> None:
         family = load_object(spec, "--families")
         if not isinstance(family, Family):
             raise UserError(f"--families {spec} is a {type(family).__name__}, not a unified_trainer.Family")
-        FAMILIES[family.pipeline] = family
+        FAMILIES.update(dict.fromkeys(family.pipelines, family))
 
 
 def family_of(role: str, path: str) -> tuple[Family, Path]:

@@ -31,6 +31,8 @@ def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: So
     rows["validation prompts"] = (
         f"{run.validation.prompts or f'the first of {origin}'}: {run.validation.num_samples} samples"
     )
+    for name, prompts in plan.validation_sets.items():
+        rows[f"validation set {name}"] = f"{run.validation.sets[name]}: {len(prompts)} prompts"
     video, latent_shape = run.video, plan.latent_shape
     tokens = plan.family.tokens(plan.folder, latent_shape)
     rows["video"] = f"{video.frames} frames of {video.height} x {video.width} pixels"

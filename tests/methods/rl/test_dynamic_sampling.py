@@ -23,6 +23,7 @@ from helpers import (
 )
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Rollout
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
@@ -63,7 +64,7 @@ class EqualRewards:
 
 
 def loader(plan: BatchPlan = PLAN, captions=MANY) -> Loader:
-    return Loader(Prompts(captions), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE)
+    return Loader(Prompts(Request.of(captions)), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE)
 
 
 def resampled(rounds: int, equal) -> tuple[ScoredSamples, dict[str, float], list[int]]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import ALONE, CAPTIONS, LATENT_SHAPE, reward_of, small_batch, tiny_codec
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Rollout
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
@@ -19,7 +20,7 @@ def advantages_of(penalty: torch.Tensor | None = None, **changes) -> tuple[Advan
     config = GroupConfig(**SIZES | changes)
     batch = small_batch(4)
     batch = batch.__class__(**vars(batch) | {"prompt_ids": (0, 0, 1, 1)})
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
     scores = Scores(PARTS[:, None], {}, torch.zeros(4, 3))
     samples = ScoredSamples(
         batch, Rollout.from_x0(torch.zeros(4, *LATENT_SHAPE)), scores, torch.zeros(4, dtype=torch.int64)

@@ -5,6 +5,7 @@ import json
 import pytest
 from helpers import ALONE, LATENT_SHAPE, frozen, tiny_codec, trainable
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.run.guards.distillation import LOOKS, DistillationGuardConfig
 from unified_trainer.run.guards.teacher_probe import TeacherProbe
 from unified_trainer.sampling.solver import SamplerConfig
@@ -17,7 +18,7 @@ PROMPTS = ("a red circle moving left", "a blue square moving up", "a third that 
 
 
 def probe(sampler: SamplerConfig = SAME, *, seed: int = 0, batch: int = 3, teacher: int = 0) -> TeacherProbe:
-    parts = (tiny_codec(), frozen("teacher", seed=teacher), 2.0, sampler, PROMPTS, LATENT_SHAPE, ALONE)
+    parts = (tiny_codec(), frozen("teacher", seed=teacher), 2.0, sampler, Request.of(PROMPTS), LATENT_SHAPE, ALONE)
     return TeacherProbe(CONFIG, *parts, seed=seed, batch=batch, ema=True)
 
 

@@ -2,12 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 from clip_files import write_clips
 from helpers import ALONE, HPSV3, OF_CLIPS, WAN, flags
+from PIL import Image
 from real_clips import grays, write_exactly
 from ti2v_folder import ti2v_folder
 
@@ -35,15 +37,17 @@ SIZES = {
         {"num_layers": 30, "num_attention_heads": 24, "in_channels": 48, "out_channels": 48, "rope_max_seq_len": 1024},
     ),
 }
+SIZES["wan2.1-i2v-14b"] = (1, SIZES["wan2.1-14b"][1] | {"in_channels": 36, "image_dim": 1280})
+SIZES["wan2.2-i2v-a14b"] = (2, SIZES["wan2.2-a14b"][1] | {"in_channels": 36})
+TAKE_IMAGES = ("wan2.1-i2v-14b", "wan2.2-i2v-a14b")
 REAL = [recipe for recipe in settings.recipes() if not recipe.startswith("tiny")]
 
 
 def model_folder(folder, networks: int, changes: dict[str, int]):
     """A pipeline folder with the configs of transformers of this size but without their weights."""
     folder.mkdir()
-    (folder / "vae").symlink_to(
-        WAN / "vae" if changes.get("in_channels", 16) == 16 else ti2v_folder(folder / "5b") / "vae"
-    )
+    vae = ti2v_folder(folder / "5b") / "vae" if changes.get("in_channels") == 48 else WAN / "vae"
+    (folder / "vae").symlink_to(vae)
     index = json.loads((WAN / "model_index.json").read_text())
     network = json.loads((WAN / "transformer" / "config.json").read_text()) | {"text_dim": 4096} | changes
     if networks == 2:
@@ -106,6 +110,24 @@ def prompts(tmp_path):
     return file
 
 
+IMAGELESS = {
+    "flow_dpo": "pairs of clips have two first frames",
+    "self_forcing": "a causal student takes no condition image",
+    "finetune": "clips in parquet files hold no first frames",
+    "consistency": "clips in parquet files hold no first frames",
+}
+
+
+def with_images(run: settings.RunConfig, prompts) -> settings.RunConfig:
+    """The run with a table of the prompts, each with an image, for training and validation."""
+    Image.new("RGB", (32, 32)).save(prompts.with_name("image.png"))
+    rows = [json.dumps({"prompt": line, "image": "image.png"}) for line in prompts.read_text().split("\n") if line]
+    table = prompts.with_suffix(".jsonl")
+    table.write_text("\n".join(rows))
+    validation = replace(run.validation, prompts=str(table))
+    return replace(run, prompts=str(table) if run.prompts else "", validation=validation)
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("recipe", REAL)
 def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe, method):
@@ -115,10 +137,16 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
         family, folder = family_of("student", run.roles["student"].path)
         shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
         write_clips(prompts.with_suffix(".parquet"), torch.zeros(1, *shape))
+    if recipe in TAKE_IMAGES:
+        run = with_images(run, prompts)
+    if recipe in TAKE_IMAGES and method in IMAGELESS:
+        with pytest.raises(ConfigError, match=IMAGELESS[method]):
+            check(run, ALONE)
+        return
     for ranks in (1, 8, 16):
         plan = check(run, Mesh(ALONE.device, size=ranks, config=ParallelConfig(shard=ranks)))
         assert plan.notes == () and plan.counts["micro-batch"] == 1
-        assert plan.prompts == (() if method in OF_CLIPS else ("a cat", "a dog"))
+        assert [request.text for request in plan.requests] == ([] if method in OF_CLIPS else ["a cat", "a dog"])
     assert 4 <= run.steps / run.checkpoint_every <= 20
     assert 10 <= run.steps / run.validate_every <= 40
     assert run.sampler.negative_prompt.startswith("色调艳丽")

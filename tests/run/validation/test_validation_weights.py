@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import ALONE, LATENT_SHAPE, reward_of, tiny_codec, trainable
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.prompts import validation_captions
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.settings.config import ValidationConfig
@@ -15,8 +16,8 @@ SAMPLER = SamplerConfig(num_steps=2, guidance_scale=1.0)
 
 def measured(student, folder, *, ema: bool = True) -> dict[str, float]:
     config = ValidationConfig(num_samples=2, batch=2, num_videos=0, ema=ema)
-    prompts = validation_captions(2)
-    validation = Validation(config, tiny_codec(), reward_of(), None, SAMPLER, prompts, LATENT_SHAPE, ALONE, 8.0)
+    requests = Request.of(validation_captions(2))
+    validation = Validation(config, tiny_codec(), reward_of(), None, SAMPLER, requests, LATENT_SHAPE, ALONE, 8.0)
     return validate(validation, student, folder, 0).metrics
 
 

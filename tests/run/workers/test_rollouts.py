@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers import ALONE, CAPTIONS, LATENT_SHAPE, tiny_codec, trainable
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
@@ -58,7 +59,7 @@ class Run:
         self, ray, ahead: int, plan: BatchPlan = PLAN, check_every: int = 0, trajectories: str = "device"
     ) -> None:
         self.student, self.scheduler = trainable(), InstantScheduler(ray)
-        self.loader = Loader(Prompts(CAPTIONS), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=ahead)
+        self.loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=ahead)
         group, sender = WorkerGroup(self.scheduler, {}), WeightSender(ALONE)
         how = {"size": 3, "ahead": ahead, "check_every": check_every, "trajectories": trajectories}
         self.rollouts = RemoteRollouts(group, self.student, self.loader, ALONE, sender, **how)
@@ -187,7 +188,8 @@ def test_failures_count_as_many_steps_later():
     """A loader that looks two steps ahead draws by the failures up to two steps before."""
     plan = dataclasses.replace(PLAN, by_failures=True)
     ahead, late, now = (
-        Loader(Prompts(CAPTIONS), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=a) for a in (2, 0, 0)
+        Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), plan, LATENT_SHAPE, "", 0, ALONE, ahead=a)
+        for a in (2, 0, 0)
     )
     differ = 0
     for step in range(20):

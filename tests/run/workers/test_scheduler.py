@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import ToyWorker, rollout_of, scores_of
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.run.workers.scheduler import DEATHS, Pool, Scheduler, ValidationBatch, WorkersLostError, WorkItem
 
 
 def item(step: int, first: int = 0, version: int = 0) -> WorkItem:
-    return WorkItem(step, version, ("a", "b"), (0, 1), (first, first + 1))
+    return WorkItem(step, version, Request.of("ab"), (0, 1), (first, first + 1))
 
 
 # The order of work, without Ray.

@@ -16,6 +16,7 @@ from helpers import ALONE, WAN, copy_of, files_of, flags, run
 from safetensors import safe_open
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Request
 from unified_trainer.models.wan import exported_pipeline
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.sample.sample import of_length, videos
@@ -76,7 +77,7 @@ def with_sampler(folder, to, **settings):
 def sampled(folder, seed: int, frames: int = 0, prompts=PROMPTS) -> torch.Tensor:
     one = load_role(str(folder), "student", None, ALONE, causal=True)
     one = of_length(one, frames, None, None, len(prompts))
-    return torch.cat(list(videos(one, prompts, seed, len(prompts))))
+    return torch.cat(list(videos(one, Request.of(prompts), seed, len(prompts))))
 
 
 def exported(folder, *words: str):

@@ -19,6 +19,7 @@ from helpers import ALONE, copy_of, files_of, flags, refused, run
 from huggingface_hub import constants
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Request
 from unified_trainer.tools.export import model_card
 from unified_trainer.tools.export.model_card import PROMPT
 from unified_trainer.tools.load_run import load_role
@@ -136,7 +137,7 @@ def test_diffusers_samples_with_what_the_hub_gives_back(saved, tmp_path, hub):
     words = [sys.executable, "-c", code.replace('"student"', f'"{NAME}"') + SAVED]
     places = {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": constants.ENDPOINT, "PYTHONPATH": ""}
     subprocess.run(words, cwd=tmp_path, env=os.environ | places, check=True, capture_output=True)
-    ours = next(videos(load_role(str(saved), "student", None, ALONE, causal=True), [PROMPT], 0, 1))[0]
+    ours = next(videos(load_role(str(saved), "student", None, ALONE, causal=True), Request.of([PROMPT]), 0, 1))[0]
     theirs = torch.from_numpy(np.load(tmp_path / "frames.npy"))
     torch.testing.assert_close(theirs, ours.movedim(0, 3), rtol=0, atol=1e-5)  # the adapter is merged
     assert float(ours.std()) > 0.01

@@ -202,7 +202,7 @@ def test_stored_states_give_the_losses_of_the_teacher(stored, words, size, toler
 
 def test_states_stay_with_their_prompts_in_any_order_of_rows(stored, tmp_path):
     one, other = source(stored), source(copied(stored, tmp_path / "b", lambda table: table.take([2, 0, 3, 1])))
-    assert [other.prompt(i) for i in range(4)] == [CAPTIONS[i] for i in (2, 0, 3, 1)]
+    assert [other.request(i).text for i in range(4)] == [CAPTIONS[i] for i in (2, 0, 3, 1)]
     mine, its = one.trajectory([0, 1, 2, 3]), other.trajectory([1, 3, 0, 2])
     assert torch.equal(mine.states, its.states) and torch.equal(mine.end, its.end)
     assert not torch.equal(mine.states[0], mine.states[1])

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.rewards import pixels
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.sample.rollout_folder import RolloutFolder
@@ -65,7 +66,7 @@ def test_the_samples_are_those_of_sample(trained, rollouts):
     """Sample number i has the noise of seed + i, for any batch; each prompt has three samples."""
     one = load_role(str(trained), "student", None, ALONE, causal=True)
     asked = [prompt for prompt in TWO_PROMPTS for _ in range(3)]
-    expected = torch.cat(list(videos(one, asked, 5, 6)))
+    expected = torch.cat(list(videos(one, Request.of(asked), 5, 6)))
     torch.testing.assert_close(tiny_codec().decode(latents(rollouts)), expected, rtol=1e-4, atol=1e-4)
     assert [(row["prompt"], row["prompt_id"], row["seed"]) for row in rows(rollouts)] == [
         (prompt, i // 3, 5 + i) for i, prompt in enumerate(asked)

@@ -11,6 +11,7 @@ from helpers import ALONE, Calls, fill_disk, flags, run
 from PIL import Image
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Request
 from unified_trainer.tools.load_run import LoadedRole, load_role
 from unified_trainer.tools.sample.sample import of_length, pieces, videos
 
@@ -40,7 +41,7 @@ def trained(folder, spec: str = "") -> LoadedRole:
 
 
 def sampled(one: LoadedRole, prompts: list[str], seed: int, batch: int) -> torch.Tensor:
-    return torch.cat(list(videos(one, prompts, seed, batch)))
+    return torch.cat(list(videos(one, Request.of(prompts), seed, batch)))
 
 
 # Equal videos.

@@ -36,16 +36,31 @@ class Clips:
         return f"the caption of {self.videos[number].file}"
 
 
-def read_prompts(run: RunConfig) -> tuple[PromptFile, PromptFile]:
-    """Return the prompts of training and of validation; none where captions of clips or the first ones are taken."""
+def read_prompts(run: RunConfig, *, images: bool) -> tuple[PromptFile, PromptFile]:
+    """Return the prompts of training and of validation; none where captions of clips or the first ones are taken.
+
+    `images` says whether the student takes condition images, which tables then name.
+    """
     prompts = validation = PromptFile(())
     if run.trains_on == "prompts":
-        prompts = prompts_of(run.prompts, training_captions(), "--prompts", run.prompts_column)
+        prompts = prompts_of(run.prompts, training_captions(), "--prompts", run.prompts_column, images=images)
     if run.validation.prompts:
         captions, column = validation_captions(run.validation.num_samples), run.validation.prompts_column
-        validation = prompts_of(run.validation.prompts, captions, "--validation.prompts", column)
+        validation = prompts_of(run.validation.prompts, captions, "--validation.prompts", column, images=images)
     check_prompts(run.reward, prompts.placed, validation.placed)
     return prompts, validation
+
+
+def read_sets(run: RunConfig, *, images: bool = False) -> dict[str, PromptFile]:
+    """Return the further sets of validation prompts by name."""
+    captions, column = validation_captions(run.validation.num_samples), run.validation.prompts_column
+    named = {name: path for name, path in run.validation.sets.items() if path}
+    sets = {
+        name: prompts_of(path, captions, f"--validation.sets.{name}", column, images=images)
+        for name, path in named.items()
+    }
+    check_prompts(run.reward, *(prompts.placed for prompts in sets.values()))
+    return sets
 
 
 def read_clips(run: RunConfig, latent_shape: Shape) -> Clips:

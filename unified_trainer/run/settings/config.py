@@ -105,6 +105,9 @@ class ValidationConfig:
     prompts."""
     prompts_column: str = ""
     """As --prompts-column."""
+    sets: dict[str, str] = field(default_factory=dict)
+    """Further prompts by name, sets.NAME as --prompts: each is measured by itself with num_samples samples, as
+    validation/sets/NAME/reward and so on. An empty text leaves a saved set out."""
     num_videos: CountOrZero = 4
     """Samples written as mp4 and on the contact sheet."""
     ema: bool = True
@@ -316,6 +319,7 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     keys = sorted(old.keys() | new.keys())
     changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)}
     allowed = {key.replace("-", "_") for key in run.allow}
+    held_out = {name for name in (*scorers, *run.reward.scorers) if _held_out(name, saved) and _held_out(name, new)}
     if edited and EDITED not in allowed:
         raise ConfigError(
             f"{file} was edited by hand: undo that and give the setting as a flag, --resume {file.parent} --KEY VALUE "
@@ -323,13 +327,23 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
         )
     if unknown := sorted(allowed - changed.keys() - ({EDITED} if edited else set())):
         raise ConfigError(f"--allow {unknown[0]}: this setting does not differ from that of --resume {file.parent}")
-    refused = {key: words for key, words in changed.items() if not may_change(run, key) and key not in allowed}
+    free = tuple(f"reward.scorers.{name}." for name in held_out)
+    refused = {
+        key: words
+        for key, words in changed.items()
+        if not (may_change(run, key) or key in allowed or key.startswith(free))
+    }
     if refused:
         raise ConfigError(
             f"--resume {file.parent} cannot change {'; '.join(refused.values())}. Leave these flags out, add "
             f"{' '.join(f'--allow {key}' for key in refused)}, or start a new run with --init-from {file.parent}"
         )
     return [*changed.values(), *([f"{file}: edited by hand"] if edited else [])]
+
+
+def _held_out(name: str, settings: Mapping[str, Any]) -> bool:
+    """Whether flat settings have a scorer of this name with weight 0, or none."""
+    return not settings.get(f"reward.scorers.{name}.weight", 0)
 
 
 def recipes() -> list[str]:

@@ -267,7 +267,8 @@ def _find(name: str, known: Mapping[str, Setting]) -> Setting:
         raise UserError(f"{name} is not known; did you mean {known[key[3:]].off}?")
     if last in RANKS:
         raise UserError(
-            f"{name} is not known; torchrun sets the number of ranks: torchrun --nproc-per-node N -m unified_trainer"
+            f"{name} is not known; torchrun sets the number of ranks: torchrun --shutdown-timeout 900 --nproc-per-node "
+            "N -m unified_trainer"
         )
     raise UnknownFlagError(name, key, known)
 

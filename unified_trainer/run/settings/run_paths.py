@@ -17,7 +17,9 @@ from unified_trainer.basics.input_files import parse_object, read_text, read_yam
 ENVIRONMENT = "environment.jsonl"
 FOLDER = "folder"  # key in environment.jsonl: the working directory of a start
 # Settings that are a file or folder, and those that may be path/to/file.py:NAME.
-PATHS = re.compile(r"([\w.-]+\.)?path|reward\.([\w.-]+\.)?python|encoders\.cache|(validation\.)?prompts")
+PATHS = re.compile(
+    r"([\w.-]+\.)?path|reward\.([\w.-]+\.)?python|encoders\.cache|(validation\.)?prompts|validation\.sets\.[\w-]+"
+)
 PINNED = re.compile(r"@[0-9a-f]{40}$")  # end of a hub id in config.yaml
 OBJECTS = re.compile(r"method|families|tracking\.custom|reward\.([\w.-]+\.)?kind")
 

@@ -60,6 +60,8 @@ class Checkpoint:
         if self.served is not None:
             return self.served.latent_shape
         family, folder = family_of(STUDENT, self._path)
+        if family.images(folder)[0]:
+            raise UserError(f"{self.spec} needs a condition image for each video, which evaluate does not take yet")
         video = self.run.video
         return family.latent_shape(folder, video.frames, video.height, video.width)
 

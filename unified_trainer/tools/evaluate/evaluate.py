@@ -117,7 +117,7 @@ def evaluate(
 def _distinct(prompts: Sequence[str]) -> tuple[str, ...]:
     if not prompts:
         raise UserError("evaluate needs --prompts: texts, or a file with one prompt per line")
-    lines = read_lines(prompts)
+    lines = [request.text for request in read_lines(prompts)]
     if len({*lines}) < len(lines):
         repeated = len(lines) - len({*lines})
         say(f"prompts that occur again are left out: {repeated} of {len(lines)}; --samples makes more of each")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import writing
 from unified_trainer.basics.input_files import read_json
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Video
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
 from unified_trainer.data.video_files import to_uint8, write_mp4
@@ -94,8 +95,9 @@ class OwnVideos:
     def videos(self, plan: Plan) -> Iterator[Video]:
         """Yield the videos of each part; the latents are those of rollout with --seed s NOISE_STEP and this batch."""
         for seed, numbers in plan.parts():
+            requests = Request.of(plan.prompts_of(numbers))
             began, noise = time.perf_counter(), [noise_number(seed, i) for i in numbers]
-            latents = draw_latents(self._loaded, self._codec, plan.prompts_of(numbers), noise).float().cpu()
+            latents = draw_latents(self._loaded, self._codec, requests, noise).float().cpu()
             self.seconds.append((time.perf_counter() - began) / len(numbers))
             yield self._codec.decode(latents.to(self.device))
 

@@ -16,6 +16,7 @@ from unified_trainer.tools.export.scheduler import SAMPLER
 from unified_trainer.tools.load_run import LoadedRole
 
 PROMPT = "a red circle moving left"  # of the example
+IMAGE = "first_frame.png"  # of the example, of a student that needs one
 CARD, SHEET = "README.md", "contact_sheet.png"
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
 SEEDS = """and makes the videos that `python -m unified_trainer sample RUN --seed 0` makes of the run. There, prompt i
@@ -40,7 +41,8 @@ def write_model_card(
     """
     base, hub_name = base_of(loaded.base)
     method = _last_name(loaded.run.method)
-    front: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-video"}
+    task = "image-to-video" if _needs_image(loaded) else "text-to-video"
+    front: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": task}
     if hub_name:
         front |= {"base_model": base, "base_model_relation": "adapter" if adapters else "finetune"}
     front["tags"] = ["unified-trainer", method, *(["lora"] if adapters else [])]
@@ -86,8 +88,17 @@ def sample_code(loaded: LoadedRole, name: str, base: str, dtype: str, adapters: 
     if adapters:
         lines.append(f'pipe.load_sampler("{name}")')
     lines.append("generator = torch.Generator().manual_seed(0)")
-    lines.append(f'frames = pipe("{PROMPT}", generator=generator).frames[0]')
-    return "\n".join([*imports, "from diffusers import DiffusionPipeline", "", *lines])
+    imports.append("from diffusers import DiffusionPipeline")
+    image = ""
+    if _needs_image(loaded):
+        imports.append("from diffusers.utils import load_image")
+        image = f', image=load_image("{IMAGE}")'
+    lines.append(f'frames = pipe("{PROMPT}"{image}, generator=generator).frames[0]')
+    return "\n".join([*imports, "", *lines])
+
+
+def _needs_image(loaded: LoadedRole) -> bool:
+    return loaded.family.images(loaded.base)[0] > 0
 
 
 def base_of(folder: Path) -> tuple[str, bool]:

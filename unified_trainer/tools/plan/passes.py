@@ -19,7 +19,7 @@ from unified_trainer.models.base import VideoModel
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.adapter import AdapterConfig
-from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.backbone import Backbone, hold_in_bf16
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Frozen, Precision, RoleConfig, Trainable, TrainableConfig
 from unified_trainer.tools.plan.tracing import LiveBytes, quiet_norms
@@ -136,6 +136,8 @@ def _role(network: Network, layers: int) -> Trainable | Frozen:
     config = {key: value for key, value in config.items() if not key.startswith("_")} | {"num_layers": layers}
     with torch.device("meta"):
         transformer = WanTransformer3DModel(**config)
+        if network.half and not network.trained:  # here, where rounding copies nothing
+            hold_in_bf16(transformer.requires_grad_(False))
     transformer.to_empty(device="cpu")
     adapter = AdapterConfig(rank=network.rank)
     backbone = Backbone(
@@ -146,6 +148,9 @@ def _role(network: Network, layers: int) -> Trainable | Frozen:
         recompute="full" if network.recompute.full else network.recompute.others,
         half=network.half,
     )
+    for p in backbone.model.network.parameters():
+        if p.requires_grad:  # an adapter has the dtype of its layer, which a real role rounds afterwards
+            p.data = p.data.float()
     if not (network.trained or network.rank):
         return Frozen("role", backbone, RoleConfig(precision=network.precision))
     return Trainable("role", backbone, TrainableConfig(precision=network.precision, adapter=adapter))

@@ -8,6 +8,7 @@ import tyro
 
 from unified_trainer.basics.errors import UserError, writing
 from unified_trainer.basics.ranges import Count, CountOrZero, Seed
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import Video
 from unified_trainer.data.video_files import to_uint8, write_mp4
@@ -17,7 +18,7 @@ from unified_trainer.rewards.reward import Reward
 from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import read_reward
-from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.load_run import load_role, refuse_images
 from unified_trainer.tools.sample.rollout_folder import RolloutFolder
 from unified_trainer.tools.sample.sample import draw_latents, read_lines
 
@@ -51,8 +52,9 @@ def rollout(
         device: Device to run on.
         base: Pipeline folder that the student started from, if it is no longer where the run found it.
     """
-    lines = read_lines(prompts)
+    lines = [request.text for request in read_lines(prompts)]
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
+    refuse_images(loaded, "rollout")
     rewards = read_reward(reward) if reward else loaded.run.reward
     if not rewards.named():
         raise UserError(f"{run} was trained without a reward: give one with --reward FILE")
@@ -71,7 +73,7 @@ def rollout(
         for part, numbers in enumerate(folder.parts):
             if not folder.file(part).is_file():
                 texts = [prompt_of_sample[i] for i in numbers]
-                folder.write(part, draw_latents(loaded, codec, texts, [seed + i for i in numbers]))
+                folder.write(part, draw_latents(loaded, codec, Request.of(texts), [seed + i for i in numbers]))
                 drawn += len(numbers)
         scorers, _ = load_scorers(rewards, loaded.role.device)
         on_video = _videos(output, num_videos, loaded.run.video.fps)
