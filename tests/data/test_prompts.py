@@ -146,6 +146,15 @@ def test_a_name_of_a_file_is_never_a_prompt(name):
     assert read_lines(["a red circle moving left"]) == [Request("a red circle moving left")]
 
 
+def test_a_folder_of_videos_beside_is_no_prompt(tmp_path, monkeypatch):
+    """Nor is a text too long for a name a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "clips" / "a.mp4").touch()
+    (tmp_path / "clips" / "a.txt").write_text("one")
+    assert read_lines(["clips", "x " * 300]) == ["one", "x " * 300]
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent\.txt: no such file"):
         read_prompts(tmp_path / "absent.txt")

@@ -396,6 +396,15 @@ def edit(run: Path, old: str, new: str) -> Path:
 
 
 @pytest.mark.slow
+def test_a_config_that_was_cut_off_is_refused(copied, capsys):
+    """Its lost settings would come back as defaults."""
+    file = copied / "config.yaml"
+    file.write_text(file.read_text().partition("tracking:")[0])
+    message = refused(capsys, "--resume", str(copied), "--steps", "4")
+    assert f"{file} was edited by hand or cut off" in message and "--allow config" in message
+
+
+@pytest.mark.slow
 def test_a_config_edited_by_hand_is_refused(copied, capsys):
     file = edit(copied, "learning_rate: 0.00015", "learning_rate: 0.5")
     before = files_of(copied)
@@ -408,12 +417,8 @@ def test_a_config_edited_by_hand_is_refused(copied, capsys):
 
 
 @pytest.mark.slow
-def test_comments_in_a_config_are_no_edit_and_one_without_a_checksum_is_taken(copied, capsys):
-    """As those of earlier versions; --allow has nothing to do in either."""
+def test_comments_in_a_config_are_no_edit(copied, capsys):
     edit(copied, "steps: 3\n", "# mine\nsteps:   3  # three\n")
-    assert "config: this setting does not differ" in refused(capsys, "--resume", str(copied), "--allow", "config")
-    file = edit(copied, "learning_rate: 0.00015", "learning_rate: 0.5")
-    file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if "sha256 of" not in line))
     assert "config: this setting does not differ" in refused(capsys, "--resume", str(copied), "--allow", "config")
 
 

@@ -23,6 +23,7 @@ from unified_trainer.run.registry import METHODS, family_of, method_named
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import ConfigError
+from unified_trainer.run.settings.config_checksum import with_checksum
 from unified_trainer.tools.help_pages import of_method
 
 pytestmark = pytest.mark.slow
@@ -338,7 +339,7 @@ def test_a_resumed_run_takes_nothing_from_its_recipe_of_today(tmp_path):
     """A setting that is newer than the run has the code's default; --config starts a new run, with the recipe's."""
     saved = settings.plain(parsed("--recipe", "wan2.1-1.3b", "--method", "dmd2"))
     assert saved.pop("encoders")["text_precision"] == "bf16"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    (tmp_path / "config.yaml").write_text(with_checksum(yaml.safe_dump(saved)))
     assert parsed("--resume", tmp_path).encoders == EncoderConfig()
     assert parsed("--config", tmp_path / "config.yaml").encoders.text_precision == "bf16"
     run = parsed("--resume", tmp_path)

@@ -322,8 +322,8 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     held_out = {name for name in (*scorers, *run.reward.scorers) if _held_out(name, saved) and _held_out(name, new)}
     if edited and EDITED not in allowed:
         raise ConfigError(
-            f"{file} was edited by hand: undo that and give the setting as a flag, --resume {file.parent} --KEY VALUE "
-            f"--allow KEY; or add --allow {EDITED}, which takes the file as it is"
+            f"{file} was edited by hand or cut off: undo that and give the setting as a flag, --resume {file.parent} "
+            f"--KEY VALUE --allow KEY; or add --allow {EDITED}, which takes the file as it is"
         )
     if unknown := sorted(allowed - changed.keys() - ({EDITED} if edited else set())):
         raise ConfigError(f"--allow {unknown[0]}: this setting does not differ from that of --resume {file.parent}")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -117,13 +118,14 @@ def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | N
 
 
 def read_lines(prompts: Sequence[str], *, images: bool = False) -> list[Request]:
-    """Return the prompts, with a file of prompts replaced by its prompts; raise UserError if there are none.
+    """Return the prompts, a file or folder replaced by its prompts; raise UserError if there are none.
 
-    A text that ends in .txt, .json, .jsonl, .csv or .parquet or holds a slash names a file, which must exist.
+    The name of a file or folder that is there is read; so is a text that ends in .txt, .json, .jsonl, .csv or .parquet
+    or holds a slash, which must exist.
     """
     lines: list[Request] = []
     for text in prompts:
-        if not (text.endswith(SUFFIXES) or "/" in text or Path(text).is_file()):
+        if not (text.endswith(SUFFIXES) or "/" in text or os.path.exists(text)):
             lines.append(Request(text))
             continue
         read = read_prompts(Path(text), images=images)
