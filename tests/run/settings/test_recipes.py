@@ -1,14 +1,16 @@
 """Recipes: which models they fit, what a run on them must be given, and that every method passes all checks."""
 
+import dataclasses
 import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from clip_files import write_clips
-from helpers import ALONE, HPSV3, OF_CLIPS, WAN, flags
+from helpers import ALONE, HPSV3, OF_CLIPS, REPO, WAN, flags
 from PIL import Image
 from real_clips import grays, write_exactly
 from ti2v_folder import ti2v_folder
@@ -98,6 +100,8 @@ def test_every_real_recipe_has_a_published_size():
 def given(recipe: str, method: str, folder, prompts) -> list[str]:
     """The flags of a run that has everything it needs."""
     words = ["--recipe", recipe, "--method", method, "--student.path", folder]
+    if recipe == "wan2.1-1.3b" and method == "self_forcing":  # its teacher and its critic are on the hub
+        words += ["--teacher.path", folder.with_name("wan2.1-14b"), "--critic.path", folder]
     config = method_named(method).config_class
     words += ["--data.path", prompts.parent] if config().needs_clips else ["--prompts", prompts]
     words += ["--data.rejected", prompts.parent] if config.needs_pairs else []
@@ -146,13 +150,14 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
         return
     for ranks in (1, 8, 16):
         plan = check(run, Mesh(ALONE.device, size=ranks, config=ParallelConfig(shard=ranks)))
-        assert plan.notes == () and plan.counts["micro-batch"] == 1
+        assert plan.notes == () and plan.counts["micro-batch"] == getattr(run.algorithm, "update_batch", 1)
         assert [request.text for request in plan.requests] == ([] if method in OF_CLIPS else ["a cat", "a dog"])
     assert 4 <= run.steps / run.checkpoint_every <= 20
     assert 10 <= run.steps / run.validate_every <= 40
     assert run.sampler.negative_prompt.startswith("色调艳丽")
     if method in ("dance_grpo", "dance_ppo", "diffusion_nft", "awm", "online_dpo"):
         assert run.algorithm.plan().table(8)["optimizer updates"] == 1
+        assert run.algorithm.rollout_batch == run.algorithm.update_batch
 
 
 @pytest.mark.parametrize("recipe", REAL)
@@ -350,3 +355,16 @@ def test_a_recipe_inherits_from_its_base():
     base, own = (settings.load_recipe(name) for name in ("wan2.1-1.3b", "wan2.1-14b"))
     assert own["dmd2"]["student"] == base["dmd2"]["student"] | {"learning_rate": 1e-5}
     assert own["common"]["video"] == base["common"]["video"] and own["fits"] != base["fits"]
+
+
+def test_the_recipe_with_a_window_differs_in_the_window_alone():
+    """All 16 places of the window are visited in the recipe's 300 steps."""
+    full, window = (
+        parsed("--recipe", name, "--method", "dance_grpo")
+        for name in ("wan2.1-1.3b", REPO / "examples" / "dance_grpo_window.yaml")
+    )
+    assert (window.algorithm.window.size, window.algorithm.window.every) == (4, 19)
+    assert dataclasses.replace(window.algorithm, window=full.algorithm.window) == full.algorithm
+    draw = np.random.default_rng(0)
+    places = {window.algorithm.window_at(step, window.sampler, draw).start for step in range(window.steps)}
+    assert places == {*range(16)}
