@@ -180,11 +180,6 @@ def other_attention(device: torch.device) -> str:
     return _chosen_other.get(device.type, "")
 
 
-def has_other_attention() -> bool:
-    """Return whether a kernel of another package is chosen."""
-    return bool(_chosen_other)
-
-
 def _check_other(choice: str) -> None:
     """Raise UserError unless diffusers can use the kernel; it fetches that of `flash_4` from the hub here."""
     from diffusers.models.attention_dispatch import attention_backend  # seconds, for those who choose such a kernel
