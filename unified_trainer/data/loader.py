@@ -43,6 +43,15 @@ class PairSource(Source, Protocol):
 
 
 @runtime_checkable
+class ImageSource(Source, Protocol):
+    """Rows whose condition images are known by their tensors."""
+
+    def images(self, indices: list[int]) -> Condition:
+        """Return the tensors of the condition images of these rows."""
+        ...
+
+
+@runtime_checkable
 class StoredSource(Source, Protocol):
     """Rows in files, which are read row group by row group and may hold text embeddings."""
 
@@ -162,6 +171,7 @@ class Loader:
         """Make a batch of these rows of the source."""
         latents = self._source.latents(indices)
         rejected = self._source.rejected(indices) if isinstance(self._source, PairSource) else None
+        images = self._source.images(indices) if isinstance(self._source, ImageSource) else None
         trajectory = None if self._stored is None else self._stored.trajectory(indices)
         device = self.mesh.device
         return make_batch(
@@ -175,6 +185,7 @@ class Loader:
             trajectory=None if trajectory is None else trajectory.map(lambda x: x.to(device)),
             cond=None if self._stored is None else self._stored.condition(indices),
             rejected=None if rejected is None else rejected.to(device),
+            images=None if images is None else images.map(lambda x: x.to(device)),
         )
 
     def close(self) -> None:
@@ -214,10 +225,12 @@ def make_batch(
     trajectory: Trajectory | None = None,
     cond: Condition | None = None,
     rejected: Tensor | None = None,
+    images: Condition | None = None,
 ) -> Batch:
     """Make a batch: encode each distinct prompt once, unless `cond` holds the conditions of the prompts already.
 
-    `uncond` is the single row of the negative prompt; both branches of guidance have the images of their row.
+    `images` are the tensors of the condition images, where they are known. `uncond` is the single row of the negative
+    prompt; both branches of guidance have the images of their row.
     """
     if cond is None:
         prompts = [request.text for request in requests]
@@ -226,7 +239,8 @@ def make_batch(
         cond = codec.encode_text(distinct).take(rows)
     if any(request.images for request in requests):
         assert isinstance(codec, ImageEncoder)  # other families take no images, and requests then have none
-        cond = cond.updated(codec.encode_images([request.images for request in requests], latent_shape))
+        images = codec.encode_images([request.images for request in requests], latent_shape)
+    cond = cond if images is None else cond.updated(images)
     ids = (tuple(requests), tuple(prompt_ids), tuple(sample_ids))
     return Batch(
         *ids,

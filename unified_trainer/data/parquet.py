@@ -17,7 +17,7 @@ from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Condition, Trajectory, of_kind
 from unified_trainer.data.parquet_files import TEXT, StoredFiles
 from unified_trainer.data.row_kinds import TrajectoryRows
-from unified_trainer.models.base import Codec
+from unified_trainer.models.base import Codec, ImageEncoder
 from unified_trainer.parallel.mesh import Mesh
 
 SAMPLES = 4  # files of one text encoder whose first embedding is compared with the run's
@@ -155,6 +155,16 @@ class ParquetClips(ParquetRows):
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
         return self._codec.normalise(self.values(indices))
+
+
+class ParquetFirstFrames(ParquetClips):
+    """A source of clips that condition on their first frame, which the latents hold."""
+
+    def images(self, indices: list[int]) -> Condition:
+        """Return the tensors of the first frames of these rows."""
+        codec = self._codec
+        assert isinstance(codec, ImageEncoder)  # the check of the run refuses other families
+        return codec.first_frames(self.latents(indices))
 
 
 class ParquetPairs(ParquetClips):

@@ -246,6 +246,13 @@ class ImageEncoder(Protocol):
         """
         ...
 
+    def first_frames(self, latents: Latents) -> Condition:
+        """Return what `encode_images` makes of the first frames of clips, from the clips' normalised latents.
+
+        Raise UserError where the latents of a clip do not hold it.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Family:

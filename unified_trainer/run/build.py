@@ -14,7 +14,13 @@ from unified_trainer.basics.types import of_kind
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.negative_prompt import use_negative_prompt
-from unified_trainer.data.parquet import ParquetClips, ParquetPairs, ParquetRows, ParquetTrajectories
+from unified_trainer.data.parquet import (
+    ParquetClips,
+    ParquetFirstFrames,
+    ParquetPairs,
+    ParquetRows,
+    ParquetTrajectories,
+)
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.data.raw_clips import encode_videos
 from unified_trainer.data.stored_prompts import use_stored_prompts
@@ -325,7 +331,8 @@ def _source(run: RunConfig, plan: RunPlan, codec: Codec) -> Source:
     lanes = plan.stored.lanes(plan.batch.prompts, run.data.window_gib)
     if plan.rejected is not None:
         return ParquetPairs(plan.stored, plan.rejected, codec, lanes)
-    kind = ParquetClips if run.trains_on == "clips" else ParquetTrajectories
+    clips = ParquetFirstFrames if plan.first_frames else ParquetClips
+    kind = clips if run.trains_on == "clips" else ParquetTrajectories
     return kind(plan.stored, codec, lanes)
 
 

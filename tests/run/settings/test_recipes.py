@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -129,8 +128,8 @@ def with_images(run: settings.RunConfig, prompts) -> settings.RunConfig:
     rows = [json.dumps({"prompt": line, "image": "image.png"}) for line in prompts.read_text().split("\n") if line]
     table = prompts.with_suffix(".jsonl")
     table.write_text("\n".join(rows))
-    validation = replace(run.validation, prompts=str(table))
-    return replace(run, prompts=str(table) if run.prompts else "", validation=validation)
+    validation = dataclasses.replace(run.validation, prompts=str(table))
+    return dataclasses.replace(run, prompts=str(table) if run.prompts else "", validation=validation)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -11,7 +11,7 @@ from transformers import CLIPImageProcessorPil, CLIPVisionModel
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Image
-from unified_trainer.basics.types import DTYPES, Condition
+from unified_trainer.basics.types import DTYPES, Condition, Latents
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import check_described, load_strictly, read_pretrained
 from unified_trainer.models.frozen_network import FrozenNetwork
@@ -62,6 +62,11 @@ class ImageWanCodec(WanCodec):
             for (image,) in images
         ]
         return Condition({name: torch.stack([row[name] for row in rows]).to(self._device) for name in rows[0]})
+
+    def first_frames(self, latents: Latents) -> Condition:
+        if not self._first_alone:
+            raise UserError(f"{self.folder}: this network needs the first frames of clips, not their latents")
+        return Condition({"image": latents[:, :, :1]})
 
     @torch.no_grad()
     def _encode(self, image: Image, latent_shape: tuple[int, int, int, int]) -> dict[str, Tensor]:

@@ -48,9 +48,10 @@ def check_images(run: RunConfig, roles: Mapping[str, RolePlan], clips: Clips, *,
     """
     if run.algorithm.needs_pairs:
         raise ConfigError(f"--method {run.method}: pairs of clips have two first frames: the student can take no image")
-    if clips.stored is not None:
-        raise ConfigError("data.path: clips in parquet files hold no first frames: give the videos themselves")
     takes = {name: family.images(folder) for name, (family, folder) in _folders(roles).items()}
+    needs_pixels = any(fewest for fewest, _ in takes.values())
+    if clips.stored is not None and needs_pixels:
+        raise ConfigError("data.path: clips in parquet files hold no first frames: give the videos themselves")
     if len(set(takes.values())) > 1:
         numbers = ", ".join(f"{name} {fewest} to {most}" for name, (fewest, most) in takes.items())
         raise ConfigError(f"the roles take different numbers of condition images ({numbers}): set their paths")

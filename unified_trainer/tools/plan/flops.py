@@ -10,10 +10,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 # Bytes of elementwise work in a block's forward pass in bf16, for each token: a factor of the width and one of the
-# feed-forward width. Eager: counted operation by operation (`tests/sizing/test_flops.py`). Fused: every norm, rotary
+# feed-forward width. Eager: counted operation by operation (`tests/tools/plan/test_flops.py`). Fused: every norm, rotary
 # embedding, gate and activation reads its inputs and writes its result once.
 EAGER, FUSED = (353, 4), (42, 4)
 BACKWARD = 2  # assumed: traffic of a backward pass over that of its forward pass
+CLIP_TOKENS = 257  # of a condition image: 16 x 16 patches and one for all of it
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class TransformerSize:
     frequencies: int = 256  # of the embedding of the noise level
     channels: int = 16  # of the latents
     patch: int = 4  # latent positions of one token
+    inputs: int = 16  # channels that the network reads: those of the latents, and of a condition image
+    image_width: int = 0  # channels of CLIP's tokens of a condition image; 0 where the network reads none
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "TransformerSize":
@@ -38,8 +41,10 @@ class TransformerSize:
             ffn=config["ffn_dim"],
             text_width=config["text_dim"],
             frequencies=config["freq_dim"],
-            channels=config["in_channels"],
+            channels=config["out_channels"],
             patch=time * height * width,
+            inputs=config["in_channels"],
+            image_width=config.get("image_dim") or 0,
         )
 
     @property
@@ -48,7 +53,10 @@ class TransformerSize:
         d, f = self.width, self.ffn
         block = 8 * d * d + 2 * d * f + f + 21 * d
         text, time = self.text_width * d + d * d + 2 * d, self.frequencies * d + d * d + 2 * d
-        patch = 2 * self.channels * self.patch * d + d + self.channels * self.patch
+        patch = (self.inputs + self.channels) * self.patch * d + d + self.channels * self.patch
+        if w := self.image_width:
+            block += 2 * d * d + 3 * d
+            text += w * w + w * d + 3 * w + 3 * d
         return self.layers * block + text + time + 6 * d * d + 6 * d + 2 * d + patch
 
     @property
@@ -99,6 +107,7 @@ def pass_flops(
     times: int = 1,
     to_features: bool = False,
     fused: bool = False,
+    clip_tokens: int = CLIP_TOKENS,
 ) -> PassFLOPs:
     """Return the FLOPs of one pass over a sample of `tokens` latent tokens and `text_tokens` tokens of text.
 
@@ -107,15 +116,20 @@ def pass_flops(
     repeats only the second factors of adapters, which are not counted. Of a causal pass, `pairs` are the pairs of query
     and key, `text_keys` the text tokens whose keys are not cached, and `times` the noise levels of a sample; by default
     all tokens attend to all, at one noise level. A pass to the features runs the blocks up to the middle one, and its
-    backward pass begins there. `fused` is for compiled blocks.
+    backward pass begins there. `fused` is for compiled blocks. `clip_tokens` count where the network reads those of a
+    condition image.
     """
     d, f, n, t = size.width, size.ffn, tokens, text_tokens
     layers = size.layers_to_features if to_features else size.layers
     keys, pairs = t if text_keys is None else text_keys, n * n if pairs is None else pairs
     block = 2 * (n * (6 * d * d + 2 * d * f) + keys * 2 * d * d)
-    pixels = n * 2 * size.channels * size.patch * d
+    pixels = n * (size.inputs + size.channels) * size.patch * d
     outside = 2 * (pixels + t * (size.text_width * d + d * d) + times * (size.frequencies * d + 7 * d * d))
     attention = 4 * d * layers * (pairs + n * t)
+    if w := size.image_width:
+        block += 2 * clip_tokens * 2 * d * d
+        outside += 2 * clip_tokens * (w * w + w * d)
+        attention += 4 * d * layers * n * clip_tokens
     adapter = 2 * layers * rank * (n * (6 * 2 * d + 2 * (d + f)) + keys * 2 * 2 * d)
     products = layers * block + outside
     trained = 1 if rank else 2
