@@ -29,7 +29,7 @@ def level(part: dict) -> float:
 
 
 def brighter(body: dict) -> dict:
-    """The answer of a judge that prefers the brighter video."""
+    """The answer of a model that prefers the brighter video."""
     first, second = (level(part) for part in body["messages"][0]["content"] if part["type"] == "image_url")
     return {"choices": [{"message": {"content": " 1\n" if first > second else "2"}}]}
 
@@ -39,7 +39,7 @@ def always(text: str) -> dict:
 
 
 @contextlib.contextmanager
-def judge(answer, **settings: str):
+def comparing(answer, **settings: str):
     with answering((200, answer)) as (url, asked):
         part = ScorerConfig(kind="vlm_pairs", batch=2, settings={"url": f"{url}/v1", "model": "m", **settings})
         config = RewardConfig(scorers={"mine": part})
@@ -49,20 +49,20 @@ def judge(answer, **settings: str):
 
 @pytest.mark.parametrize(("both", "count"), [("true", 6), ("false", 3)])
 def test_a_score_is_the_share_of_comparisons_that_a_video_wins_in_its_group(both, count):
-    with judge(brighter, both_orders=both) as (scorer, asked):
+    with comparing(brighter, both_orders=both) as (scorer, asked):
         assert scorer(VIDEO[:, :, :1], PROMPTS).tolist() == [0.0, 1.0, 0.5, 0.5, 0.5]
     assert len(asked) == count and all(
         "\n\na dog\n\n" in body["messages"][0]["content"][-1]["text"] for *_, body in asked
     )
 
 
-def test_a_judge_that_prefers_what_it_sees_first_tells_nothing_apart():
-    with judge(always("1")) as (scorer, _):
+def test_a_model_that_prefers_what_it_sees_first_tells_nothing_apart():
+    with comparing(always("1")) as (scorer, _):
         assert scorer(VIDEO[:, :, :1], PROMPTS).tolist() == [0.5] * 5
 
 
 def test_an_answer_that_names_no_video_is_an_error():
-    with judge(always("both")) as (scorer, _), pytest.raises(UserError, match="m answered 'both' about two videos"):
+    with comparing(always("both")) as (scorer, _), pytest.raises(UserError, match="m answered 'both' about two videos"):
         scorer(VIDEO[:, :, :1], PROMPTS)
 
 

@@ -26,8 +26,8 @@ ALONE = 0.5  # score of a video without others of its prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairwiseJudge(Endpoint):
-    """A judge of two videos; the score of a video is the share of comparisons in its group that it wins.
+class PairwiseModel(Endpoint):
+    """A model that compares two videos; the score of a video is the share of comparisons in its group that it wins.
 
     A group is the videos of equal prompt in a call; n of them take n (n - 1) / 2 requests, twice as many with
     `both_orders`, of which `config.batch` are under way at a time.
@@ -40,7 +40,7 @@ class PairwiseJudge(Endpoint):
     pattern: str = r"\s*([12])\s*"
     """Regular expression that the whole answer must match; its only group is the number of the better video."""
     both_orders: bool = True
-    """Ask about each pair in both orders, since a judge may prefer the video that it sees first."""
+    """Ask about each pair in both orders, since a model may prefer the video that it sees first."""
     max_tokens: Count = 16
     """Most tokens of an answer."""
     of_groups = True
@@ -92,4 +92,4 @@ class PairwiseJudge(Endpoint):
         return int(match[1])
 
 
-KIND = kind_of("vlm_pairs", PairwiseJudge)
+KIND = kind_of("vlm_pairs", PairwiseModel)
