@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 # Bytes of elementwise work in a block's forward pass in bf16, for each token: a factor of the width and one of the
-# feed-forward width. Eager: counted operation by operation (`tests/tools/plan/test_flops.py`). Fused: every norm, rotary
-# embedding, gate and activation reads its inputs and writes its result once.
+# feed-forward width. Eager: counted operation by operation (`tests/tools/plan/test_flops.py`). Fused: every norm,
+# rotary embedding, gate and activation reads its inputs and writes its result once.
 EAGER, FUSED = (353, 4), (42, 4)
 BACKWARD = 2  # assumed: traffic of a backward pass over that of its forward pass
 CLIP_TOKENS = 257  # of a condition image: 16 x 16 patches and one for all of it
