@@ -82,22 +82,35 @@ def test_a_run_that_does_not_fit_names_settings_that_help(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_rollouts_and_scorers_are_counted_where_they_are(capsys, monkeypatch):
-    """64 samples of a rank, each with 21 tensors of 16 x 14 x 30 x 52 numbers; HPSv3 only while it scores."""
+    """64 samples of a rank, 2 at a time, of 21 tensors of 16 x 14 x 30 x 52 numbers; HPSv3 only while it scores."""
     monkeypatch.setattr(memory, "pass_bytes", lambda *_, **_named: PassBytes(0.0, 0.0, 0.0, 0.0))
     monkeypatch.setattr(memory, "decode_bytes", lambda *_, **_named: 0.0)
     found = []
-    for settings in ([], ["--algorithm.trajectories", "cpu", "--reward.offload"]):
+    for settings in (["--reward.no-offload"], ["--algorithm.trajectories", "cpu", "--reward.offload"]):
         main(["plan", "--method", "dance_grpo", "--recipe", "wan2.1-1.3b", "--hardware", "8xH200", "--json", *settings])
         found.append(json.loads(capsys.readouterr().out)["computed"]["memory_bytes_of_a_rank"])
     sample = 21 * 4 * 16 * 14 * 30 * 52
     there, moved = ({name: one.get("rollouts", 0) for name, one in each["phases"].items()} for each in found)
-    assert there["update of student"] == there["reward"] == 64 * sample and there["rollout"] == 65 * sample
-    assert moved["update of student"] == moved["reward"] == 0 and moved["rollout"] == sample
+    assert there["update of student"] == there["reward"] == 64 * sample and there["rollout"] == 66 * sample
+    assert moved["update of student"] == moved["reward"] == 0 and moved["rollout"] == 2 * sample
     scorers = found[0]["always"]["scorers"]
     assert scorers > 0 and found[1]["always"]["scorers"] == 0
     of_phases = {name: one.get("scorers", 0) for name, one in found[1]["phases"].items()}
     assert of_phases["reward"] == of_phases["validation"] == scorers
     assert of_phases["update of student"] == of_phases["optimizer of student"] == of_phases["rollout"] == 0
+
+
+@pytest.mark.slow
+def test_a_copy_on_every_rank_sends_gradients_alone():
+    """Shards of 8 ranks: blocks are gathered forward and backward, and each gradient is reduced once, by rings."""
+    words = ["--method", "finetune", *SMALL, *CLIPS, "--algorithm.batch-size", "8", "--algorithm.micro-batch", "1"]
+    words += ["--student.precision", "fp32"]
+    sharded = estimate(parse(words), 8)
+    copies = estimate(parse([*words, "--parallel.replicate", "0", "--parallel.shard", "1"]), 8)
+    gradients = 4 * sharded.parameters["student"]
+    assert sharded.inside == pytest.approx(7 / 8 * 3 * gradients, rel=1e-6) and sharded.across == 0
+    assert copies.inside == 0 and copies.across == pytest.approx(2 * 7 / 8 * gradients, rel=1e-6)
+    assert sharded.replicated == (copies.sent, copies.memory.total(copies.memory.peak))
 
 
 def test_a_model_of_unknown_size_is_refused(capsys):

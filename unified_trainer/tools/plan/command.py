@@ -118,6 +118,10 @@ def _print(
     rows.add_row("MFU, estimated", f"{found.mfu(machine):.2g} of {machine.flops / 1e12:.0f} TFLOP/s in a step")
     rows.add_row("model FLOPs, computed", f"{found.model_flops:.3g} (executed {found.executed_flops:.3g})")
     rows.add_row("sent by a rank, computed", f"{_gib(found.inside)} GiB to its shards, {_gib(found.across)} to copies")
+    if found.sizes.shards > run.parallel.sequence:
+        sent, peak = (_gib(size) for size in found.replicated)
+        flags = "--parallel.replicate 0 --parallel.shard 1"
+        rows.add_row("with a copy on every rank", f"{sent} GiB sent, {peak} GiB a card: {flags}")
     rows.add_row("checkpoint, computed", f"{_gib(found.checkpoint)} GiB")
     for name, source in found.sources.items():
         rows.add_row(f"{name}, {_size(found.parameters[name])}", printable(source))

@@ -55,6 +55,14 @@ class Estimate:
         """The bytes that one rank sends in a training step."""
         return self.inside + self.across
 
+    @cached_property
+    def replicated(self) -> tuple[float, float]:
+        """The bytes that one rank sends in a step, and its peak of memory, with a copy of the weights on every rank."""
+        parallel = replace(self.run.parallel, replicate=0, shard=1)
+        sizes = replace(self.sizes, run=replace(self.run, parallel=parallel))
+        memory = memory_of(self.counts, sizes)
+        return sum(_sent(self.counts, sizes)), memory.total(memory.peak)
+
     def seconds(self, card: Hardware, mfu: float | None = None) -> dict[str, float]:
         """Return the seconds of a training step by what takes them."""
         found = self.work.seconds(card, mfu)
