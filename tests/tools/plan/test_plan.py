@@ -86,13 +86,13 @@ def test_rollouts_and_scorers_are_counted_where_they_are(capsys, monkeypatch):
     monkeypatch.setattr(memory, "pass_bytes", lambda *_, **_named: PassBytes(0.0, 0.0, 0.0, 0.0))
     monkeypatch.setattr(memory, "decode_bytes", lambda *_, **_named: 0.0)
     found = []
-    for settings in ([], ["--algorithm.trajectories", "cpu", "--reward.offload"]):
+    for settings in (["--reward.no-offload"], ["--algorithm.trajectories", "cpu"]):
         main(["plan", "--method", "dance_grpo", "--recipe", "wan2.1-1.3b", "--hardware", "8xH200", "--json", *settings])
         found.append(json.loads(capsys.readouterr().out)["computed"]["memory_bytes_of_a_rank"])
     sample = 21 * 4 * 16 * 14 * 30 * 52
     there, moved = ({name: one.get("rollouts", 0) for name, one in each["phases"].items()} for each in found)
-    assert there["update of student"] == there["reward"] == 64 * sample and there["rollout"] == 65 * sample
-    assert moved["update of student"] == moved["reward"] == 0 and moved["rollout"] == sample
+    assert there["update of student"] == there["reward"] == 64 * sample and there["rollout"] == 66 * sample
+    assert moved["update of student"] == moved["reward"] == 0 and moved["rollout"] == 2 * sample
     scorers = found[0]["always"]["scorers"]
     assert scorers > 0 and found[1]["always"]["scorers"] == 0
     of_phases = {name: one.get("scorers", 0) for name, one in found[1]["phases"].items()}
