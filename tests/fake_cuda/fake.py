@@ -5,9 +5,9 @@ is no backward pass, because autograd asks the driver for its devices.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,12 +23,11 @@ CUDA = torch.device("cuda", 0)
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     """New tensors have no memory, and devices "cuda" are there."""
-    with ExitStack() as stack:
-        stack.enter_context(patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
-        stack.enter_context(patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True))
-        stack.enter_context(patch.object(masked_attention, "scaled_dot_product_attention", _flash))
-        stack.enter_context(patch.object(_Connected, "apply", _leaves))
-        stack.enter_context(FakeTensorMode())
+    with pytest.MonkeyPatch.context() as patches, FakeTensorMode():
+        patches.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+        patches.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
+        patches.setattr(masked_attention, "scaled_dot_product_attention", _flash)
+        patches.setattr(_Connected, "apply", _leaves)
         yield
 
 

@@ -24,6 +24,7 @@ from unified_trainer.rewards.scorer_process import ScorerError, ScorerProcess
 from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import check_resumable, save
+from unified_trainer.run.settings.config_checksum import with_checksum
 
 pytestmark = pytest.mark.slow
 
@@ -378,7 +379,7 @@ def test_a_run_of_an_earlier_version_resumes_with_its_scorers(tmp_path):
     text = (tmp_path / "config.yaml").read_text()
     assert read_yaml(tmp_path / "config.yaml")["reward"]["scorers"]["sharpness"].keys() >= {"python"}
     earlier = "".join(line for line in text.splitlines(True) if "python:" not in line and "sha256" not in line)
-    (tmp_path / "config.yaml").write_text(earlier)
+    (tmp_path / "config.yaml").write_text(with_checksum(earlier))
     assert check_resumable(parse([*words, "--reward.timeout", "60"]), tmp_path / "config.yaml") == [
         "reward.timeout: 600.0 -> 60.0"
     ]

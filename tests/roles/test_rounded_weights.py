@@ -1,8 +1,5 @@
 """bf16 copies of weights: the bits of autocast, without its casts."""
 
-from contextlib import nullcontext
-from unittest.mock import patch
-
 import pytest
 import torch
 from helpers import ALONE, CAPTIONS, LATENT_SHAPE, assert_same, small_model, tiny_codec
@@ -44,7 +41,9 @@ def student(*, kept: bool = True, adapter: bool = False, recompute="none") -> Tr
         ema_decay=0.5,
         adapter=ADAPTER if adapter else AdapterConfig(),
     )
-    with nullcontext() if kept else patch.object(backbones, "keep_rounded"):
+    with pytest.MonkeyPatch.context() as patches:
+        if not kept:
+            patches.setattr(backbones, "keep_rounded", lambda *_: None)
         network = Backbone(
             small_model(),
             ALONE,
@@ -120,7 +119,8 @@ def test_gradients_and_state_stay_float32():
 
 def test_a_fused_optimizer_changes_the_copies_too():
     """Torch's fused AdamW does not tell autograd that it changes the weights."""
-    with patch.object(optimizer, "optimizer_kernels", return_value={"fused": True}):
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(optimizer, "optimizer_kernels", lambda *_: {"fused": True})
         ours, plain = student(), student(kept=False)
     assert_same(learned(ours), learned(plain))
 

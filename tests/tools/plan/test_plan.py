@@ -86,7 +86,7 @@ def test_rollouts_and_scorers_are_counted_where_they_are(capsys, monkeypatch):
     monkeypatch.setattr(memory, "pass_bytes", lambda *_, **_named: PassBytes(0.0, 0.0, 0.0, 0.0))
     monkeypatch.setattr(memory, "decode_bytes", lambda *_, **_named: 0.0)
     found = []
-    for settings in (["--reward.no-offload"], ["--algorithm.trajectories", "cpu", "--reward.offload"]):
+    for settings in (["--reward.no-offload"], ["--algorithm.trajectories", "cpu"]):
         main(["plan", "--method", "dance_grpo", "--recipe", "wan2.1-1.3b", "--hardware", "8xH200", "--json", *settings])
         found.append(json.loads(capsys.readouterr().out)["computed"]["memory_bytes_of_a_rank"])
     sample = 21 * 4 * 16 * 14 * 30 * 52
