@@ -152,7 +152,7 @@ def test_a_folder_of_videos_beside_is_no_prompt(tmp_path, monkeypatch):
     (tmp_path / "clips").mkdir()
     (tmp_path / "clips" / "a.mp4").touch()
     (tmp_path / "clips" / "a.txt").write_text("one")
-    assert read_lines(["clips", "x " * 300]) == ["one", "x " * 300]
+    assert read_lines(["clips", "x " * 300]) == list(Request.of(["one", "x " * 300]))
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -305,7 +305,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_continue(lives, base,
 def test_a_second_request_stops_at_once(lives, base, tmp_path, number, code):
     """In the middle of a long step, once the first was heard: nothing is saved."""
     run = tmp_path / "run"
-    (pid,) = begun(lives, base, run, 1, **{"algorithm.batch-size": 400, "data.num-clips": 400})
+    (pid,) = begun(lives, base, run, 1, **{"algorithm.batch-size": 800, "data.num-clips": 800})
     os.kill(pid, number)
     log = run.with_suffix(".log")
     assert until(lambda: "finishing this step and saving" in log.read_text(), PATIENCE)

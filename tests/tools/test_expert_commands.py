@@ -264,7 +264,16 @@ ONE_EXPERT = ("--student.boundary", "0.5", "--student.low.no-trained")
             "0.8333",
         ),
         (
-            (*DANCE, "--student.boundary", "0.85", "--student.low.no-trained", "--algorithm.window.size", "1"),
+            (
+                *DANCE,
+                "--sampler.shift",
+                "5",
+                "--student.boundary",
+                "0.85",
+                "--student.low.no-trained",
+                "--algorithm.window.size",
+                "1",
+            ),
             "algorithm.window lies wholly in the expert of student that is not trained: noise levels 0.8333, boundary "
             "0.85",
         ),

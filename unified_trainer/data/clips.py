@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -10,9 +11,8 @@ from torch import Tensor
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Frames, FramesPerSecond, Pixels, above
 from unified_trainer.basics.requests import Image, Request
-from unified_trainer.basics.types import take_rows
+from unified_trainer.basics.types import Video, take_rows
 from unified_trainer.data.tiny_world import FRAMES, PHRASINGS, SIZE, TRAINING, draw_clip, render
-from unified_trainer.data.video_files import to_uint8
 from unified_trainer.models.base import Codec
 
 ENCODE_BATCH = 32
@@ -110,5 +110,11 @@ def render_clips(
     parts = [drawn[i : i + ENCODE_BATCH] for i in range(0, len(drawn), ENCODE_BATCH)]
     encoded = torch.cat([codec.encode(render(part)) for part in parts])
     shown = parts if first_frames else []
-    images = tuple(Image.of(clip[0]) for part in shown for clip in to_uint8(render(part)[:, :, :1]))
+    images = tuple(Image.of(frame) for part in shown for frame in _first_frames(render(part)))
     return Clips(captions, encoded, encoded.roll(-1, 0) if pairs else None, images)
+
+
+def _first_frames(videos: Video) -> list[np.ndarray]:
+    from unified_trainer.data.video_files import to_uint8  # needs av, which settings do not
+
+    return [frames[0] for frames in to_uint8(videos[:, :, :1])]

@@ -140,6 +140,7 @@ def test_its_state_goes_through_a_manifest():
 
 SHORT = flags(
     {"method": "dance_grpo", "steps": 8, "validate-every": 8, "checkpoint-every": 0, "hacking-monitor.action": "stop"}
+    | {"sampler.num-steps": 2, "sampler.shift": 5, "student.ema-decay": 0.9}
     | {"validation.num-samples": 24, "validation.batch": 24, "validation.num-videos": 0}
     | {"algorithm.num-prompts": 4, "algorithm.num-samples": 6, "algorithm.prompts-per-update": 4}
     | {"algorithm.rollout-batch": 24, "algorithm.update-batch": 24}

@@ -112,7 +112,7 @@ def test_a_causal_export_says_that_diffusers_has_no_scheduler_for_it(runs, tmp_p
 def test_a_stream_is_the_whole_video(runs):
     """The stream has the same frames: the first alone, then four for each chunk, as the VAE decodes them."""
     one = trained(runs / "causal")
-    (stream,) = pieces(one, PROMPTS[:2], 0, 2, by_chunk=True)
+    (stream,) = pieces(one, Request.of(PROMPTS[:2]), 0, 2, by_chunk=True)
     parts = list(stream)
     assert [part.shape[2] for part in parts] == [1, 4, 4, 4, 4]
     assert torch.equal(torch.cat(parts, 2), sampled(one, PROMPTS[:2], 0, 2))
@@ -122,13 +122,15 @@ def test_a_prompt_that_switches(runs):
     """Before the switch the video equals that of the first prompt bit for bit; after it, it differs from both."""
     one = trained(runs / "causal")
     first, second, both = (
-        torch.cat(list(next(pieces(one, [text], 0, 1, by_chunk=True))), 2)
+        torch.cat(list(next(pieces(one, Request.of([text]), 0, 1, by_chunk=True))), 2)
         for text in (PROMPTS[0], PROMPTS[1], f"{PROMPTS[0]} | {PROMPTS[1]}")
     )
     assert torch.equal(both[:, :, :9], first[:, :, :9])  # three of five chunks
     for other in (first, second):
         assert not torch.allclose(both[:, :, 9:], other[:, :, 9:], atol=1e-3)
-    unswitched = torch.cat(list(next(pieces(one, [f"{PROMPTS[0]} | {PROMPTS[0]}"], 0, 1, by_chunk=True))), 2)
+    unswitched = torch.cat(
+        list(next(pieces(one, Request.of([f"{PROMPTS[0]} | {PROMPTS[0]}"]), 0, 1, by_chunk=True))), 2
+    )
     assert torch.equal(unswitched, first)
 
 
@@ -136,7 +138,7 @@ def test_a_stream_is_sampled_chunk_by_chunk(runs):
     """The first chunk takes four calls, each further one four and the context pass of the chunk before."""
     one = trained(runs / "causal")
     calls = Calls.of(one.role)
-    (stream,) = pieces(one, PROMPTS[:1], 0, 1, by_chunk=True)
+    (stream,) = pieces(one, Request.of(PROMPTS[:1]), 0, 1, by_chunk=True)
     seen = [len(calls.x_t) for _ in stream]
     assert seen == [4, 9, 14, 19, 24] and len(calls.x_t) == 24
 
