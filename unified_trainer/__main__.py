@@ -43,20 +43,22 @@ HELP = {"-h", "--help", "--help-all"}
 
 def main(argv: list[str]) -> int:
     """Run a command or a training and return the exit code; an exception that is not a UserError is raised."""
-    with asking(argv) as words:
-        return exit_code(lambda: _run(words))
-
-
-def _run(argv: list[str]) -> int:
-    if not argv or HELP & {*argv}:
-        say(_page(argv, min(console().width, WIDEST)))
-        return 0 if argv else 2
-    if "--version" in argv:
-        say(f"unified-trainer {version('unified-trainer')}, torch {version('torch')}")
-        return 0
-    if _names_command(argv):
-        return apply(command_named(argv[0]), argv[1:])() or 0
-    return _train(argv)
+    try:
+        with asking(argv) as words:
+            if not words or HELP & {*words}:
+                say(_page(words, min(console().width, WIDEST)))
+                return 0 if words else 2
+            if "--version" in words:
+                say(f"unified-trainer {version('unified-trainer')}, torch {version('torch')}")
+                return 0
+            if _names_command(words):
+                return apply(command_named(words[0]), words[1:])() or 0
+            return _train(words)
+    except BaseException as error:
+        code = exit_code(error)
+        if code is None:
+            raise
+        return code
 
 
 def _train(argv: list[str]) -> int:
@@ -67,8 +69,9 @@ def _train(argv: list[str]) -> int:
     with meeting(minutes_to_meet(argv)) as store:
         with _importing():
             run = parse(without_auto(argv, store))  # before what a wrong flag does not need is imported
-            from unified_trainer.tools.report.after_training import train_and_report
-        return train_and_report(run, argv, store)
+            from unified_trainer.run.train import train
+            from unified_trainer.tools.report.after_training import report_after
+        return train(run, argv, store, report_after(run))
 
 
 def _page(argv: list[str], width: int) -> str:

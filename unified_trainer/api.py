@@ -24,9 +24,10 @@ from unified_trainer.run.settings.command_line import parse, with_settings
 from unified_trainer.run.settings.config import RunConfig, flat
 from unified_trainer.run.settings.settings import check_ranges
 from unified_trainer.run.train import begin
+from unified_trainer.run.train import train as run_training
 from unified_trainer.run.validation.report import validate
 from unified_trainer.tools.load_run import load_role
-from unified_trainer.tools.report.after_training import train_and_report
+from unified_trainer.tools.report.after_training import report_after
 from unified_trainer.tools.sample.sample import draw_latents
 
 
@@ -51,7 +52,7 @@ def train(run: RunConfig) -> int:
     0 is a run that ended or was stopped by Ctrl-C, 3 one that the hacking monitor stopped, and 4 one that the guard of
     distillation stopped.
     """
-    return train_and_report(run, sys.argv)
+    return run_training(run, sys.argv, after=report_after(run))
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,15 @@ def other_package(folder: Path, rank: int) -> int:
     return training()(folder, rank)
 
 
+def code_of(work: Callable[[], int]) -> int:
+    try:
+        return work()
+    except BaseException as error:
+        if (code := exit_code(error)) is None:
+            raise
+        return code
+
+
 def other_scorer(folder: Path, rank: int) -> int:
     Path("red.py").write_text(f"def score(videos, prompts):\n    return videos.flatten(1).mean(1) + {rank}\n")
     return training("--reward.kind", "red.py:score", "--reward.path", "")(folder, rank)
@@ -68,7 +77,7 @@ def bug(folder: Path, rank: int) -> int:
                 raise KeyError("gone")
             return threading.Event().wait(60)
 
-    return exit_code(work)
+    return code_of(work)
 
 
 def tidy(folder: Path, rank: int) -> int:
@@ -82,7 +91,7 @@ def tidy(folder: Path, rank: int) -> int:
             mesh.barrier()
         return 0
 
-    return exit_code(work)
+    return code_of(work)
 
 
 def savers(folder: Path, rank: int) -> int:
@@ -114,7 +123,7 @@ def stands_still(folder: Path, rank: int) -> int:
             mesh.barrier()
         return 0
 
-    return exit_code(work)
+    return code_of(work)
 
 
 def absent(folder: Path, rank: int) -> int:

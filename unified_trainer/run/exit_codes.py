@@ -4,7 +4,6 @@ import atexit
 import errno
 import os
 import sys
-from collections.abc import Callable
 from typing import NoReturn
 
 from unified_trainer.basics.errors import SaidError, UserError
@@ -22,33 +21,32 @@ OF_A_PATH = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno
 SHOWN = 200  # characters of a path that a message repeats
 
 
-def exit_code(work: Callable[[], int]) -> int:
-    """Return the exit code of `work`, or of what it raises; an exception that is not the user's to fix is raised."""
-    try:
-        return work()
-    except SaidError:
-        return WRONG
-    except UserError as error:
-        sys.stderr.write(printable(masked(f"error{where()}: {error}\n")))
-        return WRONG
-    except OSError as error:  # of a path that the user gave: no reader or writer can do anything about it
-        if error.errno not in OF_A_PATH or error.filename is None:
-            raise
-        path = str(error.filename)
-        shown = path if len(path) <= SHOWN else f"{path[:SHOWN]}..."
-        sys.stderr.write(f"error{where()}: {shown}: {os.strerror(error.errno)}; name another path\n")
-        return WRONG
-    except RuntimeError as error:
-        from unified_trainer.parallel.mesh import peer_lost  # needs torch, which takes a second
-
-        if not peer_lost(error):
-            raise
-        sys.stderr.write(f"error{where()}: another rank has ended; its own message says why ({error})\n")
-        return WRONG
-    except KeyboardInterrupt:  # the second one, or one before the first step; a save that is under way is given up
+def exit_code(error: BaseException) -> int | None:
+    """Print the line of an error that the user can fix and return its exit code; None for any other exception."""
+    if isinstance(error, KeyboardInterrupt):  # the second one, or one before the first step; a save is given up
         sys.stderr.write("stopped\n")
         sys.stderr.flush()
         os._exit(INTERRUPTED)
+    if not isinstance(error, SaidError):
+        if not (line := _line(error)):
+            return None
+        sys.stderr.write(f"error{where()}: {line}\n")
+    return WRONG
+
+
+def _line(error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return printable(masked(str(error)))
+    if isinstance(error, OSError) and error.errno in OF_A_PATH and error.filename is not None:
+        path = str(error.filename)  # that the user gave: no reader or writer can do anything about it
+        shown = path if len(path) <= SHOWN else f"{path[:SHOWN]}..."
+        return f"{shown}: {os.strerror(error.errno)}; name another path"
+    if isinstance(error, RuntimeError):
+        from unified_trainer.parallel.mesh import peer_lost  # needs torch, which takes a second
+
+        if peer_lost(error):
+            return f"another rank has ended; its own message says why ({error})"
+    return ""
 
 
 def end(code: int) -> NoReturn:

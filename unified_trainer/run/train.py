@@ -60,23 +60,16 @@ def train(run: RunConfig, argv: Sequence[str], store: Store | None = None, after
 
 def train_in_actor(run: RunConfig, argv: Sequence[str], after: After | None = None) -> int | None:
     """Run one training process that Ray started and return its exit code; None if it ended because another one did."""
-    by_another = False
-
-    def work() -> int:
-        nonlocal by_another
-        try:
-            with meeting(run.parallel.timeout_minutes) as store:
-                add_families(run.families)
-                return train_here(run, argv, store, after)
-        except PeerFailedError:
-            by_another = True
+    try:
+        with meeting(run.parallel.timeout_minutes) as store:
+            add_families(run.families)
+            return train_here(run, argv, store, after)
+    except BaseException as error:
+        code = exit_code(error)
+        if code is None:
             raise
-        except RuntimeError as error:
-            by_another = peer_lost(error)
-            raise
-
-    code = exit_code(work)
-    return None if by_another else code
+        by_another = isinstance(error, PeerFailedError) or (isinstance(error, RuntimeError) and peer_lost(error))
+        return None if by_another else code
 
 
 def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, after: After | None = None) -> int:

@@ -1,19 +1,16 @@
 """Training with --report: the page is written when the run has ended."""
 
-from collections.abc import Sequence
 from pathlib import Path
-
-from torch.distributed import Store
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.terminal import say
 from unified_trainer.run.settings.config import RunConfig
-from unified_trainer.run.train import train
+from unified_trainer.run.train import After
 
 
-def train_and_report(run: RunConfig, argv: Sequence[str], store: Store | None = None) -> int:
-    """Train, write report.html into the run directory if the settings ask for it, and return the exit code."""
-    return train(run, argv, store, after=write_run_report if run.report else None)
+def report_after(run: RunConfig) -> After | None:
+    """Return what `train` calls with the run directory when the run has ended: None without --report."""
+    return write_run_report if run.report else None
 
 
 def write_run_report(run: Path) -> None:
