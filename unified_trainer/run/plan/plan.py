@@ -27,6 +27,7 @@ from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame, has_images
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
+from unified_trainer.run.plan.shift import note_shift
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
@@ -146,6 +147,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         left_at_base(run, roles),
         *(file.note for file in files.values()),
         clips.stored.image_note if clips.stored else "",
+        note_shift(folder, family.tokens(folder, latent_shape), run.sampler.shift),
         note_lanes(run, batch, clips, mesh.data_size, counts),
     )
     return RunPlan(
