@@ -291,6 +291,6 @@ def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(folder, pro
     assert (found.text_tokens, found.latent_shape(1, *SIDES)) == (24, QWEN_IMAGE.latent_shape(folder, 1, *SIDES))
     assert architecture_of("student", "Qwen/Qwen-Image", run).size.parameters == 20_430_401_088
     given = words(method, folder, prompts, tmp_path / "run")
-    assert main(["plan", *given, "--hardware", "H100", "--ranks", "2"]) == 0
+    assert main(["plan", *given, "--hardware", "2xH100"]) == 0
     assert main(["plan", *given, "--hardware", "H100", "--sampler.chunks.chunk-frames", "1"]) == 2
     assert "has no causal form" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def _rows_of_folder(folder: Path, key: str, column: str) -> list[tuple[str, str]
     if files := parquet_files(folder):
         return [row for file in files for row in _rows(file, key, column)]
     if not any(file.suffix.lower() in (*VIDEOS, *PICTURES) for file in folder.rglob("*")):
-        raise MissingFileError(f"{key} {folder}: it is a folder without .parquet files and without videos")
+        raise MissingFileError(f"{key} {folder}: it is a folder without .parquet files, videos and images")
     return [(video.name, video.caption) for video in find_videos(folder, key)]
 
 

@@ -210,9 +210,12 @@ class DiffusersCodec:
         return torch.no_grad()(lambda latents: self._decode(latents, decode_next))
 
     def _decode(self, latents: Latents, decode: DecodeNext) -> Video:
-        raw = latents.to(self._mean) * self._std + self._mean
         with self._vae.in_use() as vae:
-            return (decode(vae, raw.to(vae.dtype)).float() / 2 + 0.5).clamp(0, 1)
+            return (decode(vae, self._raw(latents).to(vae.dtype)).float() / 2 + 0.5).clamp(0, 1)
+
+    def _raw(self, latents: Latents) -> Latents:
+        """Undo `normalise`, on the device."""
+        return latents.to(self._mean) * self._std + self._mean
 
 
 def _identity(folder: Path) -> str:
