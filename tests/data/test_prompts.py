@@ -109,8 +109,8 @@ def test_videos_with_captions_give_prompts(tmp_path):
 
 
 def test_a_folder_without_captions_is_refused(tmp_path):
-    (tmp_path / "a.png").touch()
-    with pytest.raises(MissingFileError, match=r"without \.parquet files and without videos"):
+    (tmp_path / "a.gif").touch()
+    with pytest.raises(MissingFileError, match=r"without \.parquet files, videos and images"):
         read_prompts(tmp_path)
 
 

@@ -12,10 +12,9 @@ from transformers import UMT5EncoderModel
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
-from unified_trainer.models import prompt_embeddings
+from unified_trainer.models import diffusers_codec, prompt_embeddings
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.prompt_embeddings import Counts, PromptEmbeddings
-from unified_trainer.models.wan import codec as wan
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.parallel.device import use_tf32
 
@@ -28,7 +27,7 @@ DISTINCT = 5
 @pytest.fixture
 def loads(monkeypatch):
     """The text encoders that were read, as weak references."""
-    read, found = wan.load_strictly, []
+    read, found = diffusers_codec.load_strictly, []
 
     def counted(kind, *args, **options):
         network = read(kind, *args, **options)
@@ -36,7 +35,7 @@ def loads(monkeypatch):
             found.append(weakref.ref(network))
         return network
 
-    monkeypatch.setattr(wan, "load_strictly", counted)
+    monkeypatch.setattr(diffusers_codec, "load_strictly", counted)
     return found
 
 

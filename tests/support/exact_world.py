@@ -21,7 +21,7 @@ from unified_trainer.data.loader import Loader, make_batch
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dmd2 import DMD2, DMD2Config
 from unified_trainer.models.base import PassSize
-from unified_trainer.numerics.flow import add_noise, shift_sigma
+from unified_trainer.numerics.flow import add_noise, guide, shift_sigma
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.backbone import Backbone
@@ -92,6 +92,9 @@ class Model:
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
+
+    def guide(self, cond, uncond, guidance_scale):
+        return guide(cond, uncond, guidance_scale)
 
     @property
     def blocks(self):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from unified_trainer.data.video_files import write_mp4
+from unified_trainer.data.video_files import file_name, write_clip
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import parse
 
@@ -41,9 +41,14 @@ def metric_rows() -> list[dict]:
 
 
 def make_run(
-    folder: Path, *flags: str, rows: list[dict] | None = None, videos: int = 2, checkpoint: int = STEPS
+    folder: Path,
+    *flags: str,
+    rows: list[dict] | None = None,
+    videos: int = 2,
+    checkpoint: int = STEPS,
+    frames: int = 17,
 ) -> Path:
-    """Write a run directory; `videos` of its four validation samples have a video."""
+    """Write a run directory; `videos` of its four validation samples have a video, or an image of one frame."""
     folder.mkdir(parents=True)
     settings.save(parsed(flags), folder / "config.yaml")
     write_lines(folder / "metrics.jsonl", metric_rows() if rows is None else rows)
@@ -54,8 +59,9 @@ def make_run(
         validation = folder / "validation" / f"step_{step}"
         validation.mkdir(parents=True)
         for i in range(videos):
-            write_mp4(moving_square(i), validation / f"{i}.mp4", 8)
-        write_lines(validation / "samples.jsonl", [sample_row(i, step, i < videos) for i in range(len(PROMPTS))])
+            write_clip(moving_square(i)[:frames], validation / file_name(i, frames), 8)
+        names = [file_name(i, frames) if i < videos else None for i in range(len(PROMPTS))]
+        write_lines(validation / "samples.jsonl", [sample_row(i, step, name) for i, name in enumerate(names)])
     return folder
 
 
@@ -64,10 +70,10 @@ def parsed(flags: tuple[str, ...]) -> settings.RunConfig:
     return parse(["--method", "dance_grpo", "--steps", str(STEPS), *flags])
 
 
-def sample_row(i: int, step: int, video: bool) -> dict:
+def sample_row(i: int, step: int, video: str | None) -> dict:
     scores = {"hpsv3": 1.0 + i + 0.1 * step, "clip": -float(i)}
     row = {"sample": i, "seed": 1000, "prompt": PROMPTS[i], "reward": 1.0 + i, "scores": scores}
-    return {**row, "accuracy": {"color": True, "all": i % 2 == 0}, "video": f"{i}.mp4" if video else None}
+    return {**row, "accuracy": {"color": True, "all": i % 2 == 0}, "video": video}
 
 
 def moving_square(shade: int) -> np.ndarray:

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from unified_trainer.__main__ import main
+from unified_trainer.models import diffusers_codec
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.wan import codec
+from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.rewards import hpsv3
 from unified_trainer.tools.report import after_training  # noqa: F401  (all that a training imports)
 
@@ -24,9 +25,9 @@ from unified_trainer.tools.report import after_training  # noqa: F401  (all that
 def warm(folder: str) -> None:
     """Load what no run changes, once: the text encoder, the VAE and the scorer. The runs then find it loaded."""
     torch.set_num_threads(1)
-    codec.load_strictly = functools.cache(codec.load_strictly)
+    diffusers_codec.load_strictly = functools.cache(diffusers_codec.load_strictly)
     hpsv3.HPSv3.load = functools.cache(hpsv3.HPSv3.load)
-    one = codec.WanCodec.load(Path(folder), torch.device("cpu"), EncoderConfig())
+    one = WanCodec.load(Path(folder), torch.device("cpu"), EncoderConfig())
     one.decode(one.encode(torch.zeros(1, 3, 1, 64, 64)))
     one.encode_text(["warm up"])
     hpsv3.HPSv3.load(hpsv3.EMBEDDED, torch.device("cpu"), torch.float32)

@@ -23,7 +23,7 @@ class VideoConfig:
     """The size of the videos that are trained on and generated."""
 
     frames: Frames = 81
-    """Pixel frames; a VAE that compresses time by 4 takes 4k + 1."""
+    """Pixel frames; a VAE that compresses time by 4 takes 4k + 1. An image has 1."""
     height: Pixels = 480
     """Height in pixels."""
     width: Pixels = 832
@@ -38,9 +38,9 @@ class DataConfig:
 
     path: str = ""
     """Parquet file of encoded clips, or a folder of such files (FastVideo's kinds t2v and i2v); or a small set of
-    videos: a folder with x.txt beside x.mp4, or a .json, .jsonl or .csv file with columns path and caption; "tiny":
-    clips of the tiny world. For ode_init, parquet files of trajectories (kind ode), which take the place of the
-    teacher."""
+    videos or images: a folder with x.txt beside x.mp4 or x.png, or a .json, .jsonl or .csv file with columns path and
+    caption; "tiny": clips of the tiny world. For ode_init, parquet files of trajectories (kind ode), which take the
+    place of the teacher."""
     rejected: str = ""
     """Parquet file or folder with the clips that people or a reward preferred less: row by row the rejected one for the
     clip of data.path with the same id and caption. If path is tiny, clips of another subject."""

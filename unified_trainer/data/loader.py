@@ -43,15 +43,6 @@ class PairSource(Source, Protocol):
 
 
 @runtime_checkable
-class ImageSource(Source, Protocol):
-    """Rows whose condition images are known by their tensors."""
-
-    def images(self, indices: list[int]) -> Condition:
-        """Return the tensors of the condition images of these rows."""
-        ...
-
-
-@runtime_checkable
 class StoredSource(Source, Protocol):
     """Rows in files, which are read row group by row group and may hold text embeddings."""
 
@@ -63,7 +54,7 @@ class StoredSource(Source, Protocol):
         ...
 
     def condition(self, indices: list[int]) -> Condition | None:
-        """Return the stored text embeddings of these rows, or None if their prompts are to be encoded."""
+        """Return the conditions of these rows, or None if their requests are to be encoded."""
         ...
 
     def to_encode(self, rows: Sequence[int]) -> Sequence[int]:
@@ -171,7 +162,6 @@ class Loader:
         """Make a batch of these rows of the source."""
         latents = self._source.latents(indices)
         rejected = self._source.rejected(indices) if isinstance(self._source, PairSource) else None
-        images = self._source.images(indices) if isinstance(self._source, ImageSource) else None
         trajectory = None if self._stored is None else self._stored.trajectory(indices)
         device = self.mesh.device
         return make_batch(
@@ -185,7 +175,6 @@ class Loader:
             trajectory=None if trajectory is None else trajectory.map(lambda x: x.to(device)),
             cond=None if self._stored is None else self._stored.condition(indices),
             rejected=None if rejected is None else rejected.to(device),
-            images=None if images is None else images.map(lambda x: x.to(device)),
         )
 
     def close(self) -> None:
@@ -225,29 +214,32 @@ def make_batch(
     trajectory: Trajectory | None = None,
     cond: Condition | None = None,
     rejected: Tensor | None = None,
-    images: Condition | None = None,
 ) -> Batch:
-    """Make a batch: encode each distinct prompt once, unless `cond` holds the conditions of the prompts already.
+    """Make a batch; the requests are encoded unless `cond` holds their conditions.
 
-    `images` are the tensors of the condition images, where they are known. `uncond` is the single row of the negative
-    prompt; both branches of guidance have the images of their row.
+    `uncond` is the single row of the negative prompt; both branches of guidance have the images of their row.
     """
     if cond is None:
-        prompts = [request.text for request in requests]
-        distinct = sorted(set(prompts))
-        rows = [distinct.index(prompt) for prompt in prompts]
-        cond = codec.encode_text(distinct).take(rows)
-    if any(request.images for request in requests):
-        assert isinstance(codec, ImageEncoder)  # other families take no images, and requests then have none
-        images = codec.encode_images([request.images for request in requests], latent_shape)
-    cond = cond if images is None else cond.updated(images)
-    ids = (tuple(requests), tuple(prompt_ids), tuple(sample_ids))
+        cond = conditions_of(codec, requests, latent_shape)
     return Batch(
-        *ids,
-        latent_shape,
-        cond,
-        cond.updated(uncond.expand(len(requests))),
-        latents,
-        trajectory,
-        rejected,
+        requests=tuple(requests),
+        prompt_ids=tuple(prompt_ids),
+        sample_ids=tuple(sample_ids),
+        latent_shape=latent_shape,
+        cond=cond,
+        uncond=cond.updated(uncond.expand(len(requests))),
+        latents=latents,
+        trajectory=trajectory,
+        rejected=rejected,
     )
+
+
+def conditions_of(codec: Codec, requests: Sequence[Request], latent_shape: tuple[int, int, int, int]) -> Condition:
+    """Return the conditions of requests: each distinct prompt is encoded once, and the images where there are some."""
+    prompts = [request.text for request in requests]
+    distinct = sorted(set(prompts))
+    cond = codec.encode_text(distinct).take([distinct.index(prompt) for prompt in prompts])
+    if not any(request.images for request in requests):
+        return cond
+    assert isinstance(codec, ImageEncoder)  # other families take no images, and requests then have none
+    return cond.updated(codec.encode_images([request.images for request in requests], latent_shape))

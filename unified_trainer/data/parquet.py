@@ -67,7 +67,7 @@ class ParquetRows:
         return None
 
     def condition(self, indices: list[int]) -> Condition | None:
-        """Return the condition of the text embeddings in the files, or None if captions are to be encoded."""
+        """Return the conditions of the text embeddings in the files, or None if captions are to be encoded."""
         return self._codec.text_condition(self._ask(indices).result().text) if self._uses_text else None
 
     def prefetch(self, indices: list[int]) -> None:
@@ -160,11 +160,13 @@ class ParquetClips(ParquetRows):
 class ParquetFirstFrames(ParquetClips):
     """A source of clips that condition on their first frame, which the latents hold."""
 
-    def images(self, indices: list[int]) -> Condition:
-        """Return the tensors of the first frames of these rows."""
+    def condition(self, indices: list[int]) -> Condition:
         codec = self._codec
         assert isinstance(codec, ImageEncoder)  # the check of the run refuses other families
-        return codec.first_frames(self.latents(indices))
+        text = super().condition(indices)
+        if text is None:
+            text = codec.encode_text([self._files.captions[row] for row in indices])
+        return text.updated(codec.first_frames(self.latents(indices)))
 
 
 class ParquetPairs(ParquetClips):

@@ -8,7 +8,7 @@ from pathlib import Path
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import read_text
 from unified_trainer.basics.requests import Image, Request
-from unified_trainer.data.captioned import VIDEOS, find_videos
+from unified_trainer.data.captioned import PICTURES, VIDEOS, find_videos
 from unified_trainer.data.stored_prompts import parquet_files
 from unified_trainer.data.tables import TABLES, read_columns, read_lists, refuse_unreadable
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
@@ -109,8 +109,8 @@ def _rows_of_folder(folder: Path, key: str, column: str) -> list[tuple[str, str]
     """Return place and text of each row of the folder's parquet files, or without any of each video's caption."""
     if files := parquet_files(folder):
         return [row for file in files for row in _rows(file, key, column)]
-    if not any(file.suffix.lower() in VIDEOS for file in folder.rglob("*")):
-        raise MissingFileError(f"{key} {folder}: it is a folder without .parquet files and without videos")
+    if not any(file.suffix.lower() in (*VIDEOS, *PICTURES) for file in folder.rglob("*")):
+        raise MissingFileError(f"{key} {folder}: it is a folder without .parquet files, videos and images")
     return [(video.name, video.caption) for video in find_videos(folder, key)]
 
 

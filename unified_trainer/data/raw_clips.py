@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from unified_trainer.basics.requests import Image
-from unified_trainer.data.captioned import VIDEOS, CaptionedVideo, find_videos
+from unified_trainer.data.captioned import PICTURES, VIDEOS, CaptionedVideo, find_videos
 from unified_trainer.data.clips import Clips, VideoConfig
 from unified_trainer.data.tables import TABLES
 from unified_trainer.data.video_reader import VideoError, read_clips, to_video
@@ -20,7 +20,7 @@ def holds_videos(path: Path) -> bool:
     """Return whether data.path names raw videos: a table of them, or a folder with videos and no parquet files."""
     if path.is_dir():
         kinds = {file.suffix.lower() for file in path.rglob("*")}
-        return ".parquet" not in kinds and not kinds.isdisjoint(VIDEOS)
+        return ".parquet" not in kinds and not kinds.isdisjoint((*VIDEOS, *PICTURES))
     return path.suffix in TABLES and path.suffix != ".parquet"
 
 

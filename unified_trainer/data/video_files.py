@@ -1,4 +1,4 @@
-"""Writing videos: mp4 files, and a contact sheet of several videos."""
+"""Writing videos: mp4 files, images of one frame, and a contact sheet of several videos."""
 
 import html
 import re
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Self
 
 import av
 import numpy as np
@@ -22,25 +23,51 @@ MARGIN = 2  # pixels left and right of it
 LINES = 3  # of a prompt; samples.jsonl has all of it
 
 
+def file_name(stem: object, frames: int) -> str:
+    """Return the name of the file of a video of so many frames: a PNG for one, which is an image."""
+    return f"{stem}.png" if frames == 1 else f"{stem}.mp4"
+
+
+def write_clip(frames: np.ndarray, file: Path, fps: float) -> None:
+    """Write frames [t, h, w, 3] uint8 to a file named by `file_name`."""
+    with writer(file, fps) as clip:
+        clip.add(frames)
+
+
+def writer(file: Path, fps: float) -> "ClipFile":
+    """Return a context manager to whose file, named by `file_name`, frames are added."""
+    return Png(file) if file.suffix == ".png" else Mp4(file, fps)
+
+
 def write_mp4(frames: np.ndarray, file: Path, fps: float) -> None:
     """Write frames [t, h, w, 3] uint8 as an H.264 file of `fps` frames per second."""
     with Mp4(file, fps) as video:
         video.add(frames)
 
 
-class Mp4:
-    """An H.264 file to which frames [t, h, w, 3] uint8 are added; a context manager that closes it."""
+class ClipFile:
+    """A file to which frames [t, h, w, 3] uint8 are added; a context manager that closes it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def add(self, frames: np.ndarray) -> None:
+        """Append frames."""
+        raise NotImplementedError
+
+    def __exit__(self, *_: object) -> None:
+        """Leave a whole file."""
+
+
+class Mp4(ClipFile):
+    """An H.264 file."""
 
     def __init__(self, file: Path, fps: float) -> None:
         self._container = av.open(str(without_link(file)), "w")
         self._stream = self._container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         self._stream.pix_fmt = "yuv420p"
 
-    def __enter__(self) -> "Mp4":
-        return self
-
     def add(self, frames: np.ndarray) -> None:
-        """Append frames [t, h, w, 3] uint8."""
         if not self._stream.codec_context.is_open:
             self._stream.height, self._stream.width = frames.shape[1:3]
         for frame in frames:
@@ -50,6 +77,16 @@ class Mp4:
     def __exit__(self, *_: object) -> None:
         self._container.mux(self._stream.encode())
         self._container.close()
+
+
+class Png(ClipFile):
+    """An image, of one frame."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def add(self, frames: np.ndarray) -> None:
+        Image.fromarray(frames[0]).save(without_link(self._file))
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import cover
 from unified_trainer.basics.types import Video
-from unified_trainer.data.captioned import CaptionedVideo
+from unified_trainer.data.captioned import PICTURES, CaptionedVideo
 from unified_trainer.data.clips import VideoConfig
 
 ROUNDING = Fraction(1, 500)  # seconds by which a container may round time stamps
@@ -30,8 +31,10 @@ def read_clip(file: Path, size: VideoConfig) -> np.ndarray:
 
     Frame k is the one on show k / fps seconds after the first: faster videos lose frames, slower ones repeat them. A
     frame is turned as its file says, scaled to cover height and width (bicubic, antialiased, with square pixels) and
-    cropped around its centre. Raise VideoError for a file that cannot be decoded or is too short.
+    cropped around its centre. An image is one frame. Raise VideoError for a file that is too short or damaged.
     """
+    if file.suffix.lower() in PICTURES:
+        return _image(file, size)
     try:
         with av.open(str(file)) as container:
             if not container.streams.video:
@@ -46,6 +49,18 @@ def read_clip(file: Path, size: VideoConfig) -> np.ndarray:
             f"{size.frames} of video.frames"
         )
     return np.stack(frames)
+
+
+def _image(file: Path, size: VideoConfig) -> np.ndarray:
+    """Return an image as a clip of one frame; VideoError for one that cannot be read, or if more are asked for."""
+    if size.frames > 1:
+        raise VideoError(f"{file}: an image is no video of the {size.frames} frames of video.frames")
+    try:
+        with Image.open(file) as opened:
+            picture = ImageOps.exif_transpose(opened).convert("RGB")
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise VideoError(f"{file}: cannot be read as an image ({error})") from error
+    return np.array(cover(picture, size.height, size.width))[None]
 
 
 def read_clips(

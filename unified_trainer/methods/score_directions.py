@@ -15,7 +15,7 @@ from unified_trainer.methods.distribution_matching import (
     distribution_matching_gradient,
     score_metrics,
 )
-from unified_trainer.numerics.flow import add_noise, guide, per_sample, promote, sample_mean, x0_from_velocity
+from unified_trainer.numerics.flow import add_noise, per_sample, promote, sample_mean, x0_from_velocity
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen
@@ -92,7 +92,7 @@ class Decoupled:
         x_tau = add_noise(x, noise, sigma)
         both = self.teacher.velocity(torch.cat([x_tau, x_tau]), torch.cat([sigma, sigma]), batch.cond.cat(batch.uncond))
         cond, uncond = both.chunk(2)
-        guided = guide(cond, uncond, self.teacher.scale(sigma, self.config.guidance_scale))
+        guided = self.teacher.guide(cond, uncond, self.teacher.scale(sigma, self.config.guidance_scale))
         return x0_from_velocity(x_tau, guided, sigma), x0_from_velocity(x_tau, cond, sigma)
 
 

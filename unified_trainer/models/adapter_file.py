@@ -235,3 +235,15 @@ def _refuse(file: Path, keys: Sequence[str], what: str) -> None:
     if keys:
         more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
         raise UserError(f"{file}: {len(keys)} keys {what}: {', '.join(sorted(keys)[:SHOWN])}{more}")
+
+
+def diffusers_adapter(weights: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    """Rename an adapter's weights, given by peft's names, to those that diffusers reads for a component `transformer`.
+
+    Such a file has no alpha: B is multiplied by alpha / rank. All tensors are on the CPU in float32.
+    """
+    named = {}
+    for key, weight in weights.items():
+        scale = alpha / weight.shape[1] if ".lora_B." in key else 1.0
+        named[f"transformer.{key}"] = scale * weight.detach().float().cpu().contiguous()
+    return named

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from unified_trainer.basics.requests import Image
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, Video
-from unified_trainer.models.adapter_file import AdapterFile
+from unified_trainer.models.adapter_file import AdapterFile, diffusers_adapter
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.mesh import Mesh
+
+EXPERTS = ("transformer", "transformer_2")  # of high and of low noise; a folder of one network has the first alone
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,10 @@ class VideoModel(Protocol):
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         """Predict velocity = noise - x0, in float32."""
+        ...
+
+    def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample) -> Latents:
+        """Return the velocity that guidance makes of both; the family's own rule, usually that of `flow.guide`."""
         ...
 
     @property
@@ -87,8 +93,11 @@ class VideoModel(Protocol):
         """
         ...
 
-    def pass_size(self, *inputs: Tensor) -> PassSize:
-        """Return the size of the pass of `network` that just ran on these inputs, of whole samples."""
+    def pass_size(self, *inputs: Any, **named: Tensor) -> PassSize:
+        """Return the size of the pass of `network` that just ran, of whole samples.
+
+        The inputs are as `velocity` gave them to the network: by position, and the tensors that it gave by name.
+        """
         ...
 
     def compiled_inputs(self, *inputs: Any) -> tuple[Any, ...]:
@@ -266,22 +275,25 @@ class Family:
     model: Callable[[Path, str], VideoModel]  # (folder, component) -> the network in float32; `read` brings its weights
     # (folder, device, settings) -> text encoder and VAE, whose weights may be read when they are first used
     codec: Callable[[Path, torch.device, EncoderConfig], Codec]
-    causal: Callable[[Path, str], CausalVideoModel] | None  # as `model`, but chunk by chunk; None: no causal form
     latent_channels: Callable[[Path], int]  # folder -> channels of the latents; reads configs only
     # (folder, frames, height, width of a video in pixels) -> latent channels, frames, height, width; reads configs only
     latent_shape: Callable[[Path, int, int, int], tuple[int, int, int, int]]
     tokens: Callable[[Path, tuple[int, int, int, int]], int]  # (folder, latent shape) -> tokens of one sample
-    attention_heads: Callable[[Path], int]  # folder -> heads of self-attention, which sequence ranks divide
+    causal: Callable[[Path, str], CausalVideoModel] | None = None  # as `model`, but chunk by chunk
+    # folder -> heads of self-attention, which sequence ranks divide; 1 refuses sequence ranks
+    attention_heads: Callable[[Path], int] = lambda folder: 1
     # folder -> its networks, of high noise first, and the noise level in (0, 1) at which two experts meet; None where
     # the folder has one network or names no level.
-    networks: Callable[[Path], tuple[tuple[str, ...], float | None]]
-    experts: tuple[str, str]  # components that an export of two experts is written to, high noise first
-    # (weights by peft's names, alpha) -> the same weights by the names of the family's published adapters.
-    published_adapter: Callable[[Mapping[str, Tensor], float], dict[str, Tensor]]
+    networks: Callable[[Path], tuple[tuple[str, ...], float | None]] = lambda folder: (EXPERTS[:1], None)
+    experts: tuple[str, str] = EXPERTS  # components that an export of two experts is written to, high noise first
+    # (weights by peft's names, alpha) -> the same weights by the names of the family's published adapters; by default
+    # those that diffusers reads.
+    published_adapter: Callable[[Mapping[str, Tensor], float], dict[str, Tensor]] = diffusers_adapter
     # folder -> the fewest and the most condition images of a sample; reads configs only
     images: Callable[[Path], tuple[int, int]] = lambda folder: (0, 0)
     # Whether the pipeline gives its scheduler the levels 1, (n - 1) / n, ... 1 / n before the shift; Wan's asks for n.
     given_levels: bool = False
+    guidance_argument: str = "guidance_scale"  # of the pipeline's call
     tile_unit: int = 64  # pixels: three quarters of a tile of so many must be whole latents, so 4 for each latent
     # names of the experts' published adapters, without suffix
     adapter_files: tuple[str, str] = ("high_noise", "low_noise")

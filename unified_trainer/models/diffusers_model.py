@@ -11,9 +11,11 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Latents, PerSample
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.folder import outline, read_weights
+from unified_trainer.numerics.flow import guide
 from unified_trainer.parallel.fsdp import without_forward_prefetch
 from unified_trainer.parallel.mesh import Mesh
 
@@ -46,6 +48,9 @@ class DiffusersModel:
             for module in self.network.modules():
                 for name, table in list(module.named_buffers(recurse=False)):
                     setattr(module, name, table.to(mesh.device))
+
+    def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample) -> Latents:
+        return guide(cond, uncond, guidance_scale)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -91,7 +96,7 @@ class DiffusersModel:
         """Return one kind for all layers: every matrix is applied at every latent position."""
         return "tokens"
 
-    def pass_size(self, *inputs: Tensor) -> PassSize:
+    def pass_size(self, *inputs: Any, **named: Any) -> PassSize:
         """Count the positions of the first input [b, c, t, h, w], and no attention; a family with attention adds it."""
         x = inputs[0]
         positions = len(x) * math.prod(x.shape[2:])

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -88,13 +88,15 @@ def load_strictly(
     spare: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float32,
     schema: type[Schema] | None = None,
+    inside: Callable[[str], str] = str,
 ) -> M:
     """Load a model that has exactly the keys and shapes of its config; all weights must be finite.
 
     Keys that end in one of `spare` may be there and are not read. Of a config of transformers, the fields that `schema`
-    declares count, or without one all. Raise UserError naming the folder and the key.
+    declares count, or without one all. `inside` gives the network's name of a key of the files. Raise UserError naming
+    the folder and the key.
     """
-    fields = check_described(kind, folder, weights, spare, schema)
+    fields = check_described(kind, folder, weights, spare, schema, inside)
     own = {"config": kind.config_class.from_dict(fields)} if schema else {}
     with _no_progress_bar(), reading_config(folder / "config.json", kind.__name__):
         model = read_pretrained(kind, folder, dtype=dtype, use_safetensors=True, **own)
@@ -161,6 +163,7 @@ def check_described(
     weights: str = WEIGHTS,
     spare: tuple[str, ...] = (),
     schema: type[Schema] | None = None,
+    inside: Callable[[str], str] = str,
 ) -> dict[str, Any]:
     """Return the fields that a component's config has for `kind`, read no weight, and take no memory for any.
 
@@ -176,7 +179,7 @@ def check_described(
         checked(arguments_of(kind), fields, str(file))
     elif schema is not None:
         fields = declared(schema, file)
-    check_layout(kind, fields, folder, held, spare)
+    check_layout(kind, fields, folder, {inside(key): shape for key, shape in held.items()}, spare)
     return fields
 
 

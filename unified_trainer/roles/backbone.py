@@ -106,7 +106,7 @@ class Backbone:
         if self.half_passes and mesh.weights is None:
             keep_rounded(model.network, model.blocks)
         self._matrices, self._depth = _matrices(model), len(model.blocks)
-        model.network.register_forward_hook(self._count)
+        model.network.register_forward_hook(self._count, with_kwargs=True)
 
     def weights(self, role: str) -> dict[str, nn.Parameter]:
         """Return what this role trains: its adapter by peft's names, or every trained weight of the model."""
@@ -183,7 +183,13 @@ class Backbone:
         write_tensors(folder / "adapter_model.safetensors", weights, {"format": "pt"})
         lora_config(self.model, self.adapters[role]).save_pretrained(str(folder))
 
-    def _count(self, _network: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+    def _count(
+        self,
+        _network: nn.Module,
+        inputs: tuple[Any, ...],
+        named: Mapping[str, Any],
+        output: Tensor | tuple[Tensor, ...],
+    ) -> None:
         """Count tokens and FLOPs of a pass, and the FLOPs of its backward pass when a gradient reaches its end.
 
         A product with a matrix of p weights takes 2 p FLOPs a row, and as many for the gradient of its input and for
@@ -193,7 +199,8 @@ class Backbone:
         meter = Meter.current()
         if meter is None:
             return
-        size, ranks, features = self.model.pass_size(*inputs), self.mesh.config.sequence, self._features
+        tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+        size, ranks, features = self.model.pass_size(*inputs, **tensors), self.mesh.config.sequence, self._features
         shorter = len(self.model.blocks) < self._depth
         first = output[0] if isinstance(output, tuple) else output
         end = first if features is None else features[-1]

@@ -11,7 +11,7 @@ from torch import Tensor
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Cache, CausalVideoModel
 from unified_trainer.numerics.chunks import ChunkConfig
-from unified_trainer.numerics.flow import GuidanceScale, guide
+from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.roles.experts import Expert, Pick, expert_at, route
 from unified_trainer.roles.role import Frozen, Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
@@ -130,7 +130,7 @@ class KVCache:
         if self._scale == 1:
             return velocity
         conditional, unconditional = velocity.chunk(2)
-        return guide(conditional, unconditional, self._role.scale(level, self._scale))
+        return self._role.guide(conditional, unconditional, self._role.scale(level, self._scale))
 
     def append(self, x: Latents) -> None:
         """Append a finished chunk `x`, which is at the context's noise level."""

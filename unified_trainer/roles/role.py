@@ -15,7 +15,7 @@ from unified_trainer.basics.errors import UserError, working_on
 from unified_trainer.basics.ranges import Decay
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import VideoModel
-from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw, guide
+from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.adapter import AdapterConfig, AdapterFileConfig, FrozenExpertConfig
 from unified_trainer.roles.backbone import Backbone
@@ -150,7 +150,11 @@ class Role:
             return self.velocity(x_t, sigma, cond)
         both = self.velocity(torch.cat([x_t, x_t]), torch.cat([sigma, sigma]), cond.cat(uncond))
         conditional, unconditional = both.chunk(2)
-        return guide(conditional, unconditional, scale)
+        return self.guide(conditional, unconditional, scale)
+
+    def guide(self, cond: Latents, uncond: Latents, scale: float | PerSample) -> Latents:
+        """Return the velocity that the model's rule of guidance makes of both, with a scale of `scale`."""
+        return self._backbones[self.experts[0]].model.guide(cond, uncond, scale)
 
     def scale(self, sigma: PerSample, guidance_scale: GuidanceScale) -> float | PerSample:
         """Return the guidance scale at these noise levels; each expert may have its own."""

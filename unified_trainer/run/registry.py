@@ -16,7 +16,12 @@ from unified_trainer.models.base import Family, VideoModel
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 WAN = "unified_trainer.models.wan.family:WAN"
-FAMILIES: dict[str, str | Family] = {"WanPipeline": WAN, "WanImageToVideoPipeline": WAN}
+QWEN_IMAGE = "unified_trainer.models.qwen_image.family:QWEN_IMAGE"
+FAMILIES: dict[str, str | Family] = {
+    "WanPipeline": WAN,
+    "WanImageToVideoPipeline": WAN,
+    "QwenImagePipeline": QWEN_IMAGE,
+}
 
 
 class PipelineIndex(Schema):

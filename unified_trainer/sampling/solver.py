@@ -18,7 +18,6 @@ from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import (
     GuidanceScale,
     add_noise,
-    guide,
     shift_sigma,
     sigma_table,
     x0_from_velocity,
@@ -236,7 +235,7 @@ def policy_velocity(
     x_both, x0_both, cond = torch.cat([x_t, x_t]), torch.cat([x0, x0]), batch.cond.cat(batch.uncond)
     both = student.masked_velocity(x_both, torch.cat([level, level]), cond, sampler.chunks, x0_both)
     conditional, unconditional = both.chunk(2)
-    return guide(conditional, unconditional, role.scale(level, sampler.guidance_scale))
+    return role.guide(conditional, unconditional, role.scale(level, sampler.guidance_scale))
 
 
 def _sample_to_step(velocity: Velocity, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:

@@ -41,6 +41,7 @@ SIZES = {
 }
 SIZES["wan2.1-i2v-14b"] = (1, SIZES["wan2.1-14b"][1] | {"in_channels": 36, "image_dim": 1280})
 SIZES["wan2.2-i2v-a14b"] = (2, SIZES["wan2.2-a14b"][1] | {"in_channels": 36})
+SIZES["qwen-image"] = (1, {"num_layers": 60, "num_attention_heads": 24, "joint_attention_dim": 3584})
 TAKE_IMAGES = ("wan2.1-i2v-14b", "wan2.2-i2v-a14b")
 REAL = [recipe for recipe in settings.recipes() if not recipe.startswith("tiny")]
 
@@ -48,6 +49,8 @@ REAL = [recipe for recipe in settings.recipes() if not recipe.startswith("tiny")
 def model_folder(folder, networks: int, changes: dict[str, int]):
     """A pipeline folder with the configs of transformers of this size but without their weights."""
     folder.mkdir()
+    if "joint_attention_dim" in changes:
+        return image_folder(folder, changes)
     vae = ti2v_folder(folder / "5b") / "vae" if changes.get("in_channels") == 48 else WAN / "vae"
     (folder / "vae").symlink_to(vae)
     index = json.loads((WAN / "model_index.json").read_text())
@@ -58,6 +61,18 @@ def model_folder(folder, networks: int, changes: dict[str, int]):
     for component in ("transformer", "transformer_2")[:networks]:
         (folder / component).mkdir()
         (folder / component / "config.json").write_text(json.dumps(network))
+    return folder
+
+
+def image_folder(folder, changes: dict[str, int]):
+    """The same of Qwen-Image."""
+    network = {"_class_name": "QwenImageTransformer2DModel", "in_channels": 64, "out_channels": 16} | changes
+    dynamic = {"use_dynamic_shifting": True, "max_image_seq_len": 8192, "max_shift": 0.9}
+    configs = {"transformer/config.json": network, "vae/config.json": {"_class_name": "AutoencoderKLQwenImage"}}
+    configs |= {"scheduler/scheduler_config.json": dynamic, "model_index.json": {"_class_name": "QwenImagePipeline"}}
+    for name, config in configs.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps(config))
     return folder
 
 
@@ -147,13 +162,17 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
         with pytest.raises(ConfigError, match=IMAGELESS[method]):
             check(run, ALONE)
         return
+    if recipe == "qwen-image" and method == "self_forcing":
+        with pytest.raises(ConfigError, match="has no causal form"):
+            check(run, ALONE)
+        return
     for ranks in (1, 8, 16):
         plan = check(run, Mesh(ALONE.device, size=ranks, config=ParallelConfig(shard=ranks)))
         assert plan.notes == () and plan.counts["micro-batch"] == getattr(run.algorithm, "update_batch", 1)
         assert [request.text for request in plan.requests] == ([] if method in OF_CLIPS else ["a cat", "a dog"])
     assert 4 <= run.steps / run.checkpoint_every <= 20
     assert 10 <= run.steps / run.validate_every <= 40
-    assert run.sampler.negative_prompt.startswith("色调艳丽")
+    assert run.sampler.negative_prompt[:4] == (" " if recipe == "qwen-image" else "色调艳丽")
     if method in ("dance_grpo", "dance_ppo", "diffusion_nft", "awm", "online_dpo"):
         assert run.algorithm.plan().table(8)["optimizer updates"] == 1
         assert run.algorithm.rollout_batch == run.algorithm.update_batch
@@ -329,7 +348,9 @@ def test_a_path_in_a_config_file_needs_a_recipe_too(models, tmp_path):
 
 def test_a_model_that_no_recipe_fits_is_told_all(tmp_path):
     folder = model_folder(tmp_path / "odd", 1, {"num_layers": 7})
-    with pytest.raises(ConfigError, match=r"write your own, --recipe my_recipe\.yaml .* have tiny, .*wan2\.2-ti2v-5b$"):
+    with pytest.raises(
+        ConfigError, match=r"write your own, --recipe my_recipe\.yaml .* have qwen-image, .*wan2\.2-ti2v-5b$"
+    ):
         check(parsed("--method", "dmd2", "--student.path", folder), ALONE)
 
 

@@ -85,6 +85,17 @@ def test_charts_are_drawn_linked_and_filtered(browser, tmp_path):
     assert errors(browser) == []
 
 
+def test_images_are_shown_and_the_slider_changes_them(browser, tmp_path):
+    opened(browser, tmp_path, make_run(tmp_path / "run", frames=1))
+    browser.execute_script("document.getElementById('samples').scrollIntoView({behavior: 'instant'})")
+    picture = "document.querySelector('#sample-rows figure:nth-child(2) img')"
+    until(browser, f"{picture}.naturalWidth === 64 && {picture}.classList.contains('small')")
+    before = browser.execute_script(f"return {picture}.dataset.video")
+    enter(browser, "step-slider", "0")
+    until(browser, f"{picture}.dataset.video !== arguments[0] && {picture}.naturalWidth === 64", before)
+    assert errors(browser) == []
+
+
 def test_the_page_runs_no_text_of_users(browser, tmp_path):
     opened(browser, tmp_path, make_run(tmp_path / "run"))
     assert browser.title == "run: report"  # a prompt holds a script that sets it
@@ -112,7 +123,7 @@ def validated(run: Path, step: int) -> None:
     """Add a validation with the videos of the last one."""
     folder = run / "validation" / f"step_{step}"
     shutil.copytree(run / "validation" / f"step_{STEPS}", folder)
-    write_lines(folder / "samples.jsonl", [sample_row(i, step, i < 2) for i in range(4)])
+    write_lines(folder / "samples.jsonl", [sample_row(i, step, f"{i}.mp4" if i < 2 else None) for i in range(4)])
 
 
 def test_the_list_of_runs_follows_them(browser, live):

@@ -56,6 +56,7 @@ def still(tmp_path_factory) -> Iterator[Site]:
     """Runs that do not change."""
     root = tmp_path_factory.mktemp("still") / "runs"
     make_run(root / "one")
+    make_run(root / "pictures", frames=1)
     make_run(root / "sub" / "<b>two&", "--hacking-monitor.action", "stop", videos=0)
     (root.parent / "secret.mp4").write_text("secret")
     (root / "one" / "validation" / "step_0" / "out.mp4").symlink_to(root.parent / "secret.mp4")
@@ -101,6 +102,9 @@ def test_the_page_of_a_run_holds_its_data_and_names_its_videos(still):
     answer, _ = still.request(data["videos"][0])
     assert (answer.status, answer.headers["Content-Type"]) == (200, "video/mp4")
     assert int(answer.headers["Content-Length"]) == file.stat().st_size
+    pictures = json.loads(re.search(r'id="data">(.*?)</script>', still.get("/run?name=pictures"), re.S)[1])["videos"]
+    assert all(re.search(r"file=[01]\.png(&|$)", one) for one in pictures)
+    assert still.request(pictures[0])[0].headers["Content-Type"] == "image/png"
     for source in re.findall(r'src="(.*?)"', page):
         assert still.request(source)[0].status == 200
     both = still.get("/run?name=one&name=sub%2F%3Cb%3Etwo%26")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unified_trainer.tools.serve.batch_queue import FULL, Batcher, BatchQueue, BusyError, Request
+from unified_trainer.tools.serve.batch_queue import FULL, Batcher, BatchQueue, BusyError, Queued
 
 # Schedules: requests of some kind and size after a pause, times the worker needs for a batch, limit and waiting time.
 ARRIVALS = st.lists(st.tuples(st.integers(0, 8), st.sampled_from("ab"), st.integers(1, 6)), min_size=1, max_size=25)
@@ -23,7 +23,7 @@ def test_every_schedule_is_served(arrivals, work, limit, patience):
     queue, clock, to_come = BatchQueue(limit, patience), 0.0, []
     for pause, kind, size in arrivals:
         clock += pause
-        to_come.append(Request(len(to_come), kind, size, clock))
+        to_come.append(Queued(len(to_come), kind, size, clock))
     everything, served, now, free_since = list(to_come), [], 0.0, 0.0
     while len(served) < len(everything):
         while to_come and to_come[0].queued <= now:
@@ -52,14 +52,14 @@ def test_every_schedule_is_served(arrivals, work, limit, patience):
 def test_the_wait_is_counted_from_the_first_request():
     queue = BatchQueue(4, 10.0)
     assert queue.due_in(0.0) is None and queue.take() == []
-    first, second = Request("a", "k", 1, 1.0), Request("b", "k", 2, 8.0)
+    first, second = Queued("a", "k", 1, 1.0), Queued("b", "k", 2, 8.0)
     queue.put(first)
     assert queue.due_in(3.0) == 8.0
     queue.put(second)
     assert queue.due_in(9.0) == 2.0 and queue.due_in(20.0) == 0.0
-    queue.put(Request("c", "other", 4, 9.0))
+    queue.put(Queued("c", "other", 4, 9.0))
     assert queue.due_in(9.0) == 2.0  # another kind fills no batch
-    queue.put(Request("d", "k", 1, 9.0))
+    queue.put(Queued("d", "k", 1, 9.0))
     assert queue.due_in(9.0) == 0.0 and [one.job for one in queue.take()] == ["a", "b", "d"]
     assert [one.job for one in queue.take()] == ["c"]
 

@@ -8,11 +8,10 @@ from pydantic import Field, model_validator
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import Schema, read_as
+from unified_trainer.models.base import EXPERTS
 from unified_trainer.models.folder import outline
 
 INDEX = "model_index.json"
-EXPERTS = ("transformer", "transformer_2")  # of high and of low noise; a folder of one network has the first alone
-
 MASK_CHANNELS = 4  # of a network with an image, beside latents and image latents: pixel frames of a latent frame
 
 Size = Annotated[int, Field(ge=1, le=2**20)]

@@ -28,22 +28,18 @@ NAMES: dict[str, Any] = {"weights": "model", "spare": ("position_ids",), "schema
 class ImageWanCodec(WanCodec):
     """WanCodec with `encode_images`; `image` and `clip` of its conditions are described in image_model.py."""
 
-    _images: ImageTensors
-    _clip: FrozenNetwork | None
+    _clip: FrozenNetwork | None = None
     _first_alone: bool  # the image is encoded as the first latent frame, without frames behind it
 
-    @classmethod
-    def load(cls, folder: Path, device: torch.device, config: EncoderConfig) -> "ImageWanCodec":
-        codec = super().load(folder, device, config)
-        assert isinstance(codec, cls)
-        codec._images = ImageTensors(config)
-        codec._clip = None
+    def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
+        super().__init__(folder, device, config)
+        self._images = ImageTensors(config)
         network = transformer_config(folder)
-        codec._first_alone = network.in_channels == network.out_channels
+        self._first_alone = network.in_channels == network.out_channels
         if network.image_dim:
-            if codec.text_tokens != TEXT_TOKENS:
+            if self.text_tokens != TEXT_TOKENS:
                 raise UserError(
-                    f"{folder / 'tokenizer'}: prompts of {codec.text_tokens} tokens: a network with CLIP tokens takes "
+                    f"{folder / 'tokenizer'}: prompts of {self.text_tokens} tokens: a network with CLIP tokens takes "
                     f"{TEXT_TOKENS} tokens of text, which follow them"
                 )
             check_described(CLIPVisionModel, folder / CLIP, **NAMES)
@@ -51,8 +47,7 @@ class ImageWanCodec(WanCodec):
             def clip() -> CLIPVisionModel:
                 return load_strictly(CLIPVisionModel, folder / CLIP, dtype=DTYPES[config.text_precision], **NAMES)
 
-            codec._clip = FrozenNetwork(clip, device, offload=config.offload)
-        return codec
+            self._clip = FrozenNetwork(clip, device, offload=config.offload)
 
     def encode_images(self, images: Sequence[tuple[Image, ...]], latent_shape: tuple[int, int, int, int]) -> Condition:
         if any(len(one) != 1 for one in images):

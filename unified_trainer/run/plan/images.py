@@ -13,19 +13,13 @@ from unified_trainer.run.settings.config import ConfigError, RunConfig
 TABLE = "give a table (.jsonl, .csv or .parquet) with the columns prompt and image"
 
 
-def has_images(
-    run: RunConfig,
-    family: Family,
-    folder: Path,
-    prompts: PromptFile,
-    validation: PromptFile,
-    sets: Mapping[str, PromptFile],
-) -> bool:
-    """Return whether samples of the run have condition images; ConfigError for a number of them that cannot be."""
+def has_images(run: RunConfig, family: Family, folder: Path, prompts: Mapping[str, PromptFile]) -> bool:
+    """Return whether samples of the run have condition images; ConfigError for a number of them that cannot be.
+
+    `prompts` are the files of prompts by the flags that name them.
+    """
     fewest, most = family.images(folder)
-    keys = {"--prompts": prompts, "--validation.prompts": validation}
-    keys |= {f"--validation.sets.{name}": file for name, file in sets.items()}
-    counts = {key: _count(key, file, fewest, most) for key, file in keys.items() if file.requests}
+    counts = {flag: _count(flag, file, fewest, most) for flag, file in prompts.items() if file.requests}
     if run.trains_on == "clips":
         counts["clips"] = int(conditions_on_first_frame(run, family, folder))
     if run.trains_on == "trajectories" and fewest:

@@ -27,6 +27,7 @@ from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame, has_images
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
+from unified_trainer.run.plan.shift import note_shift
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
@@ -128,9 +129,11 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     takes_images = family.images(folder)[1] > 0
     prompts, validation_prompts = read_prompts(run, images=takes_images)
     sets = read_sets(run, images=takes_images)
+    files = {"--prompts": prompts, "--validation.prompts": validation_prompts}
+    files |= {f"--validation.sets.{name}": file for name, file in sets.items()}
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     clips = read_clips(run, latent_shape)
-    if has_images(run, family, folder, prompts, validation_prompts, sets):
+    if has_images(run, family, folder, files):
         check_images(run, roles, clips, scores=method.uses_reward or run.validate_every > 0)
     check_captions(run, method, clips, bool(validation_prompts.requests))
     check_sampling(run, latent_shape)
@@ -142,10 +145,9 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         _misfit(run, method),
         without_adapter(roles),
         left_at_base(run, roles),
-        prompts.note,
-        validation_prompts.note,
-        *(one.note for one in sets.values()),
+        *(file.note for file in files.values()),
         clips.stored.image_note if clips.stored else "",
+        note_shift(folder, family.tokens(folder, latent_shape), run.sampler.shift),
         note_lanes(run, batch, clips, mesh.data_size, counts),
     )
     return RunPlan(

@@ -161,7 +161,7 @@ class WeightsAndBiases(ExternalTracker):
     def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         wandb, rows = self._wandb, [sample.row() for sample in samples]
         videos = [
-            wandb.Video(str(sample.video), caption=json.dumps(row, ensure_ascii=False), format="mp4")
+            self._shown(sample.video, json.dumps(row, ensure_ascii=False))
             for sample, row in zip(samples, rows, strict=True)
             if sample.video is not None
         ]
@@ -173,6 +173,11 @@ class WeightsAndBiases(ExternalTracker):
         if contact_sheet is not None:
             media["validation/contact_sheet"] = wandb.Image(str(contact_sheet))
         self._run.log({"step": step, **media})
+
+    def _shown(self, file: Path, caption: str) -> Any:
+        if file.suffix == ".png":
+            return self._wandb.Image(str(file), caption=caption)
+        return self._wandb.Video(str(file), caption=caption, format="mp4")
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))

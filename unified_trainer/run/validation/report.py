@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.requests import Request
-from unified_trainer.data.video_files import Row, contact_sheet, write_mp4
+from unified_trainer.data.video_files import Row, contact_sheet, file_name, write_clip
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.device import fitting
@@ -48,7 +48,7 @@ class ValidationSample:
     reward: float | None  # None without scorers
     scores: dict[str, float]  # scale x score of every scorer, held-out ones too
     accuracy: dict[str, bool]  # tiny world: whether color, shape, direction and all of them match the prompt
-    video: Path | None  # mp4 file, where one was written
+    video: Path | None  # mp4 file, or PNG of an image, where one was written
     images: tuple[str, ...] = ()  # files of the condition images
 
     def row(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Report:
         metrics |= _accuracies(hits) if hits else {}
         if FEATURES in exact:
             metrics["frechet"] = frechet_distance(exact[FEATURES].flatten(0, 1), exact[REAL].flatten(0, 1))
-        samples = self._samples(scores, hits, folder)
+        samples = self._samples(scores, hits, folder, len(clips[0]) if clips else 0)
         sheet = folder / "contact_sheet.png" if self.videos else None
         warning = self._write(folder, clips, samples, step, sheet) if self._is_main else None
         if warning is not None:
@@ -183,9 +183,9 @@ class Report:
         return found | {f"reward/{name}": part for name, part in zip(self._scorers, parts.unbind(1), strict=True)}
 
     def _samples(
-        self, columns: dict[str, Tensor], hits: dict[str, Tensor], folder: Path
+        self, columns: dict[str, Tensor], hits: dict[str, Tensor], folder: Path, frames: int
     ) -> tuple["ValidationSample", ...]:
-        """Return the samples of all ranks; the first ones have a file."""
+        """Return the samples of all ranks; the first ones have a file, of a video of so many frames."""
         scores = {name: columns[f"reward/{name}"].tolist() for name in self._scorers}
         rewards = columns["reward"].tolist() if "reward" in columns else [None] * len(self._requests)
         accuracies = {name: right.bool().tolist() for name, right in hits.items()}
@@ -197,7 +197,7 @@ class Report:
                 reward,
                 {name: values[i] for name, values in scores.items()},
                 {name: values[i] for name, values in accuracies.items()},
-                folder / f"{i}.mp4" if i < self.videos else None,
+                folder / file_name(i, frames) if i < self.videos else None,
                 tuple(request.files.get("images", ())),
             )
             for i, (request, reward) in enumerate(zip(self._requests, rewards, strict=True))
@@ -216,7 +216,8 @@ class Report:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for frames, sample in shown:
-                write_mp4(frames, folder / f"{sample.sample}.mp4", self._fps)
+                assert sample.video is not None  # of the first samples
+                write_clip(frames, sample.video, self._fps)
             if sheet is not None:
                 rows = [
                     Row(

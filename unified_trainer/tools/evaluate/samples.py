@@ -2,7 +2,7 @@
 
 CHECKPOINT-KEY/measured.json         what the samples depend on (its hash is KEY), their scores, the speed
 CHECKPOINT-KEY/features.safetensors  thumbnails, and features of frames of the samples and of real clips
-CHECKPOINT-KEY/SEED-PROMPT-SAMPLE.mp4
+CHECKPOINT-KEY/SEED-PROMPT-SAMPLE.mp4 or .png
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Video
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
-from unified_trainer.data.video_files import to_uint8, write_mp4
+from unified_trainer.data.video_files import file_name, to_uint8, write_clip
 from unified_trainer.models.base import Codec
 from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.numerics.frechet import frame_features
@@ -211,6 +211,6 @@ def _write_videos(folder: Path, video: Video, rows: Sequence[dict[str, Any]], pl
     for row, frames in zip(rows, to_uint8(video), strict=True):
         row["video"] = None
         if row["sample"] < plan.videos:
-            row["video"] = f"{row['seed']}-{row['prompt']}-{row['sample']}.mp4"
+            row["video"] = file_name(f"{row['seed']}-{row['prompt']}-{row['sample']}", len(frames))
             with writing(folder):
-                write_mp4(frames, folder / row["video"], fps)
+                write_clip(frames, folder / row["video"], fps)

@@ -17,7 +17,6 @@ from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import DTYPES
 from unified_trainer.models.base import Family, VideoModel
 from unified_trainer.models.tensor_file import write_tensors
-from unified_trainer.numerics.flow import GuidanceScale
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.checkpoint.manifest import Spec
 from unified_trainer.run.settings import config as settings
@@ -207,7 +206,7 @@ def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
     if euler_scheduler(sampler, given=loaded.family.given_levels) is None:
         how = "diffusers has no scheduler for its sampler"
     else:
-        alone = f"num_inference_steps={sampler.num_steps}, {_guidance(sampler.guidance_scale)}"
+        alone = f"num_inference_steps={sampler.num_steps}, {_guidance(loaded)}"
         how = f"With the scheduler alone, sample with {alone}"
         if sampler.solver == "sde" and sampler.num_steps > 1:
             how += "; the noise of its sde then comes from torch.manual_seed, not from the generator of the pipeline"
@@ -224,7 +223,11 @@ def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
     }
 
 
-def _guidance(scale: GuidanceScale) -> str:
-    """Write a guidance scale as arguments of a diffusers pipeline."""
-    high, low = scale if isinstance(scale, tuple) else (scale, None)
-    return f"guidance_scale={high}" + ("" if low is None else f", guidance_scale_2={low}")
+def _guidance(loaded: LoadedRole) -> str:
+    """Write the guidance of a run as arguments of the family's diffusers pipeline."""
+    sampler, name = loaded.run.sampler, loaded.family.guidance_argument
+    if isinstance(sampler.guidance_scale, tuple):
+        high, low = sampler.guidance_scale
+        return f"{name}={high}, {name}_2={low}"
+    negative = "" if sampler.guidance_scale == 1 else " and the run's negative_prompt"
+    return f"{name}={sampler.guidance_scale}{negative}"

@@ -41,7 +41,8 @@ def write_model_card(
     """
     base, hub_name = base_of(loaded.base)
     method = _last_name(loaded.run.method)
-    task = "image-to-video" if _needs_image(loaded) else "text-to-video"
+    makes = "image" if loaded.run.video.frames == 1 else "video"
+    task = f"{'image' if _needs_image(loaded) else 'text'}-to-{makes}"
     front: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": task}
     if hub_name:
         front |= {"base_model": base, "base_model_relation": "adapter" if adapters else "finetune"}
@@ -121,7 +122,10 @@ def _facts(loaded: LoadedRole, spec: Spec, base: str, method: str, dtype: str) -
         "weights": f"{loaded.role.name}{' (EMA)' * spec.ema}, {weights}, {dtype}",
         "sampler": f"{sampler.solver}, {sampler.num_steps} steps at noise levels {levels}{chunks}",
         "guidance scale": str(sampler.guidance_scale),
-        "videos": f"{video.frames} frames of {video.width} x {video.height} pixels, {video.fps:g} per second",
+        "images": f"{video.width} x {video.height} pixels" if video.frames == 1 else "",
+        "videos": f"{video.frames} frames of {video.width} x {video.height} pixels, {video.fps:g} per second"
+        if video.frames > 1
+        else "",
         "reward": _reward(run),
     }
     return {key: value for key, value in facts.items() if value}

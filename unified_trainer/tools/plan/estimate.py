@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.meter import Pass
@@ -14,8 +14,9 @@ from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import HPSV3_WEIGHTS, architecture_of
 from unified_trainer.tools.plan.cost import Work, decode_work, pass_work, score_work, seconds_sent
-from unified_trainer.tools.plan.flops import PassFLOPs, encode_flops, pass_flops
+from unified_trainer.tools.plan.flops import PassFLOPs, pass_flops
 from unified_trainer.tools.plan.hardware import NODE, Hardware
+from unified_trainer.tools.plan.image_size import QwenImageSize, image_flops
 from unified_trainer.tools.plan.memory import BF16, FP32, Memory, Sizes, held_networks, memory_of, recompute_of, seat_of
 from unified_trainer.tools.plan.rehearsal import HEAD, TEXT_TOKENS, Counts, paths_of, rehearse
 
@@ -96,7 +97,9 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     models = {name: architecture_of(name, path, run) for name, path in paths.items()}
     check_settings(run, method)
     for name, model in models.items():
-        check_heads(name, model.transformer["num_attention_heads"], degrees.sequence)
+        check_heads(name, model.heads, degrees.sequence)
+        if model.makes_images and run.sampler.chunks.causal:
+            raise UserError(f"{name}: this network has no causal form; set sampler.chunks.chunk_frames 0")
     table = run.algorithm.plan().table(data_ranks)
     video = run.video
     latent_shape = models["student"].latent_shape(video.frames, video.height, video.width)
@@ -135,7 +138,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         executed_flops=data_ranks * share * sum(f.executed if one.gradient else f.forward for one, f in passes),
         work=(work + _seen(sizes, counts)).times(share),
         validation=_validation(sizes, counts, data_ranks),
-        encoded=prompts * encode_flops(models["student"].text_encoder, models["student"].text_tokens),
+        encoded=prompts * models["student"].encode_flops,
         inside=inside,
         across=across,
         checkpoint=sum(one.stored for one in held.values()),
@@ -206,8 +209,9 @@ def _flops(one: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
     repeated = min(recompute_of(name, expert, counts, sizes).full, layers) / layers  # the first blocks are
     frames = one.tokens / one.samples
     pairs = one.attention / (4 * HEAD * one.samples) - frames * TEXT_TOKENS
-    found = pass_flops(
-        model.size,
+    size = model.size
+    count = partial(image_flops, size) if isinstance(size, QwenImageSize) else partial(pass_flops, size)
+    found = count(
         int(frames * frame),
         model.text_tokens,
         rank=rank,

@@ -60,6 +60,16 @@ class TransformerSize:
         return self.layers * block + text + time + 6 * d * d + 6 * d + 2 * d + patch
 
     @property
+    def block(self) -> int:
+        """The number of weights of a block, without those of CLIP's tokens."""
+        return 8 * self.width**2 + 2 * self.width * self.ffn + self.ffn + 21 * self.width
+
+    @property
+    def small(self) -> int:
+        """The number of weights that stay in fp32: norms and modulation tables."""
+        return 12 * self.width * self.layers + 2 * self.width
+
+    @property
     def layers_to_features(self) -> int:
         """The number of blocks up to the middle one, whose output the features are."""
         return self.layers // 2 + 1

@@ -186,7 +186,7 @@ def _trained(counts: Counts, name: str, expert: Expert) -> bool:
 def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Backbone, *, base: bool) -> Held:
     size, run, config = sizes.models[name].size, sizes.run, counts.plans[name].config
     whole, rank = size.parameters, _rank(sizes, name)
-    small = 12 * size.width * size.layers + 2 * size.width  # norms and modulation tables, which stay in fp32
+    small = size.small
     held = BF16 * (whole - small) + FP32 * small if backbone.half else FP32 * whole
     trained = 0 if not _trained(counts, name, expert) else size.adapter(rank) if rank else whole
     adapter = FP32 * trained if rank else 0
@@ -195,7 +195,7 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
     half = backbone.half_passes and several and not run.parallel.offload  # gathered in bf16, norms whole on every rank
     unit, kept = (BF16, FP32 * small) if half else (held / whole, 0)
     moving = unit * (whole - small) if half else held
-    block = unit * (8 * size.width**2 + 2 * size.width * size.ffn + size.ffn + 21 * size.width)
+    block = unit * size.block
     outside = moving - size.layers * block
     gathered = (outside + PREFETCHED * block if run.parallel.reshard_after_forward else moving) if several else 0.0
     waits = sizes.accumulation > 1 and run.parallel.reduce_gradients == "last"

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan, QwenImageTransformer2DModel, WanTransformer3DModel
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.base import VideoModel
+from unified_trainer.models.qwen_image.model import QwenImageModel
 from unified_trainer.models.wan.image_model import ImageChannelsWanModel
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
@@ -130,12 +131,28 @@ def _inputs(
     network: Network, latent: tuple[int, int, int, int], text_tokens: int, samples: int
 ) -> tuple[Tensor, Tensor, Condition]:
     config = dict(network.config)
+    if _makes_images(config):
+        mask = torch.ones(samples, text_tokens, dtype=torch.bool)
+        text = torch.zeros(samples, text_tokens, int(config["joint_attention_dim"]))
+        cond = Condition({"text": text, "text_mask": mask})
+        return torch.zeros(samples, *latent), torch.full((samples,), 0.5), cond
     held = {"text": torch.zeros(samples, text_tokens, int(config["text_dim"]))}
     if _reads_images(config):
         held["image"] = torch.zeros(samples, *latent)
     if config.get("image_dim"):
         held["clip"] = torch.zeros(samples, CLIP_TOKENS, int(config["image_dim"]))
     return torch.zeros(samples, *latent), torch.full((samples,), 0.5), Condition(held)
+
+
+def _makes_images(config: Mapping[str, Any]) -> bool:
+    return config.get("_class_name") == QwenImageTransformer2DModel.__name__
+
+
+def _model(config: Mapping[str, Any]) -> tuple[type[Any], type[Any]]:
+    """Return the classes of the network and of its model."""
+    if _makes_images(config):
+        return QwenImageTransformer2DModel, QwenImageModel
+    return WanTransformer3DModel, ImageChannelsWanModel if _reads_images(config) else WanModel
 
 
 def _reads_images(config: Mapping[str, Any]) -> bool:
@@ -145,15 +162,16 @@ def _reads_images(config: Mapping[str, Any]) -> bool:
 def _role(network: Network, layers: int) -> Trainable | Frozen:
     """A role with this many blocks whose weights are addresses without pages."""
     config = {key: list(value) if isinstance(value, tuple) else value for key, value in network.config}
+    network_class, model_class = _model(config)
     config = {key: value for key, value in config.items() if not key.startswith("_")} | {"num_layers": layers}
     with torch.device("meta"):
-        transformer = WanTransformer3DModel(**config)
+        transformer = network_class(**config)
         if network.half and not network.trained:  # here, where rounding copies nothing
             hold_in_bf16(transformer.requires_grad_(False))
     transformer.to_empty(device="cpu")
     adapter = AdapterConfig(rank=network.rank)
     backbone = Backbone(
-        cast(VideoModel, (ImageChannelsWanModel if _reads_images(config) else WanModel)(transformer)),
+        cast(VideoModel, model_class(transformer)),
         ALONE,
         trained=network.trained,
         adapters={"role": adapter} if network.rank else None,
@@ -181,6 +199,10 @@ def _mixed(network: Network, others: PassBytes, full: PassBytes) -> PassBytes:
     return PassBytes(peak, kept, kept + others.backward - others.kept, kept + others.first - others.kept)
 
 
+def _decodes_images(vae: Mapping[str, Any]) -> bool:
+    return vae.get("_class_name") == AutoencoderKLQwenImage.__name__
+
+
 @functools.lru_cache(maxsize=64)
 def decode_bytes(
     vae: tuple[tuple[str, object], ...], latent: tuple[int, int, int, int], samples: int, *, half: bool, gradient: bool
@@ -191,7 +213,7 @@ def decode_bytes(
     """
     config = {key: list(value) if isinstance(value, tuple) else value for key, value in vae}
     with torch.device("meta"):
-        network = AutoencoderKLWan.from_config(config)
+        network = (AutoencoderKLQwenImage if _decodes_images(config) else AutoencoderKLWan).from_config(config)
     network.to_empty(device="cpu").eval().requires_grad_(False)
     dtype = torch.bfloat16 if half else torch.float32
     torch.nn.Module.to(network, dtype)  # diffusers' own warns of modules that are usually kept in float32

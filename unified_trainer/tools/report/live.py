@@ -30,7 +30,8 @@ from unified_trainer.tools.report.sample_videos import SampleVideos
 from unified_trainer.tools.report.templates import filled, own_file
 from unified_trainer.tools.serve.page_server import Answer, Query, RefusedError
 
-HTML, SCRIPT, VIDEO = "text/html; charset=utf-8", "text/javascript; charset=utf-8", "video/mp4"
+HTML, SCRIPT = "text/html; charset=utf-8", "text/javascript; charset=utf-8"
+VIDEO = {".mp4": "video/mp4", ".png": "image/png"}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data: blob:; media-src blob:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'"
@@ -42,7 +43,8 @@ MOST_POINTS = 2000  # of a curve in a page, about
 MOST_RUNS = 20  # in one page
 KEPT = 4  # pages in memory
 DAY = 86400
-NUMBER, NAME = re.compile("[0-9]{1,12}"), re.compile(r"[\w-]{1,80}\.mp4")  # of a validation's step, and of its videos
+NUMBER = re.compile("[0-9]{1,12}")  # of a validation's step
+NAME = re.compile(r"[\w-]{1,80}\.(mp4|png)")  # of its videos
 
 
 class LivePages:
@@ -148,7 +150,7 @@ class LivePages:
         stamp = stamp_of(path) if plain and is_inside(path, folder) and path.is_file() else None
         if stamp is None:
             raise RefusedError(HTTPStatus.NOT_FOUND, "there is no such video")
-        return Answer("-".join(map(str, stamp)), lambda: _content(path), VIDEO, seconds=DAY)
+        return Answer("-".join(map(str, stamp)), lambda: _content(path), VIDEO[path.suffix], seconds=DAY)
 
 
 @functools.cache

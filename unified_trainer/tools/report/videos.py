@@ -15,8 +15,13 @@ VideoFormat = Literal["mp4", "webm"]
 
 
 def data_uri(file: Path, form: VideoFormat) -> str:
-    """Return an mp4 file as a data URI, as it is or encoded again as VP9 in WebM; UserError if it cannot be read."""
+    """Return a file of a video as a data URI; UserError if it cannot be read.
+
+    An mp4 file is taken as it is, or encoded again as VP9 in WebM; an image is taken as it is.
+    """
     try:
+        if file.suffix == ".png":
+            return f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
         content = file.read_bytes() if form == "mp4" else _webm(file)
     except (OSError, av.FFmpegError) as error:
         raise UserError(

@@ -10,7 +10,7 @@ from unified_trainer.basics.errors import UserError, writing
 from unified_trainer.basics.ranges import Count, CountOrZero, Seed
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import Video
-from unified_trainer.data.video_files import to_uint8, write_mp4
+from unified_trainer.data.video_files import file_name, to_uint8, write_clip
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.reward import Reward
@@ -45,7 +45,7 @@ def rollout(
         num_samples: Samples of each prompt.
         seed: Seed of the first sample's noise; sample i has seed + i.
         batch: Samples generated at a time, and in one file.
-        num_videos: Number of samples that are also written as videos/N.mp4.
+        num_videos: Number of samples that are also written as videos/N.mp4, or N.png of images.
         name: Name of these scores; the command score adds more under other names.
         reward: YAML file with a section reward, as in a recipe; by default the reward of the run.
         device: Device to run on.
@@ -92,6 +92,6 @@ def _videos(output: Path, count: int, fps: float) -> Callable[[range, Video], No
             if number < count:
                 with writing(output / "videos"):
                     (output / "videos").mkdir(exist_ok=True)
-                    write_mp4(frames, output / "videos" / f"{number}.mp4", fps)
+                    write_clip(frames, output / "videos" / file_name(number, len(frames)), fps)
 
     return write

@@ -22,7 +22,7 @@ from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import Batch, Latents, Video, check_finite, of_kind
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import SUFFIXES, read_prompts
-from unified_trainer.data.video_files import Mp4, Row, contact_sheet, to_uint8
+from unified_trainer.data.video_files import Row, contact_sheet, file_name, to_uint8, writer
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
@@ -53,7 +53,7 @@ def sample(
     Args:
         run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
         prompts: Prompts, or files with one prompt per line; "a | b" with --stream switches from a to b in one video.
-        output: Folder to write: N.mp4 of prompt N, contact_sheet.png, samples.json; it must be empty or absent.
+        output: Folder to write: N.mp4 or N.png of prompt N, contact_sheet.png, samples.json. Empty or absent.
         image: Condition image of all videos: their first frame. A table of prompts names images in its column image.
         seed: Seed of the first video's noise; video i has seed + i.
         batch: Videos generated at a time.
@@ -75,7 +75,8 @@ def sample(
     if stream and not loaded.run.sampler.chunks.causal:
         raise UserError(f"--stream needs a causal student, but {run} generates all frames at once: leave it out")
     rows: list[dict[str, Any]] = [
-        {"video": f"{i}.mp4", "prompt": line.text, "seed": seed + i} | line.files for i, line in enumerate(lines)
+        {"video": file_name(i, loaded.run.video.frames), "prompt": line.text, "seed": seed + i} | line.files
+        for i, line in enumerate(lines)
     ]
     with writing(output), fitting(f"a batch of {min(batch, len(lines))} videos", "lower --batch"):
         output.mkdir(parents=True, exist_ok=True)
@@ -250,8 +251,9 @@ def _write(
                 seen.append(to_uint8(part))
                 first = first or time.perf_counter() - began
                 if not files:
-                    names = [output / f"{len(clips) + i}.mp4" for i in range(len(part))]
-                    files = [open_files.enter_context(Mp4(name, loaded.run.video.fps)) for name in names]
+                    video = loaded.run.video
+                    names = [output / file_name(len(clips) + i, video.frames) for i in range(len(part))]
+                    files = [open_files.enter_context(writer(name, video.fps)) for name in names]
                 for file, frames in zip(files, seen[-1], strict=True):
                     file.add(frames)
         clips += [np.concatenate(of_one) for of_one in zip(*seen, strict=True)]

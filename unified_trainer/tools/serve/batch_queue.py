@@ -17,7 +17,7 @@ class BusyError(Exception):
 
 
 @dataclass(eq=False)
-class Request(Generic[Job, Result]):
+class Queued(Generic[Job, Result]):
     """A job that waits for its result."""
 
     job: Job
@@ -37,14 +37,14 @@ class BatchQueue(Generic[Job, Result]):
 
     def __init__(self, limit: int, wait: float) -> None:
         self.limit, self.wait = limit, wait
-        self._waiting: list[Request[Job, Result]] = []
+        self._waiting: list[Queued[Job, Result]] = []
 
     @property
     def waiting(self) -> int:
         """The sum of the sizes of the requests that wait."""
         return sum(request.size for request in self._waiting)
 
-    def put(self, request: Request[Job, Result]) -> None:
+    def put(self, request: Queued[Job, Result]) -> None:
         """Add a request at the end."""
         self._waiting.append(request)
 
@@ -55,19 +55,19 @@ class BatchQueue(Generic[Job, Result]):
         _, full = self._next()
         return 0.0 if full else max(0.0, self._waiting[0].queued + self.wait - now)
 
-    def take(self) -> list[Request[Job, Result]]:
+    def take(self) -> list[Queued[Job, Result]]:
         """Remove and return the next batch; [] for an empty queue."""
         batch, _ = self._next() if self._waiting else ([], False)
         taken = {id(request) for request in batch}
         self._waiting = [request for request in self._waiting if id(request) not in taken]
         return batch
 
-    def take_all(self) -> list[Request[Job, Result]]:
+    def take_all(self) -> list[Queued[Job, Result]]:
         """Remove and return all requests."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
-    def _next(self) -> tuple[list[Request[Job, Result]], bool]:
+    def _next(self) -> tuple[list[Queued[Job, Result]], bool]:
         """Return the next batch as it is now, and whether no further request can join it."""
         batch, total = [], 0
         for request in self._waiting:
@@ -86,7 +86,7 @@ class Batcher(Generic[Job, Result]):
         """Start the thread. `work` returns one result for each of its jobs; `wait` is in seconds."""
         self._work, self._queue = work, BatchQueue[Job, Result](limit, wait)
         self._changed, self._closed = threading.Condition(), False
-        self._at_work: list[Request[Job, Result]] = []
+        self._at_work: list[Queued[Job, Result]] = []
         self.given_up: Future[Exception] = Future()  # why, once `give_up` was called
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
         self._thread.start()
@@ -96,7 +96,7 @@ class Batcher(Generic[Job, Result]):
 
         Raise BusyError if as much as `FULL` batches waits already.
         """
-        request = Request[Job, Result](job, kind, size, time.monotonic())
+        request = Queued[Job, Result](job, kind, size, time.monotonic())
         with self._changed:
             if self.given_up.done():
                 raise self.given_up.result()
@@ -140,7 +140,7 @@ class Batcher(Generic[Job, Result]):
                 else:
                     request.future.set_result(outcome)
 
-    def _outcomes(self, batch: Sequence[Request[Job, Result]]) -> list[Result | Exception]:
+    def _outcomes(self, batch: Sequence[Queued[Job, Result]]) -> list[Result | Exception]:
         """Return the result of each request of a batch, or its exception.
 
         A batch that fails is worked on again one by one: a fault of one request is none of the others.
@@ -153,7 +153,7 @@ class Batcher(Generic[Job, Result]):
                 return [error] * len(batch)
             return [outcome for request in batch for outcome in self._outcomes([request])]
 
-    def _begin(self, batch: list[Request[Job, Result]]) -> bool:
+    def _begin(self, batch: list[Queued[Job, Result]]) -> bool:
         """Note the batch at work; return False, with the answer that all get, if the batcher was given up before."""
         with self._changed:
             if not self.given_up.done():
@@ -163,13 +163,13 @@ class Batcher(Generic[Job, Result]):
             request.future.set_exception(self.given_up.result())
         return False
 
-    def _finished(self) -> list[Request[Job, Result]]:
+    def _finished(self) -> list[Queued[Job, Result]]:
         """Return the batch at work, which is done; nothing if its requests were answered by `give_up`."""
         with self._changed:
             done, self._at_work = self._at_work, []
             return [] if self.given_up.done() else done
 
-    def _wait_for_batch(self) -> list[Request[Job, Result]]:
+    def _wait_for_batch(self) -> list[Queued[Job, Result]]:
         """Return the next batch when it is due; [] when the queue is closed and empty."""
         with self._changed:
             while (due := self._queue.due_in(time.monotonic())) != 0.0 and not self._closed:

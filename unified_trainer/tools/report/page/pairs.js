@@ -13,21 +13,27 @@ function element(tag, parent, text, kind) {
 
 const addresses = []; // of each video, made when it is first shown
 function address(position) {
-  const text = DATA.videos[position].split(",")[1];
-  addresses[position] ??= URL.createObjectURL(new Blob([Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0))], { type: "video/mp4" }));
+  const [head, text] = DATA.videos[position].split(","), type = head.slice(5, head.indexOf(";"));
+  addresses[position] ??= URL.createObjectURL(new Blob([Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0))], { type }));
   return addresses[position];
 }
 
 // Videos of one row play from the first frame together, as soon as all of them can.
 function videos(places) {
   const made = places.map(({ parent, position }) => {
+    if (DATA.videos[position].startsWith("data:image")) { // a video of one frame
+      const still = element("img", parent);
+      still.addEventListener("load", () => still.classList.toggle("small", still.naturalWidth < 192));
+      return Object.assign(still, { src: address(position) });
+    }
     const one = element("video", parent);
     Object.assign(one, { muted: true, loop: true, playsInline: true, src: address(position) });
     one.addEventListener("loadedmetadata", () => one.classList.toggle("small", one.videoWidth < 192));
     one.addEventListener("error", () => one.replaceWith(element("div", null, "This browser does not decode H.264.", "empty")));
     return one;
   });
-  const ready = made.map((one) => new Promise((done) => { one.addEventListener("canplay", done, { once: true }); }));
-  Promise.all(ready).then(() => made.forEach((one) => { if (one.isConnected) one.play().catch(() => { one.controls = true; }); }));
+  const moving = made.filter((one) => one.localName === "video");
+  const ready = moving.map((one) => new Promise((done) => { one.addEventListener("canplay", done, { once: true }); }));
+  Promise.all(ready).then(() => moving.forEach((one) => { if (one.isConnected) one.play().catch(() => { one.controls = true; }); }));
   return made;
 }

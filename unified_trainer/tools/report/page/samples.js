@@ -29,7 +29,7 @@ function stop(video) {
   if (!video.src) return;
   URL.revokeObjectURL(video.src);
   video.removeAttribute("src");
-  video.load();
+  video.load?.();
 }
 
 // A video plays only while it is in view.
@@ -41,17 +41,21 @@ const playing = new IntersectionObserver((entries) => {
 }, { rootMargin: "150px" });
 
 function forget(box) {
-  for (const old of box.querySelectorAll("video")) { playing.unobserve(old); stop(old); }
+  for (const old of box.querySelectorAll("[data-video]")) { playing.unobserve(old); stop(old); }
   box.replaceChildren();
 }
 
 function video(figure, position) {
-  const made = element("video", figure);
-  Object.assign(made, { muted: true, loop: true, autoplay: true, playsInline: true, controls: false });
+  const source = DATA.videos[position], still = /^data:image|\.png(&|$)/.test(source); // a video of one frame is an image
+  const made = element(still ? "img" : "video", figure);
   made.dataset.video = position;
-  made.source = DATA.videos[position];
-  made.addEventListener("loadedmetadata", () => made.classList.toggle("small", made.videoWidth < 192));
-  made.addEventListener("click", () => { if (made.paused) made.play(); else made.pause(); });
+  made.source = source;
+  if (still) made.addEventListener("load", () => made.classList.toggle("small", made.naturalWidth < 192));
+  else {
+    Object.assign(made, { muted: true, loop: true, autoplay: true, playsInline: true, controls: false });
+    made.addEventListener("loadedmetadata", () => made.classList.toggle("small", made.videoWidth < 192));
+    made.addEventListener("click", () => { if (made.paused) made.play(); else made.pause(); });
+  }
   made.addEventListener("error", () => {
     const why = "This browser cannot decode the video; write the report with --video webm.";
     if (made.src) made.replaceWith(element("div", null, why, "empty"));

@@ -1,0 +1,296 @@
+"""Qwen-Image: its folder is sampled as by diffusers, trained by every method, resumed and exported."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from forked import program
+from helpers import ALONE, OF_CLIPS, OF_SAMPLES, WAN, assert_near, assert_same, checkpoint_of, cut_off, flags, gradients
+from PIL import Image
+from qwen_image_folder import qwen_image_folder
+from torch.utils.flop_counter import FlopCounterMode
+
+from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Request
+from unified_trainer.data.loader import make_batch
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.qwen_image.codec import QwenImageCodec
+from unified_trainer.models.qwen_image.family import QWEN_IMAGE
+from unified_trainer.models.qwen_image.model import packed, unpacked
+from unified_trainer.numerics.flow import shift_sigma
+from unified_trainer.roles import blocks
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.role import Frozen, RoleConfig
+from unified_trainer.run.plan.shift import note_shift, shift_of_size
+from unified_trainer.run.registry import METHODS
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.sampling.solver import SamplerConfig, generate
+from unified_trainer.tools.export.scheduler import euler_scheduler
+from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.plan.architecture import architecture_of
+from unified_trainer.tools.plan.image_size import QwenImageSize, image_flops
+from unified_trainer.tools.sample.sample import videos
+
+pytestmark = pytest.mark.slow
+
+SIDES = (64, 32)
+PROMPTS = ("a red circle moving left", "a picture of an unknown word and a big blue square")
+SIZE = {"recipe": "tiny", "video.frames": 1, "video.height": SIDES[0], "video.width": SIDES[1], "steps": 2}
+SIZE |= {"sampler.num-steps": 3, "validate-every": 0, "student.learning-rate": 1e-3, "student.warmup-updates": 0}
+SINGLE = {"algorithm.batch-size": 2, "algorithm.micro-batch": 1}
+GROUPS = {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
+GROUPS |= {"algorithm.rollout-batch": 2, "algorithm.update-batch": 2}
+OWN = {"dmd2": SINGLE | {"algorithm.student-every": 1}, "ode_init": SINGLE | {"algorithm.teacher-steps": 3}}
+OWN |= dict.fromkeys(OF_SAMPLES, GROUPS)
+OWN["dance_ppo"] = GROUPS | {"algorithm.num-samples": 1, "algorithm.num-prompts": 2}
+CAUSAL = ("self_forcing",)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    return qwen_image_folder(tmp_path_factory.mktemp("models") / "qwen")
+
+
+@pytest.fixture(scope="module")
+def codec(folder) -> QwenImageCodec:
+    return QWEN_IMAGE.codec(folder, torch.device("cpu"), EncoderConfig())
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """A folder of two images with captions, of other sizes than the run's."""
+    place = tmp_path_factory.mktemp("pictures")
+    for number, prompt in enumerate(PROMPTS):
+        pixels = torch.randint(0, 256, (80, 70 + number, 3), generator=torch.Generator().manual_seed(number))
+        Image.fromarray(pixels.byte().numpy()).save(place / f"{number}.png")
+        (place / f"{number}.txt").write_text(prompt)
+    return place
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    file.write_text("\n".join(PROMPTS))
+    return file
+
+
+def model_of(folder: Path):
+    model = QWEN_IMAGE.model(folder, "transformer")
+    model.read(ALONE)
+    return model
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_diffusers_samples_as_we_do(folder, codec, scale):
+    """Latents and pixels, with prompts of different lengths and the pipeline's own rule of guidance."""
+    sampler = SamplerConfig(num_steps=4, shift=3.0, guidance_scale=scale, negative_prompt="a blue square")
+    shape = codec.latent_shape(1, *SIDES)
+    noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1))
+    uncond = codec.encode_text([sampler.negative_prompt])
+    batch = make_batch(codec, Request.of(PROMPTS), uncond, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
+    teacher = Frozen("teacher", Backbone(QWEN_IMAGE.model(folder, "transformer"), ALONE), RoleConfig())
+    ours = generate(teacher, noise, batch, sampler, lambda _: noise)
+    pipeline = QwenImagePipeline.from_pretrained(folder, scheduler=euler_scheduler(sampler, given=True))
+    options = {"prompt": list(PROMPTS), "negative_prompt": [sampler.negative_prompt] * 2, "true_cfg_scale": scale}
+    options |= {"height": SIDES[0], "width": SIDES[1], "num_inference_steps": 4, "latents": packed(noise)}
+    latents = unpacked(pipeline(**options, output_type="latent").images, *shape[2:])
+    torch.testing.assert_close(ours, latents, rtol=0, atol=1e-5)
+    pixels = pipeline(**options, output_type="pt").images
+    torch.testing.assert_close(codec.decode(ours)[:, :, 0], pixels, rtol=0, atol=1e-5)
+
+
+def test_padding_of_a_prompt_is_masked(folder, codec):
+    """The velocity is that of the unpadded embedding, and stored embeddings, which are padded, have the same mask."""
+    model, embeddings = model_of(folder), codec.embeddings(PROMPTS)
+    x, sigma, _ = model.example()
+    padded = codec.encode_text(PROMPTS)
+    assert padded["text_mask"].sum(1).tolist() == [len(one) for one in embeddings] and len(embeddings[0]) < 24
+    again = codec.text_condition(list(padded["text"]))
+    assert torch.equal(again["text_mask"], padded["text_mask"])
+    with torch.no_grad():
+        for row, one in enumerate(embeddings):
+            alone = {"text": one[None], "text_mask": torch.ones(1, len(one), dtype=torch.bool)}
+            expected = model.velocity(x, sigma, type(padded)(alone))
+            torch.testing.assert_close(model.velocity(x, sigma, padded.take([row])), expected, rtol=0, atol=1e-5)
+
+
+def test_guidance_keeps_the_norm_of_every_token(folder):
+    cond, uncond = torch.randn(2, 2, 16, 1, 8, 4, generator=torch.Generator().manual_seed(0))
+    model = model_of(folder)
+    guided = model.guide(cond, uncond, torch.tensor([1.0, 4.0]))
+    torch.testing.assert_close(packed(guided).norm(dim=-1), packed(cond).norm(dim=-1))
+    torch.testing.assert_close(guided[0], cond[0])
+    plain = uncond[1] + 4 * (cond[1] - uncond[1])
+    assert float(torch.cosine_similarity(packed(guided[1:]), packed(plain[None]), dim=-1).min()) > 1 - 1e-5
+    assert float((guided[1] - plain).abs().max()) > 0.5
+
+
+def words(method: str, folder: Path, data: Path, output: Path, **more: object) -> list[str]:
+    named = {"method": method, "student.path": folder, "output": output} | SIZE | OWN.get(method, SINGLE)
+    named |= {"data.path": data} if method in OF_CLIPS else {"prompts": data}
+    return flags(named | {key.replace("__", "."): value for key, value in more.items()})
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in (*CAUSAL, "flow_dpo")])
+def test_every_method_trains_and_resumes_bit_for_bit(folder, prompts, pictures, tmp_path, method):
+    data = pictures if method in OF_CLIPS else prompts
+    more = {"checkpoint_every": 1, "sampler__guidance_scale": 3.0} if method in ("dance_grpo", "finetune") else {}
+    assert main(words(method, folder, data, tmp_path / "whole", **{"checkpoint-every": 1} | more)) == 0
+    assert main(["--resume", str(cut_off(tmp_path / "whole", tmp_path / "half", 1))]) == 0
+    whole, half = (checkpoint_of(tmp_path / name, 2) for name in ("whole", "half"))
+    assert_same(half, whole)
+    first = checkpoint_of(tmp_path / "whole", 1)["student/weights/img_in.weight"]
+    assert not torch.equal(first, whole["student/weights/img_in.weight"])
+
+
+@pytest.mark.parametrize("sides", [(512, 512), (1328, 1328), (256, 256)])
+def test_the_shift_of_a_size_is_the_pipelines_own(folder, sides):
+    """The level that diffusers makes of 1/2 by its shift of that many tokens."""
+    tokens = QWEN_IMAGE.tokens(folder, QWEN_IMAGE.latent_shape(folder, 1, *sides))
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler", shift_terminal=None)
+    config = scheduler.config
+    mu = calculate_shift(
+        tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    )
+    scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=mu)
+    shift = shift_of_size(folder, tokens)
+    assert float(scheduler.sigmas[1]) == pytest.approx(shift_sigma(0.5, shift), abs=1e-6)
+    assert note_shift(folder, tokens, shift) == "" and shift_of_size(WAN, tokens) is None
+    assert f"the model's scheduler has {shift:.3f} for samples of {tokens} tokens" in note_shift(folder, tokens, 9.0)
+
+
+def test_methods_that_make_no_sense_say_why(folder, prompts, tmp_path, capsys):
+    """There is no causal form, an image has one frame, and its sides are whole tokens."""
+    more = {"sampler__chunks.chunk-frames": 1}
+    for method, changes, said in (
+        ("self_forcing", more, "has no causal form"),
+        ("ode_init", more, "has no causal form"),
+        ("dmd2", {"video__frames": 5}, "video.frames must be 1, not 5: this model makes images"),
+        ("dmd2", {"video__height": 40}, "video.height must be a multiple of 16"),
+    ):
+        assert main(words(method, folder, prompts, tmp_path / "run", **changes)) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_images_of_a_folder_are_clips_of_one_frame(folder, codec, pictures, tmp_path, capsys):
+    """preprocess encodes them, and a training on the encoded ones has the losses of one on the images."""
+    for name in ("0.png", "0.txt"):
+        (tmp_path / "one").mkdir(exist_ok=True)
+        (tmp_path / "one" / name).symlink_to(pictures / name)
+    size = {"video.height": SIDES[0], "video.width": SIDES[1], "video.frames": 1, "student.path": folder}
+    assert (
+        main(["preprocess", str(tmp_path / "one"), str(tmp_path / "encoded"), *flags({"recipe": "tiny"} | size)]) == 0
+    )
+    losses = []
+    for data in ("one", "encoded"):
+        run = tmp_path / f"run on {data}"
+        more = {"algorithm__batch-size": 1, "steps": 1}
+        assert main(words("finetune", folder, tmp_path / data, run, **more)) == 0
+        losses.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["train/loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert main(words("finetune", WAN, pictures, tmp_path / "of a video", video__frames=5)) == 2
+    assert "an image is no video of the 5 frames of video.frames" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("memory", ["full", "selective", "compiled"])
+def test_recomputed_and_compiled_blocks_give_the_same_gradient(folder, codec, monkeypatch, memory):
+    monkeypatch.setattr(blocks, "BACKEND", "aot_eager")
+    cond, found = codec.encode_text(PROMPTS), []
+    x = torch.randn(2, *codec.latent_shape(1, *SIDES), generator=torch.Generator().manual_seed(0))
+    for kind in ("none", memory):
+        how = {"compile": True} if kind == "compiled" else {"recompute": kind}
+        backbone = Backbone(QWEN_IMAGE.model(folder, "transformer"), ALONE, trained=True, **how)
+        with backbone.running("student") as model:
+            model.velocity(x, torch.tensor([0.3, 0.9]), cond).square().mean().backward()
+        found.append(gradients(backbone.model.network))
+    unused = {name: found[1].pop(name) for name in found[1].keys() - found[0].keys()}
+    assert all("transformer_blocks.1." in name and not bool(x.any()) for name, x in unused.items())  # of the last text
+    assert_near(found[1], found[0])
+
+
+@pytest.mark.ranks
+def test_two_ranks_share_the_weights(folder, prompts, tmp_path):
+    more = {"student__adapter.rank": 2, "critic__adapter.rank": 2}
+    assert main(words("dmd2", folder, prompts, tmp_path / "one", **more)) == 0
+    given = words("dmd2", folder, prompts, tmp_path / "two", device="cpu", **more)
+    done = program("-m", "unified_trainer", *given, ranks=2)
+    assert done.returncode == 0, done.stderr
+    one, two = (checkpoint_of(tmp_path / name, 2) for name in ("one", "two"))
+    for key in one:
+        if "/weights/" in key:
+            torch.testing.assert_close(two[key], one[key], rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_diffusers_samples_an_export_as_we_do(folder, prompts, pictures, tmp_path, rank):
+    """Up to rounding; a published adapter is loaded on the base, and samples are images."""
+    more = {"student__adapter.rank": rank, "sampler__guidance-scale": 3.0, "validate-every": 2}
+    more |= {"student__adapter.alpha": 4} if rank else {}
+    more |= {"validation__prompts": prompts, "validation.num-samples": 2, "reward.path": ""}
+    run = tmp_path / "run"
+    assert main(words("finetune", folder, pictures, run, **more)) == 0
+    shown = run / "validation" / "step_2"
+    assert sorted(file.name for file in shown.iterdir()) == ["0.png", "1.png", "contact_sheet.png", "samples.jsonl"]
+    assert (
+        main(["sample", str(run), "--output", str(tmp_path / "shown"), "--prompts", str(prompts), "--seed", "5"]) == 0
+    )
+    role = load_role(str(run), "student", None, ALONE, causal=True)
+    ours = torch.cat(list(videos(role, Request.of(PROMPTS), 5, 2)))[:, :, 0]
+    with Image.open(tmp_path / "shown" / "1.png") as opened:
+        picture = torch.from_numpy(np.array(opened)).permute(2, 0, 1) / 255
+    torch.testing.assert_close(picture, ours[1], rtol=0, atol=1 / 255)
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    about = json.loads((tmp_path / "out" / "unified_trainer.json").read_text())
+    assert "num_inference_steps=3, true_cfg_scale=3.0 and the run's negative_prompt" in about["how"]
+    assert "pipeline_tag: text-to-image" in (tmp_path / "out" / "README.md").read_text()
+    made = [QwenImagePipeline.from_pretrained(tmp_path / "out")]
+    if rank:
+        assert main(["export", str(run), str(tmp_path / "lora"), "--adapter", "published"]) == 0
+        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "out" / "scheduler")
+        made.append(QwenImagePipeline.from_pretrained(folder, scheduler=scheduler))
+        made[1].load_lora_weights(tmp_path / "lora", weight_name="model.safetensors")
+    size = {"height": SIDES[0], "width": SIDES[1], "num_inference_steps": 3, "true_cfg_scale": 3.0}
+    for pipeline in made:
+        noise = [torch.Generator().manual_seed(5 + i) for i in range(2)]
+        images = pipeline(list(PROMPTS), negative_prompt="", generator=noise, output_type="pt", **size).images
+        torch.testing.assert_close(images, ours, rtol=0, atol=2e-5)
+
+
+def test_flops_are_those_that_the_meter_counts(folder):
+    model = model_of(folder)
+    x, sigma, cond = model.example()
+    counter, seen = FlopCounterMode(display=False), []
+
+    def note(_network, _inputs, named, _output):
+        seen.append(model.pass_size(**{name: x for name, x in named.items() if isinstance(x, torch.Tensor)}))
+
+    model.network.register_forward_hook(note, with_kwargs=True)
+    with counter, torch.no_grad():
+        model.velocity(x, sigma, cond)
+    size, products = seen[0], 0
+    for name, layer in model.network.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            products += 2 * layer.weight.numel() * size.rows[model.layer_kind(name)]
+    assert counter.get_total_flops() == products  # it knows no attention of a CPU
+    planned = image_flops(QwenImageSize.of(model.network.config), 4, 4)
+    assert (planned.forward - planned.attention, planned.attention) == (products, size.attention)
+    assert size.tokens == 4 and size.attention == 4 * 24 * 2 * (4 + 4) ** 2
+
+
+@pytest.mark.parametrize("method", ["dance_grpo", "dmd2"])
+def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(folder, prompts, tmp_path, capsys, method):
+    run = parse(words(method, folder, prompts, tmp_path / "run"))
+    found, network = architecture_of("student", str(folder), run), model_of(folder).network
+    assert found.size.parameters == sum(p.numel() for p in network.parameters())
+    assert found.size.block == sum(p.numel() for p in network.transformer_blocks[0].parameters())
+    assert (found.text_tokens, found.latent_shape(1, *SIDES)) == (24, QWEN_IMAGE.latent_shape(folder, 1, *SIDES))
+    assert architecture_of("student", "Qwen/Qwen-Image", run).size.parameters == 20_430_401_088
+    given = words(method, folder, prompts, tmp_path / "run")
+    assert main(["plan", *given, "--hardware", "2xH100"]) == 0
+    assert main(["plan", *given, "--hardware", "H100", "--sampler.chunks.chunk-frames", "1"]) == 2
+    assert "has no causal form" in capsys.readouterr().err

@@ -1,0 +1,225 @@
+"""A text encoder of transformers and a VAE of diffusers as a codec: caches, padding, offload and normalisation."""
+
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+import transformers
+from diffusers import ModelMixin
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import Schema, read_as
+from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.folder import check_described, fingerprint, load_strictly, outline, read_tokenizer
+from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
+from unified_trainer.models.prompt_embeddings import PromptEmbeddings
+from unified_trainer.parallel.device import rounds_products
+from unified_trainer.parallel.mesh import Mesh
+
+DecodeNext = Callable[[Any, Latents], Video]  # (VAE, latents of the next chunk in its own units) -> video in [-1, 1]
+
+
+class DiffusersCodec:
+    """Base of the codecs of a family: one text encoder and one VAE, both frozen.
+
+    A family sets `name`, the classes, `text_schema` and `masked`, and defines `text_sizes`, `embed` and `latent_shape`;
+    the other functions below are Wan's and Qwen-Image's form of them. Latents, videos and conditions are float32 on the
+    device. A condition is `text` [b, n, d], zero behind the last token of each prompt; with `masked` it has `text_mask`
+    [b, n] too, True at tokens.
+    """
+
+    name: ClassVar[str]  # of the family, in fingerprints
+    text_class: ClassVar[type[PreTrainedModel]]
+    text_schema: ClassVar[type[Schema] | None] = None  # the fields of its config that count; None: all
+    vae_class: ClassVar[type[ModelMixin]]
+    vae_schema: ClassVar[type[Schema] | None] = None  # what its config must be, beside what the class takes
+    longest_text: ClassVar[int] = 512  # tokens that conditions are padded to; a tokenizer may say less
+    template_tokens: ClassVar[int] = 0  # tokens of each prompt that are no part of its embedding
+    masked: ClassVar[bool] = False
+
+    def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
+        """Open a pipeline folder, of which no weight is read yet; UserError for a folder that is not whole."""
+        vocabulary, self.text_width = self.text_sizes(folder)
+        described: dict[str, Any] = {"weights": "model", "schema": self.text_schema, "inside": self.text_weight}
+        check_described(self.text_class, folder / "text_encoder", **described)
+        self.folder, self._device = folder, device
+        self._tokenizer = read_tokenizer(AutoTokenizer, folder / "tokenizer", vocabulary)
+        if self.vae_schema is not None:
+            read_as(self.vae_schema, folder / "vae" / "config.json")
+        self._outline = outline(self.vae_class, folder / "vae")
+        self._text_tokens = min(self.longest_text, self._tokenizer.model_max_length - self.template_tokens)
+        self._text_precision = config.text_precision
+        self._vae_settings = config.vae_precision + (f" tiles {config.vae_tile}" if config.vae_tile else "")
+        settings: tuple[str | int, ...] = (config.text_precision, device.type, self._text_tokens)
+        settings += ("tf32",) if rounds_products() and config.text_precision == "fp32" else ()
+        self._embeddings = PromptEmbeddings(self._embed, f"{_identity(folder)} {settings}", self.text_width, config)
+        mean, std = self.statistics(self._outline.config)
+        self._mean, self._std = torch.tensor([mean, std]).view(2, 1, -1, 1, 1, 1).to(device)
+
+        def text_encoder() -> PreTrainedModel:
+            dtype = DTYPES[config.text_precision]
+            return load_strictly(self.text_class, folder / "text_encoder", dtype=dtype, **described)
+
+        def vae() -> ModelMixin:
+            network = load_strictly(self.vae_class, folder / "vae", dtype=DTYPES[config.vae_precision])
+            if config.vae_slicing:
+                network.enable_slicing()
+            if config.vae_tile:
+                network.enable_tiling(*[config.vae_tile] * 2, *[config.vae_tile * 3 // 4] * 2)
+            return channels_last(network) if config.vae_channels_last else network
+
+        self._text_encoder = FrozenNetwork(text_encoder, device, offload=config.offload, pinned=False)
+        self._vae = FrozenNetwork(vae, device, offload=config.offload)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, config: EncoderConfig) -> Self:
+        """Open a pipeline folder and read the VAE; raise UserError for a folder that is not whole.
+
+        The text encoder is read when a prompt has no embedding yet.
+        """
+        codec = cls(folder, device, config)
+        codec._vae.load()
+        return codec
+
+    # What a family defines.
+
+    def text_sizes(self, folder: Path) -> tuple[int, int]:
+        """Return the vocabulary and the channels of the text encoder, from its config."""
+        raise NotImplementedError
+
+    def text_weight(self, key: str) -> str:
+        """Return the text encoder's name of a weight that its files call `key`."""
+        return key
+
+    def cleaned(self, prompt: str) -> str:
+        """Return a prompt as it is encoded; prompts that are equal here have one embedding."""
+        return prompt
+
+    def embed(self, encoder: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Float[Tensor, "n d"]:
+        """Return the embedding of a cleaned prompt, of at most `text_tokens` tokens, without padding."""
+        raise NotImplementedError
+
+    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        raise NotImplementedError
+
+    def statistics(self, config: Any) -> tuple[Sequence[float], Sequence[float]]:
+        """Return mean and standard deviation of each channel of the latents, from the VAE's config."""
+        return config.latents_mean, config.latents_std
+
+    def decoded(self, vae: Any, raw: Latents) -> Video:
+        """Return the video in [-1, 1] of latents in the VAE's own units."""
+        return vae.decode(raw).sample
+
+    def chunk_decoder(self) -> DecodeNext:
+        """Return a function that decodes chunk after chunk of one batch; without chunks, the whole."""
+        return self.decoded
+
+    # What all families share.
+
+    @cached_property
+    def text_fingerprint(self) -> str:
+        files = fingerprint(self.folder / "text_encoder", self.folder / "tokenizer")
+        return f"{self.name} {self._text_precision} {self._text_tokens} tokens {files}"
+
+    @cached_property
+    def video_fingerprint(self) -> str:
+        return f"{self.name} {self._vae_settings} {fingerprint(self.folder / 'vae')}"
+
+    @property
+    def text_tokens(self) -> int:
+        return self._text_tokens
+
+    def embeddings(self, prompts: Sequence[str]) -> list[Float[Tensor, "n d"]]:
+        return [row.float() for row in self._embeddings.rows([self.cleaned(prompt) for prompt in prompts])]
+
+    def remember(self, prompt: str, embedding: Float[Tensor, "n d"]) -> None:
+        self._embeddings.store(self.cleaned(prompt), embedding)
+
+    def encode_text(self, prompts: Sequence[str]) -> Condition:
+        return self.text_condition(self.embeddings(prompts))
+
+    def text_condition(self, embeddings: Sequence[Tensor]) -> Condition:
+        longest = max(map(len, embeddings))
+        if longest > self._text_tokens:
+            raise UserError(f"a text embedding has {longest} tokens, but this model takes {self._text_tokens}")
+        if other := {row.shape[1] for row in embeddings} - {self.text_width}:
+            raise UserError(f"a text embedding has {min(other)} channels, but this model takes {self.text_width}")
+        text = torch.zeros(len(embeddings), self._text_tokens, self.text_width, device=embeddings[0].device)
+        for padded, row in zip(text, embeddings, strict=True):
+            padded[: len(row)] = row
+        named = {"text": text}
+        if self.masked:  # stored embeddings are padded: the last token is the last row that is not zero
+            named["text_mask"] = text.any(2).flip(1).cummax(1).values.flip(1)
+        return Condition(named).map(lambda x: x.to(self._device, non_blocking=True))
+
+    def text_difference(self, prompt: str, embedding: Tensor) -> float:
+        own = self.embeddings([prompt])[0]
+        stored, padding = embedding[: len(own)], embedding[len(own) :]
+        if stored.shape != own.shape or bool(padding.any()):
+            return math.inf
+        return float((stored - own).norm() / own.norm())
+
+    def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
+        distinct = list(dict.fromkeys(self.cleaned(prompt) for prompt in prompts))
+        counts = self._embeddings.encode_ahead(distinct, mesh)
+        self._text_encoder.free()
+        said = f"text encoder: {len(distinct)} distinct prompts, {counts.found} encoded before, {counts.encoded} now"
+        rest = f"{counts.left} when they are drawn" if counts.left else "not in memory"
+        return f"{said}, {rest}; embeddings in {self._embeddings.place}"
+
+    @torch.no_grad()
+    def _embed(self, prompts: Sequence[str]) -> Generator[Tensor, None, None]:
+        """Encode prompts one by one, because the rounding of a row can depend on the other rows of a batch."""
+        with self._text_encoder.in_use() as encoder:
+            for prompt in prompts:
+                yield self.embed(encoder, self._tokenizer, prompt).cpu()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        with self._vae.in_use():
+            yield
+
+    def encode(self, video: Video) -> Latents:
+        return self.normalise(self.encode_raw(video))
+
+    @torch.no_grad()
+    def encode_raw(self, video: Video) -> Latents:
+        with self._vae.in_use() as vae:
+            return vae.encode((video.to(self._device) * 2 - 1).to(vae.dtype)).latent_dist.mean.float()
+
+    def normalise(self, raw: Latents) -> Latents:
+        return (raw.to(self._mean) - self._mean) / self._std
+
+    def decode(self, latents: Latents) -> Video:
+        return self._decode(latents, self.decoded)
+
+    def decoder(self) -> Callable[[Latents], Video]:
+        """Return a decoder of consecutive chunks, without gradient.
+
+        Samples are decoded together and frames whole, whatever the settings of slices and tiles.
+        """
+        decode_next = self.chunk_decoder()
+        return torch.no_grad()(lambda latents: self._decode(latents, decode_next))
+
+    def _decode(self, latents: Latents, decode: DecodeNext) -> Video:
+        with self._vae.in_use() as vae:
+            return (decode(vae, self._raw(latents).to(vae.dtype)).float() / 2 + 0.5).clamp(0, 1)
+
+    def _raw(self, latents: Latents) -> Latents:
+        """Undo `normalise`, on the device."""
+        return latents.to(self._mean) * self._std + self._mean
+
+
+def _identity(folder: Path) -> str:
+    """Return what the embeddings of a prompt depend on: names, sizes and times of the files, and library versions."""
+    files = [file for part in ("text_encoder", "tokenizer") for file in (folder / part).rglob("*") if file.is_file()]
+    facts = [(str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, {facts}"

@@ -1,0 +1,1 @@
+"""The Qwen-Image family: model and codec of text to image."""

@@ -1,0 +1,63 @@
+"""The configs of a QwenImagePipeline folder: which fields the trainer depends on, and what they may be."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import Schema, read_as
+from unified_trainer.basics.suggestions import multiples_near
+
+Size = Annotated[int, Field(ge=1, le=2**20)]
+PATCH = 2  # latents of a token along each side
+
+
+class TransformerConfig(Schema):
+    """The config of a QwenImageTransformer2DModel that makes an image from a text alone."""
+
+    class_name: Literal["QwenImageTransformer2DModel"] = Field(alias="_class_name")
+    patch_size: Literal[2] = 2
+    in_channels: int = Field(64, ge=4, le=2**20, multiple_of=PATCH**2)
+    num_attention_heads: Size = 24
+    joint_attention_dim: Size = 3584
+    guidance_embeds: Literal[False] = False
+    zero_cond_t: Literal[False] = False  # True: a network that edits images
+    use_additional_t_cond: Literal[False] = False
+    use_layer3d_rope: Literal[False] = False  # True: one that makes images in layers
+
+
+class VAEConfig(Schema):
+    """The config of an AutoencoderKLQwenImage."""
+
+    class_name: Literal["AutoencoderKLQwenImage"] = Field(alias="_class_name")
+    z_dim: Size = 16
+    temperal_downsample: Annotated[list[bool], Field(max_length=8)] = [False, True, True]  # noqa: RUF012
+
+
+def transformer_config(folder: Path) -> TransformerConfig:
+    """Read the config of the transformer; UserError names file and field."""
+    return read_as(TransformerConfig, folder / "transformer" / "config.json")
+
+
+def latent_shape(folder: Path, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+    """Return channels, 1, latent height and width of an image, from configs.
+
+    UserError for another number of frames than 1, and unless VAE and patches divide the sides.
+    """
+    file = folder / "vae" / "config.json"
+    vae, channels = read_as(VAEConfig, file), transformer_config(folder).in_channels // PATCH**2
+    if vae.z_dim != channels:
+        raise UserError(f"{file}: z_dim is {vae.z_dim}, but the transformer takes latents of {channels} channels")
+    if frames != 1:
+        raise UserError(f"video.frames must be 1, not {frames}: this model makes images")
+    space = 2 ** len(vae.temperal_downsample)
+    unit = space * PATCH
+    for name, size in (("height", height), ("width", width)):
+        if size < unit or size % unit:
+            good = multiples_near(size, unit)
+            raise UserError(
+                f"video.{name} must be a multiple of {unit} for this VAE ({space}) and the transformer's patches "
+                f"({PATCH}), not {size}: set {good}"
+            )
+    return channels, 1, height // space, width // space

@@ -1,0 +1,88 @@
+"""Qwen-Image's transformer as a `VideoModel` (arXiv:2508.02324): images are videos of one frame, packed as tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from unified_trainer.basics.types import Condition, Latents, PerSample
+from unified_trainer.models.base import PassSize
+from unified_trainer.models.diffusers_model import DiffusersModel
+from unified_trainer.models.qwen_image.configs import PATCH
+from unified_trainer.numerics.flow import guide
+
+
+class QwenImageModel(DiffusersModel):
+    """A QwenImageTransformer2DModel; its time is sigma, and text behind the last token of a prompt is masked."""
+
+    network_class = QwenImageTransformer2DModel
+    adapter_layers = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+    def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
+        _, _, _, height, width = x_t.shape
+        v = self.network(
+            hidden_states=packed(x_t),
+            timestep=sigma.float().to(x_t.device, non_blocking=True),
+            encoder_hidden_states=cond["text"],
+            encoder_hidden_states_mask=cond["text_mask"],
+            img_shapes=[[(1, height // PATCH, width // PATCH)]] * len(x_t),
+            return_dict=False,
+        )[0]
+        return unpacked(v.float(), height, width)
+
+    def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample) -> Latents:
+        """Return the guided velocity with the norm of `cond` in each token, as QwenImagePipeline does."""
+        _, _, _, height, width = cond.shape
+        guided = packed(guide(cond, uncond, guidance_scale))
+        scale = packed(cond).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+        return unpacked(guided * scale, height, width)
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return tuple(self.network.transformer_blocks)
+
+    @property
+    def feature_size(self) -> int:
+        return self.network.inner_dim
+
+    def whole(self, tokens: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the tokens of the image, of text and image that a block returns."""
+        return tokens[1]
+
+    def layer_kind(self, layer: str) -> str:
+        if layer == "proj_out":
+            return "output"
+        if "_mod." in layer or layer.startswith(("time_text_embed.", "norm_out.")):
+            return "times"
+        return "text" if layer == "txt_in" or ".txt_mlp" in layer or "add_" in layer else "tokens"
+
+    def pass_size(self, *_: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **_named: Tensor) -> PassSize:
+        (count, tokens, _), text = hidden_states.shape, encoder_hidden_states.shape[1]
+        rows = {"tokens": count * tokens, "output": count * tokens, "text": count * text, "times": count}
+        attention = 4 * self.feature_size * len(self.blocks) * count * (tokens + text) ** 2
+        return PassSize(count * tokens, rows, attention)
+
+    def example(self) -> tuple[Latents, PerSample, Condition]:
+        config, draw = self.network.config, torch.Generator().manual_seed(0)
+        x_t = torch.randn(1, config.in_channels // PATCH**2, 1, 2 * PATCH, 2 * PATCH, generator=draw)
+        text = torch.randn(1, 4, config.joint_attention_dim, generator=draw)
+        device = next(self.network.parameters()).device
+        cond = Condition({"text": text, "text_mask": torch.tensor([[True, True, True, False]])})
+        return x_t.to(device), torch.full((1,), 0.5, device=device), cond.map(lambda x: x.to(device))
+
+
+def packed(x: Latents) -> Float[Tensor, "b tokens d"]:
+    """Return latents [b, c, 1, h, w] as tokens, each of 2 x 2 latents in the order c, dy, dx."""
+    b, c, _, height, width = x.shape
+    patches = x.reshape(b, c, height // PATCH, PATCH, width // PATCH, PATCH).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(b, height * width // PATCH**2, c * PATCH**2)
+
+
+def unpacked(tokens: Float[Tensor, "b tokens d"], height: int, width: int) -> Latents:
+    """Return the latents [b, c, 1, h, w] of these tokens."""
+    b, _, d = tokens.shape
+    patches = tokens.view(b, height // PATCH, width // PATCH, d // PATCH**2, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(b, d // PATCH**2, 1, height, width)
