@@ -17,11 +17,12 @@ from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.models.base import Family
 from unified_trainer.parallel.agreement import files_in_words, prompts_in_words
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rewards.scorers import check_reward, group_scorer
+from unified_trainer.rewards.scorers import check_reward
 from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
+from unified_trainer.run.plan.batch import batch_of, with_fitting_batch
 from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts, read_sets
 from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
@@ -121,7 +122,8 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     if shown.video.frames != run.video.frames:
         check_reward(run.reward, shown.video.frames)
     check_tracking(run.tracking, mesh)
-    batch = _with_whole_groups(run, run.algorithm.plan())
+    run, fitted = with_fitting_batch(run, mesh.data_size)
+    batch = batch_of(run)
     roles = _roles(run, method, mesh)
     counts: dict[str, int | str] = {**batch.table(mesh.data_size)}
     family, folder = family_of("student", roles["student"].path)
@@ -139,6 +141,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type, family.tile_unit)
     notes = (
+        fitted,
         _misfit(run, method),
         without_adapter(roles),
         left_at_base(run, roles),
@@ -195,22 +198,6 @@ def _check_unread(run: RunConfig) -> None:
             f"--data.path {run.data.path}: {run.method} with these settings trains on prompts and would not read "
             f"it; to train on the captions of its clips, give --prompts {run.data.path} instead"
         )
-
-
-def _with_whole_groups(run: RunConfig, batch: BatchPlan) -> BatchPlan:
-    """Return the batch with whole groups on each rank if a scorer compares the samples of a prompt.
-
-    ConfigError unless the parts in which a rollout is scored hold whole groups too.
-    """
-    algorithm, key = run.algorithm, group_scorer(run.reward)
-    if not key or not isinstance(algorithm, RolloutConfig):
-        return batch
-    if algorithm.rollout_batch % algorithm.num_samples:
-        raise ConfigError(
-            f"algorithm.rollout_batch ({algorithm.rollout_batch}) must be a multiple of algorithm.num_samples "
-            f"({algorithm.num_samples}), because {key} compares the samples of a prompt"
-        )
-    return replace(batch, whole_groups=True)
 
 
 def keep_of(run: RunConfig) -> Keep:

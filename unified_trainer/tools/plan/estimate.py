@@ -7,6 +7,7 @@ from functools import cached_property
 from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.meter import Pass
 from unified_trainer.roles.role import TrainableConfig
+from unified_trainer.run.plan.batch import batch_of, with_fitting_batch
 from unified_trainer.run.plan.plan import check_sampling, check_settings
 from unified_trainer.run.plan.roles import check_heads
 from unified_trainer.run.registry import method_named
@@ -92,12 +93,13 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     method, (run, assumed) = method_named(run.method), _with_scorer(run)
     degrees = run.parallel.degrees(ranks)
     data_ranks = ranks // degrees.sequence
+    run, fitted = with_fitting_batch(run, data_ranks)
     paths = paths_of(run)
     models = {name: architecture_of(name, path, run) for name, path in paths.items()}
     check_settings(run, method)
     for name, model in models.items():
         check_heads(name, model.transformer["num_attention_heads"], degrees.sequence)
-    table = run.algorithm.plan().table(data_ranks)
+    table = batch_of(run).table(data_ranks)
     video = run.video
     latent_shape = models["student"].latent_shape(video.frames, video.height, video.width)
     check_sampling(run, latent_shape)
@@ -139,7 +141,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         inside=inside,
         across=across,
         checkpoint=sum(one.stored for one in held.values()),
-        notes=(*assumed, *notes),
+        notes=(*filter(None, [fitted]), *assumed, *notes),
     )
 
 
