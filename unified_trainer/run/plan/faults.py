@@ -12,10 +12,10 @@ from unified_trainer.data.row_kinds import ClipRows
 from unified_trainer.models import hub
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.scorers import check_files, check_reward
-from unified_trainer.run.plan.batch import with_fitting_batch
 from unified_trainer.run.plan.data import read_sets
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.registry import family_of, method_named
+from unified_trainer.run.settings.batch import with_fitting_batch
 from unified_trainer.run.settings.config import RunConfig
 
 

@@ -22,13 +22,13 @@ from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
-from unified_trainer.run.plan.batch import batch_of, with_fitting_batch
 from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts, read_sets
 from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame, has_images
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
 from unified_trainer.run.registry import family_of, method_named
+from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
 

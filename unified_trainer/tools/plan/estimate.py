@@ -7,10 +7,10 @@ from functools import cached_property
 from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.meter import Pass
 from unified_trainer.roles.role import TrainableConfig
-from unified_trainer.run.plan.batch import batch_of, with_fitting_batch
 from unified_trainer.run.plan.plan import check_sampling, check_settings
 from unified_trainer.run.plan.roles import check_heads
 from unified_trainer.run.registry import method_named
+from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import HPSV3_WEIGHTS, architecture_of
