@@ -53,10 +53,10 @@ def test_an_error_of_a_card_starts_again_and_a_bug_does_not(ray, tmp_path):
         code_of(tmp_path, unlike_on_ray.code_fails)
 
 
-def seats(prompts, worker, resume, least) -> int:
+def seats(prompts, worker, resume, least, minutes=30) -> int:
     """The processes of 5 cores that a run of four gets on 16 cores, beside a worker, with 2 samples of each prompt."""
     batch = {"algorithm.num-prompts": prompts, "algorithm.prompts-per-update": prompts}
-    settings = {"ray.ranks": 4, "ray.least-ranks": least, "ray.timeout-minutes": 0.001}
+    settings = {"ray.ranks": 4, "ray.least-ranks": least, "ray.timeout-minutes": minutes}
     run = replace(parse([*SMALL["dance_grpo"], *flags(batch | settings)]), resume=resume)
     with launch._seats(run, {"CPU": 5}, [{"CPU": worker}]) as group:
         return group.bundle_count
@@ -71,7 +71,7 @@ def test_a_run_continues_on_as_many_ranks_as_have_room_and_divide_its_batch(ray,
     assert seats(prompts=6, worker=6, resume=tmp_path, least=1) == 2
     for resume, least in ((None, 1), (tmp_path, 0), (tmp_path, 4)):  # it begins, or must not shrink
         with pytest.raises(UserError, match="no room for 4 training processes"):
-            seats(prompts=6, worker=1, resume=resume, least=least)
+            seats(prompts=6, worker=1, resume=resume, least=least, minutes=0.001)
 
 
 @pytest.mark.parametrize(
