@@ -1,5 +1,7 @@
 """The arithmetic of a step: golden counts, loud failures, and an exact partition over any ranks."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -50,6 +52,23 @@ def test_golden_counts():
 def test_what_does_not_divide_is_named(change, ranks, message):
     with pytest.raises(ValueError, match=message):
         plan(**change).table(ranks)
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "near"),
+    [
+        ({"num_samples": 1}, 42, (336, 84)),  # 64 lies between 42 and 84; four updates as before
+        ({"num_samples": 1}, 320, (1280, 320)),
+        ({"num_samples": 6}, 42, (252, 63)),  # 7 prompts of 6 samples are 42
+        ({"num_samples": 6, "whole_groups": True}, 42, (336, 84)),
+        ({"num_samples": 1, "prompts_per_update": 3, "prompts": 3}, 42, (42, 42)),
+        ({}, 8, (256, 64)),
+    ],
+)
+def test_the_nearest_batch_is_one_that_the_ranks_divide(change, ranks, near):
+    nearest = dataclasses.replace(plan(), **change).nearest(ranks)
+    assert (nearest.prompts, nearest.prompts_per_update) == near
+    assert nearest.table(ranks)["optimizer updates"] == (4 if near[0] > near[1] else 1)
 
 
 @pytest.mark.parametrize(("limit", "size"), [(1, 1), (5, 4), (32, 24), (47, 24), (48, 48), (96, 48)])

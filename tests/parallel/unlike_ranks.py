@@ -75,7 +75,7 @@ def bug(folder: Path, rank: int) -> int:
         with meeting.meeting():
             if rank:
                 raise KeyError("gone")
-            return threading.Event().wait(60)
+            return threading.Event().wait()
 
     return code_of(work)
 
@@ -119,7 +119,7 @@ def stands_still(folder: Path, rank: int) -> int:
         with meeting.meeting() as store:
             mesh = Mesh.join("cpu", ParallelConfig(timeout_minutes=0.02), store)
             if rank:
-                return threading.Event().wait(60)
+                return threading.Event().wait()
             mesh.barrier()
         return 0
 

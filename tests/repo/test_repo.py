@@ -176,9 +176,50 @@ def test_only_one_file_writes_safetensors():
     ]
 
 
-def test_tests_do_not_sleep_or_mock():
-    texts = {path: path.read_text(encoding="utf-8") for path in TESTS}
-    assert not [name_of(p) for p, text in texts.items() if re.search(r"\bsleep\(|unittest\.mock|MagicMock", text)]
+# Files of tests that may look again and again, and why nothing tells them.
+LOOKS_AGAIN = {
+    "tests/support/chromium.py": "a page tells its driver nothing: selenium asks it",
+    "tests/tools/report/test_live_pages.py": "requests are made as long as a run is written beside them",
+}
+PAUSES = ("sleep", "usleep", "sched_yield", "implicitly_wait", "WebDriverWait")
+LOOKS = ("exists", "is_file", "is_dir", "poll", "is_alive", "read_text", "stat", "time", "monotonic", "perf_counter")
+
+
+def waits_for_a_time(text: str) -> list[int]:
+    """Lines with a pause, a wait on an event that nobody sets, or a loop until a look finds what it waits for."""
+    lines = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            alone = name == "wait" and ast.unparse(node.func).endswith("Event().wait") and node.args
+            lines += [node.lineno] if name in PAUSES or alone else []
+        elif isinstance(node, ast.While):
+            calls = [call for call in ast.walk(node.test) if isinstance(call, ast.Call)]
+            looks = any(ast.unparse(call.func).rpartition(".")[2] in LOOKS for call in calls)
+            lines += [node.lineno] if looks or ast.unparse(node.test) in ("not condition()", "not happened()") else []
+    return lines
+
+
+def test_the_rule_of_waits_finds_them():
+    for text in (
+        "time.sleep(1)",
+        "threading.Event().wait(0.1)",
+        "while not path.exists():\n    pass",
+        "while job.poll() is None:\n    look()",
+        "while time.monotonic() < end:\n    look()",
+    ):
+        assert waits_for_a_time(text) == [1], text
+    for text in ("begun.wait(30)", "threading.Event().wait()", "while queue:\n    queue.pop()"):
+        assert waits_for_a_time(text) == [], text
+
+
+def test_tests_wait_for_events_and_mock_nothing():
+    """Another process tells by a pipe, a socket or its end; tests/support/events.py waits for files and ends."""
+    texts = {name_of(path): path.read_text(encoding="utf-8") for path in TESTS}
+    waits = {name: lines for name, text in texts.items() if (lines := waits_for_a_time(text))}
+    assert {f"{name}: {lines}" for name, lines in waits.items() if name not in LOOKS_AGAIN} == set()
+    assert set(LOOKS_AGAIN) <= set(waits)
+    assert not [name for name, text in texts.items() if re.search(r"unittest\.mock|MagicMock", text)]
 
 
 def test_methods_do_not_inherit():

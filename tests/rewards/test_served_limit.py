@@ -1,5 +1,6 @@
 """A scorer that hangs in serve-reward: all who wait hear of it, and the server ends."""
 
+import os
 import signal
 import threading
 
@@ -14,12 +15,11 @@ from unified_trainer.rewards.wire import exchange
 from unified_trainer.tools.serve.serve_reward import serve_reward
 
 SCORER = """
-import threading
 from pathlib import Path
 
 def hangs(videos, prompts):
-    while "hang" in prompts and not (Path(__file__).parent / "go").exists():
-        threading.Event().wait(0.01)
+    if "hang" in prompts:
+        (Path(__file__).parent / "go").read_bytes()
     return videos.flatten(1).mean(1)
 """
 LATE = r"set: reward\.scorers\.own gave no answer in 1 s: raise reward\.timeout, or look for why it hangs; the call "
@@ -41,6 +41,8 @@ def test_all_who_wait_hear_of_a_scorer_that_hangs_and_the_server_ends(tmp_path, 
     (tmp_path / "own.py").write_text(SCORER)
     settings = f"reward: {{timeout: 1.0, scorers: {{own: {{kind: '{tmp_path / 'own.py'}:hangs', frames: all}}}}}}\n"
     (tmp_path / "set.yaml").write_text(settings)
+    os.mkfifo(tmp_path / "go")
+    held = os.open(tmp_path / "go", os.O_RDWR)  # a read ends when it is closed
     port, answers = free_port(), []
 
     def request_scores(prompt: str) -> object:
@@ -70,7 +72,7 @@ def test_all_who_wait_hear_of_a_scorer_that_hangs_and_the_server_ends(tmp_path, 
             serve_reward(str(tmp_path / "set.yaml"), port=port, batch=2, wait=0.1, device="cpu")
         asking.join(30)
     finally:
-        (tmp_path / "go").touch()
+        os.close(held)
         for thread in threading.enumerate():
             if thread.name == "batcher":  # the call, which ends now
                 thread.join(30)

@@ -8,7 +8,6 @@ fails has the number of its first life in its name, and `--kills 5 --kills-first
 `--log-file FILE --log-file-level INFO` each kill is a line of the file.
 """
 
-import functools
 import itertools
 import json
 import logging
@@ -17,14 +16,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from events import all_end, until
 from helpers import (
     ALONE,
     OF_CLIPS,
@@ -96,7 +94,6 @@ LARGER = {
     "dmd2": ["--algorithm.micro-batch", "2"],
 }
 PATIENCE = 600  # seconds that any life may take
-LOOK = 4e-3  # seconds between two looks at a run, which takes much longer to save
 LOG = logging.getLogger("kills")
 
 
@@ -145,16 +142,6 @@ class Pace:
     codes: list[int]  # of its ranks, at the end
 
 
-def until(happened: Callable[[], bool], seconds: float) -> bool:
-    """Whether it happened within this time."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        if happened():
-            return True
-        threading.Event().wait(LOOK)
-    return False
-
-
 def ended(pids: list[int]) -> bool:
     """Whether all ranks are done; they wait for their parent to be asked after them."""
     states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
@@ -170,7 +157,7 @@ def undisturbed(lives: Lives, words: list[str], run: Path, ranks: int) -> Pace:
     pids = lives.start(words, ranks, run.with_suffix(".log"))
     moments = []
     for happened in (lambda: being_saved(run), lambda: manifest.folders(run / "checkpoints"), lambda: ended(pids)):
-        assert until(happened, PATIENCE), run.with_suffix(".log").read_text()
+        assert until(happened, PATIENCE, run.parent, pids), run.with_suffix(".log").read_text()
         moments.append(time.perf_counter() - start)
     codes = lives.end(pids)
     assert codes == [0] * ranks or codes == [HACKED] * ranks, run.with_suffix(".log").read_text()
@@ -181,20 +168,25 @@ def undisturbed(lives: Lives, words: list[str], run: Path, ranks: int) -> Pace:
 def wait_for_the_moment(pids: list[int], run: Path, pace: Pace, draw: np.random.Generator) -> None:
     """Any time in the first steps of this life; or, as often, while a checkpoint is being written."""
     if draw.random() < 0.5:
-        until(lambda: ended(pids), draw.uniform(0.2 * pace.until_save, pace.until_save + 3 * pace.step))
+        all_end(pids, draw.uniform(0.2 * pace.until_save, pace.until_save + 3 * pace.step))
         return
+
+    def saves(begun: bool, seconds: float = PATIENCE) -> None:
+        until(lambda: being_saved(run) is begun or ended(pids), seconds, run.parent, pids)
+
     for _ in range(draw.integers(0, 3)):  # saves that end
-        until(lambda: being_saved(run) or ended(pids), PATIENCE)
-        until(lambda: not being_saved(run) or ended(pids), PATIENCE)
-    until(lambda: being_saved(run) or ended(pids), PATIENCE)
-    until(lambda: not being_saved(run) or ended(pids), draw.uniform(0, 1.1 * pace.save))
+        saves(True)
+        saves(False)
+    saves(True)
+    saves(False, draw.uniform(0, 1.1 * pace.save))
 
 
 def kill(pids: list[int], draw: np.random.Generator) -> None:
-    """All ranks, in any order, not quite at once."""
+    """All ranks, in any order: at once, or each when the one before has ended."""
+    at_once = draw.random() < 0.5
     for pid in draw.permutation(pids).tolist():
         os.kill(pid, signal.SIGKILL)
-        threading.Event().wait(draw.uniform(0, 0.02))
+        assert at_once or all_end([pid], PATIENCE)
 
 
 def last_saved(run: Path) -> int:
@@ -236,7 +228,7 @@ def killed_often(lives: Lives, words: list[str], run: Path, lot: Lot, pace: Pace
             draw = lot.draw()
             wait_for_the_moment(pids, run, pace, draw)
         else:
-            assert until(functools.partial(ended, pids), PATIENCE), log.read_text()
+            assert all_end(pids, PATIENCE), log.read_text()
         if ended(pids):
             assert lives.end(pids) == pace.codes, log.read_text()
             return
@@ -282,7 +274,7 @@ def begun(lives: Lives, base: Path, run: Path, ranks: int, **more: object) -> li
     """A run without an end that has made its first step."""
     settings = COMMON | METHODS["finetune"] | {"student.path": base, "output": run} | ENDLESS | more
     pids = lives.start(flags(settings), ranks, run.with_suffix(".log"))
-    assert until(lambda: (run / "metrics.jsonl").is_file() and len(metrics_of(run)) > 1, PATIENCE)
+    assert until(lambda: (run / "metrics.jsonl").is_file() and len(metrics_of(run)) > 1, PATIENCE, run.parent, pids)
     return pids
 
 
@@ -292,7 +284,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_says_how_to_continue(lives, base,
     run = tmp_path / "run"
     pids = begun(lives, base, run, ranks)
     os.kill(pids[-1], number)
-    assert until(lambda: ended(pids), PATIENCE)
+    assert all_end(pids, PATIENCE)
     assert lives.end(pids) == [0] * ranks
     done, said = checkpoint.find(run)[1]["step"], run.with_suffix(".log").read_text()
     assert f"stopped after step {done}; continue with:\n  python -m unified_trainer --resume {run}\n" in said
@@ -308,7 +300,7 @@ def test_a_second_request_stops_at_once(lives, base, tmp_path, number, code):
     (pid,) = begun(lives, base, run, 1, **{"algorithm.batch-size": 800, "data.num-clips": 800})
     os.kill(pid, number)
     log = run.with_suffix(".log")
-    assert until(lambda: "finishing this step and saving" in log.read_text(), PATIENCE)
+    assert until(lambda: "finishing this step and saving" in log.read_text(), PATIENCE, tmp_path, [pid])
     os.kill(pid, number)
     assert lives.end([pid]) == [code], log.read_text()
     assert not (run / "checkpoints").exists()
@@ -319,10 +311,9 @@ def test_a_second_request_reaches_a_process_in_the_background():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with pytest.raises(KeyboardInterrupt), stop_signal() as asked:
-            os.kill(os.getpid(), signal.SIGINT)
-            assert until(lambda: bool(asked), PATIENCE)
-            os.kill(os.getpid(), signal.SIGINT)
-            signal.pause()
+            signal.raise_signal(signal.SIGINT)
+            assert asked == [signal.SIGINT]
+            signal.raise_signal(signal.SIGINT)
         assert asked == [signal.SIGINT] and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -334,7 +325,7 @@ def test_a_second_request_reaches_a_process_in_the_background():
 def through(lives: Lives, words: list[str], run: Path, ranks: int) -> str:
     log = run.with_suffix(".log")
     pids = lives.start(words, ranks, log)
-    assert until(lambda: ended(pids), PATIENCE), log.read_text()
+    assert all_end(pids, PATIENCE), log.read_text()
     assert lives.end(pids) == [0] * ranks, log.read_text()
     return log.read_text()
 
@@ -379,7 +370,7 @@ def test_a_full_disk_on_two_ranks(lives, base, tmp_path):
         words = flags({"method": "dance_grpo", "student.path": base} | COMMON | METHODS["dance_grpo"])
         log = tmp_path / "log"
         pids = lives.start([*words, "--steps", "2", "--output", str(disk / "run")], 2, log)
-        assert until(lambda: ended(pids), PATIENCE), log.read_text()
+        assert all_end(pids, PATIENCE), log.read_text()
         assert lives.end(pids) == [2, 2]
         said = log.read_text()
         assert said.count("warning: step 1 is not saved: no space for a checkpoint") == 1

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import REPO, SMALL, assert_same, checkpoint_of, environment, metrics_of
+from helpers import REPO, SMALL, assert_same, checkpoint_of, environment, metrics_of, read_until
 from parallel.launch import under_torchrun
 
 from unified_trainer.__main__ import main
@@ -74,20 +74,19 @@ def test_a_first_step_that_is_dropped_leaves_a_run_that_begins_again(tmp_path, c
 @pytest.mark.ranks
 def test_torchrun_waits_for_the_step_of_a_slow_scorer(tmp_path):
     """Its scorer answers after SIGTERM: the step ends, is saved, and both ranks end by themselves."""
-    run, log, answers = tmp_path / "run", tmp_path / "log", [tmp_path / f"answer{rank}" for rank in range(2)]
+    run, answers = tmp_path / "run", [tmp_path / f"answer{rank}" for rank in range(2)]
     for answer in answers:
         os.mkfifo(answer)
     words = [*SMALL["dance_grpo"], "--steps", "9", "--output", str(run)]
     words += scorer(tmp_path / "slow", 2, f"open({str(tmp_path / 'answer')!r} + os.environ['RANK']).read()")
     command = under_torchrun(2, "--shutdown-timeout", "300", "-m", "unified_trainer", *words)
-    with log.open("w") as said, subprocess.Popen(command, cwd=REPO, env=environment(), stdout=said, stderr=said) as job:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=REPO, env=environment(), **pipes) as job:
         with answers[0].open("w"), answers[1].open("w"):  # both ranks have begun to score step 2
             job.send_signal(signal.SIGTERM)
-            while log.read_text().count("finishing this step and saving") < 2:
-                assert job.poll() is None, log.read_text()
-                os.sched_yield()
-        job.wait(120)
-    assert "stopped after step 2; continue with:" in log.read_text(), log.read_text()
+            said = "".join(read_until(job, "finishing this step and saving") for _ in range(2))
+        said += job.communicate(timeout=120)[0]
+    assert "stopped after step 2; continue with:" in said, said
     assert checkpoint_of(run, 2)
 
 

@@ -1,7 +1,7 @@
 """How the samples of a training step divide into updates, ranks and micro-batches."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.suggestions import multiples_near
@@ -38,18 +38,18 @@ class BatchPlan:
                 f"{prompts} ({self.prompts}) must be divisible by {prompts_per_update} ({self.prompts_per_update}): "
                 f"set {prompts} to {multiples_near(self.prompts, self.prompts_per_update)}"
             )
-        samples, needed = self.prompts_per_update * self.num_samples, ranks // math.gcd(ranks, self.num_samples)
+        samples, unit = self.prompts_per_update * self.num_samples, self._unit(ranks)
+        near = multiples_near(self.prompts_per_update, unit)
         if samples % ranks:
             name = prompts_per_update if num_samples == "1" else f"{prompts_per_update} x {num_samples}"
             raise UserError(
                 f"{name} ({samples}) must be divisible by the number of ranks ({ranks}): "
-                f"set {prompts_per_update} to {multiples_near(self.prompts_per_update, needed)}"
+                f"set {prompts_per_update} to {near}"
             )
-        if self.whole_groups and self.prompts_per_update % ranks:
+        if self.prompts_per_update % unit:
             raise UserError(
                 f"{prompts_per_update} ({self.prompts_per_update}) must be divisible by the number of ranks ({ranks}), "
-                f"because the samples of a prompt are compared on one rank: set {prompts_per_update} to "
-                f"{multiples_near(self.prompts_per_update, ranks)}"
+                f"because the samples of a prompt are compared on one rank: set {prompts_per_update} to {near}"
             )
         per_update, updates = samples // ranks, self.prompts // self.prompts_per_update
         size = largest_divisor(per_update, self.micro_batch)
@@ -64,6 +64,17 @@ class BatchPlan:
             "micro-batch": size,
             "accumulation": per_update // size,
         }
+
+    def nearest(self, ranks: int) -> "BatchPlan":
+        """Return the plan whose update is the nearest one that the ranks divide, with as many updates."""
+        unit = self._unit(ranks)
+        per_update = max(1, (2 * self.prompts_per_update + unit) // (2 * unit)) * unit
+        updates = self.prompts / self.prompts_per_update
+        return replace(self, prompts=round(updates * per_update), prompts_per_update=per_update)
+
+    def _unit(self, ranks: int) -> int:
+        """Return the number of prompts that the ranks divide, and all multiples of it."""
+        return ranks if self.whole_groups else ranks // math.gcd(ranks, self.num_samples)
 
     def rank_samples(self, rank: int, ranks: int) -> list[int]:
         """Return the positions in the step's batch (prompt-major) that this rank holds, update by update."""

@@ -166,9 +166,13 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
         with pytest.raises(ConfigError, match="has no causal form"):
             check(run, ALONE)
         return
-    for ranks in (1, 8, 16):
-        plan = check(run, Mesh(ALONE.device, size=ranks, config=ParallelConfig(shard=ranks)))
-        assert plan.notes == () and plan.counts["micro-batch"] == getattr(run.algorithm, "update_batch", 1)
+    for ranks in (8, 42, 64, 320):
+        plan = check(run, Mesh(ALONE.device, size=ranks, config=run.parallel.degrees(ranks)))
+        fitted = [note for note in plan.notes if not note.startswith(f"recipe {recipe}: algorithm.")]
+        assert fitted == [] and plan.counts["samples per rank"] * ranks == plan.counts["samples"]
+        assert ranks > 8 or (
+            plan.notes == () and plan.counts["micro-batch"] == getattr(run.algorithm, "update_batch", 1)
+        )
         assert [request.text for request in plan.requests] == ([] if method in OF_CLIPS else ["a cat", "a dog"])
     assert 4 <= run.steps / run.checkpoint_every <= 20
     assert 10 <= run.steps / run.validate_every <= 40
@@ -183,12 +187,30 @@ def test_a_real_recipe_names_no_prompts(recipe):
     assert not [name for name, section in settings.load_recipe(recipe).items() if "prompts" in section]
 
 
-@pytest.mark.parametrize("ranks", [42, 64, 320])
-def test_a_recipe_starts_on_more_ranks_than_it_validates_samples(models, prompts, ranks):
-    given_words = given("wan2.1-1.3b", "dmd2", models["wan2.1-1.3b"], prompts)
-    run = parsed(*given_words, "--algorithm.batch-size", ranks)
-    assert run.validation.num_samples == 16
-    check(run, Mesh(ALONE.device, size=ranks, config=ParallelConfig(shard=ranks)))
+@pytest.mark.parametrize(
+    ("method", "ranks", "batch"),
+    [
+        ("dmd2", 42, {"batch_size": 84}),
+        ("dmd2", 320, {"batch_size": 320}),
+        ("dance_grpo", 42, {"num_prompts": 63, "prompts_per_update": 63}),
+        ("online_dpo", 64, {"num_prompts": 64, "prompts_per_update": 64}),
+    ],
+)
+def test_a_batch_of_the_recipe_gives_way_to_the_ranks_and_a_batch_of_the_user_does_not(
+    models, prompts, method, ranks, batch
+):
+    """The run holds the new batch, which config.yaml then has; a note names both."""
+    words = given("wan2.1-1.3b", method, models["wan2.1-1.3b"], prompts)
+    run, mesh = parsed(*words), Mesh(ALONE.device, size=ranks, config=ParallelConfig(shard=ranks))
+    plan = check(run, mesh)
+    assert {name: getattr(plan.run.algorithm, name) for name in batch} == batch
+    old, new = (getattr(one.algorithm, next(iter(batch))) for one in (run, plan.run))
+    assert plan.notes[0].startswith(f"recipe wan2.1-1.3b: algorithm.{next(iter(batch))} {new} in place of {old}")
+    assert plan.notes[0].endswith(f", which {ranks} ranks do not divide")
+    own = flags({f"algorithm.{name}": old + 1 for name in batch})
+    for refused in (parsed(*words, *own), dataclasses.replace(run, resume=prompts.parent)):
+        with pytest.raises(UserError, match=rf"must be divisible by the number of ranks \({ranks}\)"):
+            check(refused, mesh)
 
 
 @pytest.mark.parametrize("recipe", REAL)

@@ -7,13 +7,21 @@ import warnings
 from pathlib import Path
 
 import pytest
+from warm_ray import warm_ray
 
 from unified_trainer.run.settings.workers import RayConfig
 from unified_trainer.run.workers import cluster
 
 
 @pytest.fixture(scope="package")
-def ray():
+def warm():
+    """A stand-in for Python that starts the program, and workers of Ray, as warm copies."""
+    with warm_ray() as processes:
+        yield processes
+
+
+@pytest.fixture(scope="package")
+def ray(warm):
     before = dict(os.environ)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2] / "support"), str(Path(__file__).parent)])
     cluster.connect(RayConfig(), cores=16)

@@ -1,6 +1,7 @@
 """Training processes of Ray that differ, or of which one fails, end as those of torchrun do."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,9 @@ import unlike_on_ray
 from helpers import SMALL, flags
 from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.run.settings.command_line import parse
-from unified_trainer.run.settings.config import RunConfig
-from unified_trainer.run.settings.workers import RayConfig
+from unified_trainer.run.settings.config import save
 from unified_trainer.run.workers import launch
 
 pytestmark = pytest.mark.ranks
@@ -52,6 +53,27 @@ def test_an_error_of_a_card_starts_again_and_a_bug_does_not(ray, tmp_path):
         code_of(tmp_path, unlike_on_ray.code_fails)
 
 
+def seats(prompts, worker, resume, least, minutes=30) -> int:
+    """The processes of 5 cores that a run of four gets on 16 cores, beside a worker, with 2 samples of each prompt."""
+    batch = {"algorithm.num-prompts": prompts, "algorithm.prompts-per-update": prompts}
+    settings = {"ray.ranks": 4, "ray.least-ranks": least, "ray.timeout-minutes": minutes}
+    run = replace(parse([*SMALL["dance_grpo"], *flags(batch | settings)]), resume=resume)
+    with launch._seats(run, {"CPU": 5}, [{"CPU": worker}]) as group:
+        return group.bundle_count
+
+
+def test_a_run_continues_on_as_many_ranks_as_have_room_and_divide_its_batch(ray, tmp_path, monkeypatch, capsys):
+    """As after the loss of a node with the fourth rank."""
+    monkeypatch.setattr(launch, "LOOK", 0.01)
+    assert seats(prompts=6, worker=1, resume=tmp_path, least=1) == 3
+    assert "room for 3 of 4 training processes: the run goes on with them" in capsys.readouterr().err
+    assert seats(prompts=2, worker=1, resume=tmp_path, least=1) == 2  # three do not divide four samples
+    assert seats(prompts=6, worker=6, resume=tmp_path, least=1) == 2
+    for resume, least in ((None, 1), (tmp_path, 0), (tmp_path, 4)):  # it begins, or must not shrink
+        with pytest.raises(UserError, match="no room for 4 training processes"):
+            seats(prompts=6, worker=1, resume=resume, least=least, minutes=0.001)
+
+
 @pytest.mark.parametrize(
     ("error", "machine"),
     [
@@ -81,10 +103,12 @@ def attempts(folder, script, restarts):
         given.append((run.resume, run.output))
         if step:
             (folder / "checkpoints" / f"step_{step}").mkdir(parents=True)
-            (folder / "config.yaml").touch()
+            save(replace(run, algorithm=replace(run.algorithm, num_prompts=24)), folder / "config.yaml")
+        assert run.resume is None or run.algorithm.num_prompts == 24  # what the first attempt decided
         return code
 
-    run = RunConfig(output=folder, ray=RayConfig(restarts=restarts))
+    words = ["--output", str(folder), "--ray.restarts", str(restarts)]
+    run = parse([*SMALL["dance_grpo"], *words])
     return launch._until_it_ends(attempt, run, folder), given
 
 

@@ -3,15 +3,15 @@
 import os
 import signal
 import subprocess
-import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from forked import program
-from helpers import SMALL, assert_same, checkpoint_of, command, environment, flags, metrics_of, read_until
+from helpers import REPO, SMALL, assert_same, checkpoint_of, environment, flags, metrics_of, read_until
+from warm_ray import Warm
 
 from unified_trainer.__main__ import main
 
@@ -122,7 +122,7 @@ def test_evaluation_workers_change_no_number(ray, tmp_path, dying, capsys):
 # The program in processes of its own.
 
 
-def test_adapters_go_straight_from_memory_to_memory(ray, tmp_path, dying):
+def test_adapters_go_straight_from_memory_to_memory(ray, warm, tmp_path, dying):
     """To two workers ahead of training, of which one dies, in a run that began with weights in Ray's object store.
 
     NIXL polls in every process: in this one it would take a core from all later tests.
@@ -131,79 +131,110 @@ def test_adapters_go_straight_from_memory_to_memory(ray, tmp_path, dying):
     alone = run(words, tmp_path / "alone", **{"rollouts.workers": 1})
     there = run(words, tmp_path / "nixl", **{"rollouts.workers": 1, "steps": 1})
     dying(1)
-    with started(["--resume", str(there)], **{"steps": 3, "rollouts.workers": 2, "rollouts.transport": "nixl"}) as one:
+    with started(
+        warm, ["--resume", str(there)], **{"steps": 3, "rollouts.workers": 2, "rollouts.transport": "nixl"}
+    ) as one:
         said = one.communicate(timeout=300)
         assert one.returncode == 0, said
     assert dying.over()
     assert_equal_runs(alone, there)
 
 
-def test_ray_starts_the_ranks_and_a_rank_may_die(tmp_path):
+WAITING = """
+from pathlib import Path
+
+def score(video, prompts):
+    name = "held" if "held out" in prompts else "calls"
+    for there, mode in (("begun", "wb"), (name, "rb")):
+        with (Path(__file__).parent / there).open(mode, buffering=0) as pipe:
+            pipe.read(1) if mode == "rb" else pipe.write(name[:1].encode())
+    return video.flatten(1).mean(1)
+"""
+
+
+@pytest.fixture
+def waiting(tmp_path):
+    """A scorer whose calls, and those of validations of the prompt "held out", begin with a byte from a pipe each."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    (tmp_path / "held.txt").write_text("held out\n")
+    pipes = {}
+    for name in ("begun", "calls", "held"):
+        os.mkfifo(tmp_path / name)
+        pipes[name] = os.open(tmp_path / name, os.O_RDWR)
+
+    def begun(calls: int) -> bytes:
+        """Wait for so many calls, and return which they are: c of training, h of validations."""
+        return b"".join(os.read(pipes["begun"], 1) for _ in range(calls))
+
+    def go(name: str, calls: int = 1000) -> None:
+        os.write(pipes[name], b"x" * calls)
+
+    yield SimpleNamespace(begun=begun, go=go, flags=["--reward.scorers.mean.kind", f"{tmp_path / 'waiting.py'}:score"])
+    for pipe in pipes.values():
+        os.close(pipe)
+
+
+def test_ray_starts_the_ranks_and_a_rank_may_die(warm, tmp_path, waiting):
     """Two ranks, an evaluation worker, and a rollout worker that reads weights from the first rank.
 
     One rank is killed in the second step, while the validation of step 0 is under way. Against two ranks without Ray.
     """
     validated = {"validate-every": 3, "validation.num-samples": 2, "validation.batch": 1, "validation.num-videos": 0}
-    words = [*GRPO, "--algorithm.update-batch", "1", "--checkpoint-every", "1", *flags(validated)]
+    words = [*GRPO, *waiting.flags, "--algorithm.update-batch", "1", "--checkpoint-every", "1"]
+    words += flags(validated | {"validation.prompts": tmp_path / "held.txt"})
     reference, there = tmp_path / "reference", tmp_path / "ray"
-    done = program("-m", "unified_trainer", *words, "--output", reference, ranks=2)
-    assert done.returncode == 0, done.stderr
     settings = {"launcher": "ray", "ray.ranks": 2, "rollouts.workers": 1, "rollouts.evaluation-workers": 1}
-    with started([*words, "--output", str(there)], **settings, **{"rollouts.transport": "nixl"}) as one:
-        until(lambda: (there / "checkpoints" / "step_1").is_dir(), one)
-        ranks = [
-            p for p in psutil.Process(one.pid).children(recursive=True) if "TrainingProcess" in p.name() + title(p)
-        ]
-        ranks[0].kill()
+    with started(warm, [*words, "--output", str(there)], **settings, **{"rollouts.transport": "nixl"}) as one:
+        waiting.go("calls", 2)  # two work items of two samples are a step
+        assert sorted(waiting.begun(4)) == sorted(b"cchc")  # the fourth call is in step 2, after its checkpoint
+        assert (there / "checkpoints" / "step_1").is_dir()
+        next(p for p in warm.processes() if "TrainingProcess" in title(p)).kill()
+        waiting.go("calls")
+        waiting.go("held")
         said, errors = one.communicate(timeout=300)
     assert one.returncode == 0, said + errors
     assert "a training process died; all start again from the newest checkpoint" in errors
+    done = program("-m", "unified_trainer", *words, "--output", reference, ranks=2)
+    assert done.returncode == 0, done.stderr
     assert_equal_runs(reference, there)
 
 
-def test_a_request_to_stop_leaves_a_checkpoint_and_no_process(tmp_path):
-    words = [*GRPO, "--steps", "500", "--output", str(tmp_path / "run")]
-    with started(words, **{"rollouts.workers": 1, "rollouts.ahead": 1}) as one:
+def test_a_request_to_stop_leaves_a_checkpoint_and_no_process(warm, tmp_path):
+    words, before = [*GRPO, "--steps", "500", "--output", str(tmp_path / "run")], warm.processes()
+    with started(warm, words, **{"rollouts.workers": 1, "rollouts.ahead": 1}) as one:
         read_until(one, "step 1/")
-        below = psutil.Process(one.pid).children(recursive=True)
-        assert any("ray::Worker" in title(p) for p in below)
+        own = warm.processes() - before
+        assert any("ray::Worker" in title(p) for p in own)
         one.send_signal(signal.SIGINT)
         said, errors = one.communicate(timeout=120)
     assert one.returncode == 0 and "continue with" in said, said + errors
-    psutil.wait_procs(below, timeout=30)
-    assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not psutil.wait_procs(own, timeout=30)[1]
     saved = len(metrics_of(tmp_path / "run"))
     assert (tmp_path / "run" / "checkpoints" / f"step_{saved}").is_dir()
 
 
-def test_a_killed_program_leaves_no_worker(tmp_path):
+def test_a_killed_program_leaves_no_worker(warm, tmp_path):
     """Workers and Ray's servers end; two small agents of Ray take a minute longer."""
-    with started([*GRPO, "--steps", "500", "--output", str(tmp_path / "run")], **{"rollouts.workers": 1}) as one:
+    words, before = [*GRPO, "--steps", "500", "--output", str(tmp_path / "run")], warm.processes()
+    with started(warm, words, **{"rollouts.workers": 1}) as one:
         read_until(one, "step 1/")
-        below = [p for p in psutil.Process(one.pid).children(recursive=True) if "Agent" not in title(p)]
+        own = [p for p in warm.processes() - before if "Agent" not in title(p)]
+        assert any("ray::Worker" in title(p) for p in own)
         os.kill(one.pid, signal.SIGKILL)
-        psutil.wait_procs(below, timeout=60)
-    assert not [p for p in below if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert not psutil.wait_procs(own, timeout=60)[1]
 
 
 @contextmanager
-def started(words: list[str], **settings: object):
+def started(warm: Warm, words: list[str], **settings: object):
     """The program in a process of its own, which ends with the test."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    one = subprocess.Popen(command(*words, *flags(settings)), env=environment(), **pipes)
+    command = [str(warm.python), "-m", "unified_trainer", *words, *flags(settings)]
+    one = subprocess.Popen(command, cwd=REPO, env=environment(), **pipes)
     try:
         yield one
     finally:
         one.kill()
         one.communicate()
-
-
-def until(condition, one: subprocess.Popen) -> None:
-    begun = time.monotonic()
-    while not condition():
-        assert one.poll() is None, one.communicate()
-        assert time.monotonic() - begun < 240, "it takes too long"
-        threading.Event().wait(0.1)
 
 
 def title(process: psutil.Process) -> str:
@@ -215,44 +246,25 @@ def title(process: psutil.Process) -> str:
 
 # Several nodes.
 
-WAITING = """
-from pathlib import Path
-
-def score(video, prompts):
-    with (Path(__file__).parent / "calls").open("rb", buffering=0) as calls:
-        calls.read(1)
-    return video.flatten(1).mean(1)
-"""
-
 
 @pytest.mark.kill
-def test_a_node_may_be_lost(tmp_path):
-    """Two nodes on this machine, each with room for one worker; the second one goes in the middle of the run.
-
-    A call of the scorer takes a byte from a pipe. It has four, which are two steps, until the node has gone.
-    """
+def test_a_node_may_be_lost(warm, tmp_path, waiting):
+    """Two nodes on this machine, each with room for one worker; the second one goes in the middle of the run."""
     from ray.cluster_utils import Cluster
 
-    (tmp_path / "scorer.py").write_text(WAITING)
-    (tmp_path / "calls").write_text("x")  # a file has a byte for every call
-    words = [*GRPO, "--steps", "6", "--reward.scorers.mean.kind", f"{tmp_path / 'scorer.py'}:score"]
-    alone, there = run(words, tmp_path / "alone"), tmp_path / "there"
-    (tmp_path / "calls").unlink()
-    os.mkfifo(tmp_path / "calls")
-    calls = os.open(tmp_path / "calls", os.O_RDWR)
-    os.write(calls, b"x" * 4)
+    words, there = [*GRPO, "--steps", "6", *waiting.flags], tmp_path / "there"
     with nodes(Cluster) as (cluster, second):
         settings = {"ray.address": cluster.address, "rollouts.workers": 2}
-        with started([*words, "--output", str(there)], **settings) as one:
-            read_until(one, "step 2/6")
+        with started(warm, [*words, "--output", str(there)], **settings) as one:
+            waiting.go("calls", 4)  # two steps
+            waiting.begun(6)  # both workers are at work on the third
             cluster.remove_node(second, allow_graceful=False)
             assert one.poll() is None and len(metrics_of(there)) == 2
-            os.write(calls, b"x" * 1000)
+            waiting.go("calls")
             said, errors = one.communicate(timeout=240)
-    os.close(calls)
     assert one.returncode == 0, said + errors
     assert metrics_of(there)[-1]["train/worker_deaths"] == 1
-    assert_equal_runs(alone, there, step=6)
+    assert_equal_runs(run(words, tmp_path / "alone"), there, step=6)
 
 
 @contextmanager

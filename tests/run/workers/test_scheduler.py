@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from toy import ToyWorker, rollout_of, scores_of
 
 from unified_trainer.basics.requests import Request
-from unified_trainer.run.workers.scheduler import DEATHS, Pool, Scheduler, ValidationBatch, WorkersLostError, WorkItem
+from unified_trainer.run.workers.scheduler import (
+    DEATHS,
+    KNOWN,
+    Pool,
+    Scheduler,
+    ValidationBatch,
+    WorkersLostError,
+    WorkItem,
+)
 
 
 def item(step: int, first: int = 0, version: int = 0) -> WorkItem:
@@ -81,6 +89,80 @@ def test_every_item_is_done_once_whatever_answers_first(steps, workers, random):
 
     done = asyncio.run(run())
     assert sorted(one.sample_ids for one in done) == [(2 * i, 2 * i + 1) for i in range(len(steps))]
+
+
+async def asked_in_turn(pool: Pool, workers: list[Instant], steps: int) -> None:
+    """Let the workers do so many items, each at once."""
+    for step in range(steps):
+        task = asyncio.create_task(pool.run(item(step), lambda w, step=step: w.request(item(step))))
+        await settle()
+        next(taken for w in workers for _, taken in w.asked if not taken.done()).set_result({})
+        await task
+
+
+class Told(Instant):
+    """A worker that says when it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = asyncio.Event()
+
+    def request(self, one: WorkItem) -> list:
+        self.begun.set()
+        return super().request(one)
+
+
+@pytest.mark.parametrize("first", ["straggler", "spare"])
+def test_a_straggler_is_helped_by_a_free_worker_and_the_first_answer_counts(first):
+    """Work that waits for a worker comes before; both workers are free again in the end."""
+
+    async def run() -> None:
+        slow, spare = Told(), Told()
+        pool = Pool("toy", [slow], 60.0)
+        await asked_in_turn(pool, [slow], KNOWN)  # a call takes no time
+        spare.begun.clear()
+        pool._release(spare)
+        task = asyncio.create_task(pool.run(item(90), lambda w: w.request(item(90))))
+        await spare.begun.wait()  # because the other one does not answer
+        calls = {"straggler": slow.asked[-1], "spare": spare.asked[-1]}
+        assert [one.step for one, _ in calls.values()] == [90, 90] and not task.done()
+        calls[first][1].set_result({"by": first})
+        assert (await task)[0] == {"by": first}
+        assert len(pool._idle) == 1
+        next(taken for _, taken in calls.values() if not taken.done()).set_result({})
+        await settle()
+        assert sorted(map(id, pool._idle)) == sorted(map(id, (slow, spare))) and not pool._tasks
+
+    asyncio.run(run())
+
+
+def test_nobody_is_asked_twice_before_it_is_known_how_long_a_call_takes():
+    async def run() -> None:
+        workers = [Instant(), Instant()]
+        pool = Pool("toy", workers, 60.0)
+        await asked_in_turn(pool, workers, KNOWN - 1)
+        assert pool._patience() is None
+        await asked_in_turn(pool, workers, 1)
+        assert 0 < pool._patience() < 60
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_comes_when_nobody_waits_any_more_is_free():
+    """The straggler answers at the same time."""
+
+    async def run() -> None:
+        pool = Pool("toy", [Instant()], 60.0)
+        (worker,) = pool._idle
+        pool._idle.clear()
+        turn = asyncio.create_task(pool._free(0))
+        await settle()
+        pool._release(worker)
+        turn.cancel()
+        await settle()
+        assert pool._idle == [worker]
+
+    asyncio.run(run())
 
 
 class Called:

@@ -174,24 +174,13 @@ def test_plan_refuses_what_a_start_refuses(words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [42, 64, 320])
-def test_a_validation_of_16_samples_fits_any_number_of_ranks(ranks):
-    """The start refused 42, 64 and 320 ranks, which plan had called fitting."""
-    batch = ["--algorithm.batch-size", str(ranks), "--algorithm.micro-batch", "1"]
-    run = parse(
-        [
-            "--method",
-            "finetune",
-            *SMALL,
-            *CLIPS,
-            *batch,
-            "--validate-every",
-            "1",
-            "--sampler.guidance-scale",
-            "1",
-            "--validation.num-samples",
-            "16",
-        ]
-    )
-    check(run, Mesh(torch.device("cpu"), 0, ranks, run.parallel.degrees(ranks)))
-    assert estimate(run, ranks).counts.validation[0].samples == 1
+@pytest.mark.parametrize("ranks", [42, 320])
+def test_plan_takes_the_batch_and_the_validation_that_a_start_takes_on_any_number_of_ranks(ranks):
+    """A batch of the recipe gives way to the ranks, and a rank may have no sample of a validation of 16."""
+    words = ["--validate-every", "1", "--sampler.guidance-scale", "1", "--validation.num-samples", "16"]
+    run = parse(["--method", "finetune", *SMALL, *CLIPS, *words])
+    started = check(run, Mesh(torch.device("cpu"), 0, ranks, run.parallel.degrees(ranks)))
+    planned = estimate(run, ranks)
+    assert planned.counts.validation[0].samples == 1
+    assert planned.run.algorithm == started.run.algorithm and planned.run.algorithm.batch_size == ranks
+    assert planned.table["samples per rank"] == 1 and planned.notes[0] == started.notes[0]

@@ -15,6 +15,7 @@ from unified_trainer.rewards.scorers import check_files, check_reward
 from unified_trainer.run.plan.data import read_sets
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.registry import family_of, method_named
+from unified_trainer.run.settings.batch import with_fitting_batch
 from unified_trainer.run.settings.config import RunConfig
 
 
@@ -50,7 +51,7 @@ def _independent(run: RunConfig, mesh: Mesh) -> Iterator[Callable[[], object]]:
     yield partial(check_guards, run, method)
     yield partial(check_workers, run, method)
     yield partial(check_worker_packages, run, mesh.device.type)
-    yield lambda: run.algorithm.plan().table(mesh.data_size)
+    yield lambda: with_fitting_batch(run, mesh.data_size)[0].algorithm.plan().table(mesh.data_size)
 
 
 def _check_clips(run: RunConfig) -> None:

@@ -17,7 +17,7 @@ from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.models.base import Family
 from unified_trainer.parallel.agreement import files_in_words, prompts_in_words
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rewards.scorers import check_reward, group_scorer
+from unified_trainer.rewards.scorers import check_reward
 from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
@@ -29,6 +29,7 @@ from unified_trainer.run.plan.images import check_images, conditions_on_first_fr
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
 from unified_trainer.run.plan.shift import note_shift
 from unified_trainer.run.registry import family_of, method_named
+from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
 
@@ -122,7 +123,8 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     if shown.video.frames != run.video.frames:
         check_reward(run.reward, shown.video.frames)
     check_tracking(run.tracking, mesh)
-    batch = _with_whole_groups(run, run.algorithm.plan())
+    run, fitted = with_fitting_batch(run, mesh.data_size)
+    batch = batch_of(run)
     roles = _roles(run, method, mesh)
     counts: dict[str, int | str] = {**batch.table(mesh.data_size)}
     family, folder = family_of("student", roles["student"].path)
@@ -142,6 +144,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type, family.tile_unit)
     notes = (
+        fitted,
         _misfit(run, method),
         without_adapter(roles),
         left_at_base(run, roles),
@@ -197,22 +200,6 @@ def _check_unread(run: RunConfig) -> None:
             f"--data.path {run.data.path}: {run.method} with these settings trains on prompts and would not read "
             f"it; to train on the captions of its clips, give --prompts {run.data.path} instead"
         )
-
-
-def _with_whole_groups(run: RunConfig, batch: BatchPlan) -> BatchPlan:
-    """Return the batch with whole groups on each rank if a scorer compares the samples of a prompt.
-
-    ConfigError unless the parts in which a rollout is scored hold whole groups too.
-    """
-    algorithm, key = run.algorithm, group_scorer(run.reward)
-    if not key or not isinstance(algorithm, RolloutConfig):
-        return batch
-    if algorithm.rollout_batch % algorithm.num_samples:
-        raise ConfigError(
-            f"algorithm.rollout_batch ({algorithm.rollout_batch}) must be a multiple of algorithm.num_samples "
-            f"({algorithm.num_samples}), because {key} compares the samples of a prompt"
-        )
-    return replace(batch, whole_groups=True)
 
 
 def keep_of(run: RunConfig) -> Keep:

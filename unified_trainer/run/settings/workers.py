@@ -18,6 +18,9 @@ class RayConfig:
     machine for this run alone."""
     ranks: Count = 1
     """Training processes that --launcher ray starts, one for each device."""
+    least_ranks: CountOrZero = 0
+    """With --launcher ray, training processes with which a run may continue when the cluster has become too small for
+    ray.ranks: the largest number from here on that divides the batch. 0 waits for the room of all."""
     cpus: Annotated[float, above(0, MOST)] = 1.0
     """CPU cores of one training process, as Ray counts them."""
     restarts: CountOrZero = 3

@@ -119,6 +119,11 @@ def wait_for_room(config: RayConfig, needs: Sequence[Needs]) -> None:
             LATER.wait(1.0)  # a node may join
 
 
+def has_room(needs: Sequence[Needs]) -> bool:
+    """Return whether the whole cluster is large enough for processes with these needs."""
+    return not _lacking(needs)
+
+
 def _lacking(needs: Sequence[Needs]) -> Needs:
     """Return what these processes need of each resource of which the whole cluster has less."""
     import ray

@@ -13,8 +13,8 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from torch.distributed import DistError
 
@@ -22,6 +22,8 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.device import RAY_RESOURCES
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.exit_codes import INTERRUPTED
+from unified_trainer.run.settings.batch import starts_on
+from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.stop_signal import heard
 from unified_trainer.run.workers import cluster
@@ -66,8 +68,9 @@ def launch(train: Train, run: RunConfig, folder: Path, argv: Sequence[str]) -> i
     try:
         kind = _device(run)
         own: cluster.Needs = {"CPU": run.ray.cpus, **cluster.devices(kind, 1)}
-        cluster.wait_for_room(run.ray, [*[own] * run.ray.ranks, *worker_needs(run, kind)])
-        return _until_it_ends(partial(_attempt, train, own, argv), run, folder)
+        others, least = worker_needs(run, kind), min(_numbers_of_ranks(run))
+        cluster.wait_for_room(run.ray, [*[own] * least, *others])
+        return _until_it_ends(partial(_attempt, train, own, others, argv), run, folder)
     finally:
         ray.shutdown()
 
@@ -87,15 +90,18 @@ def _until_it_ends(attempt: Callable[[RunConfig], int | None], run: RunConfig, f
             )
         _say(f"a training process died; all start again from the newest checkpoint, {left} restarts are left")
         left -= 1
-        if (folder / "config.yaml").is_file():
-            run = replace(run, resume=folder, output=None, allow=())
+        if run.resume is None and (folder / "config.yaml").is_file():  # with what its files and its ranks decided
+            run = replace(parse(["--resume", str(folder)]), ray=run.ray)
+        run = replace(run, allow=())
     return ended
 
 
-def _attempt(train: Train, needs: cluster.Needs, argv: Sequence[str], run: RunConfig) -> int | None:
+def _attempt(
+    train: Train, needs: cluster.Needs, others: Sequence[cluster.Needs], argv: Sequence[str], run: RunConfig
+) -> int | None:
     """Start the training processes, and return the exit code of the run, or None for a fault of the machine."""
     try:
-        with _processes(run, needs) as processes:
+        with _processes(run, needs, others) as processes:
             return _run(processes, train, run, argv)
     except RayError as error:  # also of a process that died while it started
         _raise_unless_of_machine(error)
@@ -127,27 +133,53 @@ def _raise_unless_of_machine(error: Exception) -> None:
 
 
 @contextmanager
-def _processes(run: RunConfig, needs: cluster.Needs) -> Iterator[list[Any]]:
-    """Start the training processes, all or none; end them with the context."""
-    group = placement_group([dict(needs)] * run.ray.ranks, strategy="PACK")
+def _processes(run: RunConfig, needs: cluster.Needs, others: Sequence[cluster.Needs] = ()) -> Iterator[list[Any]]:
+    """Start the training processes, all or none, and leave room for `others`; end them with the context."""
     actors = []
+    with _seats(run, needs, others) as group:
+        try:
+            for number in range(group.bundle_count):
+                seat = PlacementGroupSchedulingStrategy(group, number)
+                environment = {"env_vars": cluster.forwarded()}
+                options = {**cluster.options(needs), "scheduling_strategy": seat, "runtime_env": environment}
+                actors.append(ray.remote(TrainingProcess).options(**options).remote())
+            yield actors
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+
+
+@contextmanager
+def _seats(run: RunConfig, needs: cluster.Needs, others: Sequence[cluster.Needs]) -> Iterator[PlacementGroup]:
+    """Wait for a placement group of `ray.ranks` processes, or of fewer where the cluster has no more room for a run."""
+    left, size, group = 60 * run.ray.timeout_minutes, 0, None
     try:
-        ray.get(group.ready(), timeout=60 * run.ray.timeout_minutes)
-        for number in range(run.ray.ranks):
-            seat = PlacementGroupSchedulingStrategy(group, number)
-            environment = {"env_vars": cluster.forwarded()}
-            options = {**cluster.options(needs), "scheduling_strategy": seat, "runtime_env": environment}
-            actors.append(ray.remote(TrainingProcess).options(**options).remote())
-        yield actors
-    except GetTimeoutError:
-        raise UserError(
-            f"no room for {run.ray.ranks} training processes with {dict(needs)} each within ray.timeout_minutes "
-            f"({run.ray.timeout_minutes:g}): the cluster has {ray.available_resources()} left"
-        ) from None
+        while group is None or not group.wait(LOOK):
+            if left <= 0:
+                raise UserError(
+                    f"no room for {size} training processes with {dict(needs)} each within ray.timeout_minutes "
+                    f"({run.ray.timeout_minutes:g}): the cluster has {ray.available_resources()} left"
+                )
+            ranks = next((n for n in _numbers_of_ranks(run) if cluster.has_room([*[needs] * n, *others])), size)
+            if (ranks := ranks or run.ray.ranks) != size:  # a lost node is seen after its processes have died
+                if group is not None:
+                    remove_placement_group(group)
+                group, size = placement_group([dict(needs)] * ranks, strategy="PACK"), ranks
+            else:
+                left -= LOOK
+        if size != run.ray.ranks:
+            _say(f"the cluster has room for {size} of {run.ray.ranks} training processes: the run goes on with them")
+        yield group
     finally:
-        for actor in actors:
-            ray.kill(actor)
-        remove_placement_group(group)
+        if group is not None:
+            remove_placement_group(group)
+
+
+def _numbers_of_ranks(run: RunConfig) -> list[int]:
+    """Return the numbers of training processes that may run, largest first: fewer than `ray.ranks` only to continue."""
+    least = run.ray.least_ranks if run.resume else 0
+    fewer = [ranks for ranks in range(run.ray.ranks - 1, least - 1, -1) if starts_on(run, ranks)] if least else []
+    return [run.ray.ranks, *fewer]
 
 
 def _run(processes: list[Any], train: Train, run: RunConfig, argv: Sequence[str]) -> int | None:

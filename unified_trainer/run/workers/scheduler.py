@@ -6,6 +6,7 @@ evaluation worker, and gives the work of a dead worker to another one.
 
 import asyncio
 import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,12 @@ from ray.exceptions import ObjectLostError, RayActorError
 from unified_trainer.basics.requests import Request
 
 DEATHS = 5  # workers that may die of one work item before the run ends
+KNOWN = 20  # calls after which it is known how long one takes
+LAST = 2**62  # after the work of all steps
 
 Costs = dict[str, float]  # seconds and counts of a piece of work, summed over work items
+Call = Callable[[Any], list[ObjectRef]]  # asks a worker
+Answer = tuple[Any, list[ObjectRef]]  # what a worker says, and references to its results
 Made = tuple[list[ObjectRef], Costs, str]  # references to samples and scores, what they took, and who sampled
 
 
@@ -70,10 +75,11 @@ class Pool:
         self._idle, self._alive, self._order = list(workers), len(workers), 0
         self._restarting = 0
         self._waiting: list[tuple[int, int, asyncio.Future[Any]]] = []
-        self._restarts: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()  # that nobody waits for
+        self._took: deque[float] = deque(maxlen=1000)  # seconds of the last calls
         self.deaths = 0
 
-    async def run(self, item: Work, call: Callable[[Any], list[ObjectRef]]) -> tuple[Any, list[ObjectRef]]:
+    async def run(self, item: Work, call: Call) -> Answer:
         """Return what a worker says of `call`, and references to its results; raise what the worker raises.
 
         `call` asks a worker and returns references: first to what it says, then to the results. WorkersLostError if no
@@ -81,25 +87,61 @@ class Pool:
         """
         for _ in range(DEATHS):
             worker = await self._free(item.step)
-            told, *results = call(worker)
-            try:
-                said = await asyncio.wait_for(_answer(told), self._timeout)
-            except TimeoutError:
-                kill(worker, no_restart=False)
-                self._restart(worker)
-            except RayActorError:
-                self._restart(worker)
-            except Exception:
-                self._release(worker)
-                raise
-            else:
-                self._release(worker)
-                return said, results
+            if (answer := await self._first(asyncio.create_task(self._ask(worker, call)), call)) is not None:
+                return answer
         raise WorkersLostError(
             f"{DEATHS} {self._kind} workers died, or took more than {self._timeout:g} s, at {item}: the device may "
             "lack memory (lower algorithm.rollout_batch, or validation.batch), or be slow (raise "
             "rollouts.timeout_minutes)"
         )
+
+    async def _first(self, asked: asyncio.Task[Answer | None], call: Call) -> Answer | None:
+        """Return what a worker answers, or another one that is free and asked too if the first takes very long.
+
+        Both would give the same samples. None if each that was asked died.
+        """
+        asking = {asked}
+        if not (await asyncio.wait(asking, timeout=self._patience()))[0]:
+            spare = asyncio.create_task(self._free(LAST))
+            if spare in (await asyncio.wait({asked, spare}, return_when=asyncio.FIRST_COMPLETED))[0]:
+                asking.add(asyncio.create_task(self._ask(await spare, call)))
+            else:
+                spare.cancel()
+        self._tasks |= asking
+        for task in asking:
+            task.add_done_callback(self._tasks.discard)
+        while asking:
+            done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if (answer := task.result()) is not None:
+                    return answer
+        return None
+
+    async def _ask(self, worker: Any, call: Call) -> Answer | None:
+        """Return what a worker says and its results, or None if it died; then it joins the others again or starts."""
+        begun = asyncio.get_running_loop().time()
+        told, *results = call(worker)
+        try:
+            said = await asyncio.wait_for(_answer(told), self._timeout)
+        except TimeoutError:
+            kill(worker, no_restart=False)
+            self._restart(worker)
+            return None
+        except RayActorError:
+            self._restart(worker)
+            return None
+        except Exception:
+            self._release(worker)
+            raise
+        self._took.append(asyncio.get_running_loop().time() - begun)
+        self._release(worker)
+        return said, results
+
+    def _patience(self) -> float | None:
+        """Return the seconds after which a free worker is asked too: twice the 99th percentile so far, if known."""
+        if len(self._took) < KNOWN:
+            return None
+        return 2 * sorted(self._took)[len(self._took) * 99 // 100]
 
     async def _free(self, step: int) -> Any:
         if not self._alive:
@@ -109,7 +151,12 @@ class Pool:
         turn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._order += 1
         heapq.heappush(self._waiting, (step, self._order, turn))
-        return await turn
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # a worker came at the same time
+                self._release(turn.result())
+            raise
 
     def _release(self, worker: Any) -> None:
         while self._waiting:
@@ -123,8 +170,8 @@ class Pool:
         """Let the worker join the others again when Ray has restarted it."""
         self.deaths += 1
         task = asyncio.create_task(self._rejoin(worker))
-        self._restarts.add(task)
-        task.add_done_callback(self._restarts.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _rejoin(self, worker: Any) -> None:
         started = asyncio.ensure_future(_answer(worker.ready.options(max_task_retries=-1).remote()))

@@ -10,6 +10,7 @@ from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.plan.plan import check_sampling, check_settings
 from unified_trainer.run.plan.roles import check_heads
 from unified_trainer.run.registry import method_named
+from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import HPSV3_WEIGHTS, architecture_of
@@ -93,6 +94,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     method, (run, assumed) = method_named(run.method), _with_scorer(run)
     degrees = run.parallel.degrees(ranks)
     data_ranks = ranks // degrees.sequence
+    run, fitted = with_fitting_batch(run, data_ranks)
     paths = paths_of(run)
     models = {name: architecture_of(name, path, run) for name, path in paths.items()}
     check_settings(run, method)
@@ -100,7 +102,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         check_heads(name, model.heads, degrees.sequence)
         if model.makes_images and run.sampler.chunks.causal:
             raise UserError(f"{name}: this network has no causal form; set sampler.chunks.chunk_frames 0")
-    table = run.algorithm.plan().table(data_ranks)
+    table = batch_of(run).table(data_ranks)
     video = run.video
     latent_shape = models["student"].latent_shape(video.frames, video.height, video.width)
     check_sampling(run, latent_shape)
@@ -142,7 +144,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         inside=inside,
         across=across,
         checkpoint=sum(one.stored for one in held.values()),
-        notes=(*assumed, *notes),
+        notes=(*filter(None, [fitted]), *assumed, *notes),
     )
 
 

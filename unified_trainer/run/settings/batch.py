@@ -1,0 +1,63 @@
+"""How a run's batch fits its ranks: a batch of the recipe's gives way, one of the user's is refused."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import reduce
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.data.batch_plan import BatchPlan
+from unified_trainer.methods.rl.rollout_config import RolloutConfig
+from unified_trainer.rewards.scorers import group_scorer
+from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, merged
+
+
+def batch_of(run: RunConfig) -> BatchPlan:
+    """Return the batch, with whole groups on each rank if a scorer compares the samples of a prompt.
+
+    ConfigError unless the parts in which a rollout is scored hold whole groups too.
+    """
+    algorithm, key = run.algorithm, group_scorer(run.reward)
+    batch = algorithm.plan()
+    if not key or not isinstance(algorithm, RolloutConfig):
+        return batch
+    if algorithm.rollout_batch % algorithm.num_samples:
+        raise ConfigError(
+            f"algorithm.rollout_batch ({algorithm.rollout_batch}) must be a multiple of algorithm.num_samples "
+            f"({algorithm.num_samples}), because {key} compares the samples of a prompt"
+        )
+    return replace(batch, whole_groups=True)
+
+
+def with_fitting_batch(run: RunConfig, ranks: int) -> tuple[RunConfig, str]:
+    """Return the run with the nearest batch that the ranks divide, and a note, if its recipe set the batch.
+
+    A batch of the user's own, and that of a run to continue, stay as they are: a step would compute something else.
+    """
+    batch = batch_of(run)
+    near, settings = batch.nearest(ranks), vars(run.algorithm)
+    names = [key.removeprefix("algorithm.") for key in (batch.keys[0], batch.keys[2])]
+    fitting = dict(zip(names, (near.prompts, near.prompts_per_update), strict=True))
+    changed = {name: count for name, count in fitting.items() if settings.get(name) != count}
+    if run.resume or not changed or not _of_recipe(run, changed):
+        return run, ""
+    words = ", ".join(f"algorithm.{name} {count} in place of {settings[name]}" for name, count in changed.items())
+    note = f"recipe {run.recipe}: {words}, which {ranks} ranks do not divide"
+    return replace(run, algorithm=replace(run.algorithm, **changed)), note
+
+
+def starts_on(run: RunConfig, ranks: int) -> bool:
+    """Return whether so many ranks fit the parallel degrees of a run and divide its batch."""
+    try:
+        degrees = run.parallel.degrees(ranks)
+        batch_of(run).table(ranks // degrees.sequence)
+    except UserError:
+        return False
+    return True
+
+
+def _of_recipe(run: RunConfig, names: Iterable[str]) -> bool:
+    """Return whether settings of the method have the values of the run's recipe, or the defaults that it leaves."""
+    sections = load_recipe(run.recipe) if run.recipe else {}
+    layers = (sections.get(name, {}).get("algorithm", {}) for name in ("common", run.method))
+    given = reduce(merged, layers, vars(type(run.algorithm)()))
+    return all(name in given and vars(run.algorithm)[name] == given[name] for name in names)
