@@ -410,6 +410,7 @@ FLAGS = [
     *((f"--{flag} {LONG}", None, LONG[:100], "File name too long") for flag in ("resume", "init-from", "output")),
     *((f"--{role}.path {LONG}", None, "File name too long") for role in ("student", "reward")),
     ("--prompts FOLDER/a.txt", ("a.txt", "", "a\n\u200b\n"), "a.txt: line 2 holds"),
+    ("--prompts FOLDER/a.txt", ("a.txt", "", "[" * 100_000), "a.txt: line 1 has 100,000 characters"),
     (
         *("--prompts FOLDER/a.txt", ("a.txt", "", "a\nb <|image_pad|>\n"), "--prompts"),
         "a.txt: line 2 holds <|image_pad|>, a special token of the scorer hpsv3",

@@ -271,6 +271,14 @@ def test_a_shape_that_does_not_fit_is_named(given, tmp_path):
     assert f"{FIRST}.lora_up.weight" in message and "(3, 7)" in message
 
 
+def test_a_factor_without_a_shape_and_an_alpha_with_one_are_named(given, tmp_path):
+    scalar = {f"{FIRST}.lora_{which}.weight": torch.tensor(1.0) for which in ("down", "up")}
+    message = spoilt(lambda held: held.update(scalar))(given, tmp_path / "a")
+    assert "1 keys have another shape than the network's weights" in message and "() x () of" in message
+    message = spoilt(lambda held: held.update({f"{FIRST}.alpha": torch.ones(2)}))(given, tmp_path / "b")
+    assert f"1 keys are alphas, but not one number: {FIRST}.alpha" in message
+
+
 def test_ranks_of_two_factors_must_agree(given, tmp_path):
     b = given["blocks.0.attn1.to_q"][1][:, :2].contiguous()
     message = spoilt(lambda held: held.update({f"{FIRST}.lora_up.weight": b}))(given, tmp_path)

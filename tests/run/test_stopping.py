@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers import REPO, SMALL, assert_same, checkpoint_of, environment, metrics_of, read_until
 from parallel.launch import under_torchrun
@@ -72,8 +73,11 @@ def test_a_first_step_that_is_dropped_leaves_a_run_that_begins_again(tmp_path, c
 
 
 @pytest.mark.ranks
-def test_torchrun_waits_for_the_step_of_a_slow_scorer(tmp_path):
-    """Its scorer answers after SIGTERM: the step ends, is saved, and both ranks end by themselves."""
+def test_torchrun_and_slurm_wait_for_the_step_of_a_slow_scorer(tmp_path):
+    """Its scorer answers after SIGTERM: the step ends, is saved, and both ranks end by themselves.
+
+    torchrun passes SIGTERM on. Slurm may send it to every process of the job step: so each rank gets it twice.
+    """
     run, answers = tmp_path / "run", [tmp_path / f"answer{rank}" for rank in range(2)]
     for answer in answers:
         os.mkfifo(answer)
@@ -85,9 +89,43 @@ def test_torchrun_waits_for_the_step_of_a_slow_scorer(tmp_path):
         with answers[0].open("w"), answers[1].open("w"):  # both ranks have begun to score step 2
             job.send_signal(signal.SIGTERM)
             said = "".join(read_until(job, "finishing this step and saving") for _ in range(2))
+            for rank in psutil.Process(job.pid).children():
+                rank.send_signal(signal.SIGTERM)
         said += job.communicate(timeout=120)[0]
     assert "stopped after step 2; continue with:" in said, said
     assert checkpoint_of(run, 2)
+
+
+# A scorer whose second call ends when its process has got a signal.
+PATIENT = """
+import os, signal
+calls = []
+def score(videos, prompts):
+    calls.append(1)
+    if len(calls) == 2:
+        came, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake)
+        open({begun!r}, "w").close()
+        os.read(came, 1)
+    return videos[:, 0].flatten(1).mean(1)
+"""
+
+
+@pytest.mark.ranks
+def test_ray_waits_for_the_step_of_a_slow_scorer(tmp_path):
+    """SIGTERM to the program reaches the training process while it scores step 2, which is then saved."""
+    begun, run = tmp_path / "begun", tmp_path / "run"
+    os.mkfifo(begun)
+    words = [*SMALL["dance_grpo"], "--steps", "9", "--output", str(run), *scorer(tmp_path / "slow", 0, "pass")]
+    (tmp_path / "slow" / "red.py").write_text(PATIENT.format(begun=str(begun)))
+    command = [sys.executable, "-m", "unified_trainer", *words, "--launcher", "ray", "--device", "cpu"]
+    with subprocess.Popen(command, cwd=REPO, env=environment(), stderr=subprocess.PIPE, text=True) as job:
+        begun.read_bytes()  # until the scorer opens it
+        job.send_signal(signal.SIGTERM)
+        errors = job.communicate(timeout=120)[1]
+    assert job.returncode == 0, errors
+    assert len(metrics_of(run)) == 2 and checkpoint_of(run, 2)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from unified_trainer.basics.input_files import check_file, parse_object, read_js
 
 TABLES = (".json", ".jsonl", ".csv", ".parquet")
 INVISIBLE = ("Cc", "Cf")  # controls, and formats such as zero-width spaces
+LONGEST = 10_000  # characters of a prompt; umT5 reads its first 512 tokens, some 2,500 characters
 
 
 def read_columns(file: Path, key: str, *choices: Sequence[str], way_out: str = "") -> list[tuple[str, tuple[str, ...]]]:
@@ -50,7 +51,13 @@ def read_lists(file: Path, key: str, names: Sequence[str]) -> list[tuple[str, ..
 
 
 def unreadable(text: str) -> str:
-    """Say why a text can be no prompt: a NUL, half of a surrogate pair, or invisible characters alone; "" if it can."""
+    """Say why a text can be no prompt; "" if it can.
+
+    It is so long that a scorer, whose time grows with the square of the length, would not end, or holds a NUL, half of
+    a surrogate pair, or invisible characters alone.
+    """
+    if len(text) > LONGEST:
+        return f"has {len(text):,} characters, and a prompt has {LONGEST:,} at most"
     if "\0" in text:
         return "holds a NUL"
     if any(0xD800 <= ord(letter) < 0xE000 for letter in text):

@@ -117,6 +117,11 @@ def open_adapter(
                 unknown.append(key)
         read = [*(key for pair in factors.values() for key in pair.values()), *alphas.values(), *differences.values()]
         refuse_other_types(place.file, held, read)
+        _refuse(
+            place.file,
+            [key for key in alphas.values() if math.prod(shapes[key]) != 1],
+            "are alphas, but not one number",
+        )
         given = {layer: float(held.get_tensor(key)) for layer, key in alphas.items()}
         settings = _settings(place, held.metadata() or {})
     _refuse(place.file, unknown, "fit no layer of the network")
@@ -128,7 +133,7 @@ def open_adapter(
         raise UserError(f"{place.file} holds no adapter: no key such as lora_A.weight or lora_down.weight")
     wrong = []
     for layer, pair in factors.items():
-        (rank, *width), (height, *inner_rank) = shapes[pair["down"]], shapes[pair["up"]]
+        (rank, *width), (height, *inner_rank) = shapes[pair["down"]] or (0,), shapes[pair["up"]] or (0,)
         out, *rest = names.shapes[f"{layer}.weight"]
         if (height, math.prod(inner_rank), math.prod(width)) != (out, rank, math.prod(rest)):
             wrong.append(f"{pair['up']} {shapes[pair['up']]} x {shapes[pair['down']]} of {(out, *rest)}")

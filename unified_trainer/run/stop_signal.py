@@ -1,22 +1,19 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first one asks a run to save and end, the second one ends it."""
+"""Ctrl-C, SIGTERM and SIGHUP: each asks a run to save and end; a second Ctrl-C ends it at once.
+
+Another SIGTERM or SIGHUP changes nothing, because it is mostly the first request by another way: Slurm may send SIGTERM
+to the ranks and to torchrun, which passes it on; a terminal that closes sends SIGHUP as its shell does.
+"""
 
 import math
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.torchrun import shutdown_timeout
 
-# What a second request to stop does, even to a process that was started with the first one ignored, as shells do in
-# the background.
-AT_ONCE: dict[int, Any] = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_DFL,
-}
+HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _asked: list[int] = []  # the signals of the run in this process
 
 
@@ -44,17 +41,18 @@ def too_slow_to_stop(seconds: float) -> str:
 
 def heard() -> list[int]:
     """Return the signals that ask a run to stop: a SIGHUP that is ignored, as under nohup, stays ignored."""
-    return [number for number in AT_ONCE if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
+    return [number for number in HEARD if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
 
 
 @contextmanager
 def stop_signal() -> Iterator[list[int]]:
-    """Yield a list that fills when the process is asked to stop; the second request stops at once."""
+    """Yield a list that fills when the process is asked to stop; a second Ctrl-C raises KeyboardInterrupt."""
     _asked.clear()
 
     def note(number: int, _frame: object) -> None:
         _asked.append(number)
-        signal.signal(number, AT_ONCE[number])
+        if number == signal.SIGINT:  # not what it was before: shells start processes of the background with it ignored
+            signal.signal(number, signal.default_int_handler)
         with suppress(OSError):  # a terminal that was closed
             os.write(2, b"\nfinishing this step and saving; press Ctrl-C again to abort\n")  # safe inside a handler
 

@@ -197,6 +197,15 @@ def test_the_card_says_what_was_trained(saved, tmp_path):
         assert str(tmp_path).encode() not in content and str(saved.parent).encode() not in content, file
 
 
+@pytest.mark.parametrize("line", [b"[" * 200_000, b"\xff\0", b'{"step": "x", "validation/reward": 1}', b"[1]"])
+def test_damaged_lines_of_metrics_are_left_out_of_the_card(saved, tmp_path, line):
+    sound = model_card._validation(saved, 1)[1]
+    copied = copy_of(saved, tmp_path / "copied")
+    with (copied / "metrics.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    assert sound and model_card._validation(copied, 1)[1] == sound
+
+
 def test_a_run_without_validations_has_no_table_of_them(saved, tmp_path):
     copied = copy_of(saved, tmp_path / "copied")
     (copied / "metrics.jsonl").unlink()

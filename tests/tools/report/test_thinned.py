@@ -86,3 +86,15 @@ def test_a_line_that_grows_over_blocks_is_read_once(tmp_path, small):
         file.write_text(text[:end])
         reader.update()
     assert reader.curves()["loss"].steps[-1] == 300 and reader.step == 300
+
+
+def test_a_long_file_is_read_in_blocks(tmp_path, small, monkeypatch):
+    """What is held of a file at a time does not grow with it."""
+    sizes: list[int] = []
+    monkeypatch.setattr(metrics_reader, "_many", lambda whole: sizes.append(len(whole)))
+    write(tmp_path / "m.jsonl", rows(2000))
+    reader = MetricsReader(tmp_path / "m.jsonl")
+    reader.update()
+    assert sum(sizes) == (tmp_path / "m.jsonl").stat().st_size and len(sizes) > 20
+    assert max(sizes) < 4096 + 200  # a block, and the begin of a line
+    assert all(len(points.steps) <= 2 * 100 for points in reader._columns.values())

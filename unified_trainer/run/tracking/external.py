@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.plugins import load_object
 from unified_trainer.parallel.mesh import Mesh
@@ -134,7 +135,7 @@ class WeightsAndBiases(ExternalTracker):
     def __init__(self, run: RunInfo) -> None:
         self._wandb, config = _package("wandb", "wandb"), run.config
         file = run.folder / "wandb.json"
-        held = json.loads(file.read_text(encoding="utf-8"))["id"] if file.is_file() else None
+        held = read_json(file).get("id") if file.is_file() else None
         try:
             self._run = self._wandb.init(
                 project=config.wandb_project,

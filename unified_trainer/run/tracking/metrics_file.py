@@ -9,6 +9,8 @@ from typing import Any
 
 from unified_trainer.basics.own_files import no_follow, without_link
 
+VALIDATION = "validation/"  # begins the names of metrics of a validation
+
 
 class MetricsFile:
     """metrics.jsonl: lines are appended, and those that cannot be written wait in memory for the next ones."""
@@ -60,7 +62,7 @@ class MetricsFile:
         kept, damaged = [], 0
         for line in lines:
             text = line.strip(b"\0\r ")  # a file system fills with NULs what it lost
-            row = _row(text)
+            row = row_of(text)
             if row is None:
                 damaged += bool(text)
             elif row["step"] <= start and not (
@@ -79,15 +81,15 @@ class MetricsFile:
         return [row for _, row in kept]
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    """Return the row that a line holds, or None."""
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """Return the row that a line holds, or None for a damaged one."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     whole = isinstance(row, dict) and isinstance(row.get("step"), int)
     return row if whole else None
 
 
 def _is_validation(row: dict[str, Any]) -> bool:
-    return any(name.startswith("validation/") for name in row)
+    return any(name.startswith(VALIDATION) for name in row)

@@ -217,14 +217,18 @@ def _run(processes: list[Any], train: Train, run: RunConfig, argv: Sequence[str]
 
 @contextmanager
 def _stop_signals(places: list[tuple[str, int, str]]) -> Iterator[list[int]]:
-    """Pass Ctrl-C, SIGTERM and SIGHUP on to the training processes as SIGTERM; yield the list of those that came."""
+    """Pass Ctrl-C, SIGTERM and SIGHUP on to the training processes; yield the list of those that came.
+
+    They get SIGTERM, which asks them to save and end, and SIGKILL for a second Ctrl-C.
+    """
     asked: list[int] = []
 
     def note(number: int, _frame: object) -> None:
         asked.append(number)
+        passed = signal.SIGKILL if asked.count(signal.SIGINT) > 1 else signal.SIGTERM
         for node, pid, _ in places:
             there = NodeAffinitySchedulingStrategy(node, soft=False)
-            ray.remote(_signal).options(num_cpus=0, scheduling_strategy=there).remote(pid)
+            ray.remote(_signal).options(num_cpus=0, scheduling_strategy=there).remote(pid, passed)
 
     previous = {number: signal.signal(number, note) for number in heard()}
     try:
@@ -234,8 +238,8 @@ def _stop_signals(places: list[tuple[str, int, str]]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _signal(pid: int) -> None:
-    os.kill(pid, signal.SIGTERM)
+def _signal(pid: int, number: int) -> None:
+    os.kill(pid, number)
 
 
 def _device(run: RunConfig) -> str:

@@ -1,6 +1,5 @@
 """The model card of an export: what was trained, how good its last validation was, and how to sample with it."""
 
-import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ import yaml
 from unified_trainer.run.checkpoint.manifest import Spec, folders, step_of
 from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.tracking.metrics_file import VALIDATION, row_of
 from unified_trainer.tools.export.scheduler import SAMPLER
 from unified_trainer.tools.load_run import LoadedRole
 
@@ -148,9 +148,10 @@ def _validation(run: Path, step: int) -> tuple[int, dict[str, float], Path | Non
     """Return step, metrics and contact sheet of the last validation up to a step; no metrics if there was none."""
     newest: tuple[int, dict[str, float]] = (0, {})
     if (run / "metrics.jsonl").is_file():
-        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            metrics = {key.removeprefix("validation/"): v for key, v in row.items() if key.startswith("validation/")}
+        rows = [row_of(line) or {} for line in (run / "metrics.jsonl").read_bytes().splitlines()]  # or damaged
+        for row in rows:
+            numbers = {key: v for key, v in row.items() if isinstance(v, int | float)}
+            metrics = {key.removeprefix(VALIDATION): v for key, v in numbers.items() if key.startswith(VALIDATION)}
             newest = (row["step"], metrics) if metrics and row["step"] <= step else newest
     sheets = [
         path / SHEET for path in folders(run / "validation") if step_of(path) == newest[0] and (path / SHEET).is_file()

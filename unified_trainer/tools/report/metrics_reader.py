@@ -18,7 +18,7 @@ from unified_trainer.basics.errors import UserError
 
 TRAIN, VALIDATION = "train/", "validation/"
 SEAM = 256  # bytes before the end of what was read, which must still be there
-BLOCK = 2**24  # bytes that are read at a time
+BLOCK = 2**22  # bytes that are read at a time
 MOST = 10_000  # points of a curve that are kept; up to twice as many wait to be thinned
 Named = tuple[str, array, array]  # a metric with the steps and values that are new
 

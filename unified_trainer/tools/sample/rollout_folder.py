@@ -19,7 +19,7 @@ from pydantic import Field
 from safetensors import SafetensorError, safe_open
 
 from unified_trainer.basics.errors import MissingFileError, OutputExistsError, UserError, writing
-from unified_trainer.basics.input_files import Schema, checked, read_json
+from unified_trainer.basics.input_files import Schema, checked, read_json, read_text
 from unified_trainer.basics.own_files import no_follow
 from unified_trainer.basics.types import Latents, Video, check_finite
 from unified_trainer.models.base import Codec
@@ -186,12 +186,12 @@ def _whole_rows(table: Path, parts: list[range]) -> list[dict[str, Any]]:
     """Read the rows of complete parts; rows of a part that was interrupted are removed from the file."""
     if not table.is_file():
         return []
-    lines = table.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = read_text(table).splitlines(keepends=True)
     whole = sum(line.endswith("\n") for line in lines)
     kept = max((part.stop for part in parts if part.stop <= whole), default=0)
     if kept < len(lines):
         write_text(table, "".join(lines[:kept]))
     try:
         return [json.loads(line) for line in lines[:kept]]
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{table} is damaged ({error}): remove it to score again") from error
