@@ -379,7 +379,7 @@ def _step(bench: Bench, method: str, video: Video, flags: list[str]) -> dict[str
 def _log_ratio(bench: Bench, flags: list[str]) -> dict[str, Any]:
     built, found = _run(bench, "dance_grpo", bench.scale.small, flags), []
 
-    def note(_check: OnPolicyCheck, replay: Replay, _gain: float, _std: float) -> None:
+    def note(_check: OnPolicyCheck, replay: Replay, _s: int) -> None:
         found.append((replay.ratio.detach().double().abs().cpu(), min(replay.clip)))
 
     try:

@@ -5,8 +5,11 @@ import torch
 
 from unified_trainer.methods.rl.on_policy_check import OnPolicyCheck, ReplayError
 from unified_trainer.methods.rl.replay import Replay
+from unified_trainer.numerics.kernels import Policy
 
-GAIN, STD, CLIP = 0.2, 0.5, 1e-3
+CLIP = 1e-3
+POLICY = Policy("dance", 0.5, torch.tensor([0.9, 0.6, 0.0], dtype=torch.float64))
+GAIN, STD = POLICY.mean_gain(0), POLICY.std(0)
 
 
 def replay(ratio: float, velocity_error: float) -> Replay:
@@ -18,9 +21,9 @@ def replay(ratio: float, velocity_error: float) -> Replay:
 
 def test_rounding_in_bf16_beyond_the_clip_range_is_said_and_not_an_error():
     """Of the largest log-ratio, 5 clip ranges: 20 times the range is 4 times the rounding."""
-    check = OnPolicyCheck("bf16")
-    check.update(replay(5e-4, 0.01), GAIN, STD)
-    check.update(replay(5e-3, 0.09), GAIN, STD)
+    check = OnPolicyCheck("bf16", POLICY)
+    check.update(replay(5e-4, 0.01), 0)
+    check.update(replay(5e-3, 0.09), 0)
     (message,) = check.messages()
     assert "before the first update is 5e+02% of the clip range, by rounding in bf16" in message
     assert "Multiply the clip range by 20, so that it is 4 times the rounding" in message
@@ -28,8 +31,8 @@ def test_rounding_in_bf16_beyond_the_clip_range_is_said_and_not_an_error():
 
 
 def test_within_the_clip_range_there_is_no_advice():
-    check = OnPolicyCheck("bf16")
-    check.update(replay(5e-4, 0.01), GAIN, STD)
+    check = OnPolicyCheck("bf16", POLICY)
+    check.update(replay(5e-4, 0.01), 0)
     (message,) = check.messages()
     assert message.endswith("is 50% of the clip range")
 
@@ -37,4 +40,4 @@ def test_within_the_clip_range_there_is_no_advice():
 @pytest.mark.parametrize(("precision", "error"), [("fp32", 0.09), ("bf16", 0.11), ("bf16", float("nan"))])
 def test_velocities_that_rounding_does_not_explain_are_an_error(precision, error):
     with pytest.raises(ReplayError, match=r"log-ratio is 0\.005 with unchanged weights, above the clip range"):
-        OnPolicyCheck(precision).update(replay(5e-3, error), GAIN, STD)
+        OnPolicyCheck(precision, POLICY).update(replay(5e-3, error), 0)

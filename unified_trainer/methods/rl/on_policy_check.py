@@ -4,6 +4,7 @@ import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.methods.rl.replay import Replay
+from unified_trainer.numerics.kernels import Policy
 from unified_trainer.roles.role import Precision
 
 # Largest rms per element by which the velocities of a worker may differ from the replay's. The log-ratio alone, a mean
@@ -19,22 +20,23 @@ class ReplayError(UserError, RuntimeError):
 class OnPolicyCheck:
     """Compares the first update of a run with its rollout, or samples of each worker with their replay."""
 
-    def __init__(self, precision: Precision) -> None:
+    def __init__(self, precision: Precision, policy: Policy) -> None:
         self.over = False  # whether later updates are not compared: weights have changed, or samples lag
-        self._precision, self._largest = precision, 0.0  # the largest log-ratio, as a fraction of the clip range
+        self._precision, self._policy = precision, policy
+        self._largest = 0.0  # log-ratio, as a fraction of the clip range
         self._whose: str | None = None  # what the next message is about; None if there is nothing to say
 
-    def update(self, replay: Replay, gain: float, std: float) -> None:
-        """Compare a replay of the run's first update; ReplayError beyond the clip range.
+    def update(self, replay: Replay, s: int) -> None:
+        """Compare a replay of transition s in the run's first update; ReplayError beyond the clip range.
 
         In bf16 rollout and replay may round differently, because passes with gradient may take other kernels. Then only
-        velocities that differ by more than VELOCITY_ERROR are an error. `gain` and `std` are those of `worker`.
+        velocities that differ by more than VELOCITY_ERROR are an error.
         """
         if self.over:
             return
         largest, (low, high) = self._log_ratio(replay)
         half = self._precision == "bf16"
-        if not (largest <= min(low, high) or (half and _velocity_error(replay, gain, std) <= VELOCITY_ERROR["bf16"])):
+        if not (largest <= min(low, high) or (half and self._velocity_error(replay, s) <= VELOCITY_ERROR["bf16"])):
             raise ReplayError(
                 f"the first update's log-ratio is {largest:.3g} with unchanged weights, above the clip range "
                 f"{low:g}/{high:g}: rollout and replay differ. Set "
@@ -42,13 +44,10 @@ class OnPolicyCheck:
             )
         self._whose = self._whose or "before the first update"
 
-    def worker(self, replay: Replay, gain: float, std: float, maker: str, version: int) -> None:
-        """Compare a worker's samples with their replay; ReplayError beyond the clip range or VELOCITY_ERROR.
-
-        `gain` is the derivative of the transition's mean by the velocity, and `std` its standard deviation.
-        """
+    def worker(self, replay: Replay, s: int, maker: str, version: int) -> None:
+        """Compare transition s of a worker with its replay; ReplayError beyond the clip range or VELOCITY_ERROR."""
         largest, (low, high) = self._log_ratio(replay)
-        error = _velocity_error(replay, gain, std)
+        error = self._velocity_error(replay, s)
         if not (largest <= min(low, high) and error <= VELOCITY_ERROR[self._precision]):
             raise ReplayError(
                 f"samples of the rollout worker on {maker} differ from their replay with the same weights, of version "
@@ -78,7 +77,7 @@ class OnPolicyCheck:
         self._largest = max(self._largest, largest / min(replay.clip))
         return largest, replay.clip
 
-
-def _velocity_error(replay: Replay, gain: float, std: float) -> float:
-    """Return the largest rms per element by which velocities of rollout and replay differ."""
-    return float((torch.sqrt(2 * replay.kl_old.detach()) * std / gain).max())
+    def _velocity_error(self, replay: Replay, s: int) -> float:
+        """Return the largest rms per element by which velocities of rollout and replay differ."""
+        difference = torch.sqrt(2 * replay.kl_old.detach()) * self._policy.std(s)  # of the transition's mean
+        return float((difference / self._policy.mean_gain(s)).max())

@@ -57,7 +57,7 @@ class PolicyUpdate:
         self.config, self.sampler, self.student, self.policy = config, sampler, student, config.policy(sampler)
         self.kl = ReferenceKL(config.kl_settings(update_batch), sampler, self.policy, reference)
         self._same_noise = same_noise and not sampler.chunks.causal
-        self.on_policy, self._update_batch = OnPolicyCheck(student.config.precision), update_batch
+        self.on_policy, self._update_batch = OnPolicyCheck(student.config.precision, self.policy), update_batch
         self._candidates = set(config.candidates(sampler, sampler.num_steps - 1))
         self._now = range(0), list[int]()  # the window of this training step, and its trained transitions
         self._unchanged = False  # whether the next update replays samples with the weights that made them
@@ -96,7 +96,7 @@ class PolicyUpdate:
         for rows in torch.arange(len(samples.batch)).split(self._update_batch):
             for s in trained:
                 replay = self._replay(trajectories, rows, s)
-                self.on_policy.worker(replay, self.policy.mean_gain(s), self.policy.std(s), maker, version)
+                self.on_policy.worker(replay, s, maker, version)
 
     def losses(
         self,
@@ -161,7 +161,7 @@ class PolicyUpdate:
             replay = self._replay(trajectories, minibatch.rows, s)
             advantage = advantages[minibatch.rows, trained.index(s)].to(widest(self.student.device))
             advantage = advantage.to(self.student.device, non_blocking=True)
-            self.on_policy.update(replay, self.policy.mean_gain(s), self.policy.std(s))
+            self.on_policy.update(replay, s)
             collector.add(replay, advantage, minibatch)
             value = self._loss(replay, advantage, minibatch, s, sequences[id(minibatch)])
             if not last:

@@ -310,15 +310,20 @@ class Networks:
         self.high, self.low = pipeline.transformer, pipeline.transformer_2
         running = [self.high] * (sampler.sigmas[0] >= boundary) + [self.low] * (sampler.sigmas[-2] < boundary)
         self.caches = [KVCache(network) for network in running] if sampler.chunk_frames else []
+        self._norms = [layer for network in running for layer in network.modules() if isinstance(layer, nn.RMSNorm)]
 
     def __enter__(self) -> "Networks":
         for cache in self.caches:
             cache.open()
+        half = self.sampler.precision == "bf16"
+        self._hooks = [norm.register_forward_pre_hook(in_float32) for norm in self._norms if half]
         return self
 
     def __exit__(self, *_: object) -> None:
         for cache in self.caches:
             cache.close()
+        for hook in self._hooks:
+            hook.remove()
 
     def velocity(self, x: Tensor, sigma: float) -> Tensor:
         """Return uncond + w (cond - uncond), both from one pass; w = 1 runs cond alone unless a cache has both."""
@@ -412,6 +417,11 @@ class CachedAttention:
         if not self.past:
             return self.latest
         return [torch.cat(parts, 1) for parts in zip(self.past, self.latest, strict=True)]
+
+
+def in_float32(_norm: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """Let queries and keys be normalised and rotated in float32, as in training; attention rounds them to bf16."""
+    return (inputs[0].float(),)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
