@@ -149,7 +149,7 @@ def measure_base(wan: Path, seed: int) -> dict[str, float]:
     """Measure the base model's accuracy on all 48 subjects: guided, and with the sampler of the default GRPO run."""
     device = torch.device("cpu")
     codec = WanCodec.load(wan, device, EncoderConfig())
-    student = Frozen("base", Backbone(WanModel.open(wan), Mesh(device)), RoleConfig())
+    student = Frozen("base", Backbone(WanModel.open(wan, "transformer"), Mesh(device)), RoleConfig())
     subjects = [subject for subject in SUBJECTS for _ in range(4)]
     samples = list(range(len(subjects)))
     shape = codec.latent_shape(FRAMES, SIZE, SIZE)

@@ -58,8 +58,8 @@ def run(line: str) -> None:
         return
     ranks, words = words[0] == "torchrun", words[words.index("unified_trainer") + 1 :]
     words = [re.sub("@200", "@1", word) for word in words]
-    if words[0] == "import-hpsv3":
-        return  # it reads 17 GB that are no part of this repository; tests/rewards run it on a small one
+    if words[0] in ("import-hpsv2", "import-hpsv3"):
+        return  # they read 4 and 17 GB that are no part of this repository; tests/rewards run it on a small one
     if words[0] == "push":
         return  # it needs a hub; tests/tools/export/test_push.py has one
     if words[0] == "preprocess":

@@ -19,7 +19,7 @@ from unified_trainer.basics.ranges import (
     Range,
     Seconds,
 )
-from unified_trainer.basics.types import PerSample, Video
+from unified_trainer.basics.types import Latents, PerSample, Video
 
 # Videos in [0, 1] and one prompt for each -> one number for each; higher is better. A scorer raises rather than guess.
 Scorer = Callable[[Video, Sequence[str]], PerSample]
@@ -162,6 +162,16 @@ class ApartScorer:
 
 
 @dataclass(frozen=True)
+class LatentScorer:
+    """A scorer that reads clean latents where others read videos: only a LatentReward can call it."""
+
+    scorer: Callable[[Latents, Sequence[str]], PerSample]
+
+    def __call__(self, video: Video, prompts: Sequence[str]) -> PerSample:
+        raise UserError("this scorer reads latents, but here are videos alone: leave it out")
+
+
+@dataclass(frozen=True)
 class ScorerKind:
     """A kind of scorer: how its settings are checked and how it is loaded.
 
@@ -183,6 +193,7 @@ class ScorerKind:
     own_timeout: bool = False  # whether its calls end by themselves, so that reward.timeout does not count
     apart: bool = False  # whether it scores in another process, which samples need not wait for; with own_timeout only
     of_groups: bool = False  # whether it compares the samples of a prompt: a call of training then has whole groups
+    of_latents: bool = False  # whether it reads clean latents in place of videos; `frames` then counts latent frames
     # of `config.path`: texts that no prompt may hold; reads the tokenizer, and no weights
     special_tokens: Callable[[ScorerConfig], Sequence[str]] | None = None
 

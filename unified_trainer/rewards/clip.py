@@ -1,12 +1,12 @@
 """The scorer clip: similarity of image and prompt (CLIP, arXiv:2103.00020), from any CLIPModel folder of transformers.
 
-PickScore is such a folder.
+PickScore (arXiv:2305.01569) is such a folder.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import torch
 from jaxtyping import Float
@@ -57,7 +57,7 @@ class CLIP:
     std: tuple[float, ...]
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> "CLIP":
+    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> Self:
         """Load a frozen scorer; raise UserError, naming the file, unless the folder is whole and its parts fit."""
         settings = read_as(ImageSettings, folder / SETTINGS)
         read_as(NetworkConfig, folder / "config.json")
@@ -89,23 +89,27 @@ class CLIP:
         return torch.nn.functional.normalize(self.network.visual_projection(seen).float(), dim=-1)
 
     def pixels(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 s s"]:
-        """Resize (bicubic, antialiased) to the shorter side, crop the middle, and normalise: the network's input."""
+        """Fit images in [0, 1] to the network's size and normalise: the network's input."""
         low, high = images.flatten(1).amin(1), images.flatten(1).amax(1)
         for i in (~((low >= 0) & (high <= 1))).nonzero().flatten().tolist():
             raise ValueError(f"CLIP: image {i} spans {float(low[i])}..{float(high[i])}, expected values in [0, 1]")
+        weight = self.network.visual_projection.weight
+        seen = self.fit(images.to(weight.device).float())
+        mean, std = (seen.new_tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
+        return ((seen - mean) / std).to(weight.dtype)
+
+    def fit(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 s s"]:
+        """Resize (bicubic, antialiased) to the shorter side, and crop the middle."""
         height, width = images.shape[2:]
         size = self.crop
         if self.shortest is not None:
             short = min(height, width)
             size = tuple(side * self.shortest // short for side in (height, width))
-        weight = self.network.visual_projection.weight
-        small = images.to(weight.device).float()
+        small = images
         for shape in ((height, size[1]), size):  # width first, each clipped: as PIL does it
             small = interpolate(small, shape, mode="bicubic", antialias=True).clamp(0, 1)
         top, left = ((side - cut) // 2 for side, cut in zip(size, self.crop, strict=True))
-        seen = small[:, :, top : top + self.crop[0], left : left + self.crop[1]]
-        mean, std = (seen.new_tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
-        return ((seen - mean) / std).to(weight.dtype)
+        return small[:, :, top : top + self.crop[0], left : left + self.crop[1]]
 
     def _text(self, prompts: list[str]) -> dict[str, Tensor]:
         for i, prompt in enumerate(prompts):
@@ -129,13 +133,15 @@ def _sizes(file: Path, settings: ImageSettings) -> tuple[int | None, tuple[int, 
         raise UserError(f"{file}: a size has neither shortest_edge nor height and width") from error
 
 
-def _load(config: ScorerConfig, device: torch.device) -> Scorer:
-    clip = CLIP.load(Path(config.path), device, config.dtype)
+def load(config: ScorerConfig, device: torch.device, cls: type[CLIP] = CLIP) -> Scorer:
+    """Return the scorer of videos in the folder `config.path`."""
+    clip = cls.load(Path(config.path), device, config.dtype)
     return NetworkScorer(of_images(clip.score, config.batch, config.top_fraction), (clip.network,))
 
 
-def _special_tokens(config: ScorerConfig) -> tuple[str, ...]:
+def special_tokens(config: ScorerConfig) -> tuple[str, ...]:
+    """Return the texts that no prompt may hold."""
     return tuple(read_tokenizer(CLIPTokenizer, Path(config.path)).all_special_tokens)
 
 
-KIND = ScorerKind("clip", _load, check_path, files=component(""), per_frame=True, special_tokens=_special_tokens)
+KIND = ScorerKind("clip", load, check_path, files=component(""), per_frame=True, special_tokens=special_tokens)

@@ -39,6 +39,7 @@ class ScorerSettings:
     apart: ClassVar[bool] = False  # whether it scores in another process, which samples need not wait for
     # whether it compares the samples of a prompt with each other: a call of training then has whole groups
     of_groups: ClassVar[bool] = False
+    of_latents: ClassVar[bool] = False  # whether it reads clean latents, [b, channels, frames, height, width]
 
     def check(self, config: ScorerConfig, key: str, frames: int) -> None:
         """Raise UserError, naming the key, for settings that cannot be; called before any weight is read."""
@@ -68,6 +69,7 @@ def kind_of(name: str, declared: type[ScorerSettings]) -> ScorerKind:
         own_timeout=declared.own_timeout,
         apart=declared.apart,
         of_groups=declared.of_groups,
+        of_latents=declared.of_latents,
     )
 
 

@@ -122,10 +122,11 @@ def thumbnail(video: Video) -> Float[Tensor, "b d"]:
 def diversity(thumbnails: Float[Tensor, "b d"], ids: Ids) -> float | None:
     """Compute the square root of the variance (Bessel) within groups of equal id, averaged over pixels and groups.
 
-    The square of it is half the mean squared distance of two samples of a group. None if every group has one sample.
+    The square of it is half the mean squared distance of two samples of a group. None if every group has one sample, or
+    if nothing was decoded.
     """
     rows = [thumbnails[index].double() for index in groups(thumbnails, ids).values() if len(index) > 1]
-    if not rows:
+    if not rows or not thumbnails.shape[1]:
         return None
     return float(torch.stack([row.var(0).mean() for row in rows]).mean().sqrt())
 

@@ -126,7 +126,7 @@ class VideoReward(RewardSum):
         columns = [self._part(name, video, prompts) for name in names]
         return torch.stack(columns, 1) if columns else video.new_zeros(len(video), 0)
 
-    def _part(self, name: str, video: Video, prompts: tuple[str, ...]) -> PerSample:
+    def _part(self, name: str, video: Video | Latents, prompts: tuple[str, ...]) -> PerSample:
         config, version = self._configs[name], _version(video)
         score = self._call(name, video[:, :, :: config.stride(video.shape[2])], prompts)
         if _version(video) != version:
@@ -147,7 +147,7 @@ class VideoReward(RewardSum):
             raise NotFiniteError(f"reward: {name}: the score of sample {bad} ({prompts[bad]!r}) is not finite")
         return score
 
-    def _call(self, name: str, clips: Video, prompts: tuple[str, ...]) -> object:
+    def _call(self, name: str, clips: Video | Latents, prompts: tuple[str, ...]) -> object:
         """Call a scorer, and again after a fault and a pause, `retries` times at most."""
         named = ", ".join(map(repr, prompts[:PROMPTS_NAMED])) + (", ..." if len(prompts) > PROMPTS_NAMED else "")
         calls = 1
@@ -180,13 +180,16 @@ def pause_after(faults: int) -> float:
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(faults - 1, 60))
 
 
-def _version(video: Video) -> int:
+def _version(video: Tensor) -> int:
     """Return how often a video, or a part of it, was changed in place; inference tensors do not count it."""
     return 0 if video.is_inference() else video._version
 
 
 class Reward(VideoReward):
-    """The reward of a sample: its latents are decoded, and the video is scored."""
+    """The reward of a sample: its latents are decoded, and the video is scored.
+
+    `rewards.latents.reward_of` makes one that fits its scorers.
+    """
 
     def __init__(self, scorers: Mapping[str, Scorer], codec: Codec, config: RewardConfig) -> None:
         """Take the scorers as `VideoReward` does, and the codec that decodes."""
@@ -207,6 +210,12 @@ class Reward(VideoReward):
         with self._codec.in_use(), self.in_use(self.weights):
             yield
 
+    def parts_of(
+        self, x0: Latents, video: Video, prompts: tuple[str, ...], names: Iterable[str]
+    ) -> Float[Tensor, "b r"]:
+        """Return what `parts` does, of samples whose latents are known besides their videos."""
+        return self.parts(video, prompts, names)
+
     @torch.no_grad()
     def score(self, x0: Latents, prompts: tuple[str, ...], step: int = 0) -> Scores:
         """Decode clean latents and score them; `total` of the parts is the reward.
@@ -216,8 +225,8 @@ class Reward(VideoReward):
         NotFiniteError that names the student for latents that are not finite, if a scorer fails on them.
         """
         video = self._decode(x0)
-        with _of_finite(x0, f"training step {step + 1}"):
-            parts = self.parts(video, prompts, self.weights)
+        with of_finite(x0, f"training step {step + 1}"):
+            parts = self.parts_of(x0, video, prompts, self.weights)
         return Scores(parts, self._statistics(video, step), thumbnail(video))
 
     @torch.no_grad()
@@ -233,11 +242,12 @@ class Reward(VideoReward):
         video, when = self._decode(x0), f"training step {step + 1}"
         here = [name for name in self.weights if name not in self._apart]
         answer = self._thread.submit(self.parts, video.cpu(), prompts, self._apart)
-        with _of_finite(x0, when):
-            parts, seen, small = self.parts(video, prompts, here), self._statistics(video, step), thumbnail(video)
+        with of_finite(x0, when):
+            parts = self.parts_of(x0, video, prompts, here)
+            seen, small = self._statistics(video, step), thumbnail(video)
 
         def finish() -> Scores:
-            with phase("score"), _of_finite(x0, when):
+            with phase("score"), of_finite(x0, when):
                 others = answer.result().to(parts.device)
             order = [[*here, *self._apart].index(name) for name in self.weights]
             return Scores(torch.cat([parts, others], 1)[:, order], seen, small)
@@ -252,8 +262,8 @@ class Reward(VideoReward):
 
         Raise UserError if no scorer has a gradient; `when` is the step, for messages.
         """
-        with _of_finite(x0, when):
-            reward = self.total(self.parts(self._decode(x0), prompts, self.weights))
+        with of_finite(x0, when):
+            reward = self.total(self.parts_of(x0, self._decode(x0), prompts, self.weights))
         if not reward.requires_grad:
             raise UserError(
                 f"reward: none of {', '.join(self.weights)} has a gradient: take another method or reward.kind"
@@ -267,7 +277,7 @@ class Reward(VideoReward):
 
 
 @contextmanager
-def _of_finite(x0: Latents, when: str) -> Iterator[None]:
+def of_finite(x0: Latents, when: str) -> Iterator[None]:
     """Raise NotFiniteError, which names the student, in place of what a scorer says of samples that are not finite.
 
     They are looked at after a failure alone: it takes a wait for the device.

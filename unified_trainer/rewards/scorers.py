@@ -20,6 +20,7 @@ from unified_trainer.models import hub
 from unified_trainer.rewards.base import (
     ApartScorer,
     Features,
+    LatentScorer,
     NetworkScorer,
     RewardConfig,
     Scorer,
@@ -131,6 +132,13 @@ def group_scorer(config: RewardConfig) -> str:
     return next((key for key, part in keys.items() if scorer_kind(part, key, config.timeout).of_groups), "")
 
 
+def check_of_videos(config: RewardConfig) -> None:
+    """Raise UserError, naming the key, for a scorer that reads latents: a file or a server has videos alone."""
+    for name, part in config.named().items():
+        if scorer_kind(part, config.key(name), config.timeout).of_latents:
+            raise UserError(f"{config.key(name)}: {part.kind} reads latents, but here are videos alone: leave it out")
+
+
 def least_frames(config: RewardConfig) -> int:
     """Return how many frames a video must have, so that every scorer sees as many as it needs."""
     needed = [1]
@@ -160,7 +168,9 @@ def load_scorers(
         scorers[name] = scorer if kind.own_timeout else limit(scorer, config.timeout, config.key(name))
         if kind.apart:
             scorers[name] = ApartScorer(scorer)
-        if config.offload and isinstance(scorer, NetworkScorer):
+        if kind.of_latents:
+            scorers[name] = LatentScorer(scorers[name])
+        elif config.offload and isinstance(scorer, NetworkScorer):
             scorers[name] = offloaded = OffloadedScorer.of(scorers[name], scorer.networks, place)
             own = offloaded.features(own) if own is not None else None
         features = features or own

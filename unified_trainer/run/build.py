@@ -31,6 +31,7 @@ from unified_trainer.parallel.agreement import assert_equal
 from unified_trainer.parallel.device import attention_order, has_tf32, require_memory
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.base import Features
+from unified_trainer.rewards.latents import reward_of
 from unified_trainer.rewards.reward import Reward, RewardSum
 from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.roles.causal import Causal
@@ -96,7 +97,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     source, requests = _requests(run, plan, codec)
     workers = _start_workers(run, requests, mesh)
     scorers, features = load_scorers(run.reward, mesh.device) if plan.scores_here else ({}, None)
-    reward = Reward(scorers, codec, run.reward) if plan.scores_here else RewardSum(run.reward)
+    reward = reward_of(scorers, codec, run.reward) if plan.scores_here else RewardSum(run.reward)
     roles = _load_roles(run, plan, mesh)
     loader = Loader(
         source,

@@ -13,7 +13,7 @@ from unified_trainer.methods.rl.rollouts import Sampling
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import require_memory, use_attention, use_tf32
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
-from unified_trainer.rewards.reward import Reward
+from unified_trainer.rewards.latents import reward_of
 from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.roles.causal import Causal, causal_form
 from unified_trainer.roles.weight_copy import WeightCopy
@@ -36,7 +36,7 @@ def build_sampling(run: RunConfig, device: torch.device, samples: bool, scores: 
         role = _weights_of_training(name, plan, run, device, "a rollout worker", "sample", "--rollouts.workers 0")
         parts |= {"sample": partial(method.sample, run.algorithm, run.sampler, role), "weights": role.weights}
     if scores:
-        parts["reward"] = Reward(load_scorers(run.reward, device)[0], codec, run.reward)
+        parts["reward"] = reward_of(load_scorers(run.reward, device)[0], codec, run.reward)
     return Sampling(
         **parts, codec=codec, latent_shape=codec.latent_shape(video.frames, video.height, video.width), device=device
     )
@@ -53,7 +53,7 @@ def build_evaluation(
     role = _weights_of_training("student", plan, run, device, "an evaluation worker", "validate", way_out)
     scorers, features = load_scorers(run.reward, device)
     shape = codec.latent_shape(shown.video.frames, shown.video.height, shown.video.width)
-    reward = Reward(scorers, codec, run.reward)
+    reward = reward_of(scorers, codec, run.reward)
     return role, SampleMaker(run.validation, codec, reward, features, shown.sampler, requests, shape, device)
 
 

@@ -13,6 +13,7 @@ from PIL import Image
 from unified_trainer.__main__ import main
 from unified_trainer.basics.requests import Request
 from unified_trainer.tools.load_run import LoadedRole, load_role
+from unified_trainer.tools.sample import sample as sample_module
 from unified_trainer.tools.sample.sample import of_length, pieces, videos
 
 pytestmark = pytest.mark.slow
@@ -182,9 +183,28 @@ def test_videos_and_their_table(runs, tmp_path, capsys):
         assert sheet.height == 3 * (128 + 2 * 16)
 
 
+def test_videos_by_the_names_that_vbench_reads(runs, tmp_path, monkeypatch):
+    """VBench looks for PROMPT-INDEX.mp4 with index 0 to 4; the contact sheet has the first videos alone."""
+    monkeypatch.setattr(sample_module, "SHOWN", 3)
+    words = ["--prompts", *PROMPTS[:2], "--num-samples", "2", "--prompt-names", "--batch", "3"]
+    assert main(["sample", str(runs / "ode"), *words, "--seed", "7", "--output", str(tmp_path / "out")]) == 0
+    names = {f"{prompt}-{index}.mp4" for prompt in PROMPTS[:2] for index in range(2)}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == names | {"contact_sheet.png", "samples.json"}
+    rows = json.loads((tmp_path / "out" / "samples.json").read_text())
+    assert [(row["video"], row["seed"]) for row in rows] == [
+        (f"{prompt}-{index}.mp4", 7 + 2 * number + index)
+        for number, prompt in enumerate(PROMPTS[:2])
+        for index in range(2)
+    ]
+    with Image.open(tmp_path / "out" / "contact_sheet.png") as sheet:
+        assert sheet.height == 3 * (128 + 2 * 16)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["RUN", "--prompt-names", "--prompts", "a", "b", "a"], "the prompt 'a' comes twice"),
+        (["RUN", "--prompt-names", "--prompts", "a" * 250], "cannot name a file"),
         (["RUN@9", "--prompts", "a"], "has no checkpoint of step 9; it has 1"),
         (["RUN", "--prompts", "EMPTY"], "empty.txt is empty"),
         (["RUN", "--prompts", "a", "--batch", "0"], "--batch must be from 1 to 1000000, not 0"),

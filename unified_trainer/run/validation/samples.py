@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.requests import Request
-from unified_trainer.basics.types import check_finite
+from unified_trainer.basics.types import Latents, Video, check_finite
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
 from unified_trainer.data.video_files import to_uint8
@@ -85,13 +85,13 @@ class SampleMaker:
 
         Samples of a number below `videos` are kept as video. Raise NotFiniteError for samples that are not finite.
         """
-        video = self._generate(role, list(samples), step)
+        x0, video = self._generate(role, list(samples), step)
         columns = {f"{PIXELS}{name}": row for name, row in statistics(video).items()}
         columns[THUMBNAILS] = thumbnail(video)
         requests = self._requests(samples)
         prompts = tuple(request.text for request in requests)
         if names := (*self._reward.weights, *self._reward.held_out):
-            columns[SCORES] = self._reward.parts(video, prompts, names)
+            columns[SCORES] = self._reward.parts_of(x0, video, prompts, names)
         if is_tiny_world(video, [request.text for request in self.requests]):
             hits = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
             columns |= {f"{ACCURACY}{name}": right.float().to(self._device) for name, right in hits.items()}
@@ -103,7 +103,7 @@ class SampleMaker:
     def _requests(self, samples: Sequence[int]) -> tuple[Request, ...]:
         return tuple(self.requests[i % len(self.requests)] for i in samples)
 
-    def _generate(self, role: Role, samples: list[int], step: int) -> Tensor:
+    def _generate(self, role: Role, samples: list[int], step: int) -> tuple[Latents, Video]:
         batch = make_batch(
             self._codec,
             self._requests(samples),
@@ -120,7 +120,7 @@ class SampleMaker:
         x0 = generate(role, draw("validation"), batch, self._sampler, lambda s: draw(f"transition {s}"))
         check_finite(x0, f"validation after training step {step}")
         with phase("decode"):
-            return self._codec.decode(x0)
+            return x0, self._codec.decode(x0)
 
     def _real_features(self, samples: range, features: Features) -> Tensor:
         """Return the features of as many real clips of the same captions, encoded and decoded."""

@@ -16,7 +16,7 @@ from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.base import RewardConfig
 from unified_trainer.rewards.reward import VideoReward
-from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers, scorer_kind
+from unified_trainer.rewards.scorers import check_of_videos, check_prompts, check_reward, load_scorers, scorer_kind
 from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.flags import split
 from unified_trainer.run.settings.settings import RunFlags
@@ -155,6 +155,7 @@ def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> N
                 f"{rates[0]:g}: serve a run with the same video.fps"
             )
     check_reward(rewards, chosen[0].run.video.frames)
+    check_of_videos(rewards)
     check_prompts(rewards, (plan.prompts, lambda number: f"--prompts: prompt {number + 1}"))
 
 

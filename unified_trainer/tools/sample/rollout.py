@@ -13,7 +13,7 @@ from unified_trainer.basics.types import Video
 from unified_trainer.data.video_files import file_name, to_uint8, write_clip
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rewards.reward import Reward
+from unified_trainer.rewards.latents import reward_of
 from unified_trainer.rewards.scorers import check_prompts, check_reward, load_scorers
 from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import read_reward
@@ -79,7 +79,7 @@ def rollout(
                 drawn += len(numbers)
         scorers, _ = load_scorers(rewards, loaded.role.device)
         on_video = _videos(output, num_videos, loaded.run.video.fps)
-        mean = folder.score(name, Reward(scorers, codec, rewards), codec, loaded.role.device, on_video)
+        mean = folder.score(name, reward_of(scorers, codec, rewards), codec, loaded.role.device, on_video)
     message = f"{len(samples)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {loaded.said}"
     say(message)
 

@@ -140,18 +140,18 @@ class RolloutFolder:
                 video = codec.decode(x0)
                 if on_video is not None:
                     on_video(numbers, video)
-                new = self._rows(part, numbers, reward, video)
+                new = self._rows(part, numbers, reward, x0, video)
                 opened.write("".join(json.dumps(row) + "\n" for row in new))
                 opened.flush()
                 os.fsync(opened.fileno())
                 rows += new
         return sum(row["reward"] for row in rows) / len(rows)
 
-    def _rows(self, part: int, numbers: range, reward: Reward, video: Video) -> list[dict[str, Any]]:
+    def _rows(self, part: int, numbers: range, reward: Reward, x0: Latents, video: Video) -> list[dict[str, Any]]:
         prompts, count = self.about["prompts"], self.about["num_samples"]
         samples = [(i // count, prompts[i // count]) for i in numbers]
         names = (*reward.weights, *reward.held_out)
-        parts = reward.parts(video, tuple(prompt for _, prompt in samples), names).double()
+        parts = reward.parts_of(x0, video, tuple(prompt for _, prompt in samples), names).double()
         totals = reward.total(parts[:, : len(reward.weights)]).tolist()
         return [
             {"sample": number, "prompt_id": prompt_id, "prompt": prompt, "seed": self.about["seed"] + number}

@@ -33,12 +33,17 @@ from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.sampling.solver import Draw, generate, stream_chunks
 from unified_trainer.tools.load_run import LoadedRole, load_role
 
+SHOWN = 64  # most videos on the contact sheet, whose frames stay in memory until the end
+LONGEST_NAME = 255  # bytes
+
 
 def sample(
     run: Annotated[str, tyro.conf.Positional],
     prompts: tuple[str, ...],
     output: Path,
     image: Path | None = None,
+    num_samples: Count = 1,
+    prompt_names: bool = False,
     seed: Seed = 0,
     batch: Count = 8,
     frames: FramesOrZero = 0,
@@ -53,8 +58,12 @@ def sample(
     Args:
         run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
         prompts: Prompts, or files with one prompt per line; "a | b" with --stream switches from a to b in one video.
-        output: Folder to write: N.mp4 or N.png of prompt N, contact_sheet.png, samples.json. Empty or absent.
+        output: Folder to write: N.mp4 or N.png of video N, contact_sheet.png of the first ones, samples.json; it must
+            be empty or absent.
         image: Condition image of all videos: their first frame. A table of prompts names images in its column image.
+        num_samples: Videos of each prompt, one after the other.
+        prompt_names: Name the videos PROMPT-INDEX.mp4, as VBench reads them: with --num-samples 5 and the prompts of a
+            dimension, its program runs on the folder.
         seed: Seed of the first video's noise; video i has seed + i.
         batch: Videos generated at a time.
         frames: Pixel frames of a video; 0 takes the run's.
@@ -70,25 +79,41 @@ def sample(
     given = () if image is None else (Image.read(image, "--image"),)
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
-    lines = with_images(loaded, prompts, lines, given)
+    lines = [line for line in with_images(loaded, prompts, lines, given) for _ in range(num_samples)]
+    stems = of_prompts(lines, num_samples) if prompt_names else range(len(lines))
     loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)))
     if stream and not loaded.run.sampler.chunks.causal:
         raise UserError(f"--stream needs a causal student, but {run} generates all frames at once: leave it out")
+    names = [file_name(stem, loaded.run.video.frames) for stem in stems]
     rows: list[dict[str, Any]] = [
-        {"video": file_name(i, loaded.run.video.frames), "prompt": line.text, "seed": seed + i} | line.files
-        for i, line in enumerate(lines)
+        {"video": names[i], "prompt": line.text, "seed": seed + i} | line.files for i, line in enumerate(lines)
     ]
     with writing(output), fitting(f"a batch of {min(batch, len(lines))} videos", "lower --batch"):
         output.mkdir(parents=True, exist_ok=True)
-        clips, speed = _write(loaded, lines, seed, batch, output, stream)
+        clips, speed = _write(loaded, lines, seed, batch, [output / name for name in names], stream)
         sheet = [
             Row(clip, f"seed {seed + i}", line.text, line.pictures(*clip.shape[1:3]))
-            for i, (clip, line) in enumerate(zip(clips, lines, strict=True))
+            for i, (clip, line) in enumerate(zip(clips, lines, strict=False))
         ]
         contact_sheet(sheet, output / "contact_sheet.png")
         without_link(output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     message = f"{len(lines)} videos in {output}: {loaded.said}{speed}"
     say(message)
+
+
+def of_prompts(requests: Sequence[Request], count: int) -> list[str]:
+    """Return the names PROMPT-INDEX of the videos of requests, each `count` times in a row.
+
+    Raise UserError for a prompt that cannot be a file name, and for one that comes twice.
+    """
+    names = [f"{request.text}-{i % count}" for i, request in enumerate(requests)]
+    for name, request in zip(names, requests, strict=True):
+        if "/" in name or "\0" in name or name.startswith(".") or len(file_name(name, 1).encode()) > LONGEST_NAME:
+            raise UserError(f"--prompt-names: the prompt {request.text!r} cannot name a file; leave it out")
+    if len({*names}) < len(names):
+        twice = next(request.text for i, request in enumerate(requests) if names[i] in names[:i])
+        raise UserError(f"--prompt-names: the prompt {twice!r} comes twice; give it once, with --num-samples")
+    return names
 
 
 def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | None, batch: int) -> LoadedRole:
@@ -239,11 +264,14 @@ def _stream(loaded: LoadedRole, codec: Codec, requests: Sequence[Request], seeds
 
 
 def _write(
-    loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int, output: Path, by_chunk: bool
+    loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int, names: Sequence[Path], by_chunk: bool
 ) -> tuple[list[np.ndarray], str]:
-    """Write the videos as their frames come; return all frames, and the speed in words if it was chunk by chunk."""
+    """Write the videos as their frames come, each to its file.
+
+    Return the frames of the first SHOWN videos, and the speed in words if it was chunk by chunk.
+    """
     clips: list[np.ndarray] = []
-    began, first = time.perf_counter(), 0.0
+    began, first, written, count = time.perf_counter(), 0.0, 0, 0
     for parts in pieces(loaded, requests, seed, batch, by_chunk=by_chunk):
         with contextlib.ExitStack() as open_files:
             files, seen = [], []
@@ -251,11 +279,13 @@ def _write(
                 seen.append(to_uint8(part))
                 first = first or time.perf_counter() - began
                 if not files:
-                    video = loaded.run.video
-                    names = [output / file_name(len(clips) + i, video.frames) for i in range(len(part))]
-                    files = [open_files.enter_context(writer(name, video.fps)) for name in names]
+                    here = names[written : written + len(part)]
+                    files = [open_files.enter_context(writer(name, loaded.run.video.fps)) for name in here]
                 for file, frames in zip(files, seen[-1], strict=True):
                     file.add(frames)
-        clips += [np.concatenate(of_one) for of_one in zip(*seen, strict=True)]
-    rate = sum(map(len, clips)) / (time.perf_counter() - began)
+        written += len(files)
+        count += sum(len(frames) for part in seen for frames in part)
+        if len(clips) < SHOWN:
+            clips += [np.concatenate(of_one) for of_one in zip(*seen, strict=True)][: SHOWN - len(clips)]
+    rate = count / (time.perf_counter() - began)
     return clips, f"; first frames after {first:.2f} s, {rate:.1f} frames/s over all videos" if by_chunk else ""

@@ -9,7 +9,7 @@ from unified_trainer.basics.terminal import say
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rewards.reward import Reward
+from unified_trainer.rewards.latents import reward_of
 from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.run.registry import add_families, family_of
 from unified_trainer.run.settings.command_line import read_reward
@@ -42,6 +42,6 @@ def score(
     codec = family.codec(path, mesh.device, EncoderConfig())
     scorers, _ = load_scorers(rewards, mesh.device)
     with fitting(f"a batch of {len(rollouts.parts[0])} samples", "call rollout with a lower --batch"):
-        mean = rollouts.score(name, Reward(scorers, codec, rewards), codec, mesh.device)
+        mean = rollouts.score(name, reward_of(scorers, codec, rewards), codec, mesh.device)
     message = f"{len(rollouts.samples)} samples in {folder / 'scores' / name}.jsonl, mean reward {mean:.4g}"
     say(message)

@@ -8,7 +8,7 @@ from unified_trainer.basics.ranges import Count, Port, at_least
 from unified_trainer.parallel.device import Device, pick_device
 from unified_trainer.rewards.base import Scorer
 from unified_trainer.rewards.reward import RewardConfig, VideoReward
-from unified_trainer.rewards.scorers import check_reward, least_frames, load_scorers
+from unified_trainer.rewards.scorers import check_of_videos, check_reward, least_frames, load_scorers
 from unified_trainer.rewards.time_limit import watched
 from unified_trainer.run.settings.command_line import read_reward
 from unified_trainer.tools.serve.guard import Door
@@ -47,6 +47,7 @@ def serve_reward(
     name, config = _served(reward, path)
     frames = least_frames(config)
     check_reward(config, frames)
+    check_of_videos(config)
 
     def load() -> Service:
         def late(error: TimeoutError) -> None:
