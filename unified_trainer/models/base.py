@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, Video
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.mesh import Mesh
 
@@ -34,6 +35,11 @@ class VideoModel(Protocol):
     @property
     def adapter_layers(self) -> tuple[str, ...]:
         """Names of the linear layers that adapters usually go on."""
+        ...
+
+    @property
+    def new_layers(self) -> tuple[str, ...]:
+        """Ends of the names of weights that a folder may lack: they start at zero, and are trained beside adapters."""
         ...
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
@@ -96,6 +102,12 @@ class VideoModel(Protocol):
         Their number does not change from pass to pass, and a dimension that grows is marked as dynamic.
         """
         ...
+
+
+class SparseVideoModel(VideoModel, Protocol):
+    """A model whose self-attention leaves out a share of the tiles of keys."""
+
+    share: float  # that the next pass leaves out
 
 
 class Cache(Protocol):
@@ -266,3 +278,5 @@ class Family:
     published_layer: Callable[[str], str | None] = lambda layer: None
     # module that an export carries as pipeline.py: a diffusers pipeline that reads scheduler/sampler.json
     exported_pipeline: Path | None = None
+    # (folder, component, settings) -> as `model`, with sparse self-attention; None: no sparse form
+    sparse: Callable[[Path, str, SparseAttentionConfig], VideoModel] | None = None

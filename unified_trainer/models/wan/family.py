@@ -11,7 +11,7 @@ from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.codec import WanCodec, latent_shape
 from unified_trainer.models.wan.configs import EXPERTS, INDEX, ModelIndex, check_folder, transformer_config, vae_outline
 from unified_trainer.models.wan.lora import published_adapter, published_layer
-from unified_trainer.models.wan.model import WanModel
+from unified_trainer.models.wan.sparse import SparseWanModel, open_dense
 
 
 def latent_channels(folder: Path) -> int:
@@ -75,7 +75,7 @@ def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
 
 WAN = Family(
     pipeline="WanPipeline",
-    model=WanModel.open,
+    model=open_dense,
     codec=WanCodec.load,
     causal=CausalWanModel.open,
     latent_channels=latent_channels,
@@ -88,4 +88,5 @@ WAN = Family(
     published_layer=published_layer,
     adapter_files=("high_noise_model", "low_noise_model"),  # as Wan2.2-Lightning names them
     exported_pipeline=Path(exported_pipeline.__file__),
+    sparse=SparseWanModel.open_with,
 )

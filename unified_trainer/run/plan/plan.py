@@ -25,6 +25,7 @@ from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips
 from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
+from unified_trainer.run.plan.sparse import check_sparse
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
@@ -119,6 +120,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_sampling(run, latent_shape)
     validation_shape = family.latent_shape(folder, shown.video.frames, shown.video.height, shown.video.width)
     check_sampling(shown, validation_shape)
+    check_sparse(run, method, roles, mesh)
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type, family.tile_unit)
     notes = (

@@ -7,7 +7,7 @@ head in place of the vocabulary's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,11 @@ class Architecture:
     vae: Mapping[str, Any]  # config
     text_encoder: Mapping[str, Any]  # config
     text_tokens: int = TEXT_TOKENS
+    gates: int = 0  # layers of a block that the role's sparse attention adds
 
     @cached_property
     def size(self) -> TransformerSize:
-        return TransformerSize.of(self.transformer)
+        return replace(TransformerSize.of(self.transformer), gates=self.gates)
 
     @cached_property
     def vae_weights(self) -> int:
