@@ -208,20 +208,6 @@ def test_recomputation_changes_nothing(memory):
     assert_same(gradients(memory), gradients("none"))
 
 
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_compiled_blocks_learn_the_same_while_the_share_rises(tmp_path):
-    words = SIZE | SPARSE | {"student.sparse-attention.warmup-updates": 2, "student.learning-rate": 1e-4}
-    more = {"student.compile": True, "student.activation-memory": "selective", "device": "cpu"}
-    assert main(flags(words | {"output": tmp_path / "plain"})) == 0
-    done = torchrun(1, "-m", "unified_trainer", *flags(words | more | {"output": tmp_path / "compiled"}))
-    assert done.returncode == 0, done.stderr
-    plain, compiled = (checkpoint_of(tmp_path / name, 2) for name in ("plain", "compiled"))
-    for key in plain:
-        if key.startswith("student/optimizer") or key.startswith("student/weights"):
-            torch.testing.assert_close(compiled[key], plain[key], rtol=1e-3, atol=1e-4, msg=key)
-
-
 def test_an_adapter_trains_the_gates_beside_it():
     model = sparse_model()
     backbone = Backbone(model, ALONE, adapters={"student": AdapterConfig(rank=2)})
