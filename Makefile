@@ -1,6 +1,7 @@
 # make demo      the default run
 # make check     lint, import layers, types and the fast tests, in about a minute: run it before every commit
 # make test      the whole suite
+# make fake-cuda the tests of tests/fake_cuda on a GPU without memory: 4 GB of downloads, no GPU, not part of make test
 # make mutants   plant known faults into a copy of the package and run the tests that must find them
 #
 # Every target sets up its own venv first. The tests come in tiers, by marker:
@@ -16,7 +17,7 @@ JOBS ?= 2
 # Compiled modules and tests are kept whatever the environment says: collecting takes a third less time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test mutants setup
+.PHONY: demo check test fake-cuda mutants setup
 
 demo: setup
 	$(VENV)/bin/python -m unified_trainer --method dance_grpo
@@ -31,6 +32,20 @@ check: setup
 # Three processes on two cores: tests wait for other processes, and then a core would be idle.
 test: setup
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# CUDA_VENV has torch's CUDA build in its own packages, and takes all others from VENV.
+CUDA_VENV ?= .venv-cuda
+CUDA_TORCH ?= 2.11.0
+
+fake-cuda: setup $(CUDA_VENV)/ready
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(CUDA_VENV)/bin/python -m pytest -q -s tests/fake_cuda
+
+$(CUDA_VENV)/ready:
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip install --quiet torch==$(CUDA_TORCH)
+	$(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])" > \
+	  $$($(CUDA_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/others.pth
+	touch $@
 
 mutants: setup
 	$(VENV)/bin/python scripts/mutants.py --jobs $(JOBS)

@@ -1,6 +1,7 @@
 """A training loop of your own: DMD2 from Python, with early stopping by a reward that the method does not train on.
 
-python examples/own_loop.py [RUN_DIRECTORY]; on two ranks: torchrun --nproc-per-node 2 examples/own_loop.py
+python examples/own_loop.py [RUN_DIRECTORY]; on two ranks:
+torchrun --shutdown-timeout 900 --nproc-per-node 2 examples/own_loop.py
 """
 
 import sys

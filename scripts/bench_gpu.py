@@ -39,10 +39,9 @@ from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition
-from unified_trainer.data.clips import Clips, DataConfig, VideoConfig
+from unified_trainer.data.clips import Clips
 from unified_trainer.methods.rl.on_policy_check import OnPolicyCheck
 from unified_trainer.methods.rl.replay import Replay
-from unified_trainer.models.base import Codec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
@@ -349,7 +348,7 @@ def _run(bench: Bench, method: str, video: Video, flags: list[str]) -> Built:
     words += [] if "--data.path" in flags else ["--prompts", str(prompts)]
     words += ["--reward.path", "tiny"] if method in ("dance_grpo", "diffusion_nft") else []
 
-    def random_clips(_config: DataConfig, _codec: Codec, _video: VideoConfig, _seed: int) -> Clips:
+    def random_clips(*_settings: object, **_more: object) -> Clips:
         return Clips(("a red ball",), torch.randn(1, *video.latent_shape, device=bench.mesh.device))
 
     with patch.object(data_plan, "check_tiny_clips"), patch.object(building, "render_clips", random_clips):
@@ -380,7 +379,7 @@ def _step(bench: Bench, method: str, video: Video, flags: list[str]) -> dict[str
 def _log_ratio(bench: Bench, flags: list[str]) -> dict[str, Any]:
     built, found = _run(bench, "dance_grpo", bench.scale.small, flags), []
 
-    def note(_check: OnPolicyCheck, replay: Replay) -> None:
+    def note(_check: OnPolicyCheck, replay: Replay, _gain: float, _std: float) -> None:
         found.append((replay.ratio.detach().double().abs().cpu(), min(replay.clip)))
 
     try:

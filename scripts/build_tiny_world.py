@@ -23,6 +23,7 @@ from diffusers import UniPCMultistepScheduler, WanTransformer3DModel
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.tiny_world import FRAMES, HELD_OUT, PHRASINGS, SIZE, SUBJECTS, check_attributes
 from unified_trainer.models.encoders import EncoderConfig
@@ -167,7 +168,8 @@ def measure_base(wan: Path, seed: int) -> dict[str, float]:
         hits: dict[str, list[torch.Tensor]] = {}
         for start in range(0, len(samples), 48):
             part = slice(start, start + 48)
-            batch = make_batch(codec, captions[part], uncond, shape, prompt_ids=samples[part], sample_ids=samples[part])
+            rows = samples[part]
+            batch = make_batch(codec, Request.of(captions[part]), uncond, shape, prompt_ids=rows, sample_ids=rows)
             video = codec.decode(generate(student, noise[part], batch, sampler, no_draw))
             for key, right in check_attributes(video, subjects[part]).items():
                 hits.setdefault(key, []).append(right)

@@ -39,6 +39,7 @@ class Kind:
 # teacher, and one to teach the critic. dmd2 makes 3.5 for the critic, and in every fifth step 5.5 for the student.
 DANCE, JOINT, TILTED, GRADIENT = 7 * ROLLOUT, 12 * ROLLOUT, 9 * ROLLOUT, 4 * ROLLOUT
 DMD2_STEPS, DMD2 = 400, 4.6 * 32
+CHAIN = f"--method dance_grpo --recipe {Path(__file__).with_name('two_steps.yaml')}"
 VIVID = "--reward.scorers.saturation.weight 200 --student.learning-rate 3e-4"
 RATE, MATCHING = "--student.learning-rate", "--algorithm.matching.weight"
 TILT = "--method distill_rl --algorithm.surrogate.weight 0 --algorithm.matching.weight 1 --algorithm.tilt.beta 0.25"
@@ -61,22 +62,22 @@ STARTS = {
     "self_forcing": Kind("--method self_forcing", 200, "causal"),
 }
 PLAIN = {
-    "dmd2, then dance_grpo": Kind(f"--method dance_grpo {RATE} {CHOSEN['dance']}", DANCE_STEPS, "dmd2"),
+    "dmd2, then dance_grpo": Kind(f"{CHAIN} {RATE} {CHOSEN['dance']}", DANCE_STEPS, "dmd2"),
     "joint from dmd2": Kind(f"--method distill_rl {RATE} {CHOSEN['joint']}", steps(JOINT), "dmd2"),
     "critic tilt": Kind(f"{TILT} {RATE} {CHOSEN['tilt']}", steps(TILTED), "dmd2"),
     "dmd2, then reward_gradient": Kind(f"{BY_GRADIENT} {RATE} {CHOSEN['gradient']}", steps(GRADIENT), "dmd2"),
-    "self_forcing, then dance_grpo": Kind(f"--method dance_grpo {RATE} {CHOSEN['dance']}", 12, "self_forcing"),
+    "self_forcing, then dance_grpo": Kind(f"{CHAIN} {RATE} {CHOSEN['dance']}", 12, "self_forcing"),
     "joint from self_forcing": Kind(f"--method distill_rl {RATE} {CHOSEN['joint']}", 8, "self_forcing"),
     "joint from the base": Kind(
         f"--method distill_rl {RATE} {CHOSEN['joint']}", steps(JOINT) + round(DMD2_STEPS * DMD2 / JOINT)
     ),
 }
-HACKABLE = {"chain": Kind(f"--method dance_grpo {VIVID}", 16, "dmd2", validate_every=4)} | {
+HACKABLE = {"chain": Kind(f"{CHAIN} {VIVID}", 16, "dmd2", validate_every=4)} | {
     f"joint {weight}": Kind(f"--method distill_rl {VIVID} {MATCHING} {weight}", 16, "dmd2", validate_every=4)
     for weight in ("0.05", "0.01", "0.02", "0.005")
 }
 RATES = {  # flags without a learning rate, calls of a step, and the rates that are tried
-    "dance": ("--method dance_grpo", DANCE, ("1.5e-4", "3e-4")),
+    "dance": (CHAIN, DANCE, ("1.5e-4", "3e-4")),
     "joint": ("--method distill_rl", JOINT, ("1.5e-4", "3e-4")),
     "tilt": (TILT, TILTED, ("1.5e-4", "3e-4")),
     "gradient": (BY_GRADIENT, GRADIENT, ("3e-5", "1e-4")),

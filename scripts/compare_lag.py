@@ -36,6 +36,7 @@ CORRECTIONS = {
     "loglinear": "--algorithm.correction loglinear",
     "truncated, joint": "--algorithm.correction truncated --algorithm.weight-density joint",
 }
+RECIPE = Path(__file__).with_name("two_steps.yaml")
 SHOWN = ("approx_kl", "zero_gradient_fraction", "ess", "importance_weight")
 
 
@@ -120,7 +121,7 @@ def measured(folder: Path, steps: int, ahead: int, flags: list[str]) -> list[dic
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
     if lines and lines[-1]["step"] == steps and "validation/reward" in lines[-1]:
         return lines
-    run = parse(["--method", "dance_grpo", "--steps", str(steps), *flags])
+    run = parse(["--method", "dance_grpo", "--recipe", str(RECIPE), "--steps", str(steps), *flags])
     built = build(run, Mesh.join(run.device))
     trainer, student = built.trainer, built.trainer.roles["student"]
     trainer.method.sample_from(LaggedRollouts(trainer.method.rollouts, student, ahead))

@@ -13,7 +13,10 @@ from typing import Annotated
 
 import tyro
 
+DANCE = f"--method dance_grpo --recipe {Path(__file__).with_name('two_steps.yaml')}"
 SAMPLER = "--sampler.num-steps 4 --sampler.shift 5 --sampler.guidance-scale 1"
+SAMPLER_20 = "--sampler.num-steps 20 --sampler.shift 5 --sampler.guidance-scale 1"
+SWEEP = "--algorithm.window.size 4 --algorithm.window.every 2"  # all 16 places in 32 training steps
 TRAINED = "--algorithm.timestep-fraction 1"
 
 
@@ -34,15 +37,18 @@ class Kind:
 
 
 KINDS = {
-    "dance": Kind(f"--method dance_grpo {SAMPLER} {TRAINED} --algorithm.kernel dance", 4, 3),
-    "flow": Kind(f"--method dance_grpo {SAMPLER} {TRAINED} --algorithm.kernel flow --algorithm.eta 0.7", 4, 3),
-    "cps": Kind(f"--method dance_grpo {SAMPLER} {TRAINED} --algorithm.kernel cps --algorithm.eta 0.8", 4, 3),
-    "window of 2": Kind(f"--method dance_grpo {SAMPLER} {TRAINED} --algorithm.window.size 2", 4, 2),
+    "dance": Kind(f"{DANCE} {SAMPLER} {TRAINED} --algorithm.kernel dance", 4, 3),
+    "flow": Kind(f"{DANCE} {SAMPLER} {TRAINED} --algorithm.kernel flow --algorithm.eta 0.7", 4, 3),
+    "cps": Kind(f"{DANCE} {SAMPLER} {TRAINED} --algorithm.kernel cps --algorithm.eta 0.8", 4, 3),
+    "window of 2": Kind(f"{DANCE} {SAMPLER} {TRAINED} --algorithm.window.size 2", 4, 2),
+    # The sampler and the trained share of the recipes of real models. Calls that a group shares are counted once.
+    "20 steps": Kind(f"{DANCE} {SAMPLER_20} --algorithm.timestep-fraction 0.6", 19, 11),
+    "window of 4 of 20 steps": Kind(f"{DANCE} {SAMPLER_20} {SWEEP}", 13, 4),
     "dance_ppo": Kind(f"--method dance_ppo {SAMPLER} {TRAINED}", 4, 9),
     "diffusion_nft": Kind(f"--method diffusion_nft {SAMPLER} {TRAINED}", 4, 8),
     "awm": Kind(f"--method awm {SAMPLER} {TRAINED}", 4, 8),
     "online_dpo": Kind(f"--method online_dpo {SAMPLER} {TRAINED} --algorithm.num-samples 4", 4, 4),
-    "dance on dmd2": Kind(f"--method dance_grpo {TRAINED}", 4, 3, from_dmd2=True),
+    "dance on dmd2": Kind(f"{DANCE} {TRAINED}", 4, 3, from_dmd2=True),
 }
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 
+import checking
 import hypothesis
 import jaxtyping
 import pytest
@@ -24,7 +25,7 @@ LONGEST = {
 
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")  # where trust is remembered
 gc.disable()  # until everything is imported: it would look at the same objects over and over
-jaxtyping.install_import_hook("unified_trainer", "checking.check")  # before the first import of the product
+checking.install()  # before the first import of the product
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("repeatable")
 

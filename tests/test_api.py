@@ -10,6 +10,7 @@ from helpers import REPO, assert_same, checkpoint_of, copy_of, environment, file
 
 import unified_trainer as ut
 from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Request
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.sample.sample import videos
@@ -112,7 +113,7 @@ def test_videos_are_those_of_the_command_sample(stepped):
     folder, _, _, video, raw, *_ = stepped
     for spec, ours in ((":ema", video), ("", raw)):
         one = load_role(f"{folder}{spec}", "student", None, Mesh.alone("auto"), causal=True)
-        assert torch.equal(torch.cat(list(videos(one, PROMPTS, 5, 2))), ours)
+        assert torch.equal(torch.cat(list(videos(one, Request.of(PROMPTS), 5, 2))), ours)
         assert torch.equal(ut.Student.load(f"{folder}{spec}").sample(PROMPTS, seed=5, batch=2), ours)
     assert video.shape == (3, 3, 17, 64, 64) and not torch.equal(video, raw)
 

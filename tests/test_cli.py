@@ -157,7 +157,9 @@ def test_a_half_written_reward_is_named(refused, hpsv3):
 
 def test_another_pipeline_is_named(refused, wan):
     (wan / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    assert "FluxPipeline is not supported; have WanPipeline" in refused("--student.path", str(wan))
+    assert "FluxPipeline is not supported; have WanImageToVideoPipeline, WanPipeline" in refused(
+        "--student.path", str(wan)
+    )
 
 
 # Sets of scorers.

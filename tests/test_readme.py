@@ -61,10 +61,10 @@ def run(line: str) -> None:
     if words[0] == "import-hpsv3":
         return  # it reads 17 GB that are no part of this repository; tests/rewards run it on a small one
     if words[0] == "push":
-        return  # it needs a hub; tests/commands/test_push.py has one
+        return  # it needs a hub; tests/tools/export/test_push.py has one
     if words[0] == "preprocess":
         assert main(words[:3]) == 0  # on the tiny world instead of a real model
-    elif words[0] == "plan":  # tests/sizing/test_plan.py has the real one
+    elif words[0] == "plan":  # tests/tools/plan/test_plan.py has the real one
         assert main([re.sub(r"wan2.*", "tiny", word) for word in words]) == 0
     elif any(model in words for model in MODELS):
         assert check(parse(words), ALONE).notes == ()

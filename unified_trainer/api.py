@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.models.base import Codec
@@ -85,7 +86,7 @@ class Student:
         for start in range(0, len(prompts), batch):
             texts = prompts[start : start + batch]
             seeds = range(seed + start, seed + start + len(texts))
-            parts.append(self.codec.decode(draw_latents(self, self.codec, texts, seeds)))
+            parts.append(self.codec.decode(draw_latents(self, self.codec, Request.of(texts), seeds)))
         return torch.cat(parts)
 
 

@@ -86,7 +86,7 @@ FIELDS = {
             ("patch_size", [1, 1, 1, 1], "patch_size list must have at most 3 items"),
             ("patch_size", [1, 0, 1], "patch_size.1 must be greater than or equal to 1"),
             ("in_channels", ABSENT, "in_channels is missing"),
-            ("in_channels", 36, "out_channels is 16 and in_channels 36"),
+            ("in_channels", 36, "mismatched keys"),
             ("num_attention_heads", 0, "num_attention_heads must be greater"),
             ("attention_head_dim", 7, "attention_head_dim must be a multiple of 2"),
             ("num_layers", 0, "num_layers must be greater"),

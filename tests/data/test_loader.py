@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import ALONE, CPU, LATENT_SHAPE
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader, make_batch
@@ -16,7 +17,7 @@ PROMPTS = tuple(f"a {word} circle" for word in WORDS)
 
 def loader(codec, prompts=2, num_samples=1, seed=0, mesh=ALONE, source=None, per_update=None) -> Loader:
     plan = BatchPlan(prompts, num_samples, per_update or prompts, 1, ("P", "n", "G", "micro"))
-    return Loader(source or Prompts(PROMPTS), codec, plan, LATENT_SHAPE, "", seed, mesh)
+    return Loader(source or Prompts(Request.of(PROMPTS)), codec, plan, LATENT_SHAPE, "", seed, mesh)
 
 
 def epochs(codec, per_step: int, count: int, seed: int = 0) -> list[tuple[str, ...]]:
@@ -60,7 +61,7 @@ def test_the_prompts_of_a_run_are_known_ahead(codec, steps):
 def test_a_run_that_may_draw_any_prompt_knows_all_ahead(codec):
     for more in ({"by_failures": True}, {"further": True}):
         plan = BatchPlan(2, 1, 2, 8, ("a", "b", "c", "d"), **more)
-        one = Loader(Prompts(PROMPTS), codec, plan, LATENT_SHAPE, "", 0, ALONE)
+        one = Loader(Prompts(Request.of(PROMPTS)), codec, plan, LATENT_SHAPE, "", 0, ALONE)
         assert one.prompts(1) == ["", *PROMPTS]
 
 
@@ -98,7 +99,7 @@ def test_a_batch_splits_and_keeps_its_rows_together(codec):
     prompts = list(PROMPTS[:3])
     batch = make_batch(
         codec,
-        prompts,
+        Request.of(prompts),
         codec.encode_text([""]),
         LATENT_SHAPE,
         prompt_ids=[5, 6, 7],
@@ -117,7 +118,12 @@ def test_conditions_are_those_of_the_prompts(codec):
     """Each distinct prompt is encoded once and handed to its rows; uncond is the negative prompt on every row."""
     prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[1]]
     batch = make_batch(
-        codec, prompts, codec.encode_text(["green"]), LATENT_SHAPE, prompt_ids=[1, 0, 1], sample_ids=[0, 1, 2]
+        codec,
+        Request.of(prompts),
+        codec.encode_text(["green"]),
+        LATENT_SHAPE,
+        prompt_ids=[1, 0, 1],
+        sample_ids=[0, 1, 2],
     )
     alone = codec.encode_text([*prompts, "green"])["text"]
     torch.testing.assert_close(batch.cond["text"], alone[:3])

@@ -13,6 +13,7 @@ from clip_files import RAW, tensors, write_clips
 from helpers import ALONE, CPU, LATENT_SHAPE, WAN
 
 from unified_trainer.basics.errors import MissingFileError, NotFiniteError, UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.data import parquet
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.loader import Loader
@@ -52,7 +53,7 @@ def many(folder: Path, count: int = 96, rows: int = 8, shape=LATENT_SHAPE, **mor
 def test_latents_are_normalised_by_the_vae(codec, tmp_path):
     write_clips(tmp_path / "a.parquet")
     one = source(tmp_path, codec)
-    assert len(one) == 3 and one.prompt(1) == "caption 1"
+    assert len(one) == 3 and one.request(1) == Request("caption 1")
     mean, std = (torch.tensor(codec._outline.config[f"latents_{name}"]).view(-1, 1, 1, 1) for name in ("mean", "std"))
     torch.testing.assert_close(one.latents([2, 0]), (RAW[[2, 0]] - mean) / std)
 
@@ -62,7 +63,7 @@ def test_files_follow_each_other_in_the_order_of_their_names(codec, tmp_path):
     write_clips(tmp_path / "part" / "b.parquet", RAW[1:], caption=["second", "third"])
     write_clips(tmp_path / "a.parquet", RAW[:1], caption=["first"])
     one = source(tmp_path, codec)
-    assert [one.prompt(i) for i in range(3)] == ["first", "second", "third"]
+    assert [one.request(i).text for i in range(3)] == ["first", "second", "third"]
     torch.testing.assert_close(one.latents([0, 1, 2]), codec.normalise(RAW))
 
 

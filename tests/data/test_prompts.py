@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from unified_trainer.basics.errors import MissingFileError, UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.prompts import read_prompts, training_captions, validation_captions
 from unified_trainer.data.tiny_world import HELD_OUT, SUBJECT_OF_CAPTION, SUBJECTS, TRAINING
 from unified_trainer.tools.sample.sample import read_lines
@@ -142,7 +143,16 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, name, text, message):
 def test_a_name_of_a_file_is_never_a_prompt(name):
     with pytest.raises(MissingFileError, match="no such file"):
         read_lines(["a red circle moving left", name])
-    assert read_lines(["a red circle moving left"]) == ["a red circle moving left"]
+    assert read_lines(["a red circle moving left"]) == [Request("a red circle moving left")]
+
+
+def test_a_folder_of_videos_beside_is_no_prompt(tmp_path, monkeypatch):
+    """Nor is a text too long for a name a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clips").mkdir()
+    (tmp_path / "clips" / "a.mp4").touch()
+    (tmp_path / "clips" / "a.txt").write_text("one")
+    assert read_lines(["clips", "x " * 300]) == list(Request.of(["one", "x " * 300]))
 
 
 def test_a_missing_file_is_named(tmp_path):

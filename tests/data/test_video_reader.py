@@ -57,7 +57,9 @@ def test_frames_are_those_on_show_at_the_sampled_moments(tmp_path, suffix, fps, 
 def test_a_video_of_just_enough_frames_is_enough(tmp_path):
     file = write_exactly(tmp_path / "a.mkv", grays(17), 8)
     assert len(read_clip(file, VideoConfig(17, 16, 16, 8))) == 17
-    with pytest.raises(VideoError, match=r"a\.mkv: too short: 2\.12 s are 17 frames at 8 per second, not 21"):
+    with pytest.raises(
+        VideoError, match=r"a\.mkv: too short: 2\.12 s are 17 frames at 8 per second, not the 21 of video\.frames"
+    ):
         read_clip(file, VideoConfig(21, 16, 16, 8))
 
 

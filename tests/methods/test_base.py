@@ -11,6 +11,7 @@ from helpers import ALONE, CAPTIONS, LATENT_SHAPE, WAN, Recorder, frozen, tiny_c
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.plugins import load_object
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.base import (
@@ -185,7 +186,7 @@ class Remembering(Method):
 
 
 def trainer_of(method: Method, student: Recorder) -> Trainer:
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), Settings().plan(), LATENT_SHAPE, "", 0, ALONE)
+    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), Settings().plan(), LATENT_SHAPE, "", 0, ALONE)
     return Trainer(method, {"student": student}, loader, ALONE, seed=0)
 
 

@@ -14,6 +14,7 @@ from exact_world import PROMPTS, SHAPE, SIZE, ClassCodec, Model
 from helpers import ALONE
 from torch import nn
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_ppo import DancePPO, DancePPOConfig
@@ -130,7 +131,7 @@ def ppo(value: Value, config: DancePPOConfig = PLAIN, *, older: nn.Module | None
     """PPO of the linear student, whose rewards keep their unit; another network may have made the samples."""
     student = role_of(Linear())
     rollouts = LinearReward(role_of(older) if older else student, config, age=1 if older else 0)
-    loader = Loader(Prompts(PROMPTS), ClassCodec(), config.plan(), SHAPE, "", seed, ALONE)
+    loader = Loader(Prompts(Request.of(PROMPTS)), ClassCodec(), config.plan(), SHAPE, "", seed, ALONE)
     reward = RewardSum(RewardConfig(kind="linear"))
     method = DancePPO(config, SAMPLER, student=student, value=value, reward=reward, loader=loader, rollouts=rollouts)
     method.load_state_dict({"reward_scale": torch.tensor([0.0, 1.0])})

@@ -28,6 +28,7 @@ from helpers import (
 )
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.diffusion_nft import DiffusionNFT, DiffusionNFTConfig, contrast
@@ -60,7 +61,7 @@ def trainer(
     student = Recorder(TrainableConfig(max_grad_norm=0.0, learning_rate=1e-2), moves=moves)
     old = WeightCopy("old", Backbone(small_model(old_seed), ALONE), TrainableConfig())
     reward = reward_of(ScriptedScorer(rewards))
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
     parts = reward_parts(kind, config, SAMPLER, old, reward, loader)
     method = kind(config, SAMPLER, student=student, old=old, reference=reference, **parts)
     return Trainer(method, {"student": student}, loader, ALONE, copies={"old": (old, "student")}, seed=0)

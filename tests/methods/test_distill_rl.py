@@ -27,6 +27,7 @@ from helpers import (
 )
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPOConfig
@@ -69,7 +70,7 @@ def trainer(
     settings, adam = config(**changes), TrainableConfig(max_grad_norm=0.0)
     student = student or Recording("student", Backbone(small_model(), mesh, trained=True), adam, moves=moves)
     critic = RecordingCritic("critic", Backbone(small_model(2), mesh, trained=True), adam, moves=moves)
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), settings.plan(), shape, "", 0, mesh)
+    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), settings.plan(), shape, "", 0, mesh)
     parts = reward_parts(DistillRL, settings, sampler, student, reward_of(scorer), loader)
     teacher = Frozen("teacher", Backbone(small_model(1), mesh), RoleConfig())
     if settings.kl_coefficient:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import ALONE, CAPTIONS, Calls, assert_near, finetune, tiny_codec
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.finetune import Finetune, FinetuneConfig
@@ -135,7 +136,7 @@ def test_diffusion_forcing_draws_a_noise_level_for_every_chunk_of_every_sample()
     chunks = ChunkConfig(chunk_frames=2, independent_first_frame=True)
     config, sampler = FinetuneConfig(**WHOLE, forcing="diffusion"), SamplerConfig(chunks=chunks)
     shape = (16, 5, 2, 2)
-    source = Loader(Prompts(CAPTIONS * 2), tiny_codec(), config.plan(), shape, "", 0, ALONE)
+    source = Loader(Prompts(Request.of(CAPTIONS * 2)), tiny_codec(), config.plan(), shape, "", 0, ALONE)
     method = Finetune(config, sampler, student=None)
     sigma, weight = method._noise_levels(source.batch(0), Streams(0, 0))
     assert sigma.shape == (8, 5) and weight == 1

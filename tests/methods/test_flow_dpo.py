@@ -31,6 +31,7 @@ from helpers import (
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
@@ -54,7 +55,7 @@ def trainer(*, rewards=REWARDS, moves: bool = False, mesh: Mesh = ALONE, **chang
     config = dataclasses.replace(CONFIG, **changes)
     student = Recorder(TrainableConfig(max_grad_norm=0.0, learning_rate=1e-2), moves=moves, mesh=mesh)
     reward = reward_of(ScriptedScorer(rewards))
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, mesh)
+    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, mesh)
     parts = reward_parts(OnlineDPO, config, SAMPLER, student, reward, loader)
     method = OnlineDPO(config, SAMPLER, student=student, reference=frozen("reference", seed=2), **parts)
     return Trainer(method, {"student": student}, loader, mesh, seed=0)

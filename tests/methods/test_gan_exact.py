@@ -13,6 +13,7 @@ from exact_world import SHAPE, SIZE, ClassCodec, Model, role
 from helpers import ALONE
 from torch import nn
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import make_batch
 from unified_trainer.methods.distribution_matching import DistributionMatching, ScoreConfig
 from unified_trainer.numerics.flow import add_noise
@@ -68,7 +69,9 @@ def world():
     matching = DistributionMatching(config, teacher, critic, gan_weight=1.0, gan_critic_weight=1.0)
     ids, codec = list(range(COUNT)), ClassCodec()
     clips, prompts = torch.ones(COUNT, *SHAPE), ["class 0"] * COUNT
-    batch = make_batch(codec, prompts, codec.encode_text([""]), SHAPE, prompt_ids=ids, sample_ids=ids, latents=clips)
+    batch = make_batch(
+        codec, Request.of(prompts), codec.encode_text([""]), SHAPE, prompt_ids=ids, sample_ids=ids, latents=clips
+    )
     return matching, critic, batch, -clips
 
 

@@ -24,6 +24,7 @@ from helpers import (
     tiny_codec,
 )
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.ode_init import ODEInit, ODEInitConfig
@@ -49,7 +50,7 @@ def trainer(sampler: SamplerConfig = FEW_STEPS, student: Recording | None = None
     config = dataclasses.replace(CONFIG, **changes)
     student = student or Recorder()
     method = ODEInit(config, sampler, student=student, teacher=frozen("teacher", seed=1))
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
     return Trainer(method, {"student": student}, loader, ALONE, seed=0)
 
 
@@ -106,7 +107,7 @@ def test_a_causal_student_sees_each_chunk_at_every_level():
         TrainableConfig(max_grad_norm=0.0),
     )
     method = ODEInit(CONFIG, sampler, student=student, teacher=frozen("teacher", seed=1))
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), CONFIG.plan(), shape, "", 0, ALONE)
+    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), CONFIG.plan(), shape, "", 0, ALONE)
     seen = []
     masked = student.masked_velocity
     student.masked_velocity = lambda x_t, sigma, *rest: (seen.append(sigma[0].tolist()), masked(x_t, sigma, *rest))[1]
@@ -125,7 +126,7 @@ def test_a_student_learns_where_the_ode_of_the_exact_teacher_ends():
     student = role(Trainable, "student", network, TrainableConfig(learning_rate=2e-3, betas=(0.9, 0.99)))
     teacher = role(Frozen, "teacher", Posterior(), RoleConfig())
     method = ODEInit(config, sampler, student=student, teacher=teacher)
-    loader = Loader(Prompts(PROMPTS), ClassCodec(), config.plan(), SHAPE, "", 0, ALONE)
+    loader = Loader(Prompts(Request.of(PROMPTS)), ClassCodec(), config.plan(), SHAPE, "", 0, ALONE)
     one, before = Trainer(method, {"student": student}, loader, ALONE, seed=0), distance(student, sampler)
     for step in range(200):
         one.step(step)

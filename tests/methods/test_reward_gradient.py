@@ -21,6 +21,7 @@ from helpers import (
     trainable,
 )
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.reward_gradient import RewardGradient, RewardGradientConfig
@@ -46,7 +47,7 @@ def hpsv3_reward(**config) -> Reward:
 
 def trainer(reward: Reward, sampler: SamplerConfig = SAMPLER, **changes) -> Trainer:
     config, student = dataclasses.replace(CONFIG, **changes), Recorder()
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
+    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, ALONE)
     method = RewardGradient(config, sampler, student=student, reward=reward, loader=loader)
     return Trainer(method, {"student": student}, loader, ALONE, seed=0)
 

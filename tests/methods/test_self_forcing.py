@@ -23,6 +23,7 @@ from helpers import (
 )
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.methods.dance_grpo import DanceGRPO, DanceGRPOConfig
@@ -62,7 +63,7 @@ def trainer(sampler: SamplerConfig = SAMPLER, *, checkpointing: bool = False, sh
         "critic", Backbone(small_model(2), ALONE, trained=True), TrainableConfig(max_grad_norm=0.0)
     )
     method = SelfForcing(config, sampler, student=student, teacher=teacher, critic=critic)
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), shape, "", 0, ALONE)
+    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), shape, "", 0, ALONE)
     return Trainer(method, {"student": student, "critic": critic}, loader, ALONE, seed=0)
 
 
@@ -209,7 +210,7 @@ def test_reinforcement_learning_replays_a_causal_rollout():
         clip_high=1e-3,
     )
     student = causal_student()
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), SHAPE, "", 0, ALONE)
+    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), SHAPE, "", 0, ALONE)
     parts = reward_parts(DanceGRPO, config, SAMPLER, student, reward_of(), loader)
     method = DanceGRPO(config, SAMPLER, student=student, **parts)
     calls = Calls.of(student)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.masked_attention import attend
 from unified_trainer.models.sparse_attention import (
@@ -288,7 +289,7 @@ def test_a_run_resumes_bit_for_bit_and_its_export_is_sampled_alike(tmp_path, mon
     assert gate in load_file(file)
     assert json.loads((out / "scheduler" / "sampler.json").read_text())["sparse_share"] == 0.7
     role = load_role(str(tmp_path / "whole"), "student", None, ALONE, causal=True)
-    ours = torch.cat(list(videos(role, ["a red circle"], 5, 1)))
+    ours = torch.cat(list(videos(role, [Request("a red circle")], 5, 1)))
     pipeline = DiffusionPipeline.from_pretrained(out, custom_pipeline="pipeline", trust_remote_code=True)
     theirs = pipeline(["a red circle"], generator=[torch.Generator().manual_seed(5)], output_type="pt").frames
     torch.testing.assert_close(theirs.transpose(1, 2), ours, rtol=0, atol=1e-4)

@@ -4,11 +4,12 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, WanPipeline
 from diffusers.utils import dynamic_modules_utils
-from helpers import ALONE, OF_CLIPS, OF_SAMPLES, assert_same, checkpoint_of, flags
-from parallel.launch import torchrun
+from forked import program
+from helpers import ALONE, OF_CLIPS, OF_SAMPLES, assert_same, checkpoint_of, cut_off, flags
 from ti2v_folder import ti2v_folder
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Request
 from unified_trainer.run.registry import METHODS
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.tools.load_run import load_role
@@ -43,9 +44,8 @@ def words(method: str, folder, output, **more: object) -> list[str]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_and_resumes_bit_for_bit(folder, tmp_path, method):
-    assert main(words(method, folder, tmp_path / "whole")) == 0
-    assert main(words(method, folder, tmp_path / "half", steps=1)) == 0
-    assert main(["--resume", str(tmp_path / "half"), "--steps", "2"]) == 0
+    assert main(words(method, folder, tmp_path / "whole", **{"checkpoint-every": 1})) == 0
+    assert main(["--resume", str(cut_off(tmp_path / "whole", tmp_path / "half", 1))]) == 0
     whole, half = (checkpoint_of(tmp_path / name, 2) for name in ("whole", "half"))
     assert_same(half, whole)
     assert whole["student/weights/patch_embedding.weight"].shape == (24, 48, 1, 2, 2)
@@ -54,7 +54,7 @@ def test_every_method_trains_and_resumes_bit_for_bit(folder, tmp_path, method):
 @pytest.mark.ranks
 def test_two_ranks_share_the_weights(folder, tmp_path):
     assert main(words("dmd2", folder, tmp_path / "one")) == 0
-    done = torchrun(2, "-m", "unified_trainer", *words("dmd2", folder, tmp_path / "two", device="cpu"))
+    done = program("-m", "unified_trainer", *words("dmd2", folder, tmp_path / "two", device="cpu"), ranks=2)
     assert done.returncode == 0, done.stderr
     one, two = (checkpoint_of(tmp_path / name, 2) for name in ("one", "two"))
     for key in one:
@@ -74,7 +74,7 @@ def test_diffusers_samples_an_export_as_we_do(folder, tmp_path, monkeypatch, ran
     assert main(words("finetune", folder, tmp_path / "run", **more)) == 0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     role = load_role(str(tmp_path / "run"), "student", None, ALONE, causal=True)
-    ours = torch.cat(list(videos(role, PROMPTS, 5, 2)))
+    ours = torch.cat(list(videos(role, Request.of(PROMPTS), 5, 2)))
     pipelines = [
         DiffusionPipeline.from_pretrained(tmp_path / "out", custom_pipeline="pipeline", trust_remote_code=True),
         WanPipeline.from_pretrained(tmp_path / "out"),

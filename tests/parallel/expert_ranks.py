@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from expert_world import MOVES, ROLES, networks, trainer, trajectory
 from helpers import Calls, small_batch

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from helpers import ALONE, CAPTIONS, LATENT_SHAPE, small_model, tiny_codec
 from launch import fork_ranks

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from helpers import CAPTIONS, WAN, gradients, reward_of, reward_parts, small_causal, small_model, tiny_codec
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from helpers import ALONE, CPU, SMALL
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.captioned import CaptionedVideo
 from unified_trainer.parallel.agreement import assert_equal, differences, files_in_words, flat
 from unified_trainer.parallel.mesh import Mesh, RanksDivergedError
@@ -175,8 +176,8 @@ def test_what_a_run_reads_is_compared(tmp_path):
     assert {"prompts", "validation.prompts", "student.adapter", "student.path"} <= found.keys()
     assert re.fullmatch(r"1 files of \d+ bytes \(sha256 \w{12}\)", found["student.path"])
     assert (
-        replace(plan, prompts=("a", "b")).compared()["prompts"]
-        != replace(plan, prompts=("b", "a")).compared()["prompts"]
+        replace(plan, requests=Request.of("ab")).compared()["prompts"]
+        != replace(plan, requests=Request.of("ba")).compared()["prompts"]
     )
 
     def data(folder: str, size: int, caption: str) -> str:

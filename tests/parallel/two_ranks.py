@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from helpers import (
     CAPTIONS,
@@ -33,6 +33,7 @@ from helpers import (
 )
 
 from unified_trainer import __main__ as program
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.clips import Clips
 from unified_trainer.data.loader import Loader
 from unified_trainer.data.prompts import Prompts
@@ -119,7 +120,7 @@ def on_noised_samples(kind, config, scorer, *, mesh: Mesh, **recorder) -> Traine
     roles = {"student": student, "old": WeightCopy("old", other, TrainableConfig()), "reference": None}
     if kind is OnlineDPO:
         roles = {"student": student, "reference": Frozen("reference", other, RoleConfig())}
-    loader = Loader(Prompts(CAPTIONS), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, mesh)
+    loader = Loader(Prompts(Request.of(CAPTIONS)), tiny_codec(), config.plan(), LATENT_SHAPE, "", 0, mesh)
     parts = reward_parts(kind, config, sampler, roles[kind.sampled_by], reward_of(scorer), loader)
     copies = {"old": (roles["old"], "student")} if "old" in roles else {}
     return Trainer(kind(config, sampler, **roles, **parts), {"student": student}, loader, mesh, copies=copies, seed=0)

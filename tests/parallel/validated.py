@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from helpers import small_model, tiny_codec
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.prompts import validation_captions
 from unified_trainer.data.tiny_world import FRAMES, SIZE
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -39,8 +40,8 @@ def measured(mesh: Mesh, folder: Path, samples: int = CONFIG.num_samples) -> dic
     reward, sampler = Reward(scorers, codec, REWARD), SamplerConfig(num_steps=2, guidance_scale=1.0)
     student = Trainable("student", Backbone(small_model(), mesh, trained=True), TrainableConfig())
     shape = codec.latent_shape(FRAMES, SIZE, SIZE)
-    prompts = validation_captions(config.num_samples)
-    validation = Validation(config, codec, reward, features, sampler, prompts, shape, mesh, 8.0)
+    requests = Request.of(validation_captions(config.num_samples))
+    validation = Validation(config, codec, reward, features, sampler, requests, shape, mesh, 8.0)
     return validate(validation, student, folder, 0).metrics
 
 

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from rules import each
 
 REPO = Path(__file__).parents[2]
 METRICS = REPO / "docs" / "metrics.md"
@@ -13,6 +14,11 @@ GOLDEN_RUNS = REPO / "tests" / "golden" / "runs.json"  # {run: {"metrics": [{met
 # Placeholders of docs/metrics.md: a scorer or statistic, the number of a transition, a lag, a trained role or expert.
 PLACEHOLDERS = {"NAME": r"[\w-]+", "S": r"\d+", "LAG": r"\d+", "ROLE": r"[a-z_]+(?:/(?:high|low))?"}
 COLUMNS = 5  # metric; definition; unit, range; healthy; what to do otherwise
+
+
+def _files(place: Path) -> list[Path]:
+    kinds = {".md", ".py", ".sh", ".yaml"}
+    return [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.suffix in kinds)
 
 
 def metric_rows() -> list[list[str]]:
@@ -65,3 +71,17 @@ def test_every_metric_of_the_golden_runs_is_documented():
     runs = json.loads(GOLDEN_RUNS.read_text(encoding="utf-8"))
     found = {name for run in runs.values() for row in run["metrics"] for name in row}
     assert undocumented(found) == []
+
+
+TEXTS = [
+    path for at in ("README.md", "Dockerfile", "docs", "examples", "unified_trainer") for path in _files(REPO / at)
+]
+LAUNCHED = r"torchrun (?:\\\n *)?-(?:[^`\n]|\\\n)*"  # a command of torchrun, over its lines
+COMMANDS = [(path.name, found) for path in TEXTS for found in re.findall(LAUNCHED, path.read_text(encoding="utf-8"))]
+STARTS = [(name, found) for name, found in COMMANDS if re.search(r"-m unified_trainer|\.py", found)]
+
+
+@each(STARTS, str)
+def test_torchrun_waits_for_a_step(_, command):
+    """By itself it kills its ranks 30 s after SIGTERM."""
+    assert "--shutdown-timeout " in command

@@ -79,5 +79,5 @@ def test_faults_elsewhere_are_retried_and_raised_as_in_this_thread():
 
 
 def test_scorers_behind_a_server_and_in_a_python_of_their_own_are_elsewhere():
-    assert {name for name, kind in KINDS.items() if kind.apart} == {"http", "vlm"}
+    assert {name for name, kind in KINDS.items() if kind.apart} == {"http", "vlm", "vlm_pairs"}
     assert scorer_kind(ScorerConfig(kind="own.py:f", python="python"), "reward", 1.0).apart

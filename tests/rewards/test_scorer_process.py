@@ -24,6 +24,7 @@ from unified_trainer.rewards.scorer_process import ScorerError, ScorerProcess
 from unified_trainer.rewards.scorers import check_reward, load_scorers
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import check_resumable, save
+from unified_trainer.run.settings.config_checksum import with_checksum
 
 pytestmark = pytest.mark.slow
 
@@ -178,11 +179,11 @@ def test_it_sees_nothing_of_the_trainer(file, tmp_path, monkeypatch):
     """Neither its modules and module path, nor that it is a rank of a launcher, nor its keys."""
     for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "WANDB_API_KEY", "SCORER_CACHE"):
         monkeypatch.setenv(name, "3")
-    monkeypatch.setenv("PYTHONPATH", str(REPO / "tests"))
+    monkeypatch.setenv("PYTHONPATH", str(REPO / "tests" / "support"))
     started(file, "surroundings", python_variables=("SCORER_CACHE",))(VIDEO, PROMPTS)
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["modules"] == [] and told["path"][-1] == str(tmp_path)
-    assert not {str(REPO / "tests"), str(REPO / "unified_trainer" / "rewards")} & {*told["path"]}
+    assert not {str(REPO / "tests" / "support"), str(REPO / "unified_trainer" / "rewards")} & {*told["path"]}
     assert {name for name, value in told["environment"].items() if value} == {"SCORER_CACHE"}
 
 
@@ -378,7 +379,7 @@ def test_a_run_of_an_earlier_version_resumes_with_its_scorers(tmp_path):
     text = (tmp_path / "config.yaml").read_text()
     assert read_yaml(tmp_path / "config.yaml")["reward"]["scorers"]["sharpness"].keys() >= {"python"}
     earlier = "".join(line for line in text.splitlines(True) if "python:" not in line and "sha256" not in line)
-    (tmp_path / "config.yaml").write_text(earlier)
+    (tmp_path / "config.yaml").write_text(with_checksum(earlier))
     assert check_resumable(parse([*words, "--reward.timeout", "60"]), tmp_path / "config.yaml") == [
         "reward.timeout: 600.0 -> 60.0"
     ]

@@ -90,7 +90,7 @@ def test_another_thread_has_no_limit():
 
 
 def test_scorers_with_a_timeout_of_their_own_have_no_second_one():
-    assert {name for name, kind in KINDS.items() if kind.own_timeout} == {"http", "vlm"}
+    assert {name for name, kind in KINDS.items() if kind.own_timeout} == {"http", "vlm", "vlm_pairs"}
     assert scorer_kind(ScorerConfig(kind="own.py:f", python=sys.executable), "reward", 1.0).own_timeout
 
 

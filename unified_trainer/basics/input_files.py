@@ -200,16 +200,16 @@ def _values(node: yaml.Node, place: str, known: dict[int, int | None]) -> int:
 
 def _fault(error: ValidationError) -> str:
     """Say what is wrong with the first wrong field; of a field with several types, with the type that fits furthest."""
-    found = error.errors()
-    same = [one for one in found if one["loc"][:1] == found[0]["loc"][:1]]
-    first = max(same, key=lambda one: len(one["loc"])) if any(map(_names_type, found[0]["loc"])) else found[0]
+    errors = error.errors()
+    same = [fault for fault in errors if fault["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(same, key=lambda fault: len(fault["loc"])) if any(map(_names_type, errors[0]["loc"])) else errors[0]
     field = ".".join(str(part) for part in first["loc"] if not _names_type(part))
     if first["type"] == "missing":
         return f"{field} is missing"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    said = first["msg"].removeprefix("Input ").replace("should", "must", 1)
-    return f"{field} {said[:1].lower()}{said[1:]}, not {_short(first['input'])}"
+    text = first["msg"].removeprefix("Input ").replace("should", "must", 1)
+    return f"{field} {text[:1].lower()}{text[1:]}, not {_short(first['input'])}"
 
 
 def _names_type(part: str | int) -> bool:

@@ -103,14 +103,14 @@ Seconds = Annotated[float, above(0, 1e7)]
 def range_of(kind: Any) -> Range | None:
     """Return the range that a type is marked with, itself or in the types that it consists of; None without one."""
     for part in typing.get_args(kind):
-        if found := part if isinstance(part, Range) else range_of(part):
-            return found
+        if limits := part if isinstance(part, Range) else range_of(part):
+            return limits
     return None
 
 
 def numeric(kind: Any) -> bool:
     """Whether a type is that of a number or consists of such types; a switch is none."""
-    return kind in (int, float) or any(numeric(one) for one in typing.get_args(kind))
+    return kind in (int, float) or any(numeric(inner) for inner in typing.get_args(kind))
 
 
 def reason(limits: Range | None, value: Any) -> str:
@@ -118,10 +118,10 @@ def reason(limits: Range | None, value: Any) -> str:
 
     `limits` is the range of its type. The numbers of a tuple are looked at one by one; values of other types pass.
     """
-    for one in value if isinstance(value, tuple) else (value,):
-        if isinstance(one, (int, float)) and not isinstance(one, bool) and one not in (limits or Range()):
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, (int, float)) and not isinstance(number, bool) and number not in (limits or Range()):
             which = "each be" if isinstance(value, tuple) else "be"
-            return f"must {which} {limits or Range()}, not {str(one).removesuffix('.0')}"
+            return f"must {which} {limits or Range()}, not {str(number).removesuffix('.0')}"
     return ""
 
 

@@ -35,9 +35,9 @@ def revealed(key: str, value: str) -> str:
     if not NAMES.search(key.lower()):
         return value
     if value.startswith(VARIABLE):
-        if not (found := os.environ.get(value.removeprefix(VARIABLE), "")):
+        if not (secret := os.environ.get(value.removeprefix(VARIABLE), "")):
             raise UserError(f"{key}: the environment has no {value.removeprefix(VARIABLE)}")
-        return found
+        return secret
     if value.startswith(FILE):
         try:
             return Path(value.removeprefix(FILE)).expanduser().read_text(encoding="utf-8").strip()

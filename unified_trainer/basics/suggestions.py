@@ -65,15 +65,19 @@ def nearest(key: str, known: Collection[str]) -> list[str]:
     """
     section, _, last = key.rpartition(".")
     usual = [_ending(end, known) for end in USUAL.get(last, ())]
-    if found := [*_ending(last, known), *next(filter(None, usual), [])]:
-        return _shortest([one for one in found if section and one.startswith(f"{section}.")] or found)
+    if same := [*_ending(last, known), *next(filter(None, usual), [])]:
+        return _shortest([candidate for candidate in same if section and candidate.startswith(f"{section}.")] or same)
     similar = {}
-    for one in known:
-        place, _, name = one.rpartition(".")
+    for candidate in known:
+        place, _, name = candidate.rpartition(".")
         alike = _similarity(last, name)
-        similar[one] = alike if place == section else 0.85 * max(_similarity(key, one), alike)
+        similar[candidate] = alike if place == section else 0.85 * max(_similarity(key, candidate), alike)
     least = max(CLOSE, max(similar.values(), default=0.0) - 0.05)
-    return _shortest(sorted((one for one in known if similar[one] >= least), key=lambda one: -similar[one]))
+    return _shortest(
+        sorted(
+            (candidate for candidate in known if similar[candidate] >= least), key=lambda candidate: -similar[candidate]
+        )
+    )
 
 
 def multiples_near(value: int, unit: int) -> str:
@@ -85,19 +89,19 @@ def multiples_near(value: int, unit: int) -> str:
 def must_know(what: str, name: str, known: Sequence[str]) -> None:
     """Raise UserError, with the nearest known name, unless `name` is known."""
     if name not in known:
-        near = sorted(known, key=lambda one: -_similarity(name, one))[:1]
-        hint = "".join(f"; did you mean {one}?" for one in near if _similarity(name, one) > 0.45) or "."
+        near = sorted(known, key=lambda other: -_similarity(name, other))[:1]
+        hint = "".join(f"; did you mean {other}?" for other in near if _similarity(name, other) > 0.45) or "."
         raise UserError(f"{what} {name!r} is not known{hint} Have: {', '.join(known)}")
 
 
 def _shortest(keys: list[str]) -> list[str]:
     """Return the first of those keys that lie in the fewest groups."""
-    least = min((one.count(".") for one in keys), default=0)
-    return [one for one in keys if one.count(".") == least][:SHOWN]
+    least = min((key.count(".") for key in keys), default=0)
+    return [key for key in keys if key.count(".") == least][:SHOWN]
 
 
 def _ending(end: str, known: Collection[str]) -> list[str]:
-    return [one for one in known if one == end or one.endswith(f".{end}")]
+    return [key for key in known if key == end or key.endswith(f".{end}")]
 
 
 def _similarity(left: str, right: str) -> float:

@@ -14,7 +14,7 @@ def console(*, quiet: bool = False) -> Console:
 
 def printable(text: str) -> str:
     """Return the text with control characters, and bytes that are not UTF-8, written as \\x1b or \\udcff."""
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return CONTROL.sub(lambda control: ascii(control[0])[1:-1], text)
 
 
 def say(text: str, *, quiet: bool = False) -> None:

@@ -6,6 +6,7 @@ have come with it. Outside a command, as in a Python program that imports this p
 """
 
 import hashlib
+import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,11 +32,16 @@ def asking(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def check_code(spec: str, key: str) -> None:
-    """Raise UserError unless the code of file.py:NAME or package.module:NAME may run; `key` is its setting."""
+    """Raise UserError unless the code of file.py:NAME or package.module:NAME may run; `key` is its setting.
+
+    A module is trusted where it lies: one of the same name in another folder is asked about.
+    """
     place = spec.rpartition(":")[0]
     if not place.endswith(".py"):
-        if not spec.startswith(OWN):
-            _check(spec, key, f"module {place}", place.encode(), spec in (_words or ()))
+        if place and not spec.startswith(OWN):
+            found = importlib.util.find_spec(place.partition(".")[0])  # the whole name would execute its package
+            where = f"module {place} of {found.origin if found else 'no folder'}"
+            _check(spec, key, where, where.encode(), spec in (_words or ()))
         return
     with suppress(OSError):  # a file that is missing is another error
         _check(spec, key, str(Path(place).absolute()), Path(place).read_bytes(), _is_named(spec))

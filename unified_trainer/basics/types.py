@@ -9,6 +9,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, cat
 
 from unified_trainer.basics.errors import NotFiniteError
+from unified_trainer.basics.requests import Request
 
 Latents = Float[Tensor, "b c t h w"]
 Video = Float[Tensor, "b 3 frames height width"]  # in [0, 1]
@@ -82,6 +83,10 @@ class Condition:
         """Return the one sample of this condition as many samples, which share its memory."""
         return self.map(lambda x: x.expand(samples, *x.shape[1:]))
 
+    def updated(self, other: "Condition") -> "Condition":
+        """Return the same samples with the tensors of another condition, which replace those of equal names."""
+        return Condition({**self.tensors, **other.tensors})
+
     def cat(self, other: "Condition") -> "Condition":
         """Return the samples of both, in order; ValueError unless they have the same names."""
         if self.tensors.keys() != other.tensors.keys():
@@ -123,7 +128,7 @@ class Trajectory:
 class Batch:
     """b samples to train on or to generate; all fields list the same samples in the same order."""
 
-    prompts: tuple[str, ...]
+    requests: tuple[Request, ...]
     prompt_ids: tuple[int, ...]  # samples with equal ids are one group
     sample_ids: tuple[int, ...]  # position in the batch of the whole step, over all ranks; it keys the noise
     latent_shape: tuple[int, int, int, int]  # channels, latent frames, height, width
@@ -134,7 +139,12 @@ class Batch:
     rejected: Latents | None = None  # clean latents that are preferred less than `latents`, for methods of pairs
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return len(self.requests)
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The texts of the samples."""
+        return tuple(request.text for request in self.requests)
 
     def split(self, size: int) -> list["Batch"]:
         """Return consecutive parts of `size` samples; the last may be smaller."""
@@ -148,7 +158,7 @@ class Batch:
         index = list(rows)
         return replace(
             self,
-            prompts=tuple(self.prompts[i] for i in index),
+            requests=tuple(self.requests[i] for i in index),
             prompt_ids=tuple(self.prompt_ids[i] for i in index),
             sample_ids=tuple(self.sample_ids[i] for i in index),
             cond=self.cond.take(index),
@@ -162,7 +172,7 @@ class Batch:
         """Return the samples of both, in order."""
         return replace(
             self,
-            prompts=self.prompts + other.prompts,
+            requests=self.requests + other.requests,
             prompt_ids=self.prompt_ids + other.prompt_ids,
             sample_ids=self.sample_ids + other.sample_ids,
             cond=self.cond.cat(other.cond),

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Frames, FramesPerSecond, Pixels, above
-from unified_trainer.basics.types import take_rows
+from unified_trainer.basics.requests import Image, Request
+from unified_trainer.basics.types import Video, take_rows
 from unified_trainer.data.tiny_world import FRAMES, PHRASINGS, SIZE, TRAINING, draw_clip, render
 from unified_trainer.models.base import Codec
 
@@ -42,6 +44,9 @@ class DataConfig:
     rejected: str = ""
     """Parquet file or folder with the clips that people or a reward preferred less: row by row the rejected one for the
     clip of data.path with the same id and caption. If path is tiny, clips of another subject."""
+    first_frame: bool = False
+    """Condition each clip on its first frame, where the student can do with and without an image (Wan2.2 TI2V). A
+    student that needs an image always gets it."""
     num_clips: Count = 512
     """Number of rendered clips, if path is tiny."""
     window_gib: Annotated[float, above(0, 1e6)] = 16.0
@@ -56,13 +61,14 @@ class Clips:
     prompts: tuple[str, ...]
     encoded: Float[Tensor, "n c t h w"]
     less_preferred: Float[Tensor, "n c t h w"] | None = None  # of a source of pairs
+    first_frames: tuple[Image, ...] = ()  # of the clips, where they are condition images
 
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def prompt(self, index: int) -> str:
-        """Return the caption of a row."""
-        return self.prompts[index]
+    def request(self, index: int) -> Request:
+        """Return the caption of a row, and its condition images."""
+        return Request(self.prompts[index], self.first_frames[index : index + 1])
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
         """Return the normalised latents of these rows."""
@@ -82,10 +88,19 @@ def check_tiny_clips(video: VideoConfig) -> None:
         )
 
 
-def render_clips(config: DataConfig, codec: Codec, video: VideoConfig, seed: int, *, pairs: bool = False) -> Clips:
+def render_clips(
+    config: DataConfig,
+    codec: Codec,
+    video: VideoConfig,
+    seed: int,
+    *,
+    pairs: bool = False,
+    first_frames: bool = False,
+) -> Clips:
     """Render clips of the training subjects in turn, with random phrasings, and encode them.
 
-    With `pairs` each clip has a rejected one: that of the next row, whose subject its caption does not name.
+    With `pairs` each clip has a rejected one: that of the next row, whose subject its caption does not name. With
+    `first_frames` their first frames are condition images.
     """
     generator = torch.Generator().manual_seed(seed)
     subjects = [TRAINING[i % len(TRAINING)] for i in range(config.num_clips)]
@@ -94,4 +109,12 @@ def render_clips(config: DataConfig, codec: Codec, video: VideoConfig, seed: int
     captions = tuple(subject.caption(phrasing) for subject, phrasing in zip(subjects, phrasings, strict=True))
     parts = [drawn[i : i + ENCODE_BATCH] for i in range(0, len(drawn), ENCODE_BATCH)]
     encoded = torch.cat([codec.encode(render(part)) for part in parts])
-    return Clips(captions, encoded, encoded.roll(-1, 0) if pairs else None)
+    shown = parts if first_frames else []
+    images = tuple(Image.of(frame) for part in shown for frame in _first_frames(render(part)))
+    return Clips(captions, encoded, encoded.roll(-1, 0) if pairs else None, images)
+
+
+def _first_frames(videos: Video) -> list[np.ndarray]:
+    from unified_trainer.data.video_files import to_uint8  # needs av, which settings do not
+
+    return [frames[0] for frames in to_uint8(videos[:, :, :1])]

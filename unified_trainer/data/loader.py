@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Condition, Trajectory
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.epoch_order import shuffled, shuffled_by_row_groups
-from unified_trainer.models.base import Codec
+from unified_trainer.models.base import Codec, ImageEncoder
 from unified_trainer.numerics.advantages import curriculum
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import generator
@@ -23,8 +24,8 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def prompt(self, index: int) -> str:
-        """Return the prompt of a row."""
+    def request(self, index: int) -> Request:
+        """Return the prompt of a row, and its condition images."""
         ...
 
     def latents(self, indices: list[int]) -> Tensor | None:
@@ -38,6 +39,15 @@ class PairSource(Source, Protocol):
 
     def rejected(self, indices: list[int]) -> Tensor | None:
         """Return the clean, normalised latents of the second clips, or None for a source of single clips."""
+        ...
+
+
+@runtime_checkable
+class ImageSource(Source, Protocol):
+    """Rows whose condition images are known by their tensors."""
+
+    def images(self, indices: list[int]) -> Condition:
+        """Return the tensors of the condition images of these rows."""
         ...
 
 
@@ -120,9 +130,9 @@ class Loader:
         rows = self._rows(step, early)
         return [rows[position // self.samples_per_prompt] for position in positions], positions
 
-    def prompt(self, row: int) -> str:
-        """Return the prompt of a row."""
-        return self._source.prompt(row)
+    def request(self, row: int) -> Request:
+        """Return the prompt of a row, and its condition images."""
+        return self._source.request(row)
 
     def prompts(self, steps: int) -> list[str]:
         """Return the negative prompt, and the prompts to encode for the batches that this many steps can hold."""
@@ -131,7 +141,7 @@ class Loader:
             rows = self._in_order(0, min(steps * self._plan.prompts, len(self._source)))
         if self._stored is not None:
             rows = self._stored.to_encode(rows)
-        return [self._negative_prompt, *map(self._source.prompt, rows)]
+        return [self._negative_prompt, *(self._source.request(row).text for row in rows)]
 
     def further(self, step: int, skip: int, count: int) -> list[int]:
         """Return up to `count` rows outside the step's batch, after the first `skip` of them; none is repeated."""
@@ -161,11 +171,12 @@ class Loader:
         """Make a batch of these rows of the source."""
         latents = self._source.latents(indices)
         rejected = self._source.rejected(indices) if isinstance(self._source, PairSource) else None
+        images = self._source.images(indices) if isinstance(self._source, ImageSource) else None
         trajectory = None if self._stored is None else self._stored.trajectory(indices)
         device = self.mesh.device
         return make_batch(
             self._codec,
-            [self._source.prompt(i) for i in indices],
+            [self._source.request(i) for i in indices],
             self._codec.encode_text([self._negative_prompt]),
             self.latent_shape,
             prompt_ids=indices,
@@ -174,6 +185,7 @@ class Loader:
             trajectory=None if trajectory is None else trajectory.map(lambda x: x.to(device)),
             cond=None if self._stored is None else self._stored.condition(indices),
             rejected=None if rejected is None else rejected.to(device),
+            images=None if images is None else images.map(lambda x: x.to(device)),
         )
 
     def close(self) -> None:
@@ -203,7 +215,7 @@ class Loader:
 
 def make_batch(
     codec: Codec,
-    prompts: list[str],
+    requests: Sequence[Request],
     uncond: Condition,
     latent_shape: tuple[int, int, int, int],
     *,
@@ -213,21 +225,28 @@ def make_batch(
     trajectory: Trajectory | None = None,
     cond: Condition | None = None,
     rejected: Tensor | None = None,
+    images: Condition | None = None,
 ) -> Batch:
     """Make a batch: encode each distinct prompt once, unless `cond` holds the conditions of the prompts already.
 
-    `uncond` is the single row of the negative prompt.
+    `images` are the tensors of the condition images, where they are known. `uncond` is the single row of the negative
+    prompt; both branches of guidance have the images of their row.
     """
     if cond is None:
+        prompts = [request.text for request in requests]
         distinct = sorted(set(prompts))
         rows = [distinct.index(prompt) for prompt in prompts]
         cond = codec.encode_text(distinct).take(rows)
-    ids = (tuple(prompts), tuple(prompt_ids), tuple(sample_ids))
+    if any(request.images for request in requests):
+        assert isinstance(codec, ImageEncoder)  # other families take no images, and requests then have none
+        images = codec.encode_images([request.images for request in requests], latent_shape)
+    cond = cond if images is None else cond.updated(images)
+    ids = (tuple(requests), tuple(prompt_ids), tuple(sample_ids))
     return Batch(
         *ids,
         latent_shape,
         cond,
-        uncond.expand(len(prompts)),
+        cond.updated(uncond.expand(len(requests))),
         latents,
         trajectory,
         rejected,

@@ -13,10 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import NotFiniteError, UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Condition, Trajectory, of_kind
 from unified_trainer.data.parquet_files import TEXT, StoredFiles
 from unified_trainer.data.row_kinds import TrajectoryRows
-from unified_trainer.models.base import Codec
+from unified_trainer.models.base import Codec, ImageEncoder
 from unified_trainer.parallel.mesh import Mesh
 
 SAMPLES = 4  # files of one text encoder whose first embedding is compared with the run's
@@ -53,9 +54,9 @@ class ParquetRows:
     def __len__(self) -> int:
         return len(self._files.captions)
 
-    def prompt(self, index: int) -> str:
+    def request(self, index: int) -> Request:
         """Return the caption of a row."""
-        return self._files.captions[index]
+        return Request(self._files.captions[index])
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"] | None:
         """Return the clean, normalised latents of these rows, or None for files without clips."""
@@ -87,7 +88,7 @@ class ParquetRows:
         said = "the run's text encoder made them"
         if self._uses_text is None:
             text = self._ask(self._compared).result().text
-            prompts = [self.prompt(row) for row in self._compared]
+            prompts = [self._files.captions[row] for row in self._compared]
             differences = [self._codec.text_difference(*pair) for pair in zip(prompts, text, strict=True)]
             worst = max(range(len(text)), key=differences.__getitem__)
             said = f"{len(text)} compared, which differ from the run's text encoder by at most {differences[worst]:.2%}"
@@ -154,6 +155,16 @@ class ParquetClips(ParquetRows):
 
     def latents(self, indices: list[int]) -> Float[Tensor, "b c t h w"]:
         return self._codec.normalise(self.values(indices))
+
+
+class ParquetFirstFrames(ParquetClips):
+    """A source of clips that condition on their first frame, which the latents hold."""
+
+    def images(self, indices: list[int]) -> Condition:
+        """Return the tensors of the first frames of these rows."""
+        codec = self._codec
+        assert isinstance(codec, ImageEncoder)  # the check of the run refuses other families
+        return codec.first_frames(self.latents(indices))
 
 
 class ParquetPairs(ParquetClips):

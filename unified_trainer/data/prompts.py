@@ -7,27 +7,29 @@ from pathlib import Path
 
 from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import read_text
+from unified_trainer.basics.requests import Image, Request
 from unified_trainer.data.captioned import VIDEOS, find_videos
 from unified_trainer.data.stored_prompts import parquet_files
-from unified_trainer.data.tables import TABLES, read_columns, refuse_unreadable
+from unified_trainer.data.tables import TABLES, read_columns, read_lists, refuse_unreadable
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
 
 COLUMNS = ("prompt", "caption", "text", "cap")  # of a table, unless the settings name another
+IMAGES = ("image", "images")  # columns of paths of condition images: one, or a list
 SUFFIXES = (".txt", *TABLES)  # a text that ends so names a file
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """A source of prompts without clips."""
+    """A source of prompts, with or without condition images, and without clips."""
 
-    prompts: tuple[str, ...]
+    requests: tuple[Request, ...]
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return len(self.requests)
 
-    def prompt(self, index: int) -> str:
-        """Return the prompt of a row."""
-        return self.prompts[index]
+    def request(self, index: int) -> Request:
+        """Return the prompt of a row, and its condition images."""
+        return self.requests[index]
 
     def latents(self, indices: list[int]) -> None:
         """Return None: there are no clips."""
@@ -53,11 +55,16 @@ def validation_captions(count: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """The prompts of a file, and a note on lines that were skipped."""
+    """The requests of a file, and a note on lines that were skipped."""
 
-    prompts: tuple[str, ...]
+    requests: tuple[Request, ...]
     note: str = ""  # empty if every line is a prompt of its own
     places: tuple[str, ...] = ()  # setting, file and line of each prompt, for messages; none for built-in captions
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The texts of the requests."""
+        return tuple(request.text for request in self.requests)
 
     @property
     def placed(self) -> tuple[tuple[str, ...], Callable[[int], str]]:
@@ -65,31 +72,37 @@ class PromptFile:
         return self.prompts if self.places else (), self.places.__getitem__
 
 
-def prompts_of(path: str, tiny: tuple[str, ...], key: str, column: str) -> PromptFile:
+def prompts_of(path: str, tiny: tuple[str, ...], key: str, column: str, *, images: bool = False) -> PromptFile:
     """Return the captions `tiny` for the path "tiny", otherwise the prompts of that file; see `read_prompts`."""
-    return PromptFile(tiny) if path == "tiny" else read_prompts(Path(path), key, column)
+    return PromptFile(Request.of(tiny)) if path == "tiny" else read_prompts(Path(path), key, column, images=images)
 
 
-def read_prompts(file: Path, key: str = "--prompts", column: str = "") -> PromptFile:
+def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images: bool = False) -> PromptFile:
     """Read the lines of a text file, a column of a .json, .jsonl, .csv or .parquet file, or the captions of a folder.
 
-    A folder holds .parquet files, or videos with x.txt beside x.mp4. Blank lines and repeated prompts are skipped and
-    counted in the note. `key` is the setting that names the file, for messages. Raise UserError, naming file and line,
-    for a file that cannot be read or holds no prompt.
+    A folder holds .parquet files, or videos with x.txt beside x.mp4. With `images`, the column `image` of a table, or
+    its column `images` of lists, names the condition images of each prompt, relative to the folder of the table. Blank
+    lines and repeated rows, of equal text and images, are skipped and counted in the note. `key` is the setting that
+    names the file, for messages. Raise UserError, naming file and line, for a file that cannot be read or holds no
+    prompt.
     """
     rows = _rows_of_folder(file, key, column) if os.path.isdir(file) else _rows(file, key, column)
     texts = [row.strip() for _, row in rows]
-    prompts: dict[str, str] = {}
-    for (where, _), text in zip(rows, texts, strict=True):
-        refuse_unreadable(text, f"{key} {file}: {where}")
+    paths = read_lists(file, key, IMAGES) if images and file.suffix in TABLES else None
+    requests: dict[Request, str] = {}
+    for number, ((where, _), text) in enumerate(zip(rows, texts, strict=True)):
+        place = f"{key} {file}: {where}"
+        refuse_unreadable(text, place)
         if text:
-            prompts.setdefault(text, f"{key} {file}: {where}")
-    if not prompts:
+            named = paths[number] if paths else ()
+            request = Request(text, tuple(Image.read(file.parent / name, place) for name in named))
+            requests.setdefault(request, place)
+    if not requests:
         raise UserError(f"{key} {file} is empty; write one prompt per line")
     blank = sum(not text for text in texts)
-    repeated = len(texts) - blank - len(prompts)
-    skipped = f"{key} {file}: {len(prompts)} prompts; skipped {blank} blank and {repeated} repeated lines"
-    return PromptFile(tuple(prompts), skipped if blank or repeated else "", tuple(prompts.values()))
+    repeated = len(texts) - blank - len(requests)
+    skipped = f"{key} {file}: {len(requests)} prompts; skipped {blank} blank and {repeated} repeated lines"
+    return PromptFile(tuple(requests), skipped if blank or repeated else "", tuple(requests.values()))
 
 
 def _rows_of_folder(folder: Path, key: str, column: str) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from unified_trainer.basics.requests import Image
 from unified_trainer.data.captioned import VIDEOS, CaptionedVideo, find_videos
 from unified_trainer.data.clips import Clips, VideoConfig
 from unified_trainer.data.tables import TABLES
@@ -37,17 +38,21 @@ def check_videos(path: Path, size: VideoConfig) -> None:
     _refuse(path, [str(clip) for _, clip in clips if isinstance(clip, VideoError)])
 
 
-def encode_videos(path: Path, codec: Codec, size: VideoConfig) -> Clips:
-    """Decode and encode the first clip of each video; VideoError names those that cannot be used."""
-    encoded, faults = [], []
+def encode_videos(path: Path, codec: Codec, size: VideoConfig, *, first_frames: bool = False) -> Clips:
+    """Decode and encode the first clip of each video; VideoError names those that cannot be used.
+
+    With `first_frames` the first frames of the clips are condition images.
+    """
+    encoded, faults, images = [], [], list[Image]()
     videos = checked_videos(path, size)
     for _, clip in read_clips(videos, size, WORKERS):
         if isinstance(clip, VideoError):
             faults.append(str(clip))
         elif not faults:
             encoded.append(codec.encode(to_video(clip)).cpu())
+            images += [Image.of(clip[0].copy())] if first_frames else []
     _refuse(path, faults)
-    return Clips(tuple(video.caption for video in videos), torch.cat(encoded))
+    return Clips(tuple(video.caption for video in videos), torch.cat(encoded), None, tuple(images))
 
 
 def _refuse(path: Path, faults: Sequence[str]) -> None:

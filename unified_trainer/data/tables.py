@@ -31,15 +31,22 @@ def read_columns(file: Path, key: str, *choices: Sequence[str], way_out: str = "
     place = f"{key} {file}"
     if file.suffix == ".parquet":
         rows = _parquet_rows(file, key, choices, way_out)
-    elif file.suffix == ".csv":
-        rows = _csv_rows(read_text(file, key), place)
-    elif file.suffix == ".json":
-        rows = [(f"entry {i}", row) for i, row in enumerate(read_json_rows(file, key, choices[0][0]), 1)]
     else:
-        numbered = [(f"line {i}", line) for i, line in enumerate(read_text(file, key).split("\n"), 1) if line.strip()]
-        rows = [(where, parse_object(line, f"{place}: {where}")) for where, line in numbered]
+        rows = _text_rows(file, key, choices[0][0])
     columns = [_pick(row, choice, f"{place}: {where}", way_out) for where, row in rows[:1] for choice in choices]
     return [(where, tuple(_text(row, name, f"{place}: {where}", way_out) for name in columns)) for where, row in rows]
+
+
+def read_lists(file: Path, key: str, names: Sequence[str]) -> list[tuple[str, ...]] | None:
+    """Return for each row the texts of the first of these columns that it has: one text, or a list of texts.
+
+    An absent or empty value is an empty tuple. None where no row has such a column. Raise UserError as `read_columns`
+    does.
+    """
+    rows = _parquet_lists(file, key, names) if file.suffix == ".parquet" else _text_rows(file, key, "")
+    if not any(name in row for _, row in rows for name in names):
+        return None
+    return [_texts(row, names, f"{key} {file}: {where}") for where, row in rows]
 
 
 def unreadable(text: str) -> str:
@@ -57,6 +64,17 @@ def refuse_unreadable(text: str, place: str) -> None:
     """Raise UserError, which begins with `place`, for a text that can be no prompt."""
     if fault := unreadable(text):
         raise UserError(f"{place} {fault}: remove it")
+
+
+def _text_rows(file: Path, key: str, name: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return place and row of a .csv, .json or .jsonl file; a text in a .json list stands for {name: text}."""
+    place = f"{key} {file}"
+    if file.suffix == ".csv":
+        return _csv_rows(read_text(file, key), place)
+    if file.suffix == ".json":
+        return [(f"entry {i}", row) for i, row in enumerate(read_json_rows(file, key, name), 1)]
+    numbered = [(f"line {i}", line) for i, line in enumerate(read_text(file, key).split("\n"), 1) if line.strip()]
+    return [(where, parse_object(line, f"{place}: {where}")) for where, line in numbered]
 
 
 def _csv_rows(text: str, place: str) -> list[tuple[str, dict[str, Any]]]:
@@ -90,6 +108,24 @@ def _parquet_rows(
         return [(f"row {i}", row) for i, row in enumerate(pq.read_table(file, columns=names).to_pylist(), 1)]
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         raise UserError(f"{place} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _parquet_lists(file: Path, key: str, names: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    check_file(file, key)
+    try:
+        held = [name for name in names if name in pq.read_schema(file).names]
+        rows = pq.read_table(file, columns=held).to_pylist() if held else []
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise UserError(f"{key} {file} cannot be read: {' '.join(str(error).split())}") from error
+    return [(f"row {i}", row) for i, row in enumerate(rows, 1)]
+
+
+def _texts(row: dict[str, Any], names: Sequence[str], place: str) -> tuple[str, ...]:
+    value = next((row[name] for name in names if name in row), None)
+    texts = value if isinstance(value, list) else [value] if value not in (None, "") else []
+    if not all(isinstance(text, str) and text for text in texts):
+        raise UserError(f"{place} holds {value!r} instead of paths of images")
+    return tuple(texts)
 
 
 def is_text(kind: pa.DataType) -> bool:

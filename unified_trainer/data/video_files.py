@@ -59,32 +59,34 @@ class Row:
     frames: np.ndarray
     about: str  # such as step, seed and score, in Latin letters
     prompt: str
+    images: tuple[np.ndarray, ...] = ()  # condition images [h, w, 3] uint8, before the frames
 
 
 def contact_sheet(rows: Sequence[Row], file: Path) -> None:
-    """Write a picture with a row of frames for each video, first to last, below its text.
+    """Write a picture with a row for each video: its condition images and its frames, first to last, below its text.
 
     A prompt for which this machine has no font is in a page of the picture's name with the suffix .html, beside it.
     """
     frames, height, width = rows[0].frames.shape[:3]
     picks = np.linspace(0, frames - 1, min(COLUMNS, frames)).round().astype(int)
+    columns = len(picks) + max(len(row.images) for row in rows)
     scale = max(1, -(-MIN_SIDE // min(height, width)))
     height, width = height * scale, width * scale
     page = file.with_suffix(".html")
     fonts = [font_for(row.prompt) for row in rows]
     texts = [
-        [f"(prompt: see {page.name})"] if font is None else _lines(row.prompt, font, width * len(picks) - 2 * MARGIN)
+        [f"(prompt: see {page.name})"] if font is None else _lines(row.prompt, font, width * columns - 2 * MARGIN)
         for row, font in zip(rows, fonts, strict=True)
     ]
     heights = [TEXT_HEIGHT * (1 + len(lines)) + height for lines in texts]
-    sheet = Image.new("RGB", (width * len(picks), sum(heights)), "white")
+    sheet = Image.new("RGB", (width * columns, sum(heights)), "white")
     pen, top = ImageDraw.Draw(sheet), 0
     for row, font, lines, row_height in zip(rows, fonts, texts, heights, strict=True):
         pen.text((MARGIN, top), row.about, fill="dimgray", font=plain_font())
         for i, line in enumerate(lines, 1):
             pen.text((MARGIN, top + i * TEXT_HEIGHT), line, fill="black", font=font or plain_font())
-        for column, pick in enumerate(picks):
-            picture = Image.fromarray(row.frames[pick]).resize((width, height), Image.Resampling.NEAREST)
+        for column, pixels in enumerate([*row.images, *(row.frames[pick] for pick in picks)]):
+            picture = Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
             sheet.paste(picture, (column * width, top + row_height - height))
         top += row_height
     sheet.save(without_link(file))

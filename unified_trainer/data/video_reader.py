@@ -42,7 +42,8 @@ def read_clip(file: Path, size: VideoConfig) -> np.ndarray:
     if len(frames) < size.frames:
         seconds = len(frames) / size.fps
         raise VideoError(
-            f"{file}: too short: {seconds:.2f} s are {len(frames)} frames at {size.fps:g} per second, not {size.frames}"
+            f"{file}: too short: {seconds:.2f} s are {len(frames)} frames at {size.fps:g} per second, not the "
+            f"{size.frames} of video.frames"
         )
     return np.stack(frames)
 

@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from unified_trainer.basics.requests import Image
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, Video
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.encoders import EncoderConfig
@@ -245,6 +246,26 @@ class Codec(Protocol):
         ...
 
 
+@runtime_checkable
+class ImageEncoder(Protocol):
+    """The part of a codec that encodes condition images, in families that take some."""
+
+    def encode_images(self, images: Sequence[tuple[Image, ...]], latent_shape: tuple[int, int, int, int]) -> Condition:
+        """Encode the images of each sample of latents [c, t, h, w], without gradient; results may be kept.
+
+        Images are scaled to cover the video that such latents decode to, and cropped around their center. A row is a
+        function of its images and of the shape. The names are other ones than those of the text.
+        """
+        ...
+
+    def first_frames(self, latents: Latents) -> Condition:
+        """Return what `encode_images` makes of the first frames of clips, from the clips' normalised latents.
+
+        Raise UserError where the latents of a clip do not hold it.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family: how a pipeline folder of one diffusers class is opened, and what its configs say.
@@ -253,7 +274,7 @@ class Family:
     All functions raise UserError, naming the file, for a folder that is not whole or not consistent.
     """
 
-    pipeline: str  # `_class_name` in the model_index.json of its folders
+    pipelines: tuple[str, ...]  # each a `_class_name` in the model_index.json of its folders
     model: Callable[[Path, str], VideoModel]  # (folder, component) -> the network in float32; `read` brings its weights
     # (folder, device, settings) -> text encoder and VAE, whose weights may be read when they are first used
     codec: Callable[[Path, torch.device, EncoderConfig], Codec]
@@ -269,6 +290,8 @@ class Family:
     experts: tuple[str, str]  # components that an export of two experts is written to, high noise first
     # (weights by peft's names, alpha) -> the same weights by the names of the family's published adapters.
     published_adapter: Callable[[Mapping[str, Tensor], float], dict[str, Tensor]]
+    # folder -> the fewest and the most condition images of a sample; reads configs only
+    images: Callable[[Path], tuple[int, int]] = lambda folder: (0, 0)
     # Whether the pipeline gives its scheduler the levels 1, (n - 1) / n, ... 1 / n before the shift; Wan's asks for n.
     given_levels: bool = False
     tile_unit: int = 64  # pixels: three quarters of a tile of so many must be whole latents, so 4 for each latent

@@ -28,15 +28,15 @@ def bootstrap_interval(
         raise ValueError(f"bootstrap_interval: {count} rows, at least 2 are needed")
     ordered = torch.tensor(sorted(columns.double().tolist()), dtype=torch.float64)
     parts = [column.contiguous() for column in ordered.unbind(1)]
-    draw, found = torch.Generator().manual_seed(seed), []
+    draw, statistics = torch.Generator().manual_seed(seed), []
     for start in range(0, resamples, AT_A_TIME):
         picks = torch.randint(count, (min(AT_A_TIME, resamples - start), count), generator=draw)
         times = torch.zeros(picks.shape, dtype=torch.float64).scatter_add_(1, picks, torch.ones_like(picks).double())
         # one product for each column: equal columns have equal means, bit for bit
-        found.append(statistic(torch.stack([times @ part / count for part in parts], 1)))
+        statistics.append(statistic(torch.stack([times @ part / count for part in parts], 1)))
     itself = float(statistic(ordered.mean(0, keepdim=True)))
     ends = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
-    low, high = torch.quantile(torch.cat(found), ends).tolist()
+    low, high = torch.quantile(torch.cat(statistics), ends).tolist()
     wider = (count / (count - 1)) ** 0.5 * student_quantile(confidence, count - 1) / _normal_quantile(confidence)
     return itself + (low - itself) * wider, itself + (high - itself) * wider
 

@@ -28,8 +28,8 @@ def frame_features(
 ) -> Float[Tensor, "b frames d"]:
     """Return the features of every `stride`-th frame of videos, `batch` frames at a time; the first is always one."""
     chosen = video[:, :, ::stride].movedim(2, 1)
-    found = torch.cat([features(part) for part in chosen.flatten(0, 1).split(batch)])
-    return found.unflatten(0, chosen.shape[:2])
+    rows = torch.cat([features(part) for part in chosen.flatten(0, 1).split(batch)])
+    return rows.unflatten(0, chosen.shape[:2])
 
 
 def _square_root(covariance: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:

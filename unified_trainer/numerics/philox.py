@@ -122,12 +122,12 @@ def normal(
     n, blocks = len(streams), -(-count // 4)
     pair = normal_pair if float64 else normal_pair_float32
     size = max(1, (part or PART.get(streams.device.type, PART_ON_DEVICE)) // max(n, 1))
-    found = torch.empty(n, blocks, 2, 2, device=streams.device)
+    noise = torch.empty(n, blocks, 2, 2, device=streams.device)
     for start in range(0, blocks, size):
         stop = min(start + size, blocks)
         for i, numbers in enumerate(pair(*words(streams, start, stop))):
-            found[:, start:stop, :, i] = numbers.permute(1, 2, 0)
-    return found.view(n, 4 * blocks)[:, :count]
+            noise[:, start:stop, :, i] = numbers.permute(1, 2, 0)
+    return noise.view(n, 4 * blocks)[:, :count]
 
 
 @torch.no_grad()

@@ -30,25 +30,25 @@ def assert_equal(mesh: Mesh, items: Mapping[str, str]) -> None:
 
 def differences(by_rank: Sequence[Mapping[str, str]]) -> list[str]:
     """Return a sentence for each item that is not the same on all ranks: its values, and the ranks that have each."""
-    found = []
+    lines = []
     for name in dict.fromkeys(name for items in by_rank for name in items):
         ranks: dict[str, list[int]] = {}
         for rank, items in enumerate(by_rank):
             ranks.setdefault(items.get(name, ABSENT), []).append(rank)
         if len(ranks) > 1:
             values = [f"{_short(value)} on {in_words(those)}" for value, those in ranks.items()]
-            found.append(f"{name} is {' and '.join(values)}")
-    more = [f"and {len(found) - NAMED} more"] if len(found) > NAMED else []
-    return found[:NAMED] + more
+            lines.append(f"{name} is {' and '.join(values)}")
+    more = [f"and {len(lines) - NAMED} more"] if len(lines) > NAMED else []
+    return lines[:NAMED] + more
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Return nested settings by their dotted names, each value as JSON."""
-    found: dict[str, str] = {}
+    leaves: dict[str, str] = {}
     for name, value in values.items():
         inner = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": json.dumps(value)}  # type: ignore[arg-type]
-    return found
+        leaves |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": json.dumps(value)}  # type: ignore[arg-type]
+    return leaves
 
 
 def files_in_words(files: Iterable[Path], texts: Iterable[str] = ()) -> str:

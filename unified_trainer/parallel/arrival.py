@@ -58,15 +58,15 @@ def _connected(size: int, rank: int, end: float, minutes: float) -> dist.Store:
     try:
         store = dist.TCPStore(host, port, None, hosts_store(rank), longest, wait_for_workers=False, multi_tenant=True)
     except dist.DistError as error:
-        said = str(error).splitlines()[0]
-        raise UserError(f"the {size} ranks cannot meet at {host}:{port}: {said}") from error
+        reason = str(error).splitlines()[0]
+        raise UserError(f"the {size} ranks cannot meet at {host}:{port}: {reason}") from error
     # torchrun --max-restarts may give all starts one store: the notes of an earlier one must not be read.
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _reach(host: str, port: int, end: float, trouble: str, minutes: float) -> None:
     """Wait until the address answers; the store would try in silence, and then print a stack of its own."""
-    said = time.monotonic()
+    last_line = time.monotonic()
     while True:
         try:
             socket.create_connection((host, port), max(LOOK, min(SAY, end - time.monotonic()))).close()
@@ -77,8 +77,8 @@ def _reach(host: str, port: int, end: float, trouble: str, minutes: float) -> No
                     f"{trouble} after {minutes:g} minutes (parallel.timeout_minutes; {error}): is it the first node's "
                     "address, the same on all nodes, and is the port open?"
                 ) from error
-            if time.monotonic() - said >= SAY:
-                said = time.monotonic()
+            if time.monotonic() - last_line >= SAY:
+                last_line = time.monotonic()
                 _say(f"{trouble} yet ({error})")
         LATER.wait(LOOK)
 

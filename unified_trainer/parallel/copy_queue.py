@@ -41,12 +41,12 @@ class CopyQueue:
             return torch.stack(list(rows))
         here = self._module.current_stream(self._device)
         with self._module.stream(self._stream):  # allocated here too: what it overwrites was of this queue
-            found = torch.empty(len(rows), *rows[0].shape, dtype=rows[0].dtype, device=self._device)
-            for place, row in zip(found.unbind(0), rows, strict=True):
+            copies = torch.empty(len(rows), *rows[0].shape, dtype=rows[0].dtype, device=self._device)
+            for place, row in zip(copies.unbind(0), rows, strict=True):
                 place.copy_(row, non_blocking=True)
         here.wait_stream(self._stream)
-        found.record_stream(here)
-        return found
+        copies.record_stream(here)
+        return copies
 
 
 @functools.cache

@@ -52,6 +52,7 @@ PEAK_TFLOPS = (
     (r"L40S", 362.0),  # NVIDIA L40S data sheet: 733 with sparsity
     (r"L40", 181.0),  # NVIDIA L40 data sheet: 362 with sparsity
     (r"L4", 121.0),  # NVIDIA L4 data sheet: 242 with sparsity
+    (r"RTX 5090", 209.5),  # NVIDIA RTX Blackwell architecture white paper
     (r"RTX 4090", 165.2),  # NVIDIA Ada architecture white paper, appendix A
     (r"RTX 3090", 71.0),  # NVIDIA GA102 white paper, appendix A
     (r"MI300X|MI325X", 1307.4),  # AMD Instinct MI300X and MI325X data sheets
@@ -179,11 +180,6 @@ def other_attention(device: torch.device) -> str:
     return _chosen_other.get(device.type, "")
 
 
-def has_other_attention() -> bool:
-    """Return whether a kernel of another package is chosen."""
-    return bool(_chosen_other)
-
-
 def _check_other(choice: str) -> None:
     """Raise UserError unless diffusers can use the kernel; it fetches that of `flash_4` from the hub here."""
     from diffusers.models.attention_dispatch import attention_backend  # seconds, for those who choose such a kernel
@@ -192,8 +188,8 @@ def _check_other(choice: str) -> None:
         with attention_backend(OTHER_ATTENTION[choice]):
             pass
     except Exception as error:  # of other packages, and of the network
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(f"parallel.attention {choice}: {said}; or leave it at auto") from error
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"parallel.attention {choice}: {reason}; or leave it at auto") from error
 
 
 def rounds_products() -> bool:

@@ -201,9 +201,9 @@ def full(tensor: Tensor) -> Tensor:
 def gather_into(weights: Mapping[str, Tensor], places: Mapping[str, Tensor], mesh: Mesh) -> None:
     """Copy whole weights into the places of the main rank, in their dtypes (a collective); others need no places."""
     for name, weight in weights.items():  # one after the other: no rank keeps them
-        one = full(weight.detach())
+        whole = full(weight.detach())
         if mesh.is_main:
-            places[name].copy_(one)
+            places[name].copy_(whole)
 
 
 def cpu_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -35,10 +35,11 @@ class RanksDivergedError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    replicate: Count = 1
-    """Copies of the weights; each copy is sharded over shard x sequence ranks."""
+    replicate: CountOrZero = 1
+    """Copies of the weights; each copy is sharded over shard x sequence ranks. 0 takes all remaining ranks."""
     shard: CountOrZero = 0
-    """Ranks with samples of their own that share one copy of the weights; 0 takes all remaining ranks."""
+    """Ranks with samples of their own that share one copy of the weights; 0 takes all remaining ranks. With both 0
+    there is one copy."""
     sequence: Count = 1
     """Ranks that share the tokens of the same samples (Ulysses, arXiv:2309.14509)."""
     reshard_after_forward: bool = True
@@ -58,18 +59,19 @@ class ParallelConfig:
     """Minutes that a rank waits for the others before the run fails."""
 
     def degrees(self, ranks: int) -> "ParallelConfig":
-        """Return the config with `shard` filled in; raise UserError if replicate x shard x sequence is not `ranks`."""
-        rest = self.replicate * self.sequence
+        """Return the config with both numbers filled in; UserError if replicate x shard x sequence is not `ranks`."""
+        replicate = self.replicate or max(1, ranks // (self.shard * self.sequence or ranks))
+        rest = replicate * self.sequence
         shard = self.shard or ranks // rest
         if rest * shard != ranks or not shard:
             factor = self.shard or f"({ranks} // {rest})"
             raise UserError(
                 f"parallel.replicate x shard x sequence must be the {ranks} ranks, but "
-                f"{self.replicate} x {factor} x {self.sequence} = {rest * shard}"
+                f"{replicate} x {factor} x {self.sequence} = {rest * shard}"
             )
         if self.offload and ranks == 1:
             raise UserError("parallel.offload needs more than one rank: a single process keeps its weights in place")
-        return replace(self, shard=shard)
+        return replace(self, replicate=replicate, shard=shard)
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,8 @@ class Mesh:
                 dist.init_process_group(BACKENDS[picked.type], timeout=timeout)
             else:
                 store.set_timeout(timeout)
-                found = {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": size}
-                dist.init_process_group(BACKENDS[picked.type], timeout=timeout, **found)
+                group = {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": size}
+                dist.init_process_group(BACKENDS[picked.type], timeout=timeout, **group)
         inner, data = config.shard * config.sequence, config.replicate * config.shard
         sharded = (("replicate", config.replicate), ("shard", inner))[config.replicate == 1 :]
         return cls(

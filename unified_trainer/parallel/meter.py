@@ -93,10 +93,10 @@ class Meter:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase, without phases inside it; they sum to the time inside `measure`."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for name, spent in zip(self._names, self._timeline.seconds(), strict=True):
-            found[name] = found.get(name, 0.0) + spent
-        return found
+            totals[name] = totals.get(name, 0.0) + spent
+        return totals
 
     def _enter(self, phase: "_Phase") -> None:
         self._open.append(phase)

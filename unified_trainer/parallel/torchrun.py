@@ -58,8 +58,8 @@ def shutdown_timeout() -> float | None:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace")
     except OSError:
         words = ""
-    found = re.search(r"--shutdown[-_]timeout[\0=]([\d.]+)\0", words)
-    text = found[1] if found else os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+    match = re.search(r"--shutdown[-_]timeout[\0=]([\d.]+)\0", words)
+    text = match[1] if match else os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
     try:
         return float(text)
     except ValueError:

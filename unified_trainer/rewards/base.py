@@ -182,6 +182,7 @@ class ScorerKind:
     own_settings: bool = False  # whether it reads `config.settings`
     own_timeout: bool = False  # whether its calls end by themselves, so that reward.timeout does not count
     apart: bool = False  # whether it scores in another process, which samples need not wait for; with own_timeout only
+    of_groups: bool = False  # whether it compares the samples of a prompt: a call of training then has whole groups
     # of `config.path`: texts that no prompt may hold; reads the tokenizer, and no weights
     special_tokens: Callable[[ScorerConfig], Sequence[str]] | None = None
 

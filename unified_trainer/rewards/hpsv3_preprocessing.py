@@ -102,10 +102,10 @@ class Preprocessor:
         is_image = input_ids == self.image_token_id
         is_reward = input_ids == self.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
         for i, count in enumerate(image_tokens):
-            found = (int(is_image[i].sum()), int(is_reward[i].sum()))
-            if found != (count, 1):
+            counts = (int(is_image[i].sum()), int(is_reward[i].sum()))
+            if counts != (count, 1):
                 raise UserError(
-                    f"{place}: sample {i} has {found[0]} image and {found[1]} {REWARD_TOKEN} tokens, "
+                    f"{place}: sample {i} has {counts[0]} image and {counts[1]} {REWARD_TOKEN} tokens, "
                     f"expected {count} and 1; {SETTINGS}, chat_template.json and the tokenizer do not fit together"
                 )
         return input_ids, encoded["attention_mask"], is_image, is_reward

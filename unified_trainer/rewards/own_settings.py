@@ -37,6 +37,8 @@ class ScorerSettings:
     per_frame: ClassVar[bool] = False  # whether it scores images and reads `config.top_fraction`
     own_timeout: ClassVar[bool] = False  # whether its calls end by themselves, so that reward.timeout does not count
     apart: ClassVar[bool] = False  # whether it scores in another process, which samples need not wait for
+    # whether it compares the samples of a prompt with each other: a call of training then has whole groups
+    of_groups: ClassVar[bool] = False
 
     def check(self, config: ScorerConfig, key: str, frames: int) -> None:
         """Raise UserError, naming the key, for settings that cannot be; called before any weight is read."""
@@ -65,6 +67,7 @@ def kind_of(name: str, declared: type[ScorerSettings]) -> ScorerKind:
         own_settings=True,
         own_timeout=declared.own_timeout,
         apart=declared.apart,
+        of_groups=declared.of_groups,
     )
 
 

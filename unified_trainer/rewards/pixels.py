@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool3d
+from torch.nn.functional import adaptive_avg_pool3d, avg_pool3d
 
 from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.numerics.advantages import Ids, groups
@@ -87,6 +87,17 @@ def _motion_energy(y: Luma) -> PerSample:
     return y.diff(dim=1).abs().flatten(1).mean(1)
 
 
+def first_frame_likeness(video: Video) -> PerSample:
+    """Compute 1 - mean |x - first| over the cells of all later frames, x, and of the first frame; in [0, 1].
+
+    Where a condition image is the first frame, it falls as a video leaves the image. A clip without motion has 1, so
+    weigh it with `motion_energy`. Raise ValueError for less than two frames.
+    """
+    _needs(2, video, "first_frame_likeness")
+    small = avg_pool3d(video, (1, min(CELL, video.shape[3]), min(CELL, video.shape[4])))
+    return 1 - (small[:, :, 1:] - small[:, :, :1]).abs().flatten(1).mean(1)
+
+
 def statistics(video: Video) -> dict[str, PerSample]:
     """Compute the statistics that reward hacking usually moves; a single frame has none of motion.
 
@@ -94,12 +105,12 @@ def statistics(video: Video) -> dict[str, PerSample]:
     """
     video = video.float()
     y = luma(video)
-    found = {
+    values = {
         "saturation": saturation(video),
         "dark_share": _dark_share(y),
         "edge_density": _edge_density(y),
     }
-    return found | ({"motion_energy": _motion_energy(y)} if video.shape[2] > 1 else {})
+    return values | ({"motion_energy": _motion_energy(y)} if video.shape[2] > 1 else {})
 
 
 def thumbnail(video: Video) -> Float[Tensor, "b d"]:
@@ -137,3 +148,4 @@ SATURATION = _kind(saturation, 1)
 DARK_SHARE = _kind(dark_share, 1)
 EDGE_DENSITY = _kind(edge_density, 1)
 MOTION_ENERGY = _kind(motion_energy, 2)
+FIRST_FRAME_LIKENESS = _kind(first_frame_likeness, 2)

@@ -54,7 +54,7 @@ class Remote(Endpoint):
         def score(video: Video, prompts: Sequence[str]) -> PerSample:
             starts = range(0, len(video), config.batch)
             parts = [self._scores(video[i : i + config.batch], prompts[i : i + config.batch]) for i in starts]
-            return torch.tensor([one for part in parts for one in part], dtype=torch.float32, device=video.device)
+            return torch.tensor([value for part in parts for value in part], dtype=torch.float32, device=video.device)
 
         return score
 
@@ -62,7 +62,7 @@ class Remote(Endpoint):
         body = {"protocol": PROTOCOL, "prompts": list(prompts), "videos": to_json(video, self.encoding)}
         answer = self.exchange("score", body)
         scores = answer.get("scores") if isinstance(answer, dict) else None
-        if not isinstance(scores, list) or not all(type(one) in (int, float) for one in scores):
+        if not isinstance(scores, list) or not all(type(score) in (int, float) for score in scores):
             raise UserError(f"{self.url}/score answered {str(answer)[:200]}; expected {{'scores': [numbers]}}")
         if len(scores) != len(video):
             raise UserError(f"{self.url}/score gave {len(scores)} scores for {len(video)} videos")

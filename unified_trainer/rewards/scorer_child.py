@@ -83,17 +83,17 @@ def load(file: str, name: str, settings: dict[str, Any]) -> Callable[[Any, list[
         ) from error
     if name not in vars(module):
         raise WrongSettingError(f"kind: {file} defines no {name}")
-    found = vars(module)[name]
-    if isinstance(found, type):
-        found = found(settings)
+    scorer = vars(module)[name]
+    if isinstance(scorer, type):
+        scorer = scorer(settings)
     elif settings["path"] or settings["settings"]:
         setting = "path" if settings["path"] else f"settings.{next(iter(settings['settings']))}"
-        raise WrongSettingError(f"{setting}: only a class takes settings, but {name} is a {type(found).__name__}")
-    if not callable(found):
+        raise WrongSettingError(f"{setting}: only a class takes settings, but {name} is a {type(scorer).__name__}")
+    if not callable(scorer):
         raise WrongSettingError(
-            f"kind: {name} is a {type(found).__name__}; expected a function, or a class with __call__"
+            f"kind: {name} is a {type(scorer).__name__}; expected a function, or a class with __call__"
         )
-    return found
+    return scorer
 
 
 def score(scorer: Callable[[Any, list[str]], Any], prompts: list[str], videos: Any) -> list[float]:

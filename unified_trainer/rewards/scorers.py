@@ -125,6 +125,12 @@ def check_reward(config: RewardConfig, frames: int) -> None:
             )
 
 
+def group_scorer(config: RewardConfig) -> str:
+    """Return the setting of the first scorer with a weight that compares the samples of a prompt; "" if none does."""
+    keys = {config.key(name): part for name, part in config.named().items() if part.weight}
+    return next((key for key, part in keys.items() if scorer_kind(part, key, config.timeout).of_groups), "")
+
+
 def least_frames(config: RewardConfig) -> int:
     """Return how many frames a video must have, so that every scorer sees as many as it needs."""
     needed = [1]

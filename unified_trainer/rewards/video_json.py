@@ -52,6 +52,6 @@ def from_json(video: object) -> Video:
 
 
 def _refuse_outside(pixels: Video, kind: type[ValueError]) -> None:
-    for i, one in enumerate(pixels):
-        if not bool(((one >= 0) & (one <= 1)).all()):
-            raise kind(f"video {i} spans {float(one.min())}..{float(one.max())}, expected values in [0, 1]")
+    for i, video in enumerate(pixels):
+        if not bool(((video >= 0) & (video <= 1)).all()):
+            raise kind(f"video {i} spans {float(video.min())}..{float(video.max())}, expected values in [0, 1]")

@@ -6,7 +6,7 @@ It asks any server with OpenAI's chat completions.
 import base64
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -73,11 +73,8 @@ class VisionLanguageModel(Endpoint):
 
     def _answer(self, clip: Float[Tensor, "3 frames h w"], prompt: str) -> float:
         """Return the number of one video; raise UserError for an answer that is none."""
-        images = [{"type": "image_url", "image_url": {"url": png_url(frame)}} for frame in clip.unbind(1)]
-        question = {"type": "text", "text": self.template.replace("{prompt}", prompt)}
-        message = {"role": "user", "content": [*images, question]}
-        body = {"model": self.model, "messages": [message], "temperature": 0, "max_tokens": self.max_tokens}
-        return self.number_of(text_of(self.exchange("chat/completions", body), self.url), prompt)
+        question = text_part(self.template.replace("{prompt}", prompt))
+        return self.number_of(chat(self, self.model, [*image_parts(clip), question], self.max_tokens), prompt)
 
     def number_of(self, answer: str, prompt: str) -> float:
         """Read the number of an answer; raise UserError unless there is one in the range."""
@@ -92,6 +89,23 @@ class VisionLanguageModel(Endpoint):
                 f"{self.highest:g} by its settings.pattern: change settings.template, pattern, lowest or highest"
             )
         return number
+
+
+def chat(server: Endpoint, model: str, content: Sequence[Mapping[str, Any]], max_tokens: int) -> str:
+    """Return the answer of a model to one message, at temperature 0; raise what `Endpoint.exchange` raises."""
+    message = {"role": "user", "content": list(content)}
+    body = {"model": model, "messages": [message], "temperature": 0, "max_tokens": max_tokens}
+    return text_of(server.exchange("chat/completions", body), server.url)
+
+
+def image_parts(clip: Float[Tensor, "3 frames h w"]) -> list[dict[str, Any]]:
+    """Return the frames of a clip as parts of a message."""
+    return [{"type": "image_url", "image_url": {"url": png_url(frame)}} for frame in clip.unbind(1)]
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Return a text as a part of a message."""
+    return {"type": "text", "text": text}
 
 
 def text_of(completion: Any, url: str) -> str:

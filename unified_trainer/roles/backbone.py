@@ -33,6 +33,7 @@ from unified_trainer.parallel.meter import Meter, Pass
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.blocks import prepare_blocks
 from unified_trainer.roles.recompute import ActivationMemory, Recompute
+from unified_trainer.roles.rounded_weights import keep_rounded
 
 NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights alone
 
@@ -69,7 +70,7 @@ class Backbone:
         """Load the weights; `merged` is added to them, and the roles in `starts` begin with these adapters.
 
         `half` holds weights that are not trained in bf16; `half_passes` says that all passes are in bf16, so that
-        weights can be gathered in it.
+        weights can be gathered in it, or have bf16 copies.
         """
         if offload:  # for this network, as parallel.offload does for all
             mesh = replace(mesh, config=replace(mesh.config, offload=True))
@@ -87,7 +88,7 @@ class Backbone:
                     p.requires_grad_()
             self._layers = layers_of(model.network)
         if half:
-            _hold_in_bf16(model.network)
+            hold_in_bf16(model.network)
         self._running, self._role = "", ""
         self._features: list[Tensor] | None = None  # of a pass that ends at them
         self._switch(NO_ADAPTER)
@@ -104,6 +105,8 @@ class Backbone:
         self._whole = [p for p in trained_weights if not is_sharded(p)] if mesh.size > 1 else []
         for role, file in (starts or {}).items():
             self._start(role, file)
+        if self.half_passes and mesh.weights is None:
+            keep_rounded(model.network, model.blocks)
         self._matrices, self._depth = _matrices(model), len(model.blocks)
         model.network.register_forward_hook(self._count)
 
@@ -252,7 +255,7 @@ def _matrices(model: VideoModel) -> list[_Matrices]:
     return [_Matrices(*key, weights) for key, weights in found.items()]
 
 
-def _hold_in_bf16(network: nn.Module) -> None:
+def hold_in_bf16(network: nn.Module) -> None:
     """Hold in bf16 the frozen weights that autocast would round in every pass; results are equal bit for bit."""
     for module in network.modules():
         if isinstance(module, ROUNDED) and not any(p.requires_grad for p in module.parameters()):

@@ -78,6 +78,7 @@ class AdamW:
             **self._options,
             **self._kernels,
         )
+        torch.autograd.graph.increment_version([self._weights[key] for key in keys])  # the fused kernel does not
 
     def _moments(self, keys: Sequence[str], name: str) -> list[Tensor]:
         return [to_local(self._state_of(key)[name]) for key in keys]

@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import of_kind
 from unified_trainer.data.clips import render_clips
 from unified_trainer.data.loader import Loader, Source
 from unified_trainer.data.negative_prompt import use_negative_prompt
-from unified_trainer.data.parquet import ParquetClips, ParquetPairs, ParquetRows, ParquetTrajectories
+from unified_trainer.data.parquet import (
+    ParquetClips,
+    ParquetFirstFrames,
+    ParquetPairs,
+    ParquetRows,
+    ParquetTrajectories,
+)
 from unified_trainer.data.prompts import Prompts
 from unified_trainer.data.raw_clips import encode_videos
 from unified_trainer.data.stored_prompts import use_stored_prompts
@@ -44,6 +51,7 @@ from unified_trainer.run.stop_signal import safe_point
 from unified_trainer.run.summary import summary
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.run.validation.report import Validation, ValidationSource
+from unified_trainer.run.validation.sets import ValidationSets
 from unified_trainer.run.workers import cluster
 
 if TYPE_CHECKING:  # Ray is an extra
@@ -85,8 +93,8 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     run = _with_cache(plan.run, output)
     codec = plan.family.codec(plan.folder, mesh.device, run.encoders)
     _require_memory(run, plan, codec, mesh)
-    source, prompts = _prompts(run, plan, codec)
-    workers = _start_workers(run, prompts, mesh)
+    source, requests = _requests(run, plan, codec)
+    workers = _start_workers(run, requests, mesh)
     scorers, features = load_scorers(run.reward, mesh.device) if plan.scores_here else ({}, None)
     reward = Reward(scorers, codec, run.reward) if plan.scores_here else RewardSum(run.reward)
     roles = _load_roles(run, plan, mesh)
@@ -102,10 +110,10 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     )
     places = _check_workers(run, plan, roles, workers)
     rollouts = _rollouts(run, plan, roles, reward, loader, mesh, workers)
-    trainer = _trainer(run, plan, roles, reward, loader, rollouts, _guards(run, plan, roles, codec, prompts, mesh))
-    validation = _validation(run, plan, codec, reward, features, prompts, mesh, workers)
+    trainer = _trainer(run, plan, roles, reward, loader, rollouts, _guards(run, plan, roles, codec, requests, mesh))
+    validation = _validation(run, plan, codec, reward, features, requests, mesh, workers)
     # Last, so that a folder of weights that is not whole is refused before any file is written.
-    encoded = _encode(run, codec, source, loader, prompts if validation else (), mesh)
+    encoded = _encode(run, plan, codec, source, loader, requests if validation else (), mesh)
     return Built(
         run=plan.run,
         trainer=trainer,
@@ -137,23 +145,23 @@ def _with_cache(run: RunConfig, output: Path | None) -> RunConfig:
     return replace(run, encoders=replace(run.encoders, cache=cache))
 
 
-def _prompts(run: RunConfig, plan: RunPlan, codec: Codec) -> tuple[Source, Sequence[str]]:
-    """Return the source of training data and the prompts of validation: by default the first of the source."""
+def _requests(run: RunConfig, plan: RunPlan, codec: Codec) -> tuple[Source, Sequence[Request]]:
+    """Return the source of training data and the requests of validation: by default the first of the source."""
     source = _source(run, plan, codec)
     stored = Path(run.prompts if run.trains_on == "prompts" else run.data.path)
     use_negative_prompt(stored, run.sampler.negative_prompt, codec)
     count = min(run.validation.num_samples, len(source))
-    return source, plan.validation_prompts or [source.prompt(i) for i in range(count)]
+    return source, plan.validation_requests or [source.request(i) for i in range(count)]
 
 
-def _start_workers(run: RunConfig, prompts: Sequence[str], mesh: Mesh) -> "WorkerGroup | None":
+def _start_workers(run: RunConfig, requests: Sequence[Request], mesh: Mesh) -> "WorkerGroup | None":
     """Start the workers of a run that has some; they load while training loads."""
     if not (run.rollouts.workers or run.rollouts.evaluation_workers):
         return None
     cluster.connect(run.ray, run.rollouts.cores, mesh)
     from unified_trainer.run.workers.workers import WorkerGroup
 
-    return WorkerGroup.start(run, build_sampling, build_evaluation, tuple(prompts), mesh)
+    return WorkerGroup.start(run, build_sampling, build_evaluation, tuple(requests), mesh)
 
 
 def _load_roles(run: RunConfig, plan: RunPlan, mesh: Mesh) -> dict[str, Role]:
@@ -253,7 +261,7 @@ def _validation(
     codec: Codec,
     reward: RewardSum,
     features: Features | None,
-    prompts: Sequence[str],
+    requests: Sequence[Request],
     mesh: Mesh,
     workers: "WorkerGroup | None",
 ) -> ValidationSource | None:
@@ -261,21 +269,35 @@ def _validation(
     if workers is not None and run.rollouts.evaluation_workers:
         from unified_trainer.run.workers.sources import remote_validation
 
-        return remote_validation(run, workers, reward, prompts, mesh)
+        return remote_validation(run, workers, reward, requests, mesh)
     if not run.validate_every:
         return None
     sampler, shape = run.validated().sampler, plan.validation_shape
-    return Validation(
-        run.validation, codec, of_kind(Reward, reward), features, sampler, prompts, shape, mesh, run.video.fps
-    )
+
+    def of(shown: Sequence[Request]) -> Validation:
+        local = of_kind(Reward, reward)
+        return Validation(run.validation, codec, local, features, sampler, shown, shape, mesh, run.video.fps)
+
+    if not plan.validation_sets:
+        return of(requests)
+    return ValidationSets(of(requests), {name: of(shown) for name, shown in plan.validation_sets.items()})
 
 
 def _encode(
-    run: RunConfig, codec: Codec, source: Source, loader: Loader, validated: Sequence[str], mesh: Mesh
+    run: RunConfig,
+    plan: RunPlan,
+    codec: Codec,
+    source: Source,
+    loader: Loader,
+    validated: Sequence[Request],
+    mesh: Mesh,
 ) -> tuple[str, ...]:
     """Encode the prompts of validation and of all training steps ahead of the first one."""
     compared = run.guard.teacher_prompts if run.guarded else 0
-    first = validated[: max(run.validation.num_samples, compared)]
+    shown = list(validated[: max(run.validation.num_samples, compared)])
+    for requests in plan.validation_sets.values() if validated else ():
+        shown += requests[: run.validation.num_samples]
+    first = [request.text for request in shown]
     return _encode_ahead(run, codec, source, lambda: [*first, *loader.prompts(run.steps)], mesh)
 
 
@@ -300,15 +322,17 @@ def cache_memory(
 
 def _source(run: RunConfig, plan: RunPlan, codec: Codec) -> Source:
     if run.trains_on == "prompts":
-        return Prompts(plan.prompts)
+        return Prompts(plan.requests)
     if run.data.path == "tiny":
-        return render_clips(run.data, codec, run.video, run.seed, pairs=run.algorithm.needs_pairs)
+        pairs = run.algorithm.needs_pairs
+        return render_clips(run.data, codec, run.video, run.seed, pairs=pairs, first_frames=plan.first_frames)
     if plan.stored is None:
-        return encode_videos(Path(run.data.path), codec, run.video)
+        return encode_videos(Path(run.data.path), codec, run.video, first_frames=plan.first_frames)
     lanes = plan.stored.lanes(plan.batch.prompts, run.data.window_gib)
     if plan.rejected is not None:
         return ParquetPairs(plan.stored, plan.rejected, codec, lanes)
-    kind = ParquetClips if run.trains_on == "clips" else ParquetTrajectories
+    clips = ParquetFirstFrames if plan.first_frames else ParquetClips
+    kind = clips if run.trains_on == "clips" else ParquetTrajectories
     return kind(plan.stored, codec, lanes)
 
 
@@ -318,6 +342,7 @@ def _encode_ahead(
     """Encode the prompts of a run; of captions with stored embeddings, first those that tell whether these fit."""
     first = prompts()
     files = {"--validation.prompts": run.validation.prompts}
+    files |= {f"--validation.sets.{name}": path for name, path in run.validation.sets.items()}
     files |= {"--prompts": run.prompts} if run.trains_on == "prompts" else {}
     named = {key: Path(path) for key, path in files.items() if path not in ("", "tiny")}
     stored = [use_stored_prompts(path, key, first, codec, mesh) for key, path in named.items()]
@@ -331,7 +356,7 @@ def _encode_ahead(
 
 
 def _guards(
-    run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], codec: Codec, prompts: Sequence[str], mesh: Mesh
+    run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], codec: Codec, requests: Sequence[Request], mesh: Mesh
 ) -> Guards:
     """Return the guards of a run; samples are compared with the teacher's where there are validations."""
     guards: list[Guard] = []
@@ -350,7 +375,7 @@ def _guards(
                 roles["teacher"],
                 guidance_scale,
                 run.sampler,
-                prompts,
+                requests,
                 plan.latent_shape,
                 mesh,
                 seed=run.validation.seed,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.methods.base import Method
 from unified_trainer.methods.rl.rollouts import Sampling
 from unified_trainer.models.base import Codec
@@ -41,7 +42,9 @@ def build_sampling(run: RunConfig, device: torch.device, samples: bool, scores: 
     )
 
 
-def build_evaluation(run: RunConfig, device: torch.device, prompts: Sequence[str]) -> tuple[WeightCopy, SampleMaker]:
+def build_evaluation(
+    run: RunConfig, device: torch.device, requests: Sequence[Request]
+) -> tuple[WeightCopy, SampleMaker]:
     """Load what an evaluation worker needs: the student without an optimizer, encoders, and all scorers."""
     run, method = _in_worker(run, device)
     plan = plan_roles(run, method, starting=False)["student"]
@@ -51,7 +54,7 @@ def build_evaluation(run: RunConfig, device: torch.device, prompts: Sequence[str
     scorers, features = load_scorers(run.reward, device)
     shape = codec.latent_shape(shown.video.frames, shown.video.height, shown.video.width)
     reward = Reward(scorers, codec, run.reward)
-    return role, SampleMaker(run.validation, codec, reward, features, shown.sampler, prompts, shape, device)
+    return role, SampleMaker(run.validation, codec, reward, features, shown.sampler, requests, shape, device)
 
 
 def _in_worker(run: RunConfig, device: torch.device) -> tuple[RunConfig, type[Method]]:

@@ -23,21 +23,21 @@ def memory_advice(run: RunConfig) -> Iterator[None]:
 
 def advice(run: RunConfig) -> list[str]:
     """Return ways to lower the memory of a run, largest effect first; those already taken are left out."""
-    found = []
+    settings = []
     trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
     for name, config in trained.items():
         if config.activation_memory != "full":
             less = "selective" if config.activation_memory == "none" else "full"
-            found.append(f"set --{name}.activation-memory {less}")
+            settings.append(f"set --{name}.activation-memory {less}")
     plan = run.algorithm.plan()
     if plan.micro_batch > 1:
-        found.append(f"lower --{plan.keys[3].replace('_', '-')} (now {plan.micro_batch})")
+        settings.append(f"lower --{plan.keys[3].replace('_', '-')} (now {plan.micro_batch})")
     for name, config in trained.items():
         if not config.adapter.rank:
-            found.append(f"train an adapter: --{name}.adapter.rank 16")
+            settings.append(f"train an adapter: --{name}.adapter.rank 16")
         if config.precision == "fp32":
-            found.append(f"set --{name}.precision bf16")
+            settings.append(f"set --{name}.precision bf16")
     if not run.parallel.offload:
-        found.append("use more ranks with --parallel.shard, or --parallel.offload")
-    found.append("lower --video.frames, --video.height or --video.width")
-    return found
+        settings.append("use more ranks with --parallel.shard, or --parallel.offload")
+    settings.append("lower --video.frames, --video.height or --video.width")
+    return settings

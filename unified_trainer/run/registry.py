@@ -16,7 +16,8 @@ from unified_trainer.models.base import Family, VideoModel
 from unified_trainer.models.sparse_attention import DENSE, SparseAttentionConfig
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
-FAMILIES: dict[str, str | Family] = {"WanPipeline": "unified_trainer.models.wan.family:WAN"}
+WAN = "unified_trainer.models.wan.family:WAN"
+FAMILIES: dict[str, str | Family] = {"WanPipeline": WAN, "WanImageToVideoPipeline": WAN}
 
 
 class PipelineIndex(Schema):
@@ -44,7 +45,7 @@ def add_families(specs: Iterable[str]) -> None:
         family = load_object(spec, "--families")
         if not isinstance(family, Family):
             raise UserError(f"--families {spec} is a {type(family).__name__}, not a unified_trainer.Family")
-        FAMILIES[family.pipeline] = family
+        FAMILIES.update(dict.fromkeys(family.pipelines, family))
 
 
 def family_of(role: str, path: str) -> tuple[Family, Path]:
@@ -84,7 +85,7 @@ def open_model(
     family, folder = family_of(role, path)
     if sparse.share:
         if family.sparse is None:
-            raise UserError(f"{role}.sparse_attention: {family.pipeline} has no sparse attention, leave it out")
+            raise UserError(f"{role}.sparse_attention: {folder} is of a family without sparse attention, leave it out")
         return family.sparse(folder, component, sparse)
     if not causal:
         return family.model(folder, component)

@@ -31,6 +31,8 @@ def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: So
     rows["validation prompts"] = (
         f"{run.validation.prompts or f'the first of {origin}'}: {run.validation.num_samples} samples"
     )
+    for name, prompts in plan.validation_sets.items():
+        rows[f"validation set {name}"] = f"{run.validation.sets[name]}: {len(prompts)} prompts"
     video, latent_shape = run.video, plan.latent_shape
     tokens = plan.family.tokens(plan.folder, latent_shape)
     rows["video"] = f"{video.frames} frames of {video.height} x {video.width} pixels"
@@ -40,15 +42,15 @@ def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: So
 
 def _role(plan: RolePlan, role: Role) -> str:
     """Folder, size, precision, adapters made elsewhere, and what is trained."""
-    said = f"{plan.path}: {_millions(role.parameters)}, {role.precision}; "
+    line = f"{plan.path}: {_millions(role.parameters)}, {role.precision}; "
     for how, files in (("merged with", plan.merged), ("starts from", plan.starts)):
-        said += "".join(f"{how} {file.file}; " for file in files.values())
+        line += "".join(f"{how} {file.file}; " for file in files.values())
     if not isinstance(role, Trainable):
-        return said + "not trained"
+        return line + "not trained"
     trained = sum(math.prod(p.shape) for p in role.weights.values())
     if role.config.adapter.rank:
-        return said + f"trains an adapter of rank {role.config.adapter.rank}, {_millions(trained)}"
-    return said + ("trains all" if trained == role.parameters else f"trains {_millions(trained)}")
+        return line + f"trains an adapter of rank {role.config.adapter.rank}, {_millions(trained)}"
+    return line + ("trains all" if trained == role.parameters else f"trains {_millions(trained)}")
 
 
 def _scorer(config: ScorerConfig) -> str:

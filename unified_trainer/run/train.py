@@ -166,17 +166,17 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
                     note_environment(output, argv, run.seed, start, mesh)
                 except OSError as error:
                     unnoted = [f"warning: {output / 'environment.jsonl'} cannot be written ({error})"]
-            said = [f"writing to {output}" + (f"; weights of {initialised}" if initialised else "")]
-            said += [note] if note else []
+            lines = [f"writing to {output}" + (f"; weights of {initialised}" if initialised else "")]
+            lines += [note] if note else []
             if run.resume:
-                said.append(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
-            said += [
+                lines.append(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
+            lines += [
                 *(f"skipped {why}" for why in skipped),
                 *(f"changed {what}" for what in changed),
                 *built.trainer.warnings,
                 *unnoted,
             ]
-            yield Begun(built, output, start, tuple(said))
+            yield Begun(built, output, start, tuple(lines))
 
 
 def _compared(run: RunConfig, output: Path) -> dict[str, str]:
@@ -192,8 +192,8 @@ def _is_finished(run: RunConfig, folder: Path, mesh: Mesh) -> bool:
         return False
     if mesh.any(to_remove(folder / "checkpoints", keep_of(run))):
         return False
-    said = f"{folder} is at step {run.steps} of {run.steps}: nothing to do; raise --steps to go on"
-    say(said, quiet=not mesh.is_main)
+    line = f"{folder} is at step {run.steps} of {run.steps}: nothing to do; raise --steps to go on"
+    say(line, quiet=not mesh.is_main)
     return True
 
 

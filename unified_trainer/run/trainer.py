@@ -113,14 +113,14 @@ class Trainer:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return everything a checkpoint holds; TypeError names a state that is no tensor."""
-        found = {}
+        tensors = {}
         for name, stateful in self._stateful.items():
             for key, value in stateful.state_dict().items():
                 if not isinstance(value, torch.Tensor):
                     kind = type(stateful).__name__
                     raise TypeError(f"{kind}.state_dict: {key} is a {type(value).__name__}, checkpoints hold tensors")
-                found[f"{name}/{key}"] = value
-        return found if self.pending_validation is None else found | self.pending_validation.tensors
+                tensors[f"{name}/{key}"] = value
+        return tensors if self.pending_validation is None else tensors | self.pending_validation.tensors
 
     def resume(self, run: Path) -> tuple[int, list[str]]:
         """Load the newest whole checkpoint; return the steps already done and which checkpoints were skipped, and why.
@@ -155,12 +155,12 @@ class Trainer:
 
         EMA and copies of weights start anew from them.
         """
-        said = initialise({name: role.weights for name, role in self.roles.items()}, spec, self.mesh)
+        line = initialise({name: role.weights for name, role in self.roles.items()}, spec, self.mesh)
         for role in self.roles.values():
             role.restart_ema()
         for copy, source in self.copies.values():
             copy.update_from(self.roles[source])
-        return said
+        return line
 
     def metadata(
         self, metrics: Mapping[str, float], *, owes_validation: bool = False, response: Response | None = None

@@ -182,8 +182,8 @@ def explanation(setting: Setting) -> str:
     """Return the help text of a setting: the docstring below its field, or its line in the docstring of a command."""
     owners = setting.owner.__mro__ if isinstance(setting.owner, type) else (setting.owner,)
     names = setting.key.split(".")[:-3:-1]  # its own, and that of the field if it is an entry of a dict
-    found = (texts[name] for name in names for owner in owners if name in (texts := _explanations(owner)))
-    return next(found, "")
+    paragraphs = (texts[name] for name in names for owner in owners if name in (texts := _explanations(owner)))
+    return next(paragraphs, "")
 
 
 @functools.cache
@@ -242,5 +242,5 @@ def form(kind: Any) -> str:
     if origin is tuple:
         return " ".join(map(form, inner))
     if inner:
-        return " | ".join(form(one) for one in inner if one is not type(None))
+        return " | ".join(form(part) for part in inner if part is not type(None))
     return FORMS.get(kind) or kind.__name__.upper()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import of_kind
 from unified_trainer.models import hub
 from unified_trainer.models.base import Family
@@ -79,6 +80,14 @@ def load_role(
     return dataclasses.replace(loaded, said=initialise({role: loaded.role.weights}, spec, mesh))
 
 
+def refuse_images(loaded: LoadedRole, command: str) -> None:
+    """Raise UserError for a student that needs a condition image, which `command` does not take."""
+    if loaded.family.images(loaded.base)[0]:
+        raise UserError(
+            f"{loaded.name} needs a condition image for each video, which {command} does not take yet: use sample"
+        )
+
+
 def load_folder(path: str, run: RunConfig, mesh: Mesh) -> LoadedRole:
     """Load the networks of a pipeline folder as they are, with sampler and video size of a run's settings."""
     kind = CausalStudent if run.sampler.chunks.causal else Trainable
@@ -95,6 +104,6 @@ def _read(
     )  # a finished student leaves out its whole share
     bare = dataclasses.replace(config, ema_decay=0.0, activation_memory="none", compile=False, sparse_attention=whole)
     layout = layout_for(role, kind, bare, path)
-    found = adapters_of(role, kind, bare, path, layout, starting=False)
-    one = load_roles({role: RolePlan(kind, found.config, path, layout, found.merged)}, mesh, half=False)[role]
-    return LoadedRole(run, metadata, of_kind(Trainable, one), *family_of(role, path), "", layout)
+    adapters = adapters_of(role, kind, bare, path, layout, starting=False)
+    loaded = load_roles({role: RolePlan(kind, adapters.config, path, layout, adapters.merged)}, mesh, half=False)[role]
+    return LoadedRole(run, metadata, of_kind(Trainable, loaded), *family_of(role, path), "", layout)

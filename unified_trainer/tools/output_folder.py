@@ -78,7 +78,7 @@ def _is_scratch(folder: Path, name: str) -> bool:
     """Return whether a folder holds nothing but a folder of this name, or scratch folders for it."""
     own = rf"{re.escape(name)}|\.{re.escape(name)}-\w{{8}}"
     held = list(folder.iterdir()) if folder.is_dir() else []
-    return bool(held) and all(re.fullmatch(own, one.name) for one in held)
+    return bool(held) and all(re.fullmatch(own, path.name) for path in held)
 
 
 @contextmanager

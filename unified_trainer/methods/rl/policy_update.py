@@ -161,7 +161,7 @@ class PolicyUpdate:
             replay = self._replay(trajectories, minibatch.rows, s)
             advantage = advantages[minibatch.rows, trained.index(s)].to(widest(self.student.device))
             advantage = advantage.to(self.student.device, non_blocking=True)
-            self.on_policy.update(replay)
+            self.on_policy.update(replay, self.policy.mean_gain(s), self.policy.std(s))
             collector.add(replay, advantage, minibatch)
             value = self._loss(replay, advantage, minibatch, s, sequences[id(minibatch)])
             if not last:

@@ -119,7 +119,7 @@ class SelfAttention:
     ) -> Float[Tensor, "b n width"]:
         query, key, value = (
             part.unflatten(2, (attn.heads, -1))
-            for part in (attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x)), attn.to_v(x))
+            for part in (normed(attn.norm_q, attn.to_q(x)), normed(attn.norm_k, attn.to_k(x)), attn.to_v(x))
         )
         # Rounded to the precision that attention computes in before anything is cached or sent.
         query, key = rotate(query, now).to(value), rotate(key, now).to(value)
@@ -148,12 +148,12 @@ class _TextAttention:
             if len(text.cached) == 0:
                 text.cached.extend(self.keys_and_values(attn, text.encoder))
             pairs = text.cached
-        query = attn.norm_q(attn.to_q(x)).to(pairs[0][1]).unflatten(2, (attn.heads, -1))
+        query = normed(attn.norm_q, attn.to_q(x)).to(pairs[0][1]).unflatten(2, (attn.heads, -1))
         return project_out(attn, reduce(torch.add, (attend(query, key, value, None) for key, value in pairs)))
 
     def keys_and_values(self, attn: WanAttention, text: Tensor) -> KeysValues:
         """Return keys and values of each attention whose results are added: here of the text's."""
-        return [_by_head(attn, attn.norm_k(attn.to_k(text)), attn.to_v(text))]
+        return [_by_head(attn, normed(attn.norm_k, attn.to_k(text)), attn.to_v(text))]
 
 
 class _ImageTextAttention(_TextAttention):
@@ -161,8 +161,16 @@ class _ImageTextAttention(_TextAttention):
 
     def keys_and_values(self, attn: WanAttention, text: Tensor) -> KeysValues:
         image, text = text[:, :-TEXT_TOKENS], text[:, -TEXT_TOKENS:]
-        of_image = _by_head(attn, attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image))
+        of_image = _by_head(attn, normed(attn.norm_added_k, attn.add_k_proj(image)), attn.add_v_proj(image))
         return [*super().keys_and_values(attn, text), of_image]
+
+
+def normed(norm: nn.RMSNorm, x: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
+    """Apply x / sqrt(mean x^2 + eps) weight in float32, with a float32 result, in one kernel.
+
+    Of a bf16 input and a float32 weight torch would make several; and only from 2.13 on does autocast widen the input.
+    """
+    return norm(x.float())
 
 
 def _by_head(attn: WanAttention, key: Tensor, value: Tensor) -> tuple[Keys, Keys]:

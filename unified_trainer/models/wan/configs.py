@@ -13,6 +13,8 @@ from unified_trainer.models.folder import outline
 INDEX = "model_index.json"
 EXPERTS = ("transformer", "transformer_2")  # of high and of low noise; a folder of one network has the first alone
 
+MASK_CHANNELS = 4  # of a network with an image, beside latents and image latents: pixel frames of a latent frame
+
 Size = Annotated[int, Field(ge=1, le=2**20)]
 Layers = Annotated[int, Field(ge=1, le=1000)]  # more would take minutes to lay out
 Entry = Annotated[list[str | None], Field(min_length=2, max_length=2)]  # library and class
@@ -22,6 +24,7 @@ class ModelIndex(Schema):
     """model_index.json, as far as it names networks."""
 
     boundary_ratio: float | None = Field(None, gt=0, lt=1)
+    expand_timesteps: bool = False  # the first latent frame may be that of an image (Wan2.2 TI2V)
     transformer_2: Entry | None = None
 
 
@@ -48,11 +51,14 @@ class TransformerConfig(Schema):
 
     @model_validator(mode="after")
     def _velocities_have_the_latents_shape(self) -> Self:
-        if self.out_channels != self.in_channels:
+        if self.in_channels not in (self.out_channels, 2 * self.out_channels + MASK_CHANNELS):
             raise ValueError(
                 f"out_channels is {self.out_channels} and in_channels {self.in_channels}, but a network that predicts "
-                "velocities from latents and a text has as many of both"
+                "velocities from latents and a text has as many of both; with an image, it reads "
+                f"{2 * self.out_channels + MASK_CHANNELS}"
             )
+        if self.pos_embed_seq_len is not None:
+            raise ValueError("pos_embed_seq_len is of a network of a first and a last frame, which is not supported")
         return self
 
 
@@ -103,6 +109,22 @@ class VAEConfig(Schema):
         return self
 
 
+class ClipConfig(Schema):
+    """The config of a CLIPVisionModel."""
+
+    model_type: Literal["clip_vision_model"]
+    hidden_size: Size = 768
+    intermediate_size: Size = 3072
+    projection_dim: Size = 512
+    num_hidden_layers: Layers = 12
+    num_attention_heads: Size = 12
+    num_channels: Literal[3] = 3
+    image_size: Size = 224
+    patch_size: Size = 32
+    hidden_act: Literal["quick_gelu", "gelu"] = "quick_gelu"
+    layer_norm_eps: float = Field(1e-5, gt=0, lt=1)
+
+
 class TextEncoderConfig(Schema):
     """The config of a UMT5EncoderModel."""
 
@@ -134,7 +156,7 @@ def vae_outline(folder: Path) -> AutoencoderKLWan:
 def check_folder(folder: Path) -> None:
     """Raise UserError, naming the file, unless VAE and text encoder fit the transformer, as far as they are there."""
     transformer = transformer_config(folder)
-    parts = (("vae", VAEConfig, "z_dim", "in_channels"), ("text_encoder", TextEncoderConfig, "d_model", "text_dim"))
+    parts = (("vae", VAEConfig, "z_dim", "out_channels"), ("text_encoder", TextEncoderConfig, "d_model", "text_dim"))
     for part, schema, own, other in parts:
         file = folder / part / "config.json"
         if not file.is_file():

@@ -4,6 +4,8 @@
 
     pipe = DiffusionPipeline.from_pretrained(FOLDER, custom_pipeline="pipeline", trust_remote_code=True)
     frames = pipe("a red circle moving left", generator=torch.Generator().manual_seed(3)).frames[0]
+
+Students with a condition image take it as `image=`.
 """
 
 import functools
@@ -13,20 +15,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import ConfigMixin, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    ConfigMixin,
+    FlowMatchEulerDiscreteScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention
 from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
+from PIL import Image, ImageOps
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoTokenizer, BaseImageProcessor, CLIPVisionModel, UMT5EncoderModel
 
 TIME_SCALE = 1000  # the network's time is 1000 sigma
 MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
 ALIGNMENT = 64  # bytes, of what torch allocates on a CPU
 GATE = "to_gate_compress"  # FastVideo's name of the layer that adds the coarse branch of sparse attention
 NOISE = -1  # number of the draw that sampling starts from
+MASK_CHANNELS = 4  # beside image latents: pixel frames of a latent frame
 
 
 @dataclass(frozen=True)
@@ -75,9 +86,31 @@ class SamplerFile(ConfigMixin):
 
 
 class TrainedWanPipeline(WanPipeline):
-    """WanPipeline with the sampler that its student was trained for, in place of a scheduler and its settings."""
+    """WanPipeline with the sampler that its student was trained for, in place of a scheduler and its settings.
 
+    It also loads the folders of WanImageToVideoPipeline.
+    """
+
+    _optional_components = [*WanPipeline._optional_components, "image_encoder", "image_processor"]  # noqa: RUF012
+    model_cpu_offload_seq = "text_encoder->image_encoder->transformer->transformer_2->vae"
     sampler: Sampler | None = None
+
+    def __init__(
+        self,
+        tokenizer: AutoTokenizer,
+        text_encoder: UMT5EncoderModel,
+        vae: AutoencoderKLWan,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        transformer: WanTransformer3DModel | None = None,
+        transformer_2: WanTransformer3DModel | None = None,
+        boundary_ratio: float | None = None,
+        expand_timesteps: bool = False,
+        image_encoder: CLIPVisionModel | None = None,
+        image_processor: BaseImageProcessor | None = None,
+    ) -> None:
+        networks = (transformer, transformer_2, boundary_ratio, expand_timesteps)
+        super().__init__(tokenizer, text_encoder, vae, scheduler, *networks)
+        self.register_modules(image_encoder=image_encoder, image_processor=image_processor)
 
     def load_sampler(self, folder: str | Path, **options: object) -> Sampler:
         """Read the sampler of an export, by its folder or its name on the hub (`options`: revision, token ...)."""
@@ -94,10 +127,13 @@ class TrainedWanPipeline(WanPipeline):
         width: int | None = None,
         output_type: str = "np",
         return_dict: bool = True,
+        image: Image.Image | list[Image.Image] | None = None,
     ) -> WanPipelineOutput | tuple:
         """Generate a video of each prompt, with a generator each: video i of `sample --seed S` has seed S + i.
 
-        Sizes are in pixels, by default the run's. `output_type` is np, pt, pil or latent, as in WanPipeline.
+        Sizes are in pixels, by default the run's. `output_type` is np, pt, pil or latent, as in WanPipeline. `image` is
+        the first frame of the videos, or a list with that of each; it is scaled to cover the size, and cropped around
+        its center.
         """
         sampler = self.sampler or self.load_sampler(Path(self.transformer.config._name_or_path).parent)
         align(module for module in self.components.values() if isinstance(module, nn.Module))
@@ -111,9 +147,11 @@ class TrainedWanPipeline(WanPipeline):
             """Return the noise of one step for all chunks; the generators are read in the order of the steps."""
             return randn_tensor((len(prompts), *shape), generator=generator, device=device, dtype=torch.float32)
 
+        images = [image] * len(prompts) if isinstance(image, Image.Image) else image
+        condition = self._encode_images(images, len(prompts), shape, device)
         text, negative = self._embed(prompts, device), self._embed([sampler.negative_prompt], device)
         calls = len(ranges) * (len(sampler.sigmas) - 1)
-        with Networks(self, sampler, text, negative) as networks, self.progress_bar(total=calls) as bar:
+        with Networks(self, sampler, text, negative, condition) as networks, self.progress_bar(total=calls) as bar:
             chunks = []
             for start, stop in ranges:
                 own = slice(start, stop)
@@ -142,12 +180,87 @@ class TrainedWanPipeline(WanPipeline):
         rows = [self._get_t5_prompt_embeds([prompt], 1, length, device) for prompt in prompts]
         return torch.cat(rows).float()
 
-    def _decode(self, latents: Tensor) -> Tensor:
+    def _encode_images(
+        self, images: list[Image.Image] | None, samples: int, shape: tuple[int, int, int, int], device: torch.device
+    ) -> "ImageCondition | None":
+        """Encode the first frame of each video, one by one; ValueError for a number of images that cannot be."""
+        network = self.transformer.config
+        needs_image = network.in_channels != network.out_channels
+        if images is None and not needs_image:
+            return None
+        if images is None or len(images) != samples or not (needs_image or self.config.expand_timesteps):
+            wanted = f"takes {samples if needs_image or self.config.expand_timesteps else 'no'} condition images"
+            raise ValueError(f"this pipeline {wanted} for {samples} prompts, not {len(images or ())}")
+        rows = [self._encode_image(one, shape, needs_image, device) for one in images]
+        latents, clip = (torch.cat(parts) if parts[0] is not None else None for parts in zip(*rows, strict=True))
+        return ImageCondition(latents, clip)
+
+    def _encode_image(
+        self, image: Image.Image, shape: tuple[int, int, int, int], needs_image: bool, device: torch.device
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the latents of a first frame, with gray frames behind it if they are channels, and tokens of CLIP."""
+        _, frames, height, width = shape
+        height, width = height * self.vae_scale_factor_spatial, width * self.vae_scale_factor_spatial
+        picture = cover(ImageOps.exif_transpose(image).convert("RGB"), height, width)
+        pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(1, 1, height, width, 3)
+        video = pixels.movedim(-1, 1).float() / 255
+        if needs_image:
+            gray = video.new_full((1, 3, (frames - 1) * self.vae_scale_factor_temporal, height, width), 0.5)
+            video = torch.cat([video, gray], 2)
+        encoded = self.vae.encode((video.to(device) * 2 - 1).to(self.vae.dtype)).latent_dist.mean.float()
+        mean, std = self._statistics(encoded)
+        if self.image_encoder is None:
+            return (encoded - mean) / std, None
+        seen = self.image_processor(images=picture, return_tensors="pt").pixel_values
+        tokens = self.image_encoder(seen.to(device, self.image_encoder.dtype), output_hidden_states=True)
+        return (encoded - mean) / std, tokens.hidden_states[-2].float()
+
+    def _statistics(self, like: Tensor) -> Iterable[Tensor]:
+        """Return mean and standard deviation of the VAE's latents."""
         config = self.vae.config
-        mean, std = (
-            torch.tensor(each).view(1, -1, 1, 1, 1).to(latents) for each in (config.latents_mean, config.latents_std)
-        )
+        return (torch.tensor(each).view(1, -1, 1, 1, 1).to(like) for each in (config.latents_mean, config.latents_std))
+
+    def _decode(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics(latents)
         return self.vae.decode((latents * std + mean).to(self.vae.dtype), return_dict=False)[0].float()
+
+
+def cover(picture: Image.Image, height: int, width: int) -> Image.Image:
+    """Scale a picture to cover a size and crop it around its center."""
+    scale = max(width / picture.width, height / picture.height)
+    own_width, own_height = min(width / scale, picture.width), min(height / scale, picture.height)
+    left, top = (picture.width - own_width) / 2, (picture.height - own_height) / 2
+    box = (left, top, left + own_width, top + own_height)
+    return picture.resize((width, height), Image.Resampling.LANCZOS, box)
+
+
+@dataclass(frozen=True)
+class ImageCondition:
+    """The first frames of a batch: latents [b, c, t, h, w] as channels, or [b, c, 1, h, w] as first latent frame."""
+
+    latents: Tensor
+    clip: Tensor | None  # tokens of CLIP [b, n, d]
+
+    def velocity(
+        self, network: WanTransformer3DModel, x: Tensor, sigma: float, text: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Run a network; x may hold the batch more than once."""
+        times = len(x) // len(self.latents)
+        latents = self.latents.repeat(times, 1, 1, 1, 1)
+        if network.config.in_channels != network.config.out_channels:
+            mask = torch.zeros_like(latents[:, :MASK_CHANNELS])
+            mask[:, :, 0] = 1
+            time = torch.full((len(x),), TIME_SCALE * sigma, device=x.device)
+            clip = None if self.clip is None else self.clip.repeat(times, 1, 1).to(dtype)
+            inputs = torch.cat([x, mask, latents], 1).to(dtype)
+            return network(inputs, time, text, clip, return_dict=False)[0].float()
+        b, _, t, h, w = x.shape
+        _, high, wide = network.config.patch_size
+        time = torch.full((b, t, h // high * (w // wide)), TIME_SCALE * sigma, device=x.device)
+        time[:, 0] = 0  # the first latent frame is known
+        inputs = torch.cat([latents, x[:, :, 1:]], 2).to(dtype)
+        v = network(inputs, time.flatten(1), text, return_dict=False)[0].float()
+        return torch.cat([(x[:, :, :1] - latents) / sigma, v[:, :, 1:]], 2)
 
 
 def align(modules: Iterable[nn.Module]) -> None:
@@ -188,8 +301,15 @@ def add_context_noise(sampler: Sampler, x0: Tensor, draw: Callable[[int], Tensor
 class Networks:
     """The guided velocity of one batch; inside its context, networks of a causal student have KV caches."""
 
-    def __init__(self, pipeline: WanPipeline, sampler: Sampler, text: Tensor, negative: Tensor) -> None:
-        self.sampler, self.text = sampler, text
+    def __init__(
+        self,
+        pipeline: WanPipeline,
+        sampler: Sampler,
+        text: Tensor,
+        negative: Tensor,
+        image: ImageCondition | None = None,
+    ) -> None:
+        self.sampler, self.text, self.image = sampler, text, image
         self.both = torch.cat([text, negative.expand_as(text)])
         self.guided = any(scale != 1 for scale in sampler.guidance_scale)
         boundary = sampler.boundary or 0.0
@@ -231,6 +351,8 @@ class Networks:
         time, half = torch.full((len(x),), TIME_SCALE * sigma, device=x.device), self.sampler.precision == "bf16"
         dtype = torch.float32 if half else network.dtype
         with torch.autocast(x.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+            if self.image is not None:
+                return self.image.velocity(network, x, sigma, text.to(dtype), dtype)
             return network(x.to(dtype), time, text.to(dtype), return_dict=False)[0].float()
 
 

@@ -3,20 +3,54 @@
 import math
 from pathlib import Path
 
+import torch
+
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as, read_json
 from unified_trainer.models.base import Family
+from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan import exported_pipeline
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.codec import WanCodec, latent_shape
 from unified_trainer.models.wan.configs import EXPERTS, INDEX, ModelIndex, check_folder, transformer_config, vae_outline
+from unified_trainer.models.wan.image_model import FirstFrameWanModel, ImageChannelsWanModel
 from unified_trainer.models.wan.lora import published_adapter, published_layer
-from unified_trainer.models.wan.sparse import SparseWanModel, open_dense
+from unified_trainer.models.wan.model import WanModel
+from unified_trainer.models.wan.sparse import SparseWanModel, check_dense
+
+
+def images(folder: Path) -> tuple[int, int]:
+    """Return the fewest and the most condition images of a sample, read from configs.
+
+    I2V reads channels of an image and needs one; TI2V may know its first frame. A folder without an index, such as an
+    export that is being written, takes none.
+    """
+    network = transformer_config(folder)
+    if network.in_channels != network.out_channels:
+        return 1, 1
+    index = folder / INDEX
+    return 0, int(index.is_file() and read_as(ModelIndex, index).expand_timesteps)
+
+
+def open_model(folder: Path, component: str) -> WanModel:
+    """Open a network of a folder, without weights: of text alone, or of text and an image."""
+    check_dense(folder / component)
+    kinds = {(0, 0): WanModel, (0, 1): FirstFrameWanModel, (1, 1): ImageChannelsWanModel}
+    return kinds[images(folder)].open(folder, component)
+
+
+def load_codec(folder: Path, device: torch.device, config: EncoderConfig) -> WanCodec:
+    """Open text encoder and VAE of a folder, and what encodes condition images if it takes some."""
+    if not images(folder)[1]:
+        return WanCodec.load(folder, device, config)
+    from unified_trainer.models.wan.image_codec import ImageWanCodec
+
+    return ImageWanCodec.load(folder, device, config)
 
 
 def latent_channels(folder: Path) -> int:
     """Return the number of latent channels, read from the transformer's config."""
-    return transformer_config(folder).in_channels
+    return transformer_config(folder).out_channels
 
 
 def latent_shape_of(folder: Path, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -74,10 +108,11 @@ def networks(folder: Path) -> tuple[tuple[str, ...], float | None]:
 
 
 WAN = Family(
-    pipeline="WanPipeline",
-    model=open_dense,
-    codec=WanCodec.load,
+    pipelines=("WanPipeline", "WanImageToVideoPipeline"),
+    model=open_model,
+    codec=load_codec,
     causal=CausalWanModel.open,
+    images=images,
     latent_channels=latent_channels,
     latent_shape=patched_latent_shape,
     tokens=tokens,

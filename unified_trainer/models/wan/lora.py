@@ -10,6 +10,7 @@ from unified_trainer.basics.errors import UserError
 
 ATTENTION = {"attn1": "self_attn", "attn2": "cross_attn"}
 PARTS = {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o", "norm_q": "norm_q", "norm_k": "norm_k"}
+PARTS |= {"add_k_proj": "k_img", "add_v_proj": "v_img", "norm_added_k": "norm_k_img"}  # of CLIP's tokens
 # Names inside of a block and outside of the blocks: diffusers' name, and Wan's own.
 INSIDE = {f"{ours}.{part}": f"{theirs}.{name}" for ours, theirs in ATTENTION.items() for part, name in PARTS.items()}
 INSIDE |= {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2", "norm2": "norm3", "scale_shift_table": "modulation"}
@@ -20,6 +21,10 @@ OUTSIDE = {
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
     "condition_embedder.time_embedder.linear_2": "time_embedding.2",
     "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.image_embedder.norm1": "img_emb.proj.0",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "condition_embedder.image_embedder.norm2": "img_emb.proj.4",
     "proj_out": "head.head",
     "scale_shift_table": "head.modulation",
 }

@@ -14,7 +14,6 @@ from unified_trainer.models.base import PassSize
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.wan.attention import joined_inputs, set_attention
 from unified_trainer.models.wan.ulysses import SharedTokens
-from unified_trainer.parallel.device import has_other_attention
 from unified_trainer.parallel.mesh import Mesh
 
 TIME_SCALE = 1000  # the network's time is 1000 sigma, and stays fractional
@@ -34,8 +33,7 @@ class WanModel(DiffusersModel):
     def __init__(self, network: WanTransformer3DModel, folder: Path | None = None) -> None:
         super().__init__(network, folder)
         self._shared: SharedTokens | None = None
-        if has_other_attention():
-            set_attention(network.blocks)
+        set_attention(network.blocks)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> "WanModel":

@@ -28,8 +28,8 @@ from unified_trainer.models.sparse_attention import (
     kernel_fine,
     masked_fine,
 )
-from unified_trainer.models.wan.attention import LayerPass, SelfAttention, project_out, rotate, set_attention
-from unified_trainer.models.wan.model import WanModel
+from unified_trainer.models.wan.attention import LayerPass, SelfAttention, normed, project_out, rotate, set_attention
+from unified_trainer.models.wan.image_model import FirstFrameWanModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.sequence import heads_to_tokens, tokens_to_heads
 
@@ -43,8 +43,8 @@ class TiledPass(LayerPass):
     tiles: Tiles
 
 
-class SparseWanModel(WanModel):
-    """A Wan transformer whose self-attention leaves out a share of the tiles of keys."""
+class SparseWanModel(FirstFrameWanModel):
+    """A Wan transformer of text, or of TI2V, whose self-attention leaves out a share of the tiles of keys."""
 
     new_layers = (f"{GATE}.weight", f"{GATE}.bias")
 
@@ -129,8 +129,8 @@ class _SparseAttention(SelfAttention):
         query, key, value, gate = (
             part.unflatten(2, (attn.heads, -1))
             for part in (
-                attn.norm_q(attn.to_q(x)),
-                attn.norm_k(attn.to_k(x)),
+                normed(attn.norm_q, attn.to_q(x)),
+                normed(attn.norm_k, attn.to_k(x)),
                 attn.to_v(x),
                 self._block.get_submodule(GATE)(x),
             )
@@ -144,16 +144,10 @@ class _SparseAttention(SelfAttention):
         return project_out(attn, heads_to_tokens(out, now.mesh) if now.mesh else out)
 
 
-def holds_gates(folder: Path) -> bool:
-    """Return whether a component's files hold gates: its weights are those of a sparse model."""
-    return any(key.endswith(SparseWanModel.new_layers) for key in check_component(folder, WEIGHTS))
-
-
-def open_dense(folder: Path, component: str) -> WanModel:
-    """Open a network with dense attention; UserError for the folder of a sparse one."""
-    if holds_gates(folder / component):
+def check_dense(folder: Path) -> None:
+    """Raise UserError if a component's files hold gates: its weights are those of a sparse model."""
+    if any(key.endswith(SparseWanModel.new_layers) for key in check_component(folder, WEIGHTS)):
         raise UserError(
-            f"{folder / component} holds a network with sparse attention ({GATE}): set sparse_attention.share of the "
-            "role that opens it, such as --student.sparse-attention.share 0.8, or name the folder of a dense model"
+            f"{folder} holds a network with sparse attention ({GATE}): set sparse_attention.share of the role that "
+            "opens it, such as --student.sparse-attention.share 0.8, or name the folder of a dense model"
         )
-    return WanModel.open(folder, component)

@@ -28,10 +28,10 @@ class ByMinutes:
     def __call__(self, step: int) -> bool:
         """Return whether the step is saved; the ranks agree (a collective)."""
         late = self._mesh.is_main and self._clock() - self._last >= self._seconds
-        found = self._mesh.any(late) or self._rule(step)
-        if found:
+        is_due = self._mesh.any(late) or self._rule(step)
+        if is_due:
             self._last = self._clock()
-        return found
+        return is_due
 
 
 def at_risk(steps: int, minutes: float) -> str:

@@ -109,11 +109,11 @@ def _now(folder: Path) -> float:
 
 def _is_gone(identity: str) -> bool:
     """Return whether a file names a process of this machine that has ended; its text may not be written yet."""
-    found = re.match(r"process (\d+) on ", identity)
-    if found is None or identity != _identity().replace(str(os.getpid()), found[1], 1):
+    process = re.match(r"process (\d+) on ", identity)
+    if process is None or identity != _identity().replace(str(os.getpid()), process[1], 1):
         return False
     try:
-        os.kill(int(found[1]), 0)
+        os.kill(int(process[1]), 0)
     except ProcessLookupError:
         return True
     except PermissionError:

@@ -101,19 +101,19 @@ class Saver:
 
     def check(self) -> None:
         """Raise on all ranks the exception of an asynchronous write that has failed (a collective)."""
-        if self._asynchronous and self._train_mesh.any(any(self._failed(one) for one in self._pending)):
+        if self._asynchronous and self._train_mesh.any(any(self._failed(save) for save in self._pending)):
             self.wait()
 
     @property
     def saving(self) -> bool:
         """Whether an asynchronous write is in progress."""
-        return any(not one.done() for one in self._pending)
+        return any(not save.done() for save in self._pending)
 
     def wait(self) -> None:
         """Wait for the asynchronous writes and raise the first exception, if any."""
         pending, self._pending = self._pending, []
-        for one in pending:
-            one.result()
+        for save in pending:
+            save.result()
 
     def has(self, step: int) -> bool:
         """Whether there is a checkpoint of this step once asynchronous writes are done (a collective)."""

@@ -103,8 +103,8 @@ def finished(run: Path, steps: int, mesh: Mesh, *, validating: bool) -> bool:
 
 def folders(root: Path) -> list[Path]:
     """Return the folders step_N below `root`, lowest step first; their content is not verified."""
-    found = [path for path in root.glob("step_*") if STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    checkpoints = [path for path in root.glob("step_*") if STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(checkpoints, key=step_of)
 
 
 def unfinished(root: Path) -> list[Path]:
@@ -138,8 +138,8 @@ def damage(folder: Path, mesh: Mesh, kinds: Iterable[str] | None = None) -> str 
         return fault
     wanted = None if kinds is None else set(kinds)
     names = [name for name in metadata["files"] if wanted is None or name.rpartition("/")[0] in wanted]
-    found = checksums([folder / name for name in names], mesh)
-    for name, checksum in zip(names, found, strict=True):
+    present = checksums([folder / name for name in names], mesh)
+    for name, checksum in zip(names, present, strict=True):
         if checksum == UNREADABLE:
             return f"{name} cannot be read"
         if checksum != metadata["files"][name]["crc32"]:
@@ -191,8 +191,8 @@ def _torn(folder: Path, files: Manifest) -> str | None:
 def _foreign(folder: Path, files: Manifest) -> str | None:
     """Return a file that is not the manifest's and would be read as weights; hidden files are not."""
     for kind in sorted({(folder / name).parent for name in files}):
-        found = [str(path.relative_to(folder)) for path in kind.iterdir() if is_weights(path)]
-        if foreign := sorted(set(found) - files.keys()):
+        present = [str(path.relative_to(folder)) for path in kind.iterdir() if is_weights(path)]
+        if foreign := sorted(set(present) - files.keys()):
             return foreign[0]
     return None
 

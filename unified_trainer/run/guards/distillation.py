@@ -133,12 +133,12 @@ class DistillationGuard:
         seen = {name: metrics[f"{name}_to_teacher"] for name in LOOKS if f"{name}_to_teacher" in metrics}
         for name, value in seen.items():
             self._first_looks.setdefault(name, value)
-        found = [words for name, value in seen.items() if (words := self._look_fault(name, value))]
-        self.verdict = {"guard_alarm": float(bool(found))} if seen else {}
-        if not found:
+        faults = [words for name, value in seen.items() if (words := self._look_fault(name, value))]
+        self.verdict = {"guard_alarm": float(bool(faults))} if seen else {}
+        if not faults:
             self._silent_at = step
             return None
-        return Alarm(self.name, self.config.action, ", ".join(found), self._silent_at + 1)
+        return Alarm(self.name, self.config.action, ", ".join(faults), self._silent_at + 1)
 
     def _critic_fault(self) -> str:
         error, limit = _mean(self._errors), self.config.critic_error

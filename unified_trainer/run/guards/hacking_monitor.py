@@ -101,10 +101,12 @@ class HackingMonitor:
                     self.reference.setdefault(key, seen[key])
         if not self.on or not self._moved("reward", seen) >= self.config.rise:
             return None
-        found = [self._change(name, seen, "fell") for name in self._held_out if self._fell(name, seen)]
-        found += [self._change(name, seen, "changed") for name in sorted(seen) if self._drifted(name, seen)]
-        found += [self._change(name, seen, "fell") for name in (DIVERSITY, IN_TRAINING) if self._collapsed(name, seen)]
-        return f"{self._change('reward', seen, 'rose')} while {', '.join(found)}" if found else None
+        changes = [self._change(name, seen, "fell") for name in self._held_out if self._fell(name, seen)]
+        changes += [self._change(name, seen, "changed") for name in sorted(seen) if self._drifted(name, seen)]
+        changes += [
+            self._change(name, seen, "fell") for name in (DIVERSITY, IN_TRAINING) if self._collapsed(name, seen)
+        ]
+        return f"{self._change('reward', seen, 'rose')} while {', '.join(changes)}" if changes else None
 
     def _fell(self, name: str, seen: Mapping[str, float]) -> bool:
         return name in seen and self._moved(name, seen) <= -self.config.fall

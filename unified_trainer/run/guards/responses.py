@@ -48,10 +48,10 @@ class Guards:
     @property
     def state(self) -> dict[str, Any]:
         """All that later decisions depend on, as metadata of a checkpoint."""
-        found: dict[str, Any] = {"rollbacks": list(self.rollbacks)}
+        states: dict[str, Any] = {"rollbacks": list(self.rollbacks)}
         for guard in self._guards:
-            found |= guard.state
-        return found if self._probe is None else found | self._probe.state
+            states |= guard.state
+        return states if self._probe is None else states | self._probe.state
 
     def load_state(self, metadata: Mapping[str, Any]) -> None:
         """Continue from the metadata of a checkpoint, with the learning rate that its roll-backs left."""
@@ -128,7 +128,7 @@ class Guards:
 
     def _set_rollbacks(self, rollbacks: Sequence[dict[str, Any]]) -> None:
         self.rollbacks = list(rollbacks)
-        self._student.scale_learning_rate(math.prod(one["rate_factor"] for one in self.rollbacks))
+        self._student.scale_learning_rate(math.prod(rollback["rate_factor"] for rollback in self.rollbacks))
 
     def _guard(self, name: str) -> Guard:
         return next(guard for guard in self._guards if guard.name == name)
@@ -141,7 +141,9 @@ class Guards:
             return own
         names = [guard.name for guard in self._guards]
         row = [0, 0, 0] if own is None else [SEVERITY.index(own.action), names.index(own.guard), own.first]
-        severity, number, first = max(self._mesh.all_gather_cpu(torch.tensor([row])).tolist(), key=lambda one: one[0])
+        severity, number, first = max(
+            self._mesh.all_gather_cpu(torch.tensor([row])).tolist(), key=lambda reported: reported[0]
+        )
         if not severity:
             return None
         return Alarm(names[number], SEVERITY[severity], "found by another rank" if own is None else own.why, first)

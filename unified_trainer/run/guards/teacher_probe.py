@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import make_batch
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.chunks import ChunkConfig
@@ -32,7 +33,7 @@ class TeacherProbe:
         teacher: Role,
         guidance_scale: GuidanceScale,
         sampler: SamplerConfig,
-        prompts: Sequence[str],
+        requests: Sequence[Request],
         latent_shape: tuple[int, int, int, int],
         mesh: Mesh,
         *,
@@ -47,8 +48,8 @@ class TeacherProbe:
         """
         self._codec, self._teacher, self._latent_shape, self._mesh = codec, teacher, latent_shape, mesh
         self._sampler, self._seed, self._size, self._ema = sampler, seed, batch, ema
-        self._prompts = [
-            prompt for prompt in list(prompts)[: config.teacher_prompts] for _ in range(config.samples_per_prompt)
+        self._requests = [
+            request for request in list(requests)[: config.teacher_prompts] for _ in range(config.samples_per_prompt)
         ]
         self._teacher_sampler = replace(
             sampler,
@@ -59,7 +60,8 @@ class TeacherProbe:
             chunks=ChunkConfig(),
         )
         self._reference: dict[str, float] = {}
-        settings = json.dumps([self._prompts, repr(self._teacher_sampler), seed, latent_shape])
+        identities = [request.identity for request in self._requests]
+        settings = json.dumps([identities, repr(self._teacher_sampler), seed, latent_shape])
         self._of = hashlib.sha256(settings.encode()).hexdigest()  # what the reference was measured of
 
     @property
@@ -86,7 +88,7 @@ class TeacherProbe:
     @torch.no_grad()
     def _measure(self, role: Role, sampler: SamplerConfig) -> dict[str, float]:
         """Return statistics of all samples; each rank makes equally many, the last ones perhaps a second time."""
-        total, ranks = len(self._prompts), self._mesh.data_size
+        total, ranks = len(self._requests), self._mesh.data_size
         count = -(-total // ranks)
         mine = [(self._mesh.data_rank * count + i) % total for i in range(count)]
         columns: dict[str, list[Tensor]] = {}
@@ -102,15 +104,15 @@ class TeacherProbe:
         def of_all(parts: list[Tensor]) -> Tensor:
             return self._mesh.gather(torch.cat(parts)).cpu().double()[:total]
 
-        found = {name: of_all(parts).mean().item() for name, parts in columns.items()}
-        spread = diversity(of_all(thumbnails), self._prompts)
-        return found if spread is None else found | {"diversity": spread}
+        means = {name: of_all(parts).mean().item() for name, parts in columns.items()}
+        spread = diversity(of_all(thumbnails), self._requests)
+        return means if spread is None else means | {"diversity": spread}
 
     def _generate(self, role: Role, sampler: SamplerConfig, samples: list[int]) -> tuple[Tensor, Tensor]:
         """Return latents and videos; the noise of a sample is a function of the seed and its number."""
-        prompts = [self._prompts[i] for i in samples]
+        requests = [self._requests[i] for i in samples]
         uncond = self._codec.encode_text([self._sampler.negative_prompt])
-        batch = make_batch(self._codec, prompts, uncond, self._latent_shape, prompt_ids=samples, sample_ids=samples)
+        batch = make_batch(self._codec, requests, uncond, self._latent_shape, prompt_ids=samples, sample_ids=samples)
         streams = Streams(self._seed, 0, self._mesh.device)
 
         def draw(name: str) -> Tensor:

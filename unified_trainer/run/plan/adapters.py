@@ -64,25 +64,27 @@ def adapters_of(
 def _sources(name: str, config: RoleConfig, layout: ExpertLayout) -> dict[Expert, tuple[str, str]]:
     """Return the setting and the path of the adapter of each network that has one."""
     role = (f"{name}.adapter.path", config.adapter.path)
-    given = {expert: (f"{name}.{expert}.adapter.path", one.adapter.path) for expert, one in config.experts.items()}
+    given = {
+        expert: (f"{name}.{expert}.adapter.path", source.adapter.path) for expert, source in config.experts.items()
+    }
     if layout.boundary is None:
         if named := [key for key, path in given.values() if path]:
             raise ConfigError(f"{named[0]} is for a role with two experts, but {name} is one network: use {role[0]}")
         return {"": role} if role[1] else {}
-    found = {expert: one if one[1] else role for expert, one in given.items()}
-    return {expert: (key, path) for expert, (key, path) in found.items() if path}
+    sources = {expert: source if source[1] else role for expert, source in given.items()}
+    return {expert: (key, path) for expert, (key, path) in sources.items() if path}
 
 
 def _with_checksum(name: str, config: RoleConfig, places: Iterable[Location]) -> RoleConfig:
     """Return the settings with the checksum of the files; ConfigError if they have another one."""
     files = dict.fromkeys(file for place in places for file in place.files)
-    found = checksum(list(files))
-    if config.adapter.sha256 not in ("", found):
+    digest = checksum(list(files))
+    if config.adapter.sha256 not in ("", digest):
         raise ConfigError(
-            f"{name}.adapter: {', '.join(map(str, files))} changed: SHA-256 is {found}, but {name}.adapter.sha256 is "
+            f"{name}.adapter: {', '.join(map(str, files))} changed: SHA-256 is {digest}, but {name}.adapter.sha256 is "
             f"{config.adapter.sha256}. Restore the files, or start a new run with --{name}.adapter.sha256 ''"
         )
-    return replace(config, adapter=replace(config.adapter, sha256=found))
+    return replace(config, adapter=replace(config.adapter, sha256=digest))
 
 
 def _of_files(
@@ -127,14 +129,14 @@ def _of_files(
 
 def _short_names(file: AdapterFile, network: nn.Module, merge: str) -> tuple[str, ...]:
     """Return the shortest ends of names that select exactly the layers of a file."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for layer in file.layers:
         if not isinstance(network.get_submodule(layer), nn.Linear):
             raise ConfigError(f"{file.file}: {layer} is no linear layer, so it cannot be trained on; {merge}")
         parts = layer.split(".")
         ends = (".".join(parts[i:]) for i in reversed(range(len(parts))) if not parts[i].isdigit() or not i)
-        found[next((end for end in ends if _ending(end, network) <= file.layers.keys()), layer)] = None
-    return tuple(sorted(found))
+        names[next((end for end in ends if _ending(end, network) <= file.layers.keys()), layer)] = None
+    return tuple(sorted(names))
 
 
 def _ending(end: str, network: nn.Module) -> set[str]:

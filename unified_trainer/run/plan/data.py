@@ -36,16 +36,31 @@ class Clips:
         return f"the caption of {self.videos[number].file}"
 
 
-def read_prompts(run: RunConfig) -> tuple[PromptFile, PromptFile]:
-    """Return the prompts of training and of validation; none where captions of clips or the first ones are taken."""
+def read_prompts(run: RunConfig, *, images: bool) -> tuple[PromptFile, PromptFile]:
+    """Return the prompts of training and of validation; none where captions of clips or the first ones are taken.
+
+    `images` says whether the student takes condition images, which tables then name.
+    """
     prompts = validation = PromptFile(())
     if run.trains_on == "prompts":
-        prompts = prompts_of(run.prompts, training_captions(), "--prompts", run.prompts_column)
+        prompts = prompts_of(run.prompts, training_captions(), "--prompts", run.prompts_column, images=images)
     if run.validation.prompts:
         captions, column = validation_captions(run.validation.num_samples), run.validation.prompts_column
-        validation = prompts_of(run.validation.prompts, captions, "--validation.prompts", column)
+        validation = prompts_of(run.validation.prompts, captions, "--validation.prompts", column, images=images)
     check_prompts(run.reward, prompts.placed, validation.placed)
     return prompts, validation
+
+
+def read_sets(run: RunConfig, *, images: bool = False) -> dict[str, PromptFile]:
+    """Return the further sets of validation prompts by name."""
+    captions, column = validation_captions(run.validation.num_samples), run.validation.prompts_column
+    named = {name: path for name, path in run.validation.sets.items() if path}
+    sets = {
+        name: prompts_of(path, captions, f"--validation.sets.{name}", column, images=images)
+        for name, path in named.items()
+    }
+    check_prompts(run.reward, *(prompts.placed for prompts in sets.values()))
+    return sets
 
 
 def read_clips(run: RunConfig, latent_shape: Shape) -> Clips:
@@ -64,7 +79,9 @@ def read_clips(run: RunConfig, latent_shape: Shape) -> Clips:
                 f"--method {run.method} needs --data.path and --data.rejected, two folders of encoded clips: put both "
                 "videos of a pair under one name into two folders, and preprocess both"
             )
-        stored, rejected = (read_stored_files(one, ClipRows(latent_shape)) for one in (path, Path(run.data.rejected)))
+        stored, rejected = (
+            read_stored_files(folder, ClipRows(latent_shape)) for folder in (path, Path(run.data.rejected))
+        )
         stored.check_rejected(rejected)
         return Clips(stored=stored, rejected=rejected)
     if run.trains_on == "clips" and holds_videos(path):

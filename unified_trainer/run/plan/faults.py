@@ -12,6 +12,7 @@ from unified_trainer.data.row_kinds import ClipRows
 from unified_trainer.models import hub
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.scorers import check_files, check_reward
+from unified_trainer.run.plan.data import read_sets
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.config import RunConfig
@@ -19,13 +20,13 @@ from unified_trainer.run.settings.config import RunConfig
 
 def with_others(first: UserError, run: RunConfig, mesh: Mesh) -> UserError:
     """Return the error of a check with those of all that do not depend on it, a line each; alone it stays itself."""
-    found = {str(first): None}
+    faults = {str(first): None}
     for check in _independent(run, mesh):
         try:
             check()
         except UserError as error:
-            found.setdefault(str(error))
-    return first if len(found) == 1 else UserError("\n- ".join([f"{len(found)} faults:", *found]))
+            faults.setdefault(str(error))
+    return first if len(faults) == 1 else UserError("\n- ".join([f"{len(faults)} faults:", *faults]))
 
 
 def _independent(run: RunConfig, mesh: Mesh) -> Iterator[Callable[[], object]]:
@@ -42,6 +43,7 @@ def _independent(run: RunConfig, mesh: Mesh) -> Iterator[Callable[[], object]]:
     if run.validation.prompts:
         column = run.validation.prompts_column
         yield partial(prompts_of, run.validation.prompts, (), "--validation.prompts", column)
+    yield partial(read_sets, run)
     if run.trains_on != "prompts" and run.data.path not in ("", "tiny"):
         yield partial(_check_clips, run)
     yield run.sampler.check

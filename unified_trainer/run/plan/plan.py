@@ -7,6 +7,7 @@ from typing import Any
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.data.captioned import CaptionedVideo
 from unified_trainer.data.parquet_files import StoredFiles
@@ -16,14 +17,15 @@ from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.models.base import Family
 from unified_trainer.parallel.agreement import files_in_words, prompts_in_words
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.rewards.scorers import check_reward
+from unified_trainer.rewards.scorers import check_reward, group_scorer
 from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
-from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts
+from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts, read_sets
 from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
+from unified_trainer.run.plan.images import check_images, conditions_on_first_frame, has_images
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
 from unified_trainer.run.plan.sparse import check_sparse
 from unified_trainer.run.registry import family_of, method_named
@@ -40,8 +42,9 @@ class RunPlan:
     roles: Mapping[str, RolePlan]
     batch: BatchPlan
     counts: dict[str, int | str]  # of one training step's batch
-    prompts: tuple[str, ...]  # to train on; none for a method that takes the captions of its clips
-    validation_prompts: tuple[str, ...]  # none: the first training prompts
+    requests: tuple[Request, ...]  # to train on; none for a method that takes the captions of its clips
+    validation_requests: tuple[Request, ...]  # none: the first of training
+    validation_sets: Mapping[str, tuple[Request, ...]]  # further ones of validations, by name
     notes: tuple[str, ...]  # warnings that do not stop the run
     keep: Keep
     family: Family  # of the student
@@ -50,6 +53,7 @@ class RunPlan:
     validation_shape: tuple[int, int, int, int]  # of the videos of validations
     stored: StoredFiles | None  # parquet files to train on, if any
     videos: tuple[CaptionedVideo, ...] = ()  # to train on
+    first_frames: bool = False  # whether the first frame of a clip is its condition image
     rejected: StoredFiles | None = None  # parquet files of the rejected clips, for a method of pairs
 
     @property
@@ -60,21 +64,30 @@ class RunPlan:
 
     def compared(self) -> dict[str, str]:
         """Return what must be equal on all ranks: adapters and prompts by digest, files by names and sizes."""
-        found = {f"{name}.adapter": role.config.adapter.sha256 for name, role in self.roles.items()}
+        inputs = {f"{name}.adapter": role.config.adapter.sha256 for name, role in self.roles.items()}
         for name, role in self.roles.items():
             _, folder = family_of(name, role.path)
             parts = [folder / part for part in role.layout.components.values()]
             files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
-            found[f"{name}.path"] = files_in_words(files)
-        found["prompts"] = prompts_in_words(self.prompts)
-        found["validation.prompts"] = prompts_in_words(self.validation_prompts)
+            inputs[f"{name}.path"] = files_in_words(files)
+        inputs["prompts"] = _in_words(self.requests)
+        inputs["validation.prompts"] = _in_words(self.validation_requests)
+        inputs |= {f"validation.sets.{name}": _in_words(requests) for name, requests in self.validation_sets.items()}
         if self.stored is not None:
-            found["data.path"] = files_in_words([one.file for one in self.stored.files], self.stored.captions)
+            inputs["data.path"] = files_in_words([clips.file for clips in self.stored.files], self.stored.captions)
         if self.rejected is not None:
-            found["data.rejected"] = files_in_words([one.file for one in self.rejected.files], self.rejected.captions)
+            inputs["data.rejected"] = files_in_words(
+                [clips.file for clips in self.rejected.files], self.rejected.captions
+            )
         if self.videos:
-            found["data.path"] = files_in_words([one.file for one in self.videos], [one.caption for one in self.videos])
-        return found
+            inputs["data.path"] = files_in_words(
+                [clips.file for clips in self.videos], [clips.caption for clips in self.videos]
+            )
+        return inputs
+
+
+def _in_words(requests: tuple[Request, ...]) -> str:
+    return prompts_in_words([request.identity for request in requests])
 
 
 def check(run: RunConfig, mesh: Mesh) -> RunPlan:
@@ -109,14 +122,18 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     if shown.video.frames != run.video.frames:
         check_reward(run.reward, shown.video.frames)
     check_tracking(run.tracking, mesh)
-    batch = run.algorithm.plan()
+    batch = _with_whole_groups(run, run.algorithm.plan())
     roles = _roles(run, method, mesh)
     counts: dict[str, int | str] = {**batch.table(mesh.data_size)}
-    prompts, validation_prompts = read_prompts(run)
     family, folder = family_of("student", roles["student"].path)
+    takes_images = family.images(folder)[1] > 0
+    prompts, validation_prompts = read_prompts(run, images=takes_images)
+    sets = read_sets(run, images=takes_images)
     latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
     clips = read_clips(run, latent_shape)
-    check_captions(run, method, clips, bool(validation_prompts.prompts))
+    if has_images(run, family, folder, prompts, validation_prompts, sets):
+        check_images(run, roles, clips, scores=method.uses_reward or run.validate_every > 0)
+    check_captions(run, method, clips, bool(validation_prompts.requests))
     check_sampling(run, latent_shape)
     validation_shape = family.latent_shape(folder, shown.video.frames, shown.video.height, shown.video.width)
     check_sampling(shown, validation_shape)
@@ -129,6 +146,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         left_at_base(run, roles),
         prompts.note,
         validation_prompts.note,
+        *(one.note for one in sets.values()),
         clips.stored.image_note if clips.stored else "",
         note_lanes(run, batch, clips, mesh.data_size, counts),
     )
@@ -138,8 +156,9 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         roles=roles,
         batch=batch,
         counts=counts,
-        prompts=prompts.prompts,
-        validation_prompts=validation_prompts.prompts,
+        requests=prompts.requests,
+        validation_requests=validation_prompts.requests,
+        validation_sets={name: prompts.requests for name, prompts in sets.items()},
         notes=tuple(filter(None, notes)),
         keep=keep_of(run),
         family=family,
@@ -148,6 +167,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         validation_shape=validation_shape,
         stored=clips.stored,
         videos=clips.videos,
+        first_frames=run.trains_on == "clips" and conditions_on_first_frame(run, family, folder),
         rejected=clips.rejected,
     )
 
@@ -177,6 +197,22 @@ def _check_unread(run: RunConfig) -> None:
             f"--data.path {run.data.path}: {run.method} with these settings trains on prompts and would not read "
             f"it; to train on the captions of its clips, give --prompts {run.data.path} instead"
         )
+
+
+def _with_whole_groups(run: RunConfig, batch: BatchPlan) -> BatchPlan:
+    """Return the batch with whole groups on each rank if a scorer compares the samples of a prompt.
+
+    ConfigError unless the parts in which a rollout is scored hold whole groups too.
+    """
+    algorithm, key = run.algorithm, group_scorer(run.reward)
+    if not key or not isinstance(algorithm, RolloutConfig):
+        return batch
+    if algorithm.rollout_batch % algorithm.num_samples:
+        raise ConfigError(
+            f"algorithm.rollout_batch ({algorithm.rollout_batch}) must be a multiple of algorithm.num_samples "
+            f"({algorithm.num_samples}), because {key} compares the samples of a prompt"
+        )
+    return replace(batch, whole_groups=True)
 
 
 def keep_of(run: RunConfig) -> Keep:
@@ -257,8 +293,8 @@ def fits(recipe: str, role: str, path: str) -> bool:
     """Return whether a recipe was made for the model in a role's folder, by the configs of its networks."""
     family, folder = family_of(role, path)
     components, _ = family.networks(folder)
-    found = {"networks": len(components)} | read_json(folder / components[0] / "config.json")
-    return load_recipe(recipe).get("fits", {}).items() <= found.items()
+    model = {"networks": len(components)} | read_json(folder / components[0] / "config.json")
+    return load_recipe(recipe).get("fits", {}).items() <= model.items()
 
 
 def _misfit(run: RunConfig, method: type[Method]) -> str:

@@ -70,8 +70,8 @@ def plan_roles(run: RunConfig, method: type[Method], *, starting: bool = True) -
         if run.sampler.chunks.causal and (name == "student" or spec.copy_of == "student"):
             kind = causal_form(kind)
         layout = layout_for(name, kind, config, path)
-        found = adapters_of(spec.copy_of or name, kind, config, path, layout, starting=starting)
-        plans[name] = RolePlan(kind, found.config, path, layout, found.merged, found.starts)
+        adapters = adapters_of(spec.copy_of or name, kind, config, path, layout, starting=starting)
+        plans[name] = RolePlan(kind, adapters.config, path, layout, adapters.merged, adapters.starts)
     return plans
 
 
@@ -119,7 +119,7 @@ def _check_init_from(run: RunConfig, roles: Mapping[str, RolePlan]) -> None:
 
 def weight_shapes(name: str, role: RolePlan) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the weights that a role trains, as in its checkpoints, without memory for them."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for expert in role.layout.trained:
         model = open_model(
             name,
@@ -138,8 +138,8 @@ def weight_shapes(name: str, role: RolePlan) -> dict[str, tuple[int, ...]]:
             own = shapes_of(dict(model.network.named_parameters()))
         if issubclass(role.kind, Headed):
             own |= role.kind.head_shapes(model)
-        found |= {f"{expert}/{key}" if expert else key: shape for key, shape in own.items()}
-    return found
+        shapes |= {f"{expert}/{key}" if expert else key: shape for key, shape in own.items()}
+    return shapes
 
 
 def without_adapter(roles: Mapping[str, RolePlan]) -> str:

@@ -36,11 +36,11 @@ def without_auto(argv: Sequence[str], store: Store | None = None) -> list[str]:
 
 def _holds_run(folder: Path, store: Store | None) -> bool:
     """Return whether the main rank finds a run in the folder: a shared disk may show ranks different states."""
-    found = (folder / "config.yaml").is_file()
+    continues = (folder / "config.yaml").is_file()
     if store is None:
-        return found
+        return continues
     if size_and_rank()[1] == 0:
-        store.set("continues", str(found))
+        store.set("continues", str(continues))
     return store.get("continues").decode() == str(True)
 
 

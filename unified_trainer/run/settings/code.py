@@ -14,14 +14,14 @@ PACKAGE = Path(__file__).parents[2]
 
 def code_of(run: RunConfig) -> dict[str, str]:
     """Return a digest of this package, and of each file of the user's own that a setting names."""
-    found = {"the code of unified_trainer": _in_words(sorted(PACKAGE.rglob("*.py")))}
+    digests = {"the code of unified_trainer": _in_words(sorted(PACKAGE.rglob("*.py")))}
     for key, value in flat(plain(run)).items():
         if OBJECTS.fullmatch(key):
             for spec in value if isinstance(value, list) else [value]:
                 file = _file_of(spec.rpartition(":")[0])
                 if file is not None and file.is_file():
-                    found[f"the code of {key} {spec}"] = _in_words([file])
-    return found
+                    digests[f"the code of {key} {spec}"] = _in_words([file])
+    return digests
 
 
 def check_code_of_workers(own: Mapping[str, str], workers: Mapping[str, Mapping[str, str]]) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ def parse(argv: Sequence[str]) -> RunConfig:
     """Return the run that the command line asks for; UserError names a wrong flag, or a wrong key and its file."""
     run = before_flags(argv)
     with _other_methods_named(run):
-        run = apply(_with_scorers(run, (name.removeprefix("--") for name, _ in split(argv))), argv)
+        run = apply(_with_named(run, [name.removeprefix("--") for name, _ in split(argv)]), argv)
     return _accepted(run)
 
 
@@ -146,26 +146,26 @@ class _Sources:
 
     @classmethod
     def read(cls, argv: Sequence[str]) -> "_Sources":
-        found: dict[str, str] = {}
+        given: dict[str, str] = {}
         for name, values in split(argv):
             flag = name.replace("_", "-")
             if flag in ("--method", "--recipe", "--config", "--resume", "--init-from"):
                 if not values or (not values[0] and flag != "--recipe"):
                     raise ConfigError(f"{name} needs a value")
-                found[flag] = values[0]
-        if "--config" in found and "--resume" in found:
+                given[flag] = values[0]
+        if "--config" in given and "--resume" in given:
             raise ConfigError("--config and --resume exclude each other: a resumed run has its config")
         saved = None
-        if "--resume" in found:
-            saved = Path(found["--resume"]) / "config.yaml"
+        if "--resume" in given:
+            saved = Path(given["--resume"]) / "config.yaml"
             if not saved.is_file():
-                raise ConfigError(f"--resume {found['--resume']}: no config.yaml there, so it is not a run directory")
-        elif "--config" in found:
-            saved = Path(found["--config"])
+                raise ConfigError(f"--resume {given['--resume']}: no config.yaml there, so it is not a run directory")
+        elif "--config" in given:
+            saved = Path(given["--config"])
             if os.path.isdir(saved):  # unlike Path.is_dir, it does not raise for a path that is too long
                 raise ConfigError(f"--config {saved}: it is a folder; give a file, such as {saved / 'config.yaml'}")
-        resumed, init_from = "--resume" in found, found.get("--init-from")
-        return cls(found.get("--method"), found.get("--recipe"), saved, resumed, init_from)
+        resumed, init_from = "--resume" in given, given.get("--init-from")
+        return cls(given.get("--method"), given.get("--recipe"), saved, resumed, init_from)
 
 
 @contextmanager
@@ -182,14 +182,15 @@ def _other_methods_named(run: RunConfig) -> Iterator[None]:
 
 def _with_file(tree: Any, values: Mapping[str, Any], file: str) -> Any:
     """Apply the values of a file by the same parser as flags."""
-    tree = _with_scorers(tree, values)
+    tree = _with_named(tree, list(values))
     return apply(tree, words_of(values, _known(tree), file), file) if values else tree
 
 
-def _with_scorers(tree: Any, keys: Iterable[str]) -> Any:
-    """Add every scorer, and every setting of a scorer's own, that a key names, so that the key is known.
+def _with_named(tree: Any, keys: Sequence[str]) -> Any:
+    """Add every scorer, setting of a scorer's own and set of prompts that a key names, so that the key is known.
 
-    Such keys are reward.scorers.NAME.weight, reward.settings.KEY and reward.scorers.NAME.settings.KEY.
+    Such keys are reward.scorers.NAME.weight, reward.settings.KEY, reward.scorers.NAME.settings.KEY and
+    validation.sets.NAME.
     """
     matches = [re.match(r"reward(?:\.scorers\.([\w-]+))?(?:\.settings\.([\w-]+)$)?", key) for key in keys]
     named = [[part and part.replace("-", "_") for part in match.groups()] for match in matches if match]
@@ -200,7 +201,12 @@ def _with_scorers(tree: Any, keys: Iterable[str]) -> Any:
             scorers[name] = _with_setting(scorers[name], key)
         elif key:
             reward = _with_setting(reward, key)
-    return dataclasses.replace(tree, reward=reward)
+    tree = dataclasses.replace(tree, reward=reward)
+    found = [match[1].replace("-", "_") for key in keys if (match := re.fullmatch(r"validation\.sets\.([\w-]+)", key))]
+    if not found:
+        return tree
+    sets = dict.fromkeys(found, "") | tree.validation.sets
+    return dataclasses.replace(tree, validation=dataclasses.replace(tree.validation, sets=sets))
 
 
 def _with_setting(config: ScorerConfig, key: str) -> Any:

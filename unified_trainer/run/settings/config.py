@@ -75,7 +75,7 @@ class ValidationSampler:
         scale = self.guidance_scale if len(self.guidance_scale) == 2 else next(iter(self.guidance_scale), None)
         kept = () if self.num_steps else sampler.step_sigmas
         steps = self.num_steps or len(self.step_sigmas) or sampler.num_steps
-        found = dataclasses.replace(
+        run = dataclasses.replace(
             sampler,
             num_steps=steps,
             step_sigmas=self.step_sigmas or kept,
@@ -84,10 +84,10 @@ class ValidationSampler:
             guidance_scale=sampler.guidance_scale if scale is None else scale,
         )
         try:
-            found.check()
+            run.check()
         except UserError as error:
             raise ConfigError(f"validation.{error}") from error
-        return found
+        return run
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,9 @@ class ValidationConfig:
     prompts."""
     prompts_column: str = ""
     """As --prompts-column."""
+    sets: dict[str, str] = field(default_factory=dict)
+    """Further prompts by name, sets.NAME as --prompts: each is measured by itself with num_samples samples, as
+    validation/sets/NAME/reward and so on. An empty text leaves a saved set out."""
     num_videos: CountOrZero = 4
     """Samples written as mp4 and on the contact sheet."""
     ema: bool = True
@@ -316,20 +319,31 @@ def check_resumable(run: RunConfig, file: Path) -> list[str]:
     keys = sorted(old.keys() | new.keys())
     changed = {key: f"{key}: {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)}
     allowed = {key.replace("-", "_") for key in run.allow}
+    held_out = {name for name in (*scorers, *run.reward.scorers) if _held_out(name, saved) and _held_out(name, new)}
     if edited and EDITED not in allowed:
         raise ConfigError(
-            f"{file} was edited by hand: undo that and give the setting as a flag, --resume {file.parent} --KEY VALUE "
-            f"--allow KEY; or add --allow {EDITED}, which takes the file as it is"
+            f"{file} was edited by hand or cut off: undo that and give the setting as a flag, --resume {file.parent} "
+            f"--KEY VALUE --allow KEY; or add --allow {EDITED}, which takes the file as it is"
         )
     if unknown := sorted(allowed - changed.keys() - ({EDITED} if edited else set())):
         raise ConfigError(f"--allow {unknown[0]}: this setting does not differ from that of --resume {file.parent}")
-    refused = {key: words for key, words in changed.items() if not may_change(run, key) and key not in allowed}
+    free = tuple(f"reward.scorers.{name}." for name in held_out)
+    refused = {
+        key: words
+        for key, words in changed.items()
+        if not (may_change(run, key) or key in allowed or key.startswith(free))
+    }
     if refused:
         raise ConfigError(
             f"--resume {file.parent} cannot change {'; '.join(refused.values())}. Leave these flags out, add "
             f"{' '.join(f'--allow {key}' for key in refused)}, or start a new run with --init-from {file.parent}"
         )
     return [*changed.values(), *([f"{file}: edited by hand"] if edited else [])]
+
+
+def _held_out(name: str, settings: Mapping[str, Any]) -> bool:
+    """Whether flat settings have a scorer of this name with weight 0, or none."""
+    return not settings.get(f"reward.scorers.{name}.weight", 0)
 
 
 def recipes() -> list[str]:
@@ -365,7 +379,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings as one mapping from keys such as student.learning_rate."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return leaves

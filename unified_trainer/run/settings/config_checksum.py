@@ -15,12 +15,12 @@ def with_checksum(text: str) -> str:
 
 
 def is_edited(text: str) -> bool:
-    """Return whether the settings in a YAML file are not those of its checksum; one without a checksum is not.
+    """Return whether the settings in a YAML file are not those of its checksum; a file that was cut off has none.
 
     Only values count: order, comments and spaces may differ.
     """
-    found = LINE.search(text)
-    return found is not None and found[1] != _checksum(text)
+    line = LINE.search(text)
+    return line is None or line[1] != _checksum(text)
 
 
 def _checksum(text: str) -> str:

@@ -72,16 +72,16 @@ def apply(tree: Any, words: Sequence[str], file: str = "") -> Any:
                     return functools.partial(apply(tree, own), **{argument.name: tuple(of_run)})
     known = {setting.key: setting for setting in settings_of(tree)}
     given, stray = _look_up(words, known)
-    for one in given:
-        if one.values == [""] and one.setting.never_empty:
-            name = f"{file}: {one.setting.key}" if file else one.name
-            raise UserError(f"{name} needs a value: {described(one.setting.kind)}")
+    for flag in given:
+        if flag.values == [""] and flag.setting.never_empty:
+            name = f"{file}: {flag.setting.key}" if file else flag.name
+            raise UserError(f"{name} needs a value: {described(flag.setting.kind)}")
     try:
         if inspect.isfunction(tree):
             bind = functools.wraps(tree)(lambda *args, **options: functools.partial(tree, *args, **options))
             bound = _tyro(bind, words)
         else:
-            bound = _with_given(tree, {one.setting.key: one.setting for one in given}, words)
+            bound = _with_given(tree, {flag.setting.key: flag.setting for flag in given}, words)
     except _RefusedError as error:
         raise UserError(_reason(given, stray, known, file) or f"{file}: {error}".removeprefix(": ")) from None
     if not inspect.isfunction(tree):
@@ -140,7 +140,7 @@ def described(kind: Any) -> str:
         count = "values" if inner[1:] == (...,) else f"{len(inner)} values"
         return f"{count} separated by spaces, each {described(inner[0])}"
     if inner:
-        return " or ".join(described(one) for one in inner if one is not type(None))
+        return " or ".join(described(part) for part in inner if part is not type(None))
     return WORDS.get(kind) or f"of type {kind}"
 
 
@@ -151,8 +151,8 @@ def choices(kind: Any) -> tuple[Any, ...]:
         return inner
     if typing.get_origin(kind) not in (typing.Union, types.UnionType):
         return ()
-    parts = [choices(one) for one in inner if one is not type(None)]
-    return tuple(one for part in parts for one in part) if all(parts) else ()
+    parts = [choices(member) for member in inner if member is not type(None)]
+    return tuple(choice for part in parts for choice in part) if all(parts) else ()
 
 
 def of_one_flag(kind: Any) -> Any:
@@ -204,7 +204,11 @@ def _replaced(tree: Any, values: Any) -> Any:
 
 def _parts(tree: Any) -> dict[str, Any]:
     """Return what a dataclass or a dictionary of a tree holds, by name."""
-    return tree if isinstance(tree, dict) else {one.name: getattr(tree, one.name) for one in dataclasses.fields(tree)}
+    return (
+        tree
+        if isinstance(tree, dict)
+        else {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    )
 
 
 def _field(name: str) -> str:
@@ -240,11 +244,11 @@ def _look_up(words: Sequence[str], known: Mapping[str, Setting]) -> tuple[list[_
     (_, stray), *flags = split(words)
     given = [_Given(_find(name, known), name, values) for name, values in flags]
     if any(setting.positional for setting in known.values()):  # a word that a flag does not take is one of those
-        for one in given:
-            taken = len(one.values) if one.setting.variadic else 0 if one.setting.switch else 1
-            if not (one.setting.switch and one.values[:1] and one.values[0].lower() in TRUTHS):
-                stray += one.values[taken:]
-                del one.values[taken:]
+        for flag in given:
+            taken = len(flag.values) if flag.setting.variadic else 0 if flag.setting.switch else 1
+            if not (flag.setting.switch and flag.values[:1] and flag.values[0].lower() in TRUTHS):
+                stray += flag.values[taken:]
+                del flag.values[taken:]
     return given, stray
 
 
@@ -263,30 +267,31 @@ def _find(name: str, known: Mapping[str, Setting]) -> Setting:
         raise UserError(f"{name} is not known; did you mean {known[key[3:]].off}?")
     if last in RANKS:
         raise UserError(
-            f"{name} is not known; torchrun sets the number of ranks: torchrun --nproc-per-node N -m unified_trainer"
+            f"{name} is not known; torchrun sets the number of ranks: torchrun --shutdown-timeout 900 --nproc-per-node "
+            "N -m unified_trainer"
         )
     raise UnknownFlagError(name, key, known)
 
 
 def _reason(flags: Sequence[_Given], stray: Sequence[str], known: Mapping[str, Setting], file: str) -> str:
     """Return in words what is wrong with flags whose names are right; "" if that cannot be said."""
-    for one in flags:
-        setting, shown = one.setting, " ".join(one.values)
-        if setting.switch and one.values:
-            return f"{one.name} takes no value, not {shown!r}: write {setting.flag} or {setting.off}"
-        if not setting.switch and not _fits(setting.kind, one.values):
-            name = f"{file}: {setting.key}" if file else one.name
-            if not one.values:
+    for flag in flags:
+        setting, shown = flag.setting, " ".join(flag.values)
+        if setting.switch and flag.values:
+            return f"{flag.name} takes no value, not {shown!r}: write {setting.flag} or {setting.off}"
+        if not setting.switch and not _fits(setting.kind, flag.values):
+            name = f"{file}: {setting.key}" if file else flag.name
+            if not flag.values:
                 return f"{name} needs a value: {described(setting.kind)}"
             return f"{name} must be {described(setting.kind)}, not {shown!r}"
-        if hyphen := [value for value in one.values if re.match(r"-[^\d.]", value)]:
-            return f"{one.name}: a value that begins with a hyphen is written {one.name}={hyphen[0]}"
+        if hyphen := [value for value in flag.values if re.match(r"-[^\d.]", value)]:
+            return f"{flag.name}: a value that begins with a hyphen is written {flag.name}={hyphen[0]}"
     if stray and not any(setting.positional for setting in known.values()):
         return f"{stray[0]!r} belongs to no flag"
     places = [setting.key.upper() for setting in known.values() if setting.positional]
     if len(stray) > len(places):
         return f"{stray[len(places)]!r} is one word too many: without a flag there is only {' '.join(places)}"
-    seen = {one.setting.key for one in flags}
+    seen = {flag.setting.key for flag in flags}
     missing = places[len(stray) :]
     missing += [s.flag for s in known.values() if s.default is REQUIRED and not s.positional and s.key not in seen]
     return f"{', '.join(missing)} must be given; --help says how" if missing else ""

@@ -17,7 +17,9 @@ from unified_trainer.basics.input_files import parse_object, read_text, read_yam
 ENVIRONMENT = "environment.jsonl"
 FOLDER = "folder"  # key in environment.jsonl: the working directory of a start
 # Settings that are a file or folder, and those that may be path/to/file.py:NAME.
-PATHS = re.compile(r"([\w.-]+\.)?path|reward\.([\w.-]+\.)?python|encoders\.cache|(validation\.)?prompts")
+PATHS = re.compile(
+    r"([\w.-]+\.)?path|reward\.([\w.-]+\.)?python|encoders\.cache|(validation\.)?prompts|validation\.sets\.[\w-]+"
+)
 PINNED = re.compile(r"@[0-9a-f]{40}$")  # end of a hub id in config.yaml
 OBJECTS = re.compile(r"method|families|tracking\.custom|reward\.([\w.-]+\.)?kind")
 
@@ -78,20 +80,20 @@ def _folders(run: Path) -> list[Path]:
         lines = read_text(run / ENVIRONMENT).splitlines()
     except UserError:
         return []  # a run without the file: all that is lost is where its paths count from
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for line in reversed(lines):
         try:
             folder = parse_object(line, ENVIRONMENT).get(FOLDER)
         except UserError:
             continue  # a torn line
         if isinstance(folder, str) and os.path.isabs(folder):
-            found[Path(folder)] = None
-    return list(found)
+            folders[Path(folder)] = None
+    return list(folders)
 
 
 def _located(key: str, value: Any, folders: Sequence[Path]) -> Any:
     if isinstance(value, list):
-        return [_located(key, one, folders) for one in value]
+        return [_located(key, part, folders) for part in value]
     place = _relative(key, value)
     if place and not os.path.exists(place):  # unlike Path.exists, it does not raise for a path that is too long
         for folder in folders:

@@ -61,17 +61,17 @@ class ExternalTracker:
 
 def tracker_classes(config: TrackingConfig) -> list[type[ExternalTracker]]:
     """Return the trackers that the settings ask for; UserError if one of the user's own cannot be found."""
-    found: list[type[ExternalTracker]] = []
+    classes: list[type[ExternalTracker]] = []
     if config.tensorboard:
-        found.append(TensorBoard)
+        classes.append(TensorBoard)
     if config.wandb != "off":
-        found.append(WeightsAndBiases)
+        classes.append(WeightsAndBiases)
     for spec in config.custom:
         kind = load_object(spec, "--tracking.custom")
         if not (isinstance(kind, type) and issubclass(kind, ExternalTracker)):
             raise UserError(f"--tracking.custom {spec}: must be a class derived from {__name__}.ExternalTracker")
-        found.append(kind)
-    return found
+        classes.append(kind)
+    return classes
 
 
 def check_tracking(config: TrackingConfig, mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.own_files import without_link
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.video_files import Row, contact_sheet, write_mp4
 from unified_trainer.models.base import Codec
 from unified_trainer.numerics.frechet import frechet_distance
@@ -48,10 +49,12 @@ class ValidationSample:
     scores: dict[str, float]  # scale x score of every scorer, held-out ones too
     accuracy: dict[str, bool]  # tiny world: whether color, shape, direction and all of them match the prompt
     video: Path | None  # mp4 file, where one was written
+    images: tuple[str, ...] = ()  # files of the condition images
 
     def row(self) -> dict[str, Any]:
-        """Return the sample's line of samples.jsonl."""
-        return {**vars(self), "video": None if self.video is None else self.video.name}
+        """Return the sample's line of samples.jsonl; `images` are in it where there are some."""
+        row = {**vars(self), "video": None if self.video is None else self.video.name}
+        return row if self.images else {name: value for name, value in row.items() if name != "images"}
 
     @property
     def about(self) -> str:
@@ -103,7 +106,7 @@ class Validation:
         reward: Reward,
         features: Callable[[Tensor], Float[Tensor, "b d"]] | None,
         sampler: SamplerConfig,
-        prompts: Sequence[str],
+        requests: Sequence[Request],
         latent_shape: tuple[int, int, int, int],
         mesh: Mesh,
         fps: float,
@@ -111,8 +114,8 @@ class Validation:
         """`features` maps frames to the vectors of the Frechet distance; None measures none."""
         self.ema, self._mesh = config.ema, mesh
         self._batches = batches(config, mesh.data_size)[mesh.data_rank]
-        self._maker = SampleMaker(config, codec, reward, features, sampler, prompts, latent_shape, mesh.device)
-        self._report = Report(config, reward, self._maker.prompts, mesh, fps)
+        self._maker = SampleMaker(config, codec, reward, features, sampler, requests, latent_shape, mesh.device)
+        self._report = Report(config, reward, self._maker.requests, mesh, fps)
         self._parts: list[Measured] = []
 
     def start(self, student: Trainable, step: int) -> None:
@@ -136,10 +139,10 @@ class Report:
     """The metrics of a validation from what was measured of its samples, and the files that people look at."""
 
     def __init__(
-        self, config: ValidationConfig, reward: RewardSum, prompts: Sequence[str], mesh: Mesh, fps: float
+        self, config: ValidationConfig, reward: RewardSum, requests: Sequence[Request], mesh: Mesh, fps: float
     ) -> None:
-        """`prompts` are those of all samples, in order."""
-        self._prompts, self._seed, self._reward = tuple(prompts), config.seed, reward
+        """`requests` are those of all samples, in order."""
+        self._requests, self._seed, self._reward = tuple(requests), config.seed, reward
         self._scorers, self._is_main, self._fps = (*reward.weights, *reward.held_out), mesh.is_main, fps
         own = samples_of_rank(config.num_samples, mesh.data_size)
         self.videos = min(config.num_videos, own)  # samples that have a video, all of the main rank
@@ -151,23 +154,25 @@ class Report:
 
         Rows after those of the samples are left out: ranks made them to be together.
         """
-        columns = {name: rows[: len(self._prompts)] for name, rows in columns.items()}
+        columns = {name: rows[: len(self._requests)] for name, rows in columns.items()}
         exact = {name: rows.cpu() if name in VECTORS else rows.cpu().double() for name, rows in columns.items()}
         scores = self._scores(exact)
         hits = {name.removeprefix(ACCURACY): rows for name, rows in exact.items() if name.startswith(ACCURACY)}
         metrics = mean_and_std(scores)
         metrics |= mean_and_std({name: rows for name, rows in exact.items() if name.startswith(PIXELS)})
-        if (spread := diversity(exact[THUMBNAILS], self._prompts)) is not None:
+        if (spread := diversity(exact[THUMBNAILS], self._requests)) is not None:
             metrics["pixels/diversity"] = spread
         metrics |= _accuracies(hits) if hits else {}
         if FEATURES in exact:
             metrics["frechet"] = frechet_distance(exact[FEATURES].flatten(0, 1), exact[REAL].flatten(0, 1))
-        found = self._samples(scores, hits, folder)
+        samples = self._samples(scores, hits, folder)
         sheet = folder / "contact_sheet.png" if self.videos else None
-        warning = self._write(folder, clips, found, step, sheet) if self._is_main else None
+        warning = self._write(folder, clips, samples, step, sheet) if self._is_main else None
         if warning is not None:
-            found, sheet = tuple(replace(one, video=None) for one in found), None
-        return ValidationResult({f"validation/{name}": value for name, value in metrics.items()}, found, sheet, warning)
+            samples, sheet = tuple(replace(one, video=None) for one in samples), None
+        return ValidationResult(
+            {f"validation/{name}": value for name, value in metrics.items()}, samples, sheet, warning
+        )
 
     def _scores(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the reward of every sample, and the score of every scorer, including held-out ones."""
@@ -182,19 +187,20 @@ class Report:
     ) -> tuple["ValidationSample", ...]:
         """Return the samples of all ranks; the first ones have a file."""
         scores = {name: columns[f"reward/{name}"].tolist() for name in self._scorers}
-        rewards = columns["reward"].tolist() if "reward" in columns else [None] * len(self._prompts)
+        rewards = columns["reward"].tolist() if "reward" in columns else [None] * len(self._requests)
         accuracies = {name: right.bool().tolist() for name, right in hits.items()}
         return tuple(
             ValidationSample(
                 i,
                 self._seed,
-                prompt,
+                request.text,
                 reward,
                 {name: values[i] for name, values in scores.items()},
                 {name: values[i] for name, values in accuracies.items()},
                 folder / f"{i}.mp4" if i < self.videos else None,
+                tuple(request.files.get("images", ())),
             )
-            for i, (prompt, reward) in enumerate(zip(self._prompts, rewards, strict=True))
+            for i, (request, reward) in enumerate(zip(self._requests, rewards, strict=True))
         )
 
     def _write(
@@ -209,11 +215,20 @@ class Report:
         shown = list(zip(clips, samples, strict=False))  # the first samples
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for frames, one in shown:
-                write_mp4(frames, folder / f"{one.sample}.mp4", self._fps)
+            for frames, sample in shown:
+                write_mp4(frames, folder / f"{sample.sample}.mp4", self._fps)
             if sheet is not None:
-                contact_sheet([Row(frames, f"step {step}   {one.about}", one.prompt) for frames, one in shown], sheet)
-            lines = "".join(json.dumps(one.row(), ensure_ascii=False) + "\n" for one in samples)
+                rows = [
+                    Row(
+                        frames,
+                        f"step {step}   {sample.about}",
+                        sample.prompt,
+                        self._requests[sample.sample].pictures(*frames.shape[1:3]),
+                    )
+                    for frames, sample in shown
+                ]
+                contact_sheet(rows, sheet)
+            lines = "".join(json.dumps(sample.row(), ensure_ascii=False) + "\n" for sample in samples)
             without_link(folder / "samples.jsonl").write_text(lines, encoding="utf-8")
         except OSError as error:
             return f"{error.filename or folder} cannot be written ({error.strerror or error})"
@@ -223,8 +238,8 @@ class Report:
 def _accuracies(hits: dict[str, Tensor]) -> dict[str, float]:
     """Return the share of samples that match their caption; no reward contains it."""
     rates = {name: right.mean().item() for name, right in hits.items()}
-    found = {"accuracy": rates.pop("all"), "accuracy_std": hits["all"].std().item()}
-    return found | {f"accuracy/{name}": rate for name, rate in rates.items()}
+    means = {"accuracy": rates.pop("all"), "accuracy_std": hits["all"].std().item()}
+    return means | {f"accuracy/{name}": rate for name, rate in rates.items()}
 
 
 def mean_and_std(columns: dict[str, Tensor]) -> dict[str, float]:

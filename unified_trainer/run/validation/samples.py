@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import check_finite
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
@@ -52,9 +53,9 @@ def samples_of_rank(samples: int, ranks: int) -> int:
     return -(-samples // ranks)
 
 
-def sample_prompts(prompts: Sequence[str], config: ValidationConfig) -> tuple[str, ...]:
-    """Return the prompt of every sample: sample i is of prompt i, counted round and round."""
-    return tuple(prompts[i % len(prompts)] for i in range(config.num_samples))
+def sample_requests(requests: Sequence[Request], config: ValidationConfig) -> tuple[Request, ...]:
+    """Return the request of every sample: sample i is of request i, counted round and round."""
+    return tuple(requests[i % len(requests)] for i in range(config.num_samples))
 
 
 class SampleMaker:
@@ -67,12 +68,12 @@ class SampleMaker:
         reward: Reward,
         features: Features | None,
         sampler: SamplerConfig,
-        prompts: Sequence[str],
+        requests: Sequence[Request],
         latent_shape: tuple[int, int, int, int],
         device: torch.device,
     ) -> None:
         """`features` maps frames to the vectors of the Frechet distance; None measures none."""
-        self.prompts = sample_prompts(prompts, config)
+        self.requests = sample_requests(requests, config)
         self._config, self._codec, self._reward = config, codec, reward
         self._features, self._sampler = features, sampler
         self._latent_shape, self._device = latent_shape, device
@@ -87,10 +88,11 @@ class SampleMaker:
         video = self._generate(role, list(samples), step)
         columns = {f"{PIXELS}{name}": row for name, row in statistics(video).items()}
         columns[THUMBNAILS] = thumbnail(video)
-        prompts = self._prompts(samples)
+        requests = self._requests(samples)
+        prompts = tuple(request.text for request in requests)
         if names := (*self._reward.weights, *self._reward.held_out):
             columns[SCORES] = self._reward.parts(video, prompts, names)
-        if is_tiny_world(video, self.prompts):
+        if is_tiny_world(video, [request.text for request in self.requests]):
             hits = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
             columns |= {f"{ACCURACY}{name}": right.float().to(self._device) for name, right in hits.items()}
             if self._features is not None:
@@ -98,13 +100,13 @@ class SampleMaker:
                 columns[REAL] = self._real_features(samples, self._features)
         return Measured(columns, to_uint8(video[: max(0, videos - samples.start)]))
 
-    def _prompts(self, samples: Sequence[int]) -> tuple[str, ...]:
-        return tuple(self.prompts[i % len(self.prompts)] for i in samples)
+    def _requests(self, samples: Sequence[int]) -> tuple[Request, ...]:
+        return tuple(self.requests[i % len(self.requests)] for i in samples)
 
     def _generate(self, role: Role, samples: list[int], step: int) -> Tensor:
         batch = make_batch(
             self._codec,
-            list(self._prompts(samples)),
+            self._requests(samples),
             self._codec.encode_text([self._sampler.negative_prompt]),
             self._latent_shape,
             prompt_ids=samples,
@@ -123,8 +125,8 @@ class SampleMaker:
     def _real_features(self, samples: range, features: Features) -> Tensor:
         """Return the features of as many real clips of the same captions, encoded and decoded."""
         if samples not in self._real:
-            prompts = zip(samples, self._prompts(samples), strict=True)
-            clips = render([real_clip(prompt, self._config.seed, i) for i, prompt in prompts]).to(self._device)
+            requests = zip(samples, self._requests(samples), strict=True)
+            clips = render([real_clip(one.text, self._config.seed, i) for i, one in requests]).to(self._device)
             self._real[samples] = self._frame_features(self._codec.decode(self._codec.encode(clips)), features)
         return self._real[samples]
 

@@ -38,7 +38,7 @@ def to_scores(arrays: Mapping[str, Any], device: torch.device) -> Scores:
 
 def size(*trees: Mapping[str, Any]) -> int:
     """Return the bytes of all arrays in mappings of arrays."""
-    return sum(size(one) if isinstance(one, Mapping) else one.nbytes for tree in trees for one in tree.values())
+    return sum(size(array) if isinstance(array, Mapping) else array.nbytes for tree in trees for array in tree.values())
 
 
 def of_columns(columns: Mapping[str, Tensor]) -> Arrays:

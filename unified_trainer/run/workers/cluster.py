@@ -81,7 +81,7 @@ def options(needs: Needs) -> dict[str, object]:
 
 def forwarded() -> dict[str, str]:
     """Return the variables of this process that ranks and workers get too, by FORWARDED."""
-    return {name: text for name, text in os.environ.items() if any(fnmatchcase(name, one) for one in FORWARDED)}
+    return {name: text for name, text in os.environ.items() if any(fnmatchcase(name, pattern) for pattern in FORWARDED)}
 
 
 def _init(address: str, **how: Any) -> None:

@@ -44,7 +44,7 @@ class RemoteValidation:
             version = next(self._versions)
             self._weights = self._sender.send(version, student.weights, version)
             if self._mesh.is_main:
-                items = [ValidationBatch(step, one.start, one.stop, self._report.videos) for one in self._samples]
+                items = [ValidationBatch(step, rows.start, rows.stop, self._report.videos) for rows in self._samples]
                 self._ordered = [(item, self._ask(item)) for item in items]
 
     def finish(self, folder: Path, step: int) -> ValidationResult:

@@ -9,6 +9,7 @@ import torch
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from torch import Tensor
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.rl.kept_rollout import HostRollout, KeptRollout, join
@@ -27,7 +28,7 @@ from unified_trainer.run.workers.scheduler import WorkItem
 from unified_trainer.run.workers.weights import WeightSender
 from unified_trainer.run.workers.workers import WorkerGroup, cause
 
-Asked = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]  # prompts, prompt ids and sample ids
+Asked = tuple[tuple[Request, ...], tuple[int, ...], tuple[int, ...]]  # with prompt ids and sample ids
 Ordered = list[tuple[WorkItem, Any]]  # a work item, and the scheduler's reply to come
 
 
@@ -83,7 +84,7 @@ class RemoteRollouts:
                 self._publish(version, step)
                 self._ordered[later] = self._order(later, version, self._planned(later, step))
         self._publish(step, step)
-        ordered, asked = self._ordered[step], (batch.prompts, batch.prompt_ids, batch.sample_ids)
+        ordered, asked = self._ordered[step], (batch.requests, batch.prompt_ids, batch.sample_ids)
         further = asked != self._planned(step, step)
         if further:
             ordered = self._order(step, step, asked)
@@ -91,10 +92,10 @@ class RemoteRollouts:
             received = (self._receive(item, reply) for item, reply in ordered)
             rollouts, scores, makers = zip(*received, strict=True)
         versions = [torch.full((len(item.prompts),), item.version) for item, _ in ordered]
-        if self.check is not None and not further and (one := self._due(makers, step)) is not None:
-            part, version = batch.split(self._size)[one], ordered[one][0].version  # the version of all ranks
+        if self.check is not None and not further and (due := self._due(makers, step)) is not None:
+            part, version = batch.split(self._size)[due], ordered[due][0].version  # the version of all ranks
             with nullcontext() if version == step else exchanged(self._role.weights, past[step - version - 1]):
-                self.check(ScoredSamples(part, rollouts[one], scores[one], versions[one]), rng, makers[one])
+                self.check(ScoredSamples(part, rollouts[due], scores[due], versions[due]), rng, makers[due])
         return ScoredSamples(batch, join(rollouts), Scores.cat(scores), torch.cat(versions))
 
     def metrics(self) -> dict[str, float]:
@@ -135,9 +136,9 @@ class RemoteRollouts:
         return number
 
     def _planned(self, step: int, now: int) -> Asked:
-        """Return prompts, prompt ids and sample ids of this rank's batch of a step, as they are known now."""
+        """Return requests, prompt ids and sample ids of this rank's batch of a step, as they are known now."""
         rows, sample_ids = self._loader.rows(step, step - now)
-        return tuple(map(self._loader.prompt, rows)), tuple(rows), tuple(sample_ids)
+        return tuple(map(self._loader.request, rows)), tuple(rows), tuple(sample_ids)
 
     def _publish(self, version: int, step: int) -> None:
         """Gather the weights of a version (a collective), and send them to the scheduler from the main rank."""
@@ -155,9 +156,9 @@ class RemoteRollouts:
         self._published = version
 
     def _order(self, step: int, version: int, asked: Asked) -> Ordered:
-        prompts, prompt_ids, sample_ids = asked
-        parts = [slice(i, i + self._size) for i in range(0, len(prompts), self._size)]
-        items = [WorkItem(step, version, prompts[part], prompt_ids[part], sample_ids[part]) for part in parts]
+        requests, prompt_ids, sample_ids = asked
+        parts = [slice(i, i + self._size) for i in range(0, len(requests), self._size)]
+        items = [WorkItem(step, version, requests[part], prompt_ids[part], sample_ids[part]) for part in parts]
         return [(item, self._group.scheduler.make.remote(item)) for item in items]
 
     def _receive(self, item: WorkItem, reply: Any) -> tuple[KeptRollout, Scores, str]:

@@ -14,6 +14,8 @@ from typing import Any
 from ray import ObjectRef, kill
 from ray.exceptions import ObjectLostError, RayActorError
 
+from unified_trainer.basics.requests import Request
+
 DEATHS = 5  # workers that may die of one work item before the run ends
 
 Costs = dict[str, float]  # seconds and counts of a piece of work, summed over work items
@@ -30,9 +32,14 @@ class WorkItem:
 
     step: int
     version: int  # training steps that the weights have behind them
-    prompts: tuple[str, ...]
+    requests: tuple[Request, ...]
     prompt_ids: tuple[int, ...]
     sample_ids: tuple[int, ...]
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The texts of the samples."""
+        return tuple(request.text for request in self.requests)
 
     def __str__(self) -> str:
         return f"step {self.step + 1}, samples {self.sample_ids[0]} to {self.sample_ids[-1]}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import Loader
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.parallel.mesh import Mesh
@@ -10,7 +11,7 @@ from unified_trainer.roles.role import Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.report import Report
-from unified_trainer.run.validation.samples import sample_prompts
+from unified_trainer.run.validation.samples import sample_requests
 from unified_trainer.run.workers.evaluation import RemoteValidation
 from unified_trainer.run.workers.rollouts import RemoteRollouts
 from unified_trainer.run.workers.weights import WeightSender
@@ -41,8 +42,8 @@ def remote_rollouts(
 
 
 def remote_validation(
-    run: RunConfig, workers: WorkerGroup, reward: RewardSum, prompts: Sequence[str], mesh: Mesh
+    run: RunConfig, workers: WorkerGroup, reward: RewardSum, requests: Sequence[Request], mesh: Mesh
 ) -> RemoteValidation:
     """Return the validations of evaluation workers."""
-    report = Report(run.validation, reward, sample_prompts(prompts, run.validation), mesh, run.video.fps)
+    report = Report(run.validation, reward, sample_requests(requests, run.validation), mesh, run.video.fps)
     return RemoteValidation(workers, run.validation, report, mesh, WeightSender(mesh, run.rollouts.transport))

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import make_batch
 from unified_trainer.methods.rl.rollouts import Sampling
 from unified_trainer.parallel.device import pick_device
@@ -32,8 +33,8 @@ from unified_trainer.run.workers.scheduler import Costs, Scheduler, ValidationBa
 from unified_trainer.run.workers.weights import Signature, Weights, check_equal, signature
 
 Build = Callable[[RunConfig, torch.device, bool, bool], Sampling]  # run, device, whether it samples, whether it scores
-# Run, device and prompts of validation -> the student, and what makes and measures its samples.
-BuildEvaluation = Callable[[RunConfig, torch.device, Sequence[str]], tuple[WeightCopy, SampleMaker]]
+# Run, device and requests of validation -> the student, and what makes and measures its samples.
+BuildEvaluation = Callable[[RunConfig, torch.device, Sequence[Request]], tuple[WeightCopy, SampleMaker]]
 CALLS = 10_000  # requests that the scheduler leads at a time
 
 
@@ -64,7 +65,7 @@ class Worker:
         copied = time.perf_counter()
         batch = make_batch(
             self._sampling.codec,
-            list(item.prompts),
+            item.requests,
             self._sampling.codec.encode_text([self._run.sampler.negative_prompt]),
             self._sampling.latent_shape,
             prompt_ids=list(item.prompt_ids),
@@ -92,12 +93,12 @@ class EvaluationWorker:
     """Makes and measures samples of validations with the weights that come with the work; it keeps nothing else."""
 
     def __init__(
-        self, build: BuildEvaluation, run: RunConfig, folder: str, threads: int, prompts: Sequence[str]
+        self, build: BuildEvaluation, run: RunConfig, folder: str, threads: int, requests: Sequence[Request]
     ) -> None:
-        """Take the arguments of `Worker`, and the prompts of validation."""
+        """Take the arguments of `Worker`, and the requests of validation."""
         _settle(folder, threads)
         self._run, self._device, self._version = run, pick_device(run.device, 0), -1
-        self._student, self._maker = build(run, self._device, prompts)
+        self._student, self._maker = build(run, self._device, requests)
 
     def ready(self) -> tuple[Signature, str, dict[str, str]]:
         """Return the signature of the weights, where the worker runs, and its code, once it has started."""
@@ -112,8 +113,8 @@ class EvaluationWorker:
                 with phase("copy_weights"):
                     weights.copy_to(self._student.weights)
                 self._version = weights.version
-            found = self._maker.make(self._student, range(item.start, item.stop), item.videos, item.step)
-        return meter.seconds(), (arrays.of_columns(found.columns), found.clips)
+            part = self._maker.make(self._student, range(item.start, item.stop), item.videos, item.step)
+        return meter.seconds(), (arrays.of_columns(part.columns), part.clips)
 
 
 def _settle(folder: str, threads: int) -> None:
@@ -132,7 +133,7 @@ def cause(error: Exception) -> Exception:
 def place() -> str:
     """Return the machine and the devices of this process, in words."""
     context = ray.get_runtime_context()
-    devices = [f"{kind} {one}" for kind, ids in context.get_accelerator_ids().items() for one in ids]
+    devices = [f"{kind} {number}" for kind, ids in context.get_accelerator_ids().items() for number in ids]
     return ", ".join([f"node {ray.util.get_node_ip_address()}", *devices])
 
 
@@ -145,11 +146,11 @@ class WorkerGroup:
 
     @classmethod
     def start(
-        cls, run: RunConfig, build: Build, build_evaluation: BuildEvaluation, prompts: Sequence[str], mesh: Mesh
+        cls, run: RunConfig, build: Build, build_evaluation: BuildEvaluation, requests: Sequence[Request], mesh: Mesh
     ) -> "WorkerGroup":
         """Start the workers on the main rank; all ranks must call it, connected to the cluster.
 
-        The workers load while training loads. `prompts` are those of validation.
+        The workers load while training loads. `requests` are those of validation.
         """
         needs, config = worker_needs(run, mesh.device.type), run.rollouts
         cluster.wait_for_room(run.ray, needs)
@@ -159,9 +160,9 @@ class WorkerGroup:
             scores = not config.reward_workers
             makers = [_worker(Worker, run, need, build, True, scores) for need in needs[:scorers_begin]]
             scorers = [_worker(Worker, run, need, build, False, True) for need in needs[scorers_begin:last]]
-            evaluators = [_worker(EvaluationWorker, run, need, build_evaluation, prompts) for need in needs[last:]]
+            evaluators = [_worker(EvaluationWorker, run, need, build_evaluation, requests) for need in needs[last:]]
             pools = {"rollout": makers, "reward": scorers, "evaluation": evaluators}
-            workers = {f"{kind} worker {i}": one for kind, pool in pools.items() for i, one in enumerate(pool)}
+            workers = {f"{kind} worker {i}": worker for kind, pool in pools.items() for i, worker in enumerate(pool)}
             # On this node, because an actor without needs may be put on any, and the run cannot go on without it.
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             options = {"num_cpus": 0, "max_concurrency": CALLS, "name": name, "runtime_env": _environment()}

@@ -60,6 +60,8 @@ class Checkpoint:
         if self.served is not None:
             return self.served.latent_shape
         family, folder = family_of(STUDENT, self._path)
+        if family.images(folder)[0]:
+            raise UserError(f"{self.spec} needs a condition image for each video, which evaluate does not take yet")
         video = self.run.video
         return family.latent_shape(folder, video.frames, video.height, video.width)
 
@@ -90,7 +92,7 @@ def read_checkpoints(
         raise UserError("evaluate needs a checkpoint: " + GRAMMAR)
     _check_flags_of_served(texts, flags)
     parsed = [None if is_address(text) else _Parsed.of(text) for text in texts]
-    first = next((one for one in parsed if one is not None and one.is_run), None)
+    first = next((checkpoint for checkpoint in parsed if checkpoint is not None and checkpoint.is_run), None)
     of_models = ["--method", "finetune", "--recipe", recipe] if recipe else []
     if first is not None and not recipe:
         of_models = ["--resume", str(first.place)]
@@ -99,16 +101,16 @@ def read_checkpoints(
             f"{texts[parsed.index(None)]} is a served student: name a run too, a --recipe, or --reward FILE, for the "
             "reward that measures its videos"
         )
-    found = [_found(text, one, flags, of_models) for text, one in zip(texts, parsed, strict=True)]
-    for i, one in enumerate(found):
-        same = [other for other in found[:i] if _identity(other) == _identity(one)]
+    checkpoints = [_found(text, checkpoint, flags, of_models) for text, checkpoint in zip(texts, parsed, strict=True)]
+    for i, checkpoint in enumerate(checkpoints):
+        same = [other for other in checkpoints[:i] if _identity(other) == _identity(checkpoint)]
         if same:
-            raise UserError(f"{texts[i]} is {texts[found.index(same[0])]} once more: name each checkpoint once")
-    return _with_names(found, texts)
+            raise UserError(f"{texts[i]} is {texts[checkpoints.index(same[0])]} once more: name each checkpoint once")
+    return _with_names(checkpoints, texts)
 
 
-def _identity(one: Checkpoint) -> tuple[object, ...]:
-    return one.digest, one.run, one.served
+def _identity(checkpoint: Checkpoint) -> tuple[object, ...]:
+    return checkpoint.digest, checkpoint.run, checkpoint.served
 
 
 def _check_flags_of_served(texts: Sequence[str], flags: Sequence[str]) -> None:
@@ -162,28 +164,28 @@ def _served(text: str, flags: Sequence[str], settings: Sequence[str]) -> Checkpo
     return Checkpoint("", served.url, None, False, served.settings(run), tuple(flags), served.weights, served)
 
 
-def _run(one: _Parsed, flags: Sequence[str]) -> Checkpoint:
-    if not (one.place / "config.yaml").is_file():
-        raise CheckpointError(f"{one.place / 'config.yaml'} is missing: {one.text} must be a run directory")
-    changed = (*flags, *one.own)
-    run = parse(["--resume", str(one.place), *changed])
-    step = _best(one, run) if one.step == "best" else one.step
-    place = str(one.place) if step in ("", "latest") else f"{one.place}@{step}"
+def _run(parsed: _Parsed, flags: Sequence[str]) -> Checkpoint:
+    if not (parsed.place / "config.yaml").is_file():
+        raise CheckpointError(f"{parsed.place / 'config.yaml'} is missing: {parsed.text} must be a run directory")
+    changed = (*flags, *parsed.own)
+    run = parse(["--resume", str(parsed.place), *changed])
+    step = _best(parsed, run) if parsed.step == "best" else parsed.step
+    place = str(parsed.place) if step in ("", "latest") else f"{parsed.place}@{step}"
     folder, metadata = find(place)
-    ema = one.weights == "ema"
+    ema = parsed.weights == "ema"
     kind = f"{STUDENT}/{'ema' if ema else 'weights'}/"
     if STUDENT not in roles_in(metadata):
         raise CheckpointError(f"{folder} holds no weights of a student")
     if not any(name.startswith(kind) for name in metadata["files"]):
-        raise CheckpointError(f"{one.text}: {folder} holds no EMA weights of {STUDENT}; leave :ema out")
-    spec = f"{one.place}@{step_of(folder)}{':ema' if ema else ''}"
+        raise CheckpointError(f"{parsed.text}: {folder} holds no EMA weights of {STUDENT}; leave :ema out")
+    spec = f"{parsed.place}@{step_of(folder)}{':ema' if ema else ''}"
     return Checkpoint("", spec, step_of(folder), ema, run, changed, weights_digest(metadata, STUDENT, ema=ema))
 
 
-def _best(one: _Parsed, run: RunConfig) -> str:
+def _best(parsed: _Parsed, run: RunConfig) -> str:
     """Return the step of the run's best checkpoint, by its own settings best_metric and best_is."""
     metrics: dict[int, dict[str, float]] = {}
-    for folder in folders(one.place / "checkpoints"):
+    for folder in folders(parsed.place / "checkpoints"):
         metadata, fault = read(folder)
         if fault is None:
             metrics[step_of(folder)] = _measured(metadata)
@@ -191,8 +193,8 @@ def _best(one: _Parsed, run: RunConfig) -> str:
     if not best:
         have = ", ".join(map(str, metrics)) or "no checkpoint"
         raise CheckpointError(
-            f"{one.text}: no checkpoint was saved after a validation that measured {run.best_metric}; name a step: "
-            f"{one.place} has {have}"
+            f"{parsed.text}: no checkpoint was saved after a validation that measured {run.best_metric}; name a step: "
+            f"{parsed.place} has {have}"
         )
     return str(best[0])
 
@@ -201,25 +203,33 @@ def _measured(metadata: Manifest) -> dict[str, float]:
     return metadata.get("metrics") or {}
 
 
-def _model(one: _Parsed, flags: Sequence[str], settings: Sequence[str]) -> Checkpoint:
-    if not settings and str(one.place) != TINY:
-        recipe = recipe_to_add(STUDENT, str(one.place)) or "add a --recipe"
-        raise UserError(f"{one.text} is a model folder: {recipe}, or name a run too, for sampler and video size")
-    changed = (*flags, *one.own)
+def _model(parsed: _Parsed, flags: Sequence[str], settings: Sequence[str]) -> Checkpoint:
+    if not settings and str(parsed.place) != TINY:
+        recipe = recipe_to_add(STUDENT, str(parsed.place)) or "add a --recipe"
+        raise UserError(f"{parsed.text} is a model folder: {recipe}, or name a run too, for sampler and video size")
+    changed = (*flags, *parsed.own)
     run = parse([*(settings or OF_TINY), *changed])
-    _, folder = family_of(STUDENT, str(one.place))
+    _, folder = family_of(STUDENT, str(parsed.place))
     files = {str(path.relative_to(folder)): path.stat() for path in sorted(folder.rglob("*")) if path.is_file()}
     about = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}
-    return Checkpoint("", str(one.place), None, False, run, changed, digest({str(folder.resolve()): about}))
+    return Checkpoint("", str(parsed.place), None, False, run, changed, digest({str(folder.resolve()): about}))
 
 
-def _with_names(found: Sequence[Checkpoint], texts: Sequence[str]) -> tuple[Checkpoint, ...]:
+def _with_names(checkpoints: Sequence[Checkpoint], texts: Sequence[str]) -> tuple[Checkpoint, ...]:
     """Give each checkpoint the name of its folder with step, weights and settings; with the whole path if two agree."""
-    pairs = [*zip(found, texts, strict=True)]
-    short = [one.served.name if one.served else _name(Path(one.spec).name, text) for one, text in pairs]
-    whole = [f"{one.served.name} at {one.spec}" if one.served else _name(one.spec, text) for one, text in pairs]
+    pairs = [*zip(checkpoints, texts, strict=True)]
+    short = [
+        checkpoint.served.name if checkpoint.served else _name(Path(checkpoint.spec).name, text)
+        for checkpoint, text in pairs
+    ]
+    whole = [
+        f"{checkpoint.served.name} at {checkpoint.spec}" if checkpoint.served else _name(checkpoint.spec, text)
+        for checkpoint, text in pairs
+    ]
     names = [name if short.count(name) == 1 else longer for name, longer in zip(short, whole, strict=True)]
-    return tuple(dataclasses.replace(one, name=name) for one, name in zip(found, names, strict=True))
+    return tuple(
+        dataclasses.replace(checkpoint, name=name) for checkpoint, name in zip(checkpoints, names, strict=True)
+    )
 
 
 def _name(spec: str, text: str) -> str:

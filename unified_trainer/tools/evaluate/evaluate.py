@@ -110,14 +110,14 @@ def evaluate(
     to = "" if "frechet" not in summary.measures else "real clips" if reference is None else chosen[reference].name
     about = files.write(output, chosen, rows, plan, config, summary, to)
     shown = pages.write(output, about, rows, int(video_megabytes * MEGABYTE), vote_seed)
-    print_summary(summary, [one.name for one in chosen])
+    print_summary(summary, [checkpoint.name for checkpoint in chosen])
     say(f"{output}: {plan.size * len(plan.seeds)} samples of each of {len(chosen)} checkpoints; {shown}")
 
 
 def _distinct(prompts: Sequence[str]) -> tuple[str, ...]:
     if not prompts:
         raise UserError("evaluate needs --prompts: texts, or a file with one prompt per line")
-    lines = read_lines(prompts)
+    lines = [request.text for request in read_lines(prompts)]
     if len({*lines}) < len(lines):
         repeated = len(lines) - len({*lines})
         say(f"prompts that occur again are left out: {repeated} of {len(lines)}; --samples makes more of each")
@@ -137,19 +137,22 @@ def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> N
             f"{len(plan.prompts)} prompts x --samples {plan.samples} are {plan.size} samples of a seed, and --seeds "
             f"share noise from {NOISE_STEP} samples on: lower --samples, or take one seed"
         )
-    shapes = [(one.check(), one.run.video.frames, one.run.video.height, one.run.video.width) for one in chosen]
-    for one, shape in zip(chosen, shapes, strict=True):
+    shapes = [
+        (checkpoint.check(), checkpoint.run.video.frames, checkpoint.run.video.height, checkpoint.run.video.width)
+        for checkpoint in chosen
+    ]
+    for checkpoint, shape in zip(chosen, shapes, strict=True):
         if shape != shapes[0]:
             sizes = [f"{frames} x {height} x {width}" for _, frames, height, width in (shapes[0], shape)]
             raise UserError(
-                f"{one.name} makes videos of {sizes[1]} (frames, height, width) and latents {shape[0]}, "
+                f"{checkpoint.name} makes videos of {sizes[1]} (frames, height, width) and latents {shape[0]}, "
                 f"{chosen[0].name} of {sizes[0]} and {shapes[0][0]}: the noise of both cannot be the same"
             )
-        rates = [other.run.video.fps for other in (chosen[0], one)]
-        if (one.served or chosen[0].served) and rates[0] != rates[1]:
+        rates = [other.run.video.fps for other in (chosen[0], checkpoint)]
+        if (checkpoint.served or chosen[0].served) and rates[0] != rates[1]:
             raise UserError(
-                f"{one.name} makes videos of {rates[1]:g} frames per second and {chosen[0].name} of {rates[0]:g}: "
-                "serve a run with the same video.fps"
+                f"{checkpoint.name} makes videos of {rates[1]:g} frames per second and {chosen[0].name} of "
+                f"{rates[0]:g}: serve a run with the same video.fps"
             )
     check_reward(rewards, chosen[0].run.video.frames)
     check_prompts(rewards, (plan.prompts, lambda number: f"--prompts: prompt {number + 1}"))
@@ -159,8 +162,8 @@ def _reference(chosen: Sequence[Checkpoint], texts: Sequence[str], wanted: str, 
     """Return the position of the checkpoint that --frechet-to names; UserError if nothing measures the distance."""
     if not wanted:
         return None
-    found = [i for i, one in enumerate(chosen) if wanted in (texts[i], one.name)]
-    if not found:
+    matches = [i for i, checkpoint in enumerate(chosen) if wanted in (texts[i], checkpoint.name)]
+    if not matches:
         raise UserError(f"--frechet-to {wanted} is none of the checkpoints; have {', '.join(texts)}")
     named = rewards.named().items()
     if not any(scorer_kind(part, rewards.key(name), rewards.timeout).features for name, part in named):
@@ -168,29 +171,31 @@ def _reference(chosen: Sequence[Checkpoint], texts: Sequence[str], wanted: str, 
             f"--frechet-to {wanted} needs a scorer with image features: add --held-out clip with its "
             "--reward.scorers.clip.path"
         )
-    return found[0]
+    return matches[0]
 
 
 def _measured(
     output: Path, chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig, mesh: Mesh
 ) -> list[Measured]:
     """Measure every checkpoint, one model in memory at a time; samples that are there already are used."""
-    places = [folder_of(output / files.SAMPLES, one, plan, rewards, mesh.device.type) for one in chosen]
+    places = [folder_of(output / files.SAMPLES, checkpoint, plan, rewards, mesh.device.type) for checkpoint in chosen]
     rows = [read_measured(place) for place in places]
     missing = [i for i, row in enumerate(rows) if row is None]
     scorers, features = load_scorers(rewards, mesh.device) if missing else ({}, None)
     codecs = _Codecs(mesh)
     with ItemProgress("batches", len(missing) * len(list(plan.parts()))) as progress:
 
-        def measured(one: Checkpoint, place: Path) -> Measured:
+        def measured(checkpoint: Checkpoint, place: Path) -> Measured:
             scored = VideoReward(scorers, rewards)
-            if one.served is not None:
-                served = ServedVideos(one.served, mesh.device)
-                return measure(place, one, served, codecs.of_tiny_world, plan, scored, features, progress.advance)
-            loaded = one.load(mesh)
+            if checkpoint.served is not None:
+                served = ServedVideos(checkpoint.served, mesh.device)
+                return measure(
+                    place, checkpoint, served, codecs.of_tiny_world, plan, scored, features, progress.advance
+                )
+            loaded = checkpoint.load(mesh)
             codec = codecs.of(loaded)
             own = OwnVideos(loaded, codec)
-            return measure(place, one, own, lambda: codec, plan, scored, features, progress.advance)
+            return measure(place, checkpoint, own, lambda: codec, plan, scored, features, progress.advance)
 
         for i in missing:
             progress.note(chosen[i].name)

@@ -35,7 +35,7 @@ def write(
     frechet_to: str,
 ) -> dict[str, Any]:
     """Write evaluation.json, samples.csv, measures.csv and differences.csv; return the first one's content."""
-    names = [one.name for one in checkpoints]
+    names = [checkpoint.name for checkpoint in checkpoints]
     about = HEAD | {"checkpoints": [_about(*pair) for pair in zip(checkpoints, rows, strict=True)]}
     about |= {"plan": asdict(plan), "bootstrap": asdict(config), "frechet_to": frechet_to} | as_json(summary, names)
     write_text(output / ABOUT, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
@@ -45,14 +45,14 @@ def write(
     return about
 
 
-def _about(one: Checkpoint, row: Measured) -> dict[str, Any]:
-    run = plain(one.run)
+def _about(checkpoint: Checkpoint, row: Measured) -> dict[str, Any]:
+    run = plain(checkpoint.run)
     return {
-        "name": one.name,
-        "spec": one.spec,
-        "step": one.step,
-        "ema": one.ema,
-        "weights": one.digest,
+        "name": checkpoint.name,
+        "spec": checkpoint.spec,
+        "step": checkpoint.step,
+        "ema": checkpoint.ema,
+        "weights": checkpoint.digest,
         "sampler": run["sampler"],
         "video": run["video"],
         "samples": f"{SAMPLES}/{row.folder.name}",
@@ -70,19 +70,24 @@ def _samples(output: Path, names: Sequence[str], rows: Sequence[Measured], plan:
 
 def _measures(summary: Summary, names: Sequence[str]) -> list[dict[str, Any]]:
     return [
-        {"measure": measure, "checkpoint": name, "mean": one.mean}
-        | _ends(one.interval)
-        | {"std_over_seeds": one.std_over_seeds}
+        {"measure": measure, "checkpoint": name, "mean": measured.mean}
+        | _ends(measured.interval)
+        | {"std_over_seeds": measured.std_over_seeds}
         for measure, values in summary.measures.items()
-        for name, one in zip(names, values, strict=True)
+        for name, measured in zip(names, values, strict=True)
     ]
 
 
 def _differences(summary: Summary, names: Sequence[str]) -> list[dict[str, Any]]:
     return [
-        {"measure": one.measure, "left": names[one.left], "right": names[one.right], "difference": one.difference}
-        | _ends(one.interval)
-        for one in summary.differences
+        {
+            "measure": difference.measure,
+            "left": names[difference.left],
+            "right": names[difference.right],
+            "difference": difference.difference,
+        }
+        | _ends(difference.interval)
+        for difference in summary.differences
     ]
 
 

@@ -96,23 +96,23 @@ def sign_of(measure: str) -> int:
 def as_json(summary: Summary, names: Sequence[str]) -> dict[str, object]:
     """Return the summary as plain data, with the names of the checkpoints."""
     measures = {
-        name: {checkpoint: asdict(one) for checkpoint, one in zip(names, values, strict=True)}
+        name: {checkpoint: asdict(value) for checkpoint, value in zip(names, values, strict=True)}
         for name, values in summary.measures.items()
     }
-    rows = [asdict(one) | {"left": names[one.left], "right": names[one.right]} for one in summary.differences]
+    rows = [asdict(value) | {"left": names[value.left], "right": names[value.right]} for value in summary.differences]
     return {"measures": measures, "differences": rows}
 
 
-def _tables(one: Measured, plan: Plan) -> dict[str, _Values]:
+def _tables(measured: Measured, plan: Plan) -> dict[str, _Values]:
     """Return the values of every measure of samples, as means of each prompt and seed."""
     shape = (len(plan.seeds), len(plan.prompts), plan.samples)
-    names = [name for name, value in one.rows[0].items() if isinstance(value, float)]
-    columns = {name: torch.tensor([row[name] for row in one.rows], dtype=torch.float64) for name in names}
-    found = {name: _Values(column.view(shape).mean(2).T) for name, column in columns.items()}
+    names = [name for name, value in measured.rows[0].items() if isinstance(value, float)]
+    columns = {name: torch.tensor([row[name] for row in measured.rows], dtype=torch.float64) for name in names}
+    tables = {name: _Values(column.view(shape).mean(2).T) for name, column in columns.items()}
     if plan.samples > 1:
-        pixels = one.tensors["thumbnails"].double().view(*shape, -1)
-        found[DIVERSITY] = _Values(pixels.var(2).mean(2).T, root=True)
-    return found
+        pixels = measured.tensors["thumbnails"].double().view(*shape, -1)
+        tables[DIVERSITY] = _Values(pixels.var(2).mean(2).T, root=True)
+    return tables
 
 
 def _measure(name: str, values: _Values, config: BootstrapConfig) -> Measure:
@@ -135,12 +135,12 @@ def _std(values: list[float]) -> float | None:
 def _differences(
     name: str, measured: Sequence[Measure], values: Sequence[_Values] | None, config: BootstrapConfig
 ) -> list[Difference]:
-    found = []
+    differences = []
     for right in range(len(measured)):
         for left in range(right):
             interval = None if values is None else _paired(values[left], values[right], config)
-            found.append(Difference(name, left, right, measured[right].mean - measured[left].mean, interval))
-    return found
+            differences.append(Difference(name, left, right, measured[right].mean - measured[left].mean, interval))
+    return differences
 
 
 def _paired(left: _Values, right: _Values, config: BootstrapConfig) -> Interval:
@@ -163,11 +163,11 @@ def _frechet(rows: Sequence[Measured], plan: Plan, reference: int | None) -> dic
         return {}
     if plan.size * rows[0].tensors["frames"].shape[1] < 2:
         return {}  # one frame has no covariance
-    found = []
+    distances = []
     for row, other in zip(rows, others, strict=True):
         pairs = zip(row.tensors["frames"].split(plan.size), other[key].split(plan.size), strict=True)
-        found.append([frechet_distance(left.flatten(0, 1), right.flatten(0, 1)) for left, right in pairs])
-    return {FRECHET: found}
+        distances.append([frechet_distance(left.flatten(0, 1), right.flatten(0, 1)) for left, right in pairs])
+    return {FRECHET: distances}
 
 
 def _speed(rows: Sequence[Measured]) -> dict[str, list[list[float]]]:

@@ -24,15 +24,15 @@ def write(output: Path, about: Mapping[str, Any], rows: Sequence[Measured], limi
     signs = {measure: sign_of(measure) for measure in about["measures"]}
     page, count = evaluation_page(about, signs, samples, limit)
     write_text(output / "evaluation.html", page)
-    said = f"evaluation.html with {count} videos"
+    line = f"evaluation.html with {count} videos"
     ballots, names = _ballots(about, samples, seed)
     if not ballots:
-        return said
+        return line
     key = hashlib.blake2b(json.dumps([names, about["plan"]]).encode(), digest_size=4).hexdigest()
     page, count = votes_page(ballots, key, QUESTION, limit)
     write_text(output / f"votes-{key}.json", json.dumps({"ballots": names}, indent=1, ensure_ascii=False) + "\n")
     write_text(output / "votes.html", page)
-    return f"{said}, votes.html with {count} of {len(ballots)} pairs"
+    return f"{line}, votes.html with {count} of {len(ballots)} pairs"
 
 
 def _rows(about: Mapping[str, Any], rows: Sequence[Measured]) -> list[SampleRow]:
@@ -40,7 +40,7 @@ def _rows(about: Mapping[str, Any], rows: Sequence[Measured]) -> list[SampleRow]
     prompts, scores = about["plan"]["prompts"], _scores(rows)
     order = sorted(range(len(rows[0].rows)), key=lambda i: [rows[0].rows[i][key] for key in ("sample", "seed")])
     return [
-        SampleRow(prompts[row["prompt"]], row["seed"], row["sample"], [_card(one, i, scores) for one in rows])
+        SampleRow(prompts[row["prompt"]], row["seed"], row["sample"], [_card(measured, i, scores) for measured in rows])
         for i in order
         for row in [rows[0].rows[i]]
     ]
@@ -48,7 +48,7 @@ def _rows(about: Mapping[str, Any], rows: Sequence[Measured]) -> list[SampleRow]
 
 def _scores(rows: Sequence[Measured]) -> list[str]:
     """Return the names of reward and scores; without the reward, where one of the scores is the same everywhere."""
-    every = [row for one in rows for row in one.rows]
+    every = [row for measured in rows for row in measured.rows]
     names = [name for name in every[0] if name.partition("/")[0] == "reward"]
     total = "reward" in names
     same = [name for name in names[1:] if total and all(row[name] == row["reward"] for row in every)]
@@ -69,8 +69,8 @@ def _ballots(
 
     The second list says of each ballot which checkpoints are left and right.
     """
-    names = [one["name"] for one in about["checkpoints"]]
-    random, found = generator(seed, "ballots"), []
+    names = [checkpoint["name"] for checkpoint in about["checkpoints"]]
+    random, ballots = generator(seed, "ballots"), []
     for row in rows:
         for second in range(len(names)):
             for first in range(second):
@@ -78,6 +78,6 @@ def _ballots(
                 files = [row.cards[i].video for i in (left, right)]
                 if row.sample == 0 and files[0] is not None and files[1] is not None:
                     named = {"left": names[left], "right": names[right], "prompt": row.prompt, "seed": row.seed}
-                    found.append((Ballot(row.prompt, files[0], files[1]), named))
-    order = random.permutation(len(found)).tolist()
-    return [found[i][0] for i in order], [found[i][1] for i in order]
+                    ballots.append((Ballot(row.prompt, files[0], files[1]), named))
+    order = random.permutation(len(ballots)).tolist()
+    return [ballots[i][0] for i in order], [ballots[i][1] for i in order]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import writing
 from unified_trainer.basics.input_files import read_json
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Video
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
 from unified_trainer.data.video_files import to_uint8, write_mp4
@@ -94,8 +95,9 @@ class OwnVideos:
     def videos(self, plan: Plan) -> Iterator[Video]:
         """Yield the videos of each part; the latents are those of rollout with --seed s NOISE_STEP and this batch."""
         for seed, numbers in plan.parts():
+            requests = Request.of(plan.prompts_of(numbers))
             began, noise = time.perf_counter(), [noise_number(seed, i) for i in numbers]
-            latents = draw_latents(self._loaded, self._codec, plan.prompts_of(numbers), noise).float().cpu()
+            latents = draw_latents(self._loaded, self._codec, requests, noise).float().cpu()
             self.seconds.append((time.perf_counter() - began) / len(numbers))
             yield self._codec.decode(latents.to(self.device))
 
@@ -126,8 +128,8 @@ def measure(
             row |= columns
         _write_videos(folder, video, new, plan, checkpoint.run.video.fps)
         rows += new
-        for name, found in _tensors(video, prompts, seed, numbers, plan, codec, features).items():
-            tensors.setdefault(name, []).append(found.float().cpu())
+        for name, value in _tensors(video, prompts, seed, numbers, plan, codec, features).items():
+            tensors.setdefault(name, []).append(value.float().cpu())
         done()
     joined = {name: torch.cat(parts).contiguous() for name, parts in tensors.items()}
     calls, seconds = network_calls(checkpoint.run.sampler, source.latent_shape[1]), source.seconds
@@ -193,16 +195,16 @@ def _tensors(
     features: Features | None,
 ) -> dict[str, Tensor]:
     """Return thumbnails, and features of the frames and of those of real clips where there are any."""
-    found = {"thumbnails": thumbnail(video)}
+    tensors = {"thumbnails": thumbnail(video)}
     if features is None:
-        return found
-    found["frames"] = frame_features(video, features, plan.frechet_stride, plan.batch)
+        return tensors
+    tensors["frames"] = frame_features(video, features, plan.frechet_stride, plan.batch)
     if is_tiny_world(video, plan.prompts):
         clips = render([real_clip(prompt, seed, i) for prompt, i in zip(prompts, numbers, strict=True)])
         vae = codec()
         real = vae.decode(vae.encode(clips.to(video.device)))
-        found["real"] = frame_features(real, features, plan.frechet_stride, plan.batch)
-    return found
+        tensors["real"] = frame_features(real, features, plan.frechet_stride, plan.batch)
+    return tensors
 
 
 def _write_videos(folder: Path, video: Video, rows: Sequence[dict[str, Any]], plan: Plan, fps: float) -> None:

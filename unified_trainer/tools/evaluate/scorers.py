@@ -20,11 +20,11 @@ def common_reward(checkpoints: Sequence[Checkpoint], file: Path | None, held_out
     if file is not None:
         reward = read_reward(file)
     else:
-        configs = [one.run.reward for one in checkpoints]
-        reward = next((one for one in configs if one.named()), configs[0])
-        for one in checkpoints:
-            for name, part in one.run.reward.named().items():
-                reward = _with(reward, name, part, one.name)
+        configs = [checkpoint.run.reward for checkpoint in checkpoints]
+        reward = next((checkpoint for checkpoint in configs if checkpoint.named()), configs[0])
+        for checkpoint in checkpoints:
+            for name, part in checkpoint.run.reward.named().items():
+                reward = _with(reward, name, part, checkpoint.name)
     for kind in held_out:
         name = kind.rpartition(":")[2]
         if name == reward.first:

@@ -43,10 +43,10 @@ class ServedStudent:
     def of(cls, text: str) -> "ServedStudent":
         """Parse URL[,KEY=VALUE...] and ask the server what it is; UserError unless it can be evaluated."""
         url, *settings = text.split(",")
-        own = dict(_setting(text, one) for one in settings)
-        found = cls(url.rstrip("/"), {}, **own)
-        found.client()  # refuses wrong settings
-        return cls(found.url, found.health(), **own)
+        own = dict(_setting(text, setting) for setting in settings)
+        student = cls(url.rstrip("/"), {}, **own)
+        student.client()  # refuses wrong settings
+        return cls(student.url, student.health(), **own)
 
     def client(self) -> RemoteStudent:
         return RemoteStudent(self.url, self.encoding, self.timeout, self.token_variable)
@@ -91,7 +91,7 @@ class ServedStudent:
 
 def _setting(text: str, setting: str) -> tuple[str, Any]:
     key, _, value = setting.partition("=")
-    known = {one.name for one in fields(ServedStudent)} - {"url", "about"}
+    known = {field.name for field in fields(ServedStudent)} - {"url", "about"}
     if key not in known:
         raise UserError(f"{text}: {key} is no setting of a served student; have {OWN}")
     try:

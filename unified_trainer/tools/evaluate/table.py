@@ -16,8 +16,10 @@ def print_summary(summary: Summary, names: Sequence[str]) -> None:
     """Print every measure of every checkpoint, and the differences to the first one with their intervals."""
     table = Table("measure", *names)
     for name, values in summary.measures.items():
-        against = {one.right: one for one in summary.differences if one.measure == name and one.left == 0}
-        table.add_row(name, *(_cell(one, against.get(i)) for i, one in enumerate(values)))
+        against = {
+            measure.right: measure for measure in summary.differences if measure.measure == name and measure.left == 0
+        }
+        table.add_row(name, *(_cell(measure, against.get(i)) for i, measure in enumerate(values)))
     show(table)
 
 
@@ -29,10 +31,10 @@ def show(table: Table) -> None:
     screen.print(table)
 
 
-def _cell(one: Measure, difference: Difference | None) -> Text:
+def _cell(measure: Measure, difference: Difference | None) -> Text:
     """Return the mean with its spread over seeds, and below it the difference; in color if the interval is beside 0."""
-    spread = "" if one.std_over_seeds is None else f" ± {one.std_over_seeds:.2g}"
-    text = Text(printable(f"{one.mean:.4g}{spread}"))
+    spread = "" if measure.std_over_seeds is None else f" ± {measure.std_over_seeds:.2g}"
+    text = Text(printable(f"{measure.mean:.4g}{spread}"))
     if difference is None:
         return text
     style = STYLES[verdict(difference)] if beside_zero(difference.interval) else "dim"
@@ -49,7 +51,7 @@ def beside_zero(interval: Interval) -> bool:
     return interval is not None and (interval[0] > 0 or interval[1] < 0)
 
 
-def verdict(one: Difference) -> int:
+def verdict(difference: Difference) -> int:
     """Return 1 for a change to the better, -1 to the worse, 0 where the measure has no better and worse."""
-    sign = sign_of(one.measure)
-    return sign if one.difference > 0 else -sign
+    sign = sign_of(difference.measure)
+    return sign if difference.difference > 0 else -sign

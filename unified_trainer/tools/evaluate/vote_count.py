@@ -48,18 +48,22 @@ def count(output: Path, votes: Sequence[Path], confidence: float) -> list[Prefer
     for file in votes:
         for key, voter, pair, vote, ballot in _read(file, output):
             given[key, voter, pair] = (ballot, vote)
-    names = [one["name"] for one in read_json(output / files.ABOUT)["checkpoints"]]
-    found = _preferences(names, given, confidence)
-    content = {"confidence": confidence, "votes": len(given), "preferences": [asdict(one) for one in found]}
+    names = [preference["name"] for preference in read_json(output / files.ABOUT)["checkpoints"]]
+    preferences = _preferences(names, given, confidence)
+    content = {
+        "confidence": confidence,
+        "votes": len(given),
+        "preferences": [asdict(preference) for preference in preferences],
+    }
     write_text(output / "votes.json", json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     table = Table("checkpoint", "against", "wins", "losses", "ties", "prompts", "voters", "win rate")
-    for one in found:
-        rate = f"{one.win_rate:.3f} [{one.interval[0]:.3f}, {one.interval[1]:.3f}]"
-        numbers = (one.wins, one.losses, one.ties, one.prompts, one.voters)
-        table.add_row(printable(one.second), printable(one.first), *map(str, numbers), rate)
+    for preference in preferences:
+        rate = f"{preference.win_rate:.3f} [{preference.interval[0]:.3f}, {preference.interval[1]:.3f}]"
+        numbers = (preference.wins, preference.losses, preference.ties, preference.prompts, preference.voters)
+        table.add_row(printable(preference.second), printable(preference.first), *map(str, numbers), rate)
     show(table)
     say(f"{output / 'votes.json'}: {len(given)} votes; a tie counts one half, intervals are of {confidence:.0%}")
-    return found
+    return preferences
 
 
 def _read(file: Path, output: Path) -> list[tuple[str, str, int, str, dict[str, Any]]]:
@@ -69,7 +73,7 @@ def _read(file: Path, output: Path) -> list[tuple[str, str, int, str, dict[str, 
     if not rows or tuple(rows[0]) != COLUMNS:
         raise UserError(f"--votes {file} is no file of votes: its first line must be {','.join(COLUMNS)}")
     ballots: dict[str, list[dict[str, Any]]] = {}
-    found = []
+    votes = []
     for line, row in enumerate(rows[1:], 2):
         place = f"--votes {file}: line {line}"
         if len(row) != len(COLUMNS):
@@ -84,8 +88,8 @@ def _read(file: Path, output: Path) -> list[tuple[str, str, int, str, dict[str, 
             raise UserError(f"{place}: the vote must be left, right or tie, not {vote!r}")
         if not pair.isdecimal() or int(pair) >= len(ballots[key]):
             raise UserError(f"{place}: pair {pair} is none of the {len(ballots[key])} of votes-{key}.json")
-        found.append((key, voter, int(pair), vote, ballots[key][int(pair)]))
-    return found
+        votes.append((key, voter, int(pair), vote, ballots[key][int(pair)]))
+    return votes
 
 
 def _preferences(
@@ -101,15 +105,15 @@ def _preferences(
         value = 1 - VALUES[vote] if swapped else VALUES[vote]
         pair = (right, left) if swapped else (left, right)
         votes.setdefault(pair, []).append((ballot["prompt"], voter, value))
-    found = []
+    preferences = []
     for (first, second), rows in votes.items():
         values = [value for _, _, value in rows]
         by_prompt: dict[str, list[float]] = {}
         for prompt, _, value in rows:
             by_prompt.setdefault(prompt, []).append(value)
-        rate = sum(sum(one) / len(one) for one in by_prompt.values()) / len(by_prompt)
+        rate = sum(sum(outcomes) / len(outcomes) for outcomes in by_prompt.values()) / len(by_prompt)
         counts = {"wins": values.count(1.0), "losses": values.count(0.0), "ties": values.count(0.5)}
         counts |= {"prompts": len(by_prompt), "voters": len({voter for _, voter, _ in rows})}
         interval = wilson_interval(rate, len(by_prompt), confidence)
-        found.append(Preference(first, second, **counts, win_rate=rate, interval=interval))
-    return found
+        preferences.append(Preference(first, second, **counts, win_rate=rate, interval=interval))
+    return preferences

@@ -16,6 +16,7 @@ from unified_trainer.tools.export.scheduler import SAMPLER
 from unified_trainer.tools.load_run import LoadedRole
 
 PROMPT = "a red circle moving left"  # of the example
+IMAGE = "first_frame.png"  # of the example, of a student that needs one
 CARD, SHEET = "README.md", "contact_sheet.png"
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
 SEEDS = """and makes the videos that `python -m unified_trainer sample RUN --seed 0` makes of the run. There, prompt i
@@ -40,7 +41,8 @@ def write_model_card(
     """
     base, hub_name = base_of(loaded.base)
     method = _last_name(loaded.run.method)
-    front: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": "text-to-video"}
+    task = "image-to-video" if _needs_image(loaded) else "text-to-video"
+    front: dict[str, Any] = {"library_name": "diffusers", "pipeline_tag": task}
     if hub_name:
         front |= {"base_model": base, "base_model_relation": "adapter" if adapters else "finetune"}
     front["tags"] = ["unified-trainer", method, *(["lora"] if adapters else [])]
@@ -86,14 +88,23 @@ def sample_code(loaded: LoadedRole, name: str, base: str, dtype: str, adapters: 
     if adapters:
         lines.append(f'pipe.load_sampler("{name}")')
     lines.append("generator = torch.Generator().manual_seed(0)")
-    lines.append(f'frames = pipe("{PROMPT}", generator=generator).frames[0]')
-    return "\n".join([*imports, "from diffusers import DiffusionPipeline", "", *lines])
+    imports.append("from diffusers import DiffusionPipeline")
+    image = ""
+    if _needs_image(loaded):
+        imports.append("from diffusers.utils import load_image")
+        image = f', image=load_image("{IMAGE}")'
+    lines.append(f'frames = pipe("{PROMPT}"{image}, generator=generator).frames[0]')
+    return "\n".join([*imports, "", *lines])
+
+
+def _needs_image(loaded: LoadedRole) -> bool:
+    return loaded.family.images(loaded.base)[0] > 0
 
 
 def base_of(folder: Path) -> tuple[str, bool]:
     """Return the name of a base model, and whether it is one on the hub: then it was read from the hub's cache."""
-    found = SNAPSHOT.search(folder.as_posix())
-    return ("/".join(found.groups()), True) if found else (folder.resolve().name, False)
+    snapshot = SNAPSHOT.search(folder.as_posix())
+    return ("/".join(snapshot.groups()), True) if snapshot else (folder.resolve().name, False)
 
 
 def _facts(loaded: LoadedRole, spec: Spec, base: str, method: str, dtype: str) -> dict[str, str]:
@@ -120,9 +131,9 @@ def _reward(run: RunConfig) -> str:
     """Return the scorers of a run; "" if nothing was scored."""
     learns = method_named(run.method).uses_reward
     scorers = [
-        f"{name} ({'' if one.kind == name else _last_name(one.kind) + ', '}"
-        + (f"weight {one.weight:g})" if one.weight else "held out)")
-        for name, one in run.reward.named().items()
+        f"{name} ({'' if scorer.kind == name else _last_name(scorer.kind) + ', '}"
+        + (f"weight {scorer.weight:g})" if scorer.weight else "held out)")
+        for name, scorer in run.reward.named().items()
     ]
     if not scorers or not (learns or run.validate_every):
         return ""
@@ -131,16 +142,16 @@ def _reward(run: RunConfig) -> str:
 
 def _validation(run: Path, step: int) -> tuple[int, dict[str, float], Path | None]:
     """Return step, metrics and contact sheet of the last validation up to a step; no metrics if there was none."""
-    found: tuple[int, dict[str, float]] = (0, {})
+    newest: tuple[int, dict[str, float]] = (0, {})
     if (run / "metrics.jsonl").is_file():
         for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             metrics = {key.removeprefix("validation/"): v for key, v in row.items() if key.startswith("validation/")}
-            found = (row["step"], metrics) if metrics and row["step"] <= step else found
+            newest = (row["step"], metrics) if metrics and row["step"] <= step else newest
     sheets = [
-        path / SHEET for path in folders(run / "validation") if step_of(path) == found[0] and (path / SHEET).is_file()
+        path / SHEET for path in folders(run / "validation") if step_of(path) == newest[0] and (path / SHEET).is_file()
     ]
-    return *found, sheets[0] if sheets else None
+    return *newest, sheets[0] if sheets else None
 
 
 def _last_name(text: str) -> str:

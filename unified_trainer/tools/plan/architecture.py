@@ -1,9 +1,8 @@
 """The sizes of the models that the recipes are made for: from a folder's configs, or as they were published.
 
 No file but a config.json is read. Sources of the published ones: config.json of the transformers, the text encoder and
-the VAE in Wan-AI/Wan2.1-T2V-1.3B-Diffusers, Wan-AI/Wan2.1-T2V-14B-Diffusers, Wan-AI/Wan2.2-T2V-A14B-Diffusers and
-Wan-AI/Wan2.2-TI2V-5B-Diffusers on the Hugging Face hub; HPSv3 (arXiv:2508.03789) is Qwen/Qwen2-VL-7B-Instruct with a
-head in place of the vocabulary's.
+the VAE in the folders of `PUBLISHED` on the Hugging Face hub. HPSv3 (arXiv:2508.03789) is Qwen/Qwen2-VL-7B-Instruct
+with a head in place of the vocabulary's.
 """
 
 from collections.abc import Mapping
@@ -42,6 +41,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float | None, dict[str, Any]]] = {
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": (OF_14B, None, VAE),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (OF_14B, 0.875, VAE),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (OF_5B, None, VAE_5B),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": (
+        {**OF_14B, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
+        None,
+        VAE,
+    ),
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": ({**OF_14B, "in_channels": 36}, 0.9, VAE),
 }
 HPSV3_WEIGHTS = 8.29e9 - 152064 * 3584 + 3584 * 1024 + 1024 * 16  # without the vocabulary's head, with its own
 NETWORK = "WanTransformer3DModel"

@@ -1,16 +1,18 @@
 """The command plan: it says what a run needs, and whether it fits a machine, from its settings alone."""
 
 import json as json_format
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
 
-from unified_trainer.basics.ranges import PositiveFraction
+from unified_trainer.basics.ranges import Positive, PositiveFraction
 from unified_trainer.basics.terminal import console, printable, say
 from unified_trainer.run.exit_codes import DOES_NOT_FIT
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.settings import AllRunFlags
 from unified_trainer.tools.plan.advice import Better, better_settings, fitting_blocks
+from unified_trainer.tools.plan.cost import CONVOLUTIONS, HOST, LINKS, PRODUCTS, PUBLISHED, TRAFFIC
 from unified_trainer.tools.plan.estimate import Estimate, estimate
 from unified_trainer.tools.plan.hardware import RESERVE, Hardware, read_hardware
 
@@ -20,7 +22,8 @@ WIDTH = 140  # columns where the output is no terminal
 
 def plan(
     hardware: str = "8xH200",
-    mfu: PositiveFraction = 0.4,
+    mfu: PositiveFraction | None = None,
+    bandwidth: Positive | None = None,
     json: bool = False,
     settings: AllRunFlags = (),
 ) -> int:
@@ -31,10 +34,14 @@ def plan(
 
     Args:
         hardware: Number and kind of the accelerators, one rank on each: 8xH200, H100, 4xA100-40.
-        mfu: Part of the dense bf16 peak that the networks are assumed to reach.
+        mfu: Part of the dense bf16 peak that networks reached in a measurement. By default it is estimated from
+            products and memory traffic.
+        bandwidth: TB/s of the memory of a card, in place of its data sheet's.
         json: Print JSON instead of tables.
     """
     machine = read_hardware(hardware)
+    if bandwidth is not None:
+        machine = replace(machine, bandwidth=bandwidth * 1e12)
     run = parse(settings)
     found = estimate(run, machine.count)
     peak = found.memory.total(found.memory.peak)
@@ -50,7 +57,7 @@ def plan(
 
 
 def _plain(
-    found: Estimate, machine: Hardware, mfu: float, *, fits: bool, alone: list[Better], together: Better | None
+    found: Estimate, machine: Hardware, mfu: float | None, *, fits: bool, alone: list[Better], together: Better | None
 ) -> dict[str, Any]:
     memory = found.memory
     return {
@@ -69,15 +76,16 @@ def _plain(
             "checkpoint_bytes": found.checkpoint,
         },
         "assumed": {
-            "mfu": mfu,
+            "notes": assumptions(found, machine, mfu),
             "reserve_bytes": RESERVE,
             "hardware": {"count": machine.count, "name": machine.name, "memory_bytes": machine.memory},
-            "notes": list(found.notes),
         },
         "estimated": {
             "fits": fits,
-            "seconds_of_a_step": found.seconds(machine, mfu),
-            "device_hours": found.device_hours(machine, mfu),
+            "seconds_of_a_step": sum(found.seconds(machine, mfu).values()),
+            "seconds_by_kind": found.seconds(machine, mfu),
+            "hours": found.hours(machine, mfu),
+            "device_hours": found.ranks * found.hours(machine, mfu),
             "better_settings": [_entry(one) for one in alone],
             "better_settings_together": _entry(together) if together else None,
         },
@@ -89,12 +97,35 @@ def _entry(one: Better) -> dict[str, Any]:
 
 
 def _print(
-    found: Estimate, machine: Hardware, mfu: float, *, fits: bool, alone: list[Better], together: Better | None
+    found: Estimate, machine: Hardware, mfu: float | None, *, fits: bool, alone: list[Better], together: Better | None
 ) -> None:
     screen = console()
     if not screen.is_terminal:
         screen.width = WIDTH
-    memory, run = found.memory, found.run
+    memory, run, video, counts = found.memory, found.run, found.run.video, found.table
+    seconds, hours = found.seconds(machine, mfu), found.hours(machine, mfu)
+    need, have = _gib(memory.total(memory.peak)), _gib(machine.usable)
+    rows = Table(f"{run.method}, recipe {run.recipe or '(none)'}", "", title="plan: nothing below was measured")
+    rows.add_row("memory", f"{'fits' if fits else 'DOES NOT FIT'}: {need} of {have} GiB a card, in {memory.peak}")
+    rows.add_row("hardware", f"{machine.count} x {machine.name}")
+    rows.add_row("video", f"{video.frames} frames of {video.height} x {video.width} pixels")
+    rows.add_row("a training step", f"{counts['prompts']} prompts x {counts['samples per prompt']} samples")
+    rows.add_row("seconds of a step, estimated", f"{sum(seconds.values()):.3g}: {_listed(seconds)}")
+    rows.add_row(f"hours of {run.steps} steps, estimated", f"{hours:.3g}, with validations every {run.validate_every}")
+    rows.add_row("card hours, estimated", f"{hours * found.ranks:.3g}")
+    if (run.recipe, run.method) in PUBLISHED:
+        rows.add_row("published", PUBLISHED[run.recipe, run.method])
+    rows.add_row("MFU, estimated", f"{found.mfu(machine):.2g} of {machine.flops / 1e12:.0f} TFLOP/s in a step")
+    rows.add_row("model FLOPs, computed", f"{found.model_flops:.3g} (executed {found.executed_flops:.3g})")
+    rows.add_row("sent by a rank, computed", f"{_gib(found.inside)} GiB to its shards, {_gib(found.across)} to copies")
+    if found.sizes.shards > run.parallel.sequence:
+        sent, peak = (_gib(size) for size in found.replicated)
+        flags = "--parallel.replicate 0 --parallel.shard 1"
+        rows.add_row("with a copy on every rank", f"{sent} GiB sent, {peak} GiB a card: {flags}")
+    rows.add_row("checkpoint, computed", f"{_gib(found.checkpoint)} GiB")
+    for name, source in found.sources.items():
+        rows.add_row(f"{name}, {_size(found.parameters[name])}", printable(source))
+    screen.print(rows)
     table = Table("phase", "GiB", "of which", title=f"computed memory of one rank of {found.ranks}")
     table.add_row("always", _gib(sum(memory.always.values())), _parts(memory.always))
     for phase, parts in memory.phases.items():
@@ -104,20 +135,10 @@ def _print(
     for name, row in found.calls.items():
         numbers = [f"{row[key]:g}" for key in ("with gradient", "without gradient", "samples")]
         size = found.parameters.get(name) or found.parameters[name.rpartition("_")[0]]
-        calls.add_row(name, f"{size / 1e9:.3g} B" if size >= 1e9 else f"{size / 1e6:.3g} M", *numbers)
+        calls.add_row(name, _size(size), *numbers)
     screen.print(calls)
-    rows = Table("a training step", "", title=f"{run.method}, recipe {run.recipe or '(none)'}")
-    rows.add_row("sizes from", printable(", ".join(dict.fromkeys(found.sources.values()))))
-    rows.add_row("tokens, computed", f"{found.tokens:.4g}")
-    rows.add_row("model FLOPs, computed", f"{found.model_flops:.4g} (executed: {found.executed_flops:.4g})")
-    rows.add_row("sent by a rank, computed", f"{_gib(found.sent)} GiB")
-    rows.add_row("checkpoint, computed", f"{_gib(found.checkpoint)} GiB")
-    rows.add_row(f"seconds, estimated at MFU {mfu:g}", f"{found.seconds(machine, mfu):.4g}")
-    rows.add_row(f"{machine.name} hours for {run.steps} steps, estimated", f"{found.device_hours(machine, mfu):.4g}")
-    screen.print(rows)
-    for note in found.notes:
+    for note in assumptions(found, machine, mfu):
         say(note)
-    need, have = _gib(memory.total(memory.peak)), _gib(machine.usable)
     if fits:
         say(f"fits {machine.count} x {machine.name}: {memory.peak} needs {need} of {have} GiB")
         return
@@ -131,8 +152,31 @@ def _print(
         say(f"together {together.flags}: peak {_gib(together.peak)} GiB, which {fitting}")
 
 
+def assumptions(found: Estimate, machine: Hardware, mfu: float | None) -> list[str]:
+    """Return what the estimate takes for granted, in words."""
+    network = (
+        f"networks: products at {PRODUCTS:g} of the bf16 peak, then elementwise traffic at {TRAFFIC:g} of "
+        f"{machine.bandwidth / 1e12:.3g} TB/s"
+        if mfu is None
+        else f"networks: MFU {mfu:g}"
+    )
+    other = (
+        f"VAE: {CONVOLUTIONS:g} of the peak; HPSv3: {PRODUCTS:g}, and {HOST:g} s of a CPU for each frame; links: "
+        f"{LINKS:g}; no time for optimizers, checkpoints, compilation and reading"
+    )
+    return [f"assumed: {network}", f"assumed: {other}", *found.notes]
+
+
+def _listed(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3g}" for name, value in seconds.items() if value)
+
+
 def _parts(parts: dict[str, float]) -> str:
     return ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+
+
+def _size(weights: int) -> str:
+    return f"{weights / 1e9:.3g} B" if weights >= 1e9 else f"{weights / 1e6:.3g} M"
 
 
 def _gib(size: float) -> str:

@@ -11,9 +11,11 @@ from unified_trainer.run.plan.plan import check_sampling, check_settings
 from unified_trainer.run.plan.roles import check_heads
 from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import HPSV3_WEIGHTS, architecture_of
-from unified_trainer.tools.plan.flops import PassFLOPs, pass_flops
-from unified_trainer.tools.plan.hardware import Hardware
+from unified_trainer.tools.plan.cost import Work, decode_work, pass_work, score_work, seconds_sent
+from unified_trainer.tools.plan.flops import PassFLOPs, encode_flops, pass_flops
+from unified_trainer.tools.plan.hardware import NODE, Hardware
 from unified_trainer.tools.plan.memory import BF16, FP32, Memory, Sizes, held_networks, memory_of, recompute_of, seat_of
 from unified_trainer.tools.plan.rehearsal import HEAD, TEXT_TOKENS, Counts, paths_of, rehearse
 
@@ -28,13 +30,18 @@ class Estimate:
     ranks: int
     sources: Mapping[str, str]  # of the sizes of each role's model
     parameters: Mapping[str, int]  # of each role
+    table: Mapping[str, int]  # how a training step's batch divides
     counts: Counts
     sizes: Sizes
     calls: Mapping[str, Mapping[str, float]]  # of each role in a training step, on one rank
     tokens: float  # that went forward in a training step
     model_flops: float  # of a training step
     executed_flops: float  # with recomputed activations
-    sent: float  # bytes that one rank sends in a training step for its weights and gradients
+    work: Work  # of one rank in a training step
+    validation: Work  # of one rank in a validation
+    encoded: float  # FLOPs of one rank to encode all prompts once, before the first step
+    inside: float  # bytes that one rank sends in a training step to the ranks that share its copy of the weights
+    across: float  # to those that hold the other copies
     checkpoint: float  # bytes on disk
     notes: tuple[str, ...]
 
@@ -43,12 +50,37 @@ class Estimate:
         """The memory of one rank; passes are traced for it, which takes seconds."""
         return memory_of(self.counts, self.sizes)
 
-    def seconds(self, hardware: Hardware, mfu: float) -> float:
-        """Return the seconds of a training step in which the networks reach this share of the peak."""
-        return self.model_flops / (self.ranks * hardware.flops * mfu)
+    @property
+    def sent(self) -> float:
+        """The bytes that one rank sends in a training step."""
+        return self.inside + self.across
 
-    def device_hours(self, hardware: Hardware, mfu: float) -> float:
-        return self.run.steps * self.seconds(hardware, mfu) * self.ranks / 3600
+    @cached_property
+    def replicated(self) -> tuple[float, float]:
+        """The bytes that one rank sends in a step, and its peak of memory, with a copy of the weights on every rank."""
+        parallel = replace(self.run.parallel, replicate=0, shard=1)
+        sizes = replace(self.sizes, run=replace(self.run, parallel=parallel))
+        memory = memory_of(self.counts, sizes)
+        return sum(_sent(self.counts, sizes)), memory.total(memory.peak)
+
+    def seconds(self, card: Hardware, mfu: float | None = None) -> dict[str, float]:
+        """Return the seconds of a training step by what takes them."""
+        found = self.work.seconds(card, mfu)
+        far = self.sizes.shards > NODE  # a copy of the weights reaches over several nodes
+        inside, across = (0.0, self.sent) if far else (self.inside, self.across)
+        waited = seconds_sent(inside, across, card) - found["networks"] - found["recomputation"]
+        return found | {"waiting for other ranks": max(0.0, waited)}
+
+    def hours(self, card: Hardware, mfu: float | None = None) -> float:
+        """Return the hours of all training steps and validations, and of encoding the prompts."""
+        steps = self.run.steps * sum(self.seconds(card, mfu).values())
+        count = self.run.steps // self.run.validate_every + 1 if self.run.validate_every else 0
+        shown = count * sum(self.validation.seconds(card, mfu).values())
+        return (steps + shown + sum(Work(products=self.encoded).seconds(card, mfu).values())) / 3600
+
+    def mfu(self, card: Hardware) -> float:
+        """Return the model's FLOPs over the peak in a training step."""
+        return self.model_flops / (self.ranks * card.flops * sum(self.seconds(card).values()))
 
 
 def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> Estimate:
@@ -57,7 +89,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     By default they are STEPS steps from the middle of the run on, and one step of a method with rollouts. Raise
     UserError for settings that no run could have, such as a batch that the ranks do not divide.
     """
-    method = method_named(run.method)
+    method, (run, assumed) = method_named(run.method), _with_scorer(run)
     degrees = run.parallel.degrees(ranks)
     data_ranks = ranks // degrees.sequence
     paths = paths_of(run)
@@ -88,20 +120,29 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     share, frame_tokens = counts.repeats / counts.steps, height * width // patch
     passes = [(one, _flops(one, sizes, counts, frame_tokens)) for one in counts.passes]
     held = held_networks(counts, sizes)
+    inside, across = _sent(counts, sizes)
+    sequence = degrees.sequence
+    work = sum((_pass_work(one, flops, sizes, counts) for one, flops in passes), Work()).times(1 / sequence)
+    prompts = table["prompts"] / data_ranks * run.steps if run.trains_on == "prompts" else 0
     return Estimate(
         run=run,
         ranks=ranks,
         sources={name: model.source for name, model in models.items()},
         parameters={name: model.size.parameters for name, model in models.items()},
+        table=table,
         counts=counts,
         sizes=sizes,
         calls=counts.calls(),
         tokens=data_ranks * share * sum(one.tokens * frame_tokens for one, _ in passes),
         model_flops=data_ranks * share * sum(f.trained if one.gradient else f.forward for one, f in passes),
         executed_flops=data_ranks * share * sum(f.executed if one.gradient else f.forward for one, f in passes),
-        sent=_sent(counts, sizes),
+        work=(work + _seen(sizes, counts)).times(share),
+        validation=_validation(sizes, counts, data_ranks),
+        encoded=prompts * encode_flops(models["student"].text_encoder, models["student"].text_tokens),
+        inside=inside,
+        across=across,
         checkpoint=sum(one.stored for one in held.values()),
-        notes=notes,
+        notes=(*assumed, *notes),
     )
 
 
@@ -112,12 +153,50 @@ def _scorers(run: RunConfig) -> tuple[float, tuple[str, ...]]:
         if config.kind == "hpsv3" and config.path != "tiny":
             total += HPSV3_WEIGHTS * (BF16 if config.precision == "bf16" else FP32)
         elif config.path != "tiny":
-            notes.append(f"scorer {name} of kind {config.kind}: its memory is not known and not counted")
-    uses = method_named(run.method).uses_reward
-    if uses and not run.reward.named():
-        total += HPSV3_WEIGHTS * (BF16 if run.reward.precision == "bf16" else FP32)
-        notes.append(f"no scorer is named: HPSv3 in {run.reward.precision} is counted")
+            notes.append(f"not counted: memory and time of scorer {name}, whose kind {config.kind} has unknown sizes")
     return total, tuple(notes)
+
+
+def _with_scorer(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the run with HPSv3 where its method needs a scorer and none is named, and a note that says so."""
+    if run.reward.named() or not method_named(run.method).uses_reward:
+        return run, ()
+    note = f"assumed: no scorer is named; HPSv3 in {run.reward.precision} scores"
+    return replace(run, reward=replace(run.reward, kind="hpsv3")), (note,)
+
+
+def _pass_work(one: Pass, flops: PassFLOPs, sizes: Sizes, counts: Counts) -> Work:
+    name, expert = seat_of(counts, one)
+    layers = sizes.models[name].size.layers
+    return pass_work(flops, recompute_of(name, expert, counts, sizes), layers, gradient=one.gradient)
+
+
+def _seen(sizes: Sizes, counts: Counts) -> Work:
+    """Return the work of decoding and scoring in the rehearsed steps."""
+    run, vae = sizes.run, sizes.models["student"].vae
+    half, total = run.encoders.vae_precision == "bf16", Work()
+    scorers = [one for one in run.reward.named().values() if one.weight]
+    for samples, frames, gradient in counts.decoded:
+        total += decode_work(vae, (frames, *sizes.latent[2:]), samples, half=half, gradient=gradient)
+        shown = 1 if frames == 1 else run.video.frames
+        total += score_work(scorers, shown, samples, gradient=gradient)
+    return total
+
+
+def _validation(sizes: Sizes, counts: Counts, ranks: int) -> Work:
+    """Return the work of a validation: samples, their videos and the scores of all scorers."""
+    run = sizes.run.validated()
+    shown, own = replace(sizes, run=run), samples_of_rank(run.validation.num_samples, ranks)
+    if not counts.validation or run.rollouts.evaluation_workers:
+        return Work()
+    _, frames, height, width = shown.latent
+    tokens = height * width // shown.models["student"].size.patch
+    passes = [(one, _flops(one, shown, counts, tokens)) for one in counts.validation]
+    total = sum((_pass_work(one, flops, shown, counts) for one, flops in passes), Work())
+    total = total.times(own / min(run.validation.batch, own) / run.parallel.sequence)
+    half = run.encoders.vae_precision == "bf16"
+    total += decode_work(shown.models["student"].vae, (frames, height, width), own, half=half, gradient=False)
+    return total + score_work(run.reward.named().values(), run.video.frames, own, gradient=False)
 
 
 def _flops(one: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
@@ -146,18 +225,19 @@ def _flops(one: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
         text_keys=model.text_tokens if one.rows["text keys"] else 0,
         times=1 if one.rows["times"] == one.samples else int(frames * frame),
         to_features=one.to_features,
+        fused=bool(counts.plans[name].config.compile),
     )
     return found.times(one.samples)
 
 
-def _sent(counts: Counts, sizes: Sizes) -> float:
-    """Return the bytes that one rank sends: blocks gathered for each pass and its backward pass, gradients reduced.
+def _sent(counts: Counts, sizes: Sizes) -> tuple[float, float]:
+    """Return the bytes that one rank sends inside its group of shards, and to other copies of its shard.
 
-    A ring sends (n - 1) / n of the whole. Tokens that sequence ranks exchange are not counted.
+    Blocks are gathered for each pass and its backward pass, gradients are reduced once an update. A ring of n sends
+    (n - 1) / n of the whole, and twice that where every rank keeps the sum. Tokens that sequence ranks exchange are not
+    counted.
     """
-    if sizes.ranks == 1:
-        return 0.0
-    held, share = held_networks(counts, sizes), counts.repeats / counts.steps
+    held, share, copies = held_networks(counts, sizes), counts.repeats / counts.steps, sizes.ranks // sizes.shards
     ring = (sizes.shards - 1) / sizes.shards
     total = 0.0
     for one in counts.passes:
@@ -167,6 +247,8 @@ def _sent(counts: Counts, sizes: Sizes) -> float:
         size = sizes.models[seat[0]].size
         blocks = size.layers_to_features / size.layers if one.to_features else 1.0
         total += share * gathers * ring * network.sent * blocks
-    updates = {loss[-1].role for loss in counts.losses if loss and any(one.gradient for one in loss)}
+    updates = {
+        [one.role for one in loss if one.gradient][-1] for loss in counts.losses if any(p.gradient for p in loss)
+    }
     reduced = sum(FP32 * one.trained for seat, one in held.items() if any(role.startswith(seat[0]) for role in updates))
-    return total + 2 * ring * reduced
+    return total + ring * reduced, 2 * (copies - 1) / copies * reduced / sizes.shards

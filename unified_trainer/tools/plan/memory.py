@@ -68,7 +68,8 @@ class Sizes:
 
     @property
     def shards(self) -> int:
-        return max(1, self.ranks // self.run.parallel.replicate)
+        """Ranks that share one copy of the weights."""
+        return self.ranks // self.run.parallel.degrees(self.ranks).replicate
 
     @property
     def latent(self) -> tuple[int, int, int, int]:
@@ -190,6 +191,7 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
     trained = 0 if not _trained(counts, name, expert) else size.adapter(rank) if rank else whole
     adapter = FP32 * trained if rank else 0
     several, shards = sizes.ranks > 1, sizes.shards
+    rounded = 0.0 if several or not backbone.half_passes else adapter / 2 if backbone.half else BF16 * (whole - small)
     half = backbone.half_passes and several and not run.parallel.offload  # gathered in bf16, norms whole on every rank
     unit, kept = (BF16, FP32 * small) if half else (held / whole, 0)
     moving = unit * (whole - small) if half else held
@@ -203,7 +205,7 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
     moment = BF16 if training and training.moments == "bf16" else FP32
     ema = FP32 * trained if training and training.ema_decay else 0
     return Held(
-        weights=on_device * (((held - kept) / shards + kept if base else 0) + adapter / shards),
+        weights=on_device * (((held - kept) / shards + kept if base else 0) + adapter / shards) + rounded,
         gradients=on_device * FP32 * trained / shards,
         moments=on_device * 2 * moment * trained / shards,
         ema=on_device * ema / shards if training and training.ema_device == "same" else 0.0,

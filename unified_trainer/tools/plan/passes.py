@@ -5,6 +5,7 @@ the kernels of a CPU; those of other devices keep the same tensors, apart from s
 """
 
 import functools
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -16,12 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.base import VideoModel
+from unified_trainer.models.wan.image_model import ImageChannelsWanModel
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.adapter import AdapterConfig
-from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.backbone import Backbone, hold_in_bf16
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Frozen, Precision, RoleConfig, Trainable, TrainableConfig
+from unified_trainer.tools.plan.flops import CLIP_TOKENS
 from unified_trainer.tools.plan.tracing import LiveBytes, quiet_norms
 
 FEW = (2, 3)  # blocks that are traced
@@ -126,8 +129,17 @@ def _forward(
 def _inputs(
     network: Network, latent: tuple[int, int, int, int], text_tokens: int, samples: int
 ) -> tuple[Tensor, Tensor, Condition]:
-    text = torch.zeros(samples, text_tokens, int(dict(network.config)["text_dim"]))
-    return torch.zeros(samples, *latent), torch.full((samples,), 0.5), Condition({"text": text})
+    config = dict(network.config)
+    held = {"text": torch.zeros(samples, text_tokens, int(config["text_dim"]))}
+    if _reads_images(config):
+        held["image"] = torch.zeros(samples, *latent)
+    if config.get("image_dim"):
+        held["clip"] = torch.zeros(samples, CLIP_TOKENS, int(config["image_dim"]))
+    return torch.zeros(samples, *latent), torch.full((samples,), 0.5), Condition(held)
+
+
+def _reads_images(config: Mapping[str, Any]) -> bool:
+    return bool(config["in_channels"] != config["out_channels"])
 
 
 def _role(network: Network, layers: int) -> Trainable | Frozen:
@@ -136,16 +148,21 @@ def _role(network: Network, layers: int) -> Trainable | Frozen:
     config = {key: value for key, value in config.items() if not key.startswith("_")} | {"num_layers": layers}
     with torch.device("meta"):
         transformer = WanTransformer3DModel(**config)
+        if network.half and not network.trained:  # here, where rounding copies nothing
+            hold_in_bf16(transformer.requires_grad_(False))
     transformer.to_empty(device="cpu")
     adapter = AdapterConfig(rank=network.rank)
     backbone = Backbone(
-        cast(VideoModel, WanModel(transformer)),
+        cast(VideoModel, (ImageChannelsWanModel if _reads_images(config) else WanModel)(transformer)),
         ALONE,
         trained=network.trained,
         adapters={"role": adapter} if network.rank else None,
         recompute="full" if network.recompute.full else network.recompute.others,
         half=network.half,
     )
+    for p in backbone.model.network.parameters():
+        if p.requires_grad:  # an adapter has the dtype of its layer, which a real role rounds afterwards
+            p.data = p.data.float()
     if not (network.trained or network.rank):
         return Frozen("role", backbone, RoleConfig(precision=network.precision))
     return Trainable("role", backbone, TrainableConfig(precision=network.precision, adapter=adapter))

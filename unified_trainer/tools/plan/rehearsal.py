@@ -17,6 +17,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Condition, Latents, Rollout, Trajectory, Video
 from unified_trainer.data.batch_plan import largest_divisor
 from unified_trainer.data.loader import Loader, Source
@@ -212,8 +213,8 @@ class _Prompts(Source):
     def __len__(self) -> int:
         return PROMPTS
 
-    def prompt(self, index: int) -> str:
-        return str(index)
+    def request(self, index: int) -> Request:
+        return Request(str(index))
 
     def latents(self, indices: list[int]) -> None:
         return None
@@ -236,7 +237,7 @@ class _Batches(Loader):
             states = torch.randn(count, len(levels), *self._shape)
             trajectory = Trajectory(levels, states, states[:, -1])
         rejected = torch.randn(count, *self._shape) if run.algorithm.needs_pairs else None
-        ids = (tuple(map(str, indices)), tuple(indices), tuple(sample_ids))
+        ids = (Request.of(map(str, indices)), tuple(indices), tuple(sample_ids))
         return Batch(*ids, self._shape, text, text, latents, trajectory, rejected)
 
 

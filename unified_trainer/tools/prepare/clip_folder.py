@@ -39,14 +39,14 @@ class ClipFolder:
 
     def captions(self) -> dict[str, str]:
         """Return the captions of the rows in finished files, by id; UserError names a file that cannot be read."""
-        found: dict[str, str] = {}
+        by_id: dict[str, str] = {}
         for file in self._files():
             try:
                 rows = pq.read_table(file, columns=["id", "caption"])
             except (OSError, pa.ArrowException) as error:
                 raise UserError(f"{file} is damaged ({error}): remove it, and its rows are made again") from error
-            found |= zip(rows["id"].to_pylist(), rows["caption"].to_pylist(), strict=True)
-        return found
+            by_id |= zip(rows["id"].to_pylist(), rows["caption"].to_pylist(), strict=True)
+        return by_id
 
     def add(self, row: Mapping[str, object]) -> Path | None:
         """Add a row; return the file if it was its last one, which is then complete under its name."""

@@ -86,17 +86,17 @@ def package_strings() -> dict[str, str]:
         )
     source = Path(spec.submodule_search_locations[0]) / PROMPT_SOURCE
     wanted = ("INSTRUCTION", "prompt_with_special_token")
-    found = {
+    strings = {
         target.id: ast.literal_eval(node.value)
         for node in ast.parse(source.read_text(encoding="utf-8")).body
         if isinstance(node, ast.Assign)
         for target in node.targets
         if isinstance(target, ast.Name) and target.id in wanted
     }
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in wanted if name not in strings]
     if missing:
         raise UserError(f"{source}: no {', '.join(missing)}; run `pip install --no-deps hpsv3==1.0.0`")
-    return found
+    return strings
 
 
 def checked_config(base: Path, checkpoint: Path, tokens: int) -> Qwen2VLConfig:

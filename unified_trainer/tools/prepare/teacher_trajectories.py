@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.data.clips import DataConfig
 from unified_trainer.data.fastvideo import ODE, TEXT_ENCODER, ode_row
 from unified_trainer.data.loader import make_batch
@@ -53,13 +54,13 @@ def write_trajectories(
         begin_output(out, ABOUT, _about(plan, ode, codec), WHAT, empty=is_empty(out))
         written = ClipFolder(out, ODE.with_metadata({TEXT_ENCODER: codec.text_fingerprint}), rows_per_file)
         done = set(written.captions().values())
-        left = [prompt for prompt in plan.prompts if prompt not in done]
-        found = use_negative_prompt(out, negative, codec)
-        said = codec.encode_ahead([negative, *left], mesh)  # the text encoder leaves its memory to the teacher
-        if not found:
+        left = [request.text for request in plan.requests if request.text not in done]
+        reused = use_negative_prompt(out, negative, codec)
+        line = codec.encode_ahead([negative, *left], mesh)  # the text encoder leaves its memory to the teacher
+        if not reused:
             write_negative_prompt(out, negative, codec.embeddings([negative])[0], codec.text_fingerprint)
         with ItemProgress("trajectories", len(left)) as progress:
-            progress.say(said)
+            progress.say(line)
             try:
                 if left:
                     teacher = load_roles({ode.role: plan.roles[ode.role]}, mesh)[ode.role]
@@ -83,7 +84,7 @@ def _write(
         digest = hashlib.sha256(prompt.encode()).hexdigest()[:16]
         noise = Streams(plan.run.seed, 0, teacher.device).noise("trajectory", [int(digest, 16)], plan.latent_shape)
         # One at a time: the rounding of a sample can depend on the other samples of a batch.
-        batch = make_batch(codec, [prompt], uncond, plan.latent_shape, prompt_ids=[0], sample_ids=[0])
+        batch = make_batch(codec, [Request(prompt)], uncond, plan.latent_shape, prompt_ids=[0], sample_ids=[0])
         trajectory = ode.solve(teacher, noise, batch)
         embedding = codec.embeddings([prompt])[0]
         padded = torch.nn.functional.pad(embedding, (0, 0, 0, codec.text_tokens - len(embedding)))

@@ -18,15 +18,15 @@ def metrics_in(whole: bytes) -> list[tuple[str, array, array]] | None:
     table = _table(whole)
     if table is None:
         return None
-    steps, found = table.column("step").to_numpy(), []
+    steps, curves = table.column("step").to_numpy(), []
     for name in table.column_names:
         column = table.column(name)
         if name == "step" or not any(is_kind(column.type) for is_kind in COUNTED):
             continue
         there = column.is_valid().to_numpy()
         values = column.drop_null().cast(pa.float64()).to_numpy()
-        found.append((name, array("q", steps[there].tobytes()), array("d", values.tobytes())))
-    return found
+        curves.append((name, array("q", steps[there].tobytes()), array("d", values.tobytes())))
+    return curves
 
 
 def _table(whole: bytes) -> pa.Table | None:

@@ -28,9 +28,9 @@ def report(
         video_megabytes: Megabytes of videos in the page; 0 leaves out all, else validations in the middle are left out.
     """
     written = write_report(runs, out, video, video_megabytes)
-    said = f"{out}: {written.size / MEGABYTE:.1f} MB, {written.videos} videos"
+    line = f"{out}: {written.size / MEGABYTE:.1f} MB, {written.videos} videos"
     if written.left_out:
-        said += f"; {written.left_out} more did not fit into --video-megabytes {video_megabytes:g}"
+        line += f"; {written.left_out} more did not fit into --video-megabytes {video_megabytes:g}"
     for fault in written.unreadable:
         say(f"warning: {fault}")
-    say(said)
+    say(line)

@@ -34,11 +34,11 @@ def runs(folder: Annotated[Path, tyro.conf.Positional] = Path("runs")) -> None:
     """
     if not folder.is_dir():
         raise MissingFileError(f"runs {folder}: no such folder; name one with run directories")
-    found = find_runs(folder)
-    if not found:
+    folders = find_runs(folder)
+    if not folders:
         raise MissingFileError(f"runs {folder}: no run directory below it; name another folder")
     table = Table(*("run", "method", "seed", "state", "steps", *VALIDATED.values(), "updated"))
-    for run in found:
+    for run in folders:
         table.add_row(*(Text(printable(words), style) for words, style in _row(run, _name(run, folder))))
     screen = console()
     if not screen.is_terminal:

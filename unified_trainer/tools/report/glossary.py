@@ -63,15 +63,15 @@ class Healthy:
 
 
 def _ranges() -> dict[str, Healthy]:
-    found: dict[str, Healthy] = {}
+    ranges: dict[str, Healthy] = {}
     for metric in (metric for group in CONTENT["group"] for metric in group["metric"]):
         for values in metric.get("range", ()):
             settings: dict[str, Any] = {
                 key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
             }
             names = settings.pop("of", metric["names"])
-            found |= dict.fromkeys(names, Healthy(**settings))
-    return found
+            ranges |= dict.fromkeys(names, Healthy(**settings))
+    return ranges
 
 
 HEALTHY = _ranges()
@@ -87,8 +87,8 @@ DOCUMENTED = [(group, name, _expression(name)) for group, names in GROUPS.items(
 
 def documented_name(metric: str) -> str | None:
     """Return the name in docs/metrics.md that a metric falls under, with its placeholders; the most literal one."""
-    found = [name for _, name, expression in DOCUMENTED if expression.fullmatch(metric)]
-    return max(found, key=_literal, default=None)
+    names = [name for _, name, expression in DOCUMENTED if expression.fullmatch(metric)]
+    return max(names, key=_literal, default=None)
 
 
 def grouped(metrics: Collection[str]) -> dict[str, list[str]]:
@@ -102,14 +102,14 @@ def grouped(metrics: Collection[str]) -> dict[str, list[str]]:
         groups.setdefault(documented, []).append(group)
     sizes = {group: sum(groups[name] == [group] for name in names.values() if name) for group in GROUPS}
     order = {(group, documented): i for i, (group, documented, _) in enumerate(DOCUMENTED)}
-    found: dict[str, list[tuple[int, str]]] = {group: [] for group in (*GROUPS, OTHER)}
+    members: dict[str, list[tuple[int, str]]] = {group: [] for group in (*GROUPS, OTHER)}
     for metric, name in names.items():
         if name is None:
-            found[OTHER].append((0, metric))
+            members[OTHER].append((0, metric))
         else:
-            group = max(reversed(groups[name]), key=lambda one: sizes[one])
-            found[group].append((order[group, name], metric))
-    return {group: [metric for _, metric in sorted(rows)] for group, rows in found.items() if rows}
+            group = max(reversed(groups[name]), key=sizes.__getitem__)
+            members[group].append((order[group, name], metric))
+    return {group: [metric for _, metric in sorted(rows)] for group, rows in members.items() if rows}
 
 
 def _literal(name: str) -> int:

@@ -33,7 +33,7 @@ class Departure:
 def bands(run: RunRecord) -> dict[str, Band]:
     """Return the healthy range of every metric that has one in this run."""
     held_out = held_out_metrics(run)
-    found = {}
+    by_name = {}
     for name, curve in run.curves.items():
         healthy = HEALTHY.get(documented_name(name) or "")
         if healthy is None or (healthy.held_out and name not in held_out):
@@ -41,20 +41,20 @@ def bands(run: RunRecord) -> dict[str, Band]:
         low, high = _bounds(healthy, curve, run)
         if low is not None or high is not None:
             words = _words(healthy, low, high)
-            found[name] = Band(low, high, words, healthy.advice, _outside(healthy, low, high, curve))
-    return found
+            by_name[name] = Band(low, high, words, healthy.advice, _outside(healthy, low, high, curve))
+    return by_name
 
 
 def departures(run: RunRecord) -> list[Departure]:
     """Return the metrics that left their healthy range, those with the largest share of points outside first."""
-    found = []
+    departed = []
     for name, band in bands(run).items():
         if band.outside:
             curve = run.curves[name]
             values = dict(zip(curve.steps, curve.values, strict=True))
             worst = max(band.outside, key=lambda step: _distance(values[step], band))
-            found.append(Departure(name, band, len(curve.steps), worst, values[worst]))
-    return sorted(found, key=lambda one: -len(one.band.outside) / one.points)
+            departed.append(Departure(name, band, len(curve.steps), worst, values[worst]))
+    return sorted(departed, key=lambda departure: -len(departure.band.outside) / departure.points)
 
 
 def held_out_metrics(run: RunRecord) -> set[str]:
@@ -89,14 +89,14 @@ def _bounds(healthy: Healthy, curve: Curve, run: RunRecord) -> tuple[float | Non
 
 def _outside(healthy: Healthy, low: float | None, high: float | None, curve: Curve) -> tuple[int, ...]:
     """Return the steps whose value, or mean of the last `mean_of` values, is outside; NaN is always outside."""
-    found, count = [], healthy.mean_of
+    steps, count = [], healthy.mean_of
     for i in range(count - 1, len(curve.values)):
         value = math.fsum(curve.values[i - count + 1 : i + 1]) / count if count > 1 else curve.values[i]
         below = low is not None and (value <= low if healthy.excluded else value < low)
         above = high is not None and (value >= high if healthy.excluded else value > high)
         if below or above or math.isnan(value):
-            found.append(curve.steps[i])
-    return tuple(found)
+            steps.append(curve.steps[i])
+    return tuple(steps)
 
 
 def _words(healthy: Healthy, low: float | None, high: float | None) -> str:

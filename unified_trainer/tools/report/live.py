@@ -89,7 +89,7 @@ class LivePages:
         if not 1 <= len(names) <= MOST_RUNS:
             raise RefusedError(HTTPStatus.BAD_REQUEST, f"name 1 to {MOST_RUNS} runs, as in {link_to('one', 'two')}")
         folders = [self._folder_of(name) for name in names]
-        tag = _hash(repr([(signature_of(one), signature_of_samples(one)) for one in folders]).encode())
+        tag = _hash(repr([(signature_of(folder), signature_of_samples(folder)) for folder in folders]).encode())
         return Answer(tag, lambda: self._page(names, folders, tag), HTML, POLICY + FRAMED)
 
     def _page(self, names: tuple[str, ...], folders: Sequence[Path], tag: str) -> bytes:

@@ -102,7 +102,7 @@ class MetricsReader:
 
     def curves(self) -> dict[str, Curve]:
         """Return the curves of all metrics by name."""
-        return {name: Curve(name, tuple(one.steps), tuple(one.values)) for name, one in self._columns.items()}
+        return {name: Curve(name, tuple(column.steps), tuple(column.values)) for name, column in self._columns.items()}
 
 
 def _blocks(opened: BinaryIO) -> Iterator[bytes]:
@@ -124,17 +124,17 @@ def _many(whole: bytes) -> list[Named] | None:
 
 
 def _columns(whole: bytes, file: Path, before: int) -> Iterator[Named]:
-    found: dict[str, tuple[array, array]] = {}
+    columns: dict[str, tuple[array, array]] = {}
     for row in objects(whole, file, before):
         step = row.get("step")
         if not isinstance(step, int) or not 0 <= step < 2**53:
             raise RunFolderUnreadableError(f"{file} is damaged: a line has no step; remove that line")
         for name, value in row.items():
             if name != "step" and isinstance(value, (int, float)):
-                steps, values = found.setdefault(name, (array("q"), array("d")))
+                steps, values = columns.setdefault(name, (array("q"), array("d")))
                 steps.append(step)
                 values.append(float(value))
-    for name, (steps, values) in found.items():
+    for name, (steps, values) in columns.items():
         yield name, steps, values
 
 

@@ -116,7 +116,7 @@ def render(
     """Return the page and fill `samples`, whose videos are bounded by `limit` in bytes, before they are text."""
     validations = [read_validations(run.folder) for run in runs]
     over_time = samples.over_time(validations, limit)
-    extremes = [samples.extremes(one) for one in validations]
+    extremes = [samples.extremes(validation) for validation in validations]
     groups = chart_groups(runs, frame.most_points)
     data = {"runs": list(names), "groups": groups, "samples": over_time, "videos": samples.videos}
     return filled(
@@ -168,6 +168,6 @@ def _distinct_names(folders: Sequence[Path]) -> list[str]:
     if len({*paths}) < len(paths):
         raise UserError("report: the same run is named twice; name each one once")
     depth = 1
-    while len(found := {"/".join(path.parts[-depth:]) for path in paths}) < len(paths):
+    while len(names := {"/".join(path.parts[-depth:]) for path in paths}) < len(paths):
         depth += 1
-    return ["/".join(path.parts[-depth:]) for path in paths] if found else []
+    return ["/".join(path.parts[-depth:]) for path in paths] if names else []

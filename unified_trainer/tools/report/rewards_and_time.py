@@ -40,13 +40,13 @@ def reward_parts(run: RunRecord) -> list[RewardPart]:
     held_out = held_out_metrics(run)
     names = [name for name in run.curves if name.startswith(PREFIX) and not name.endswith("_std")]
     others = [name for name in (f"{VALIDATION}accuracy", f"{VALIDATION}frechet") if name in run.curves]
-    found = []
+    parts = []
     for name in (*names, *others):
         values, spread = run.curves[name].values, run.curves.get(f"{name}_std")
         out = name in held_out or name in others
         short = name.removeprefix(PREFIX).removeprefix(VALIDATION)
-        found.append(RewardPart(short, out, values[0], values[-1], spread.values[0] if spread else None))
-    return found
+        parts.append(RewardPart(short, out, values[0], values[-1], spread.values[0] if spread else None))
+    return parts
 
 
 def phase_times(run: RunRecord) -> PhaseTimes:

@@ -70,11 +70,11 @@ def find_runs(folder: Path) -> list[Path]:
     if is_run(folder):
         return [folder]
     below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
-    found = []
+    folders = []
     for path in below:
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # removed meanwhile, or of someone else
-            found += find_runs(path)
-    return found
+            folders += find_runs(path)
+    return folders
 
 
 def read_run(folder: Path, metrics: MetricsReader | None = None) -> RunRecord:
@@ -96,13 +96,13 @@ def read_run(folder: Path, metrics: MetricsReader | None = None) -> RunRecord:
 
 def read_validations(folder: Path) -> tuple[ValidationRecord, ...]:
     """Return the validations of a run whose samples are listed, lowest step first."""
-    found = []
+    records = []
     for path in manifest.folders(folder / "validation"):
         file = path / SAMPLES
         if file.is_file():
             samples = tuple(_sample(row, path) for row in _lines(file, _Sample))
-            found.append(ValidationRecord(manifest.step_of(path), samples))
-    return tuple(found)
+            records.append(ValidationRecord(manifest.step_of(path), samples))
+    return tuple(records)
 
 
 class _Config(Schema):

@@ -58,14 +58,14 @@ class RunList:
     def rows(self) -> list[RunRow]:
         """Return a row for every run; those not read within READING seconds keep their old one, or say so."""
         until = time.monotonic() + READING
-        found = self._watch.runs()
-        self._rows = {folder: row for folder, row in self._rows.items() if folder in {*found.values()}}
-        for name, folder in found.items():
+        folders = self._watch.runs()
+        self._rows = {folder: row for folder, row in self._rows.items() if folder in {*folders.values()}}
+        for name, folder in folders.items():
             signature, known = signature_of(folder), self._rows.get(folder)
             if (known is None or known[0] != signature) and time.monotonic() < until:
                 self._rows[folder] = signature, self._row(name, folder)
         waiting = (None, None)
-        return [self._rows.get(folder, waiting)[1] or _unread(name) for name, folder in found.items()]
+        return [self._rows.get(folder, waiting)[1] or _unread(name) for name, folder in folders.items()]
 
     def _row(self, name: str, folder: Path) -> RunRow:
         try:

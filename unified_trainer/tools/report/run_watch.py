@@ -41,10 +41,10 @@ class RunWatch:
     def runs(self) -> dict[str, Path]:
         """Return the run directories by name, which is their path below the folder; none if the folder is gone."""
         try:
-            found = find_runs(self.root)
+            folders = find_runs(self.root)
         except OSError:
             return {}
-        return {path.name if path == self.root else str(path.relative_to(self.root)): path for path in found}
+        return {path.name if path == self.root else str(path.relative_to(self.root)): path for path in folders}
 
     def record(self, folder: Path) -> RunRecord:
         """Return a run as it is now; RunFolderUnreadableError if it is damaged, gone, or linked to elsewhere."""
@@ -109,7 +109,7 @@ def signature_of_samples(folder: Path) -> Hashable:
 def stamp_of(path: Path) -> tuple[int, int, int] | None:
     """Return what changes with the content of a file or folder, or None if there is none."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -32,16 +32,16 @@ class SampleVideos:
         steps: set[int] = set()
         for run, validations in enumerate(runs):
             shown, samples = within(validations, limit / len(runs))
-            have = sum(sample.video is not None for one in validations for sample in one.samples)
-            for one in shown:
-                steps.add(one.step)
-                for sample in [s for s in one.samples if s.video is not None][:samples]:
+            have = sum(sample.video is not None for validation in validations for sample in validation.samples)
+            for validation in shown:
+                steps.add(validation.step)
+                for sample in [s for s in validation.samples if s.video is not None][:samples]:
                     have -= 1
                     row = rows.setdefault(
                         (sample.sample, sample.seed, sample.prompt),
                         {"sample": sample.sample, "seed": sample.seed, "prompt": sample.prompt, "cards": {}},
                     )
-                    row["cards"].setdefault(str(run), {})[str(one.step)] = self.card(sample)
+                    row["cards"].setdefault(str(run), {})[str(validation.step)] = self.card(sample)
             self.left_out += have
         return {"steps": sorted(steps), "rows": [rows[key] for key in sorted(rows)]}
 
@@ -53,15 +53,15 @@ class SampleVideos:
         if not validations:
             return []
         last = validations[-1]
-        found = []
+        rows = []
         for name in dict.fromkeys(name for sample in last.samples for name in sample.scores):
             scored = [sample for sample in last.samples if finite(sample.scores.get(name)) is not None]
             ranked = sorted(scored, key=lambda sample: -sample.scores[name])
             count = min(EXTREMES, len(ranked) // 2)
             cards = [self.card(sample, embed=False) for sample in ranked]
             best, worst = cards[:count], cards[len(cards) - count :][::-1]
-            found.append({"scorer": name, "step": last.step, "of": len(ranked), "best": best, "worst": worst})
-        return found
+            rows.append({"scorer": name, "step": last.step, "of": len(ranked), "best": best, "worst": worst})
+        return rows
 
     def card(self, sample: ValidationSample, *, embed: bool = True) -> dict[str, Any]:
         """Return prompt, scores and video of a sample; with `embed` its video is added to the page."""

@@ -46,10 +46,10 @@ def within(validations: Sequence[ValidationRecord], limit: float) -> tuple[tuple
     Validations in the middle are left out evenly at first, then samples: one sample of the first and of the last
     validation stays unless the limit is 0.
     """
-    shown = [one for one in validations if any(sample.video for sample in one.samples)]
+    shown = [validation for validation in validations if any(sample.video for sample in validation.samples)]
     if not shown or limit <= 0:
         return (), 0
-    sizes = [[sample.video.stat().st_size for sample in one.samples if sample.video] for one in shown]
+    sizes = [[sample.video.stat().st_size for sample in validation.samples if sample.video] for validation in shown]
     samples = max(map(len, sizes))
     last = len(shown) - 1
     for stride in range(1, max(last, 1) + 1):

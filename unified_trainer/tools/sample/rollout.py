@@ -19,7 +19,7 @@ from unified_trainer.run.settings import config as settings
 from unified_trainer.run.settings.command_line import read_reward
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.sample.rollout_folder import RolloutFolder
-from unified_trainer.tools.sample.sample import draw_latents, read_lines
+from unified_trainer.tools.sample.sample import draw_latents, read_lines, with_images
 
 
 def rollout(
@@ -51,8 +51,10 @@ def rollout(
         device: Device to run on.
         base: Pipeline folder that the student started from, if it is no longer where the run found it.
     """
-    lines = read_lines(prompts)
+    requests = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
+    requests = with_images(loaded, prompts, requests)
+    lines = [request.text for request in requests]
     rewards = read_reward(reward) if reward else loaded.run.reward
     if not rewards.named():
         raise UserError(f"{run} was trained without a reward: give one with --reward FILE")
@@ -63,20 +65,22 @@ def rollout(
     about = {"run": run, "step": loaded.metadata["step"], "method": loaded.metadata["method"], "base": str(loaded.base)}
     about |= {"families": list(loaded.run.families)} if loaded.run.families else {}
     about |= {"sampler": plain["sampler"], "video": size, "seed": seed, "num_samples": num_samples}
+    if any(request.images for request in requests):
+        about |= {"images": [[image.sha256 for image in request.images] for request in requests]}
     folder = RolloutFolder.begin(output, about | {"batch": batch, "prompts": lines})
     codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
-    prompt_of_sample = [prompt for _, prompt in folder.samples]
+    samples = [request for request in requests for _ in range(num_samples)]
     drawn = 0
     with fitting(f"a batch of {len(folder.parts[0])} samples", "lower --batch, with another --output"):
         for part, numbers in enumerate(folder.parts):
             if not folder.file(part).is_file():
-                texts = [prompt_of_sample[i] for i in numbers]
-                folder.write(part, draw_latents(loaded, codec, texts, [seed + i for i in numbers]))
+                part_of = [samples[i] for i in numbers]
+                folder.write(part, draw_latents(loaded, codec, part_of, [seed + i for i in numbers]))
                 drawn += len(numbers)
         scorers, _ = load_scorers(rewards, loaded.role.device)
         on_video = _videos(output, num_videos, loaded.run.video.fps)
         mean = folder.score(name, Reward(scorers, codec, rewards), codec, loaded.role.device, on_video)
-    message = f"{len(prompt_of_sample)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {loaded.said}"
+    message = f"{len(samples)} samples in {output}, {drawn} of them new, mean reward {mean:.4g}: {loaded.said}"
     say(message)
 
 

@@ -1,6 +1,6 @@
 """A folder of rollouts: how they were generated, their latents in parts, and a file of scores for each reward.
 
-rollout.json            how the samples were made, their prompts
+rollout.json            how the samples were made, their prompts, and the SHA-256 of condition images
 latents/N.safetensors   x0 of part N: clean latents [b, c, t, h, w], normalised; the header holds a checksum
 scores/NAME.jsonl       one line a sample: prompt, seed, where its latents are, reward, parts
 scores/NAME.json        the settings of the reward that NAME is

@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from unified_trainer.basics.errors import OutputExistsError, UserError, writing
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.ranges import Count, FramesOrZero, Seed
+from unified_trainer.basics.requests import Image, Request
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import Batch, Latents, Video, check_finite, of_kind
 from unified_trainer.data.loader import make_batch
@@ -36,6 +38,7 @@ def sample(
     run: Annotated[str, tyro.conf.Positional],
     prompts: tuple[str, ...],
     output: Path,
+    image: Path | None = None,
     seed: Seed = 0,
     batch: Count = 8,
     frames: FramesOrZero = 0,
@@ -51,6 +54,7 @@ def sample(
         run: RUN[@step][:ema], a run directory: its newest checkpoint or that step's; with :ema the EMA weights.
         prompts: Prompts, or files with one prompt per line; "a | b" with --stream switches from a to b in one video.
         output: Folder to write: N.mp4 of prompt N, contact_sheet.png, samples.json; it must be empty or absent.
+        image: Condition image of all videos: their first frame. A table of prompts names images in its column image.
         seed: Seed of the first video's noise; video i has seed + i.
         batch: Videos generated at a time.
         frames: Pixel frames of a video; 0 takes the run's.
@@ -63,16 +67,23 @@ def sample(
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise OutputExistsError(f"{output} exists and is not an empty folder; choose another one or remove it")
+    given = () if image is None else (Image.read(image, "--image"),)
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
+    lines = with_images(loaded, prompts, lines, given)
     loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)))
     if stream and not loaded.run.sampler.chunks.causal:
         raise UserError(f"--stream needs a causal student, but {run} generates all frames at once: leave it out")
-    rows = [{"video": f"{i}.mp4", "prompt": prompt, "seed": seed + i} for i, prompt in enumerate(lines)]
+    rows: list[dict[str, Any]] = [
+        {"video": f"{i}.mp4", "prompt": line.text, "seed": seed + i} | line.files for i, line in enumerate(lines)
+    ]
     with writing(output), fitting(f"a batch of {min(batch, len(lines))} videos", "lower --batch"):
         output.mkdir(parents=True, exist_ok=True)
         clips, speed = _write(loaded, lines, seed, batch, output, stream)
-        sheet = [Row(clip, f"seed {seed + i}", line) for i, (clip, line) in enumerate(zip(clips, lines, strict=True))]
+        sheet = [
+            Row(clip, f"seed {seed + i}", line.text, line.pictures(*clip.shape[1:3]))
+            for i, (clip, line) in enumerate(zip(clips, lines, strict=True))
+        ]
         contact_sheet(sheet, output / "contact_sheet.png")
         without_link(output / "samples.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     message = f"{len(lines)} videos in {output}: {loaded.said}{speed}"
@@ -106,18 +117,19 @@ def of_length(loaded: LoadedRole, frames: int, window: int | None, sink: int | N
     return dataclasses.replace(loaded, run=run)
 
 
-def read_lines(prompts: Sequence[str]) -> list[str]:
-    """Return the prompts, with a file of prompts replaced by its prompts; raise UserError if there are none.
+def read_lines(prompts: Sequence[str], *, images: bool = False) -> list[Request]:
+    """Return the prompts, a file or folder replaced by its prompts; raise UserError if there are none.
 
-    A text that ends in .txt, .json, .jsonl, .csv or .parquet or holds a slash names a file, which must exist.
+    The name of a file or folder that is there is read; so is a text that ends in .txt, .json, .jsonl, .csv or .parquet
+    or holds a slash, which must exist.
     """
-    lines: list[str] = []
+    lines: list[Request] = []
     for text in prompts:
-        if not (text.endswith(SUFFIXES) or "/" in text or Path(text).is_file()):
-            lines.append(text)
+        if not (text.endswith(SUFFIXES) or "/" in text or os.path.exists(text)):
+            lines.append(Request(text))
             continue
-        read = read_prompts(Path(text))
-        lines += read.prompts
+        read = read_prompts(Path(text), images=images)
+        lines += read.requests
         if read.note:
             say(read.note)
     if not lines:
@@ -125,21 +137,43 @@ def read_lines(prompts: Sequence[str]) -> list[str]:
     return lines
 
 
-def videos(loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int) -> Iterator[Video]:
-    """Generate the videos of the prompts, `batch` at a time."""
-    for parts in pieces(loaded, prompts, seed, batch, by_chunk=False):
+def with_images(
+    loaded: LoadedRole, prompts: Sequence[str], lines: list[Request], given: tuple[Image, ...] = ()
+) -> list[Request]:
+    """Return the requests of `read_lines` with their condition images: `given` for all, or those of the tables.
+
+    Raise UserError for a number of images that the student does not take.
+    """
+    fewest, most = loaded.family.images(loaded.base)
+    if given:
+        lines = [Request(line.text, given) for line in lines]
+    elif most:
+        lines = read_lines(prompts, images=True)
+    for line in lines:
+        if not fewest <= len(line.images) <= most:
+            way_out = "give --image FILE, or a table of prompts with a column image" if fewest else "leave --image out"
+            raise UserError(
+                f"{loaded.name} takes {fewest if fewest == most else f'{fewest} to {most}'} condition images, not "
+                f"{len(line.images)} ({line.text!r}): {way_out}"
+            )
+    return lines
+
+
+def videos(loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int) -> Iterator[Video]:
+    """Generate the videos of the requests, `batch` at a time."""
+    for parts in pieces(loaded, requests, seed, batch, by_chunk=False):
         yield torch.cat(list(parts), 2)
 
 
 def pieces(
-    loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int, *, by_chunk: bool
+    loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int, *, by_chunk: bool
 ) -> Iterator[Iterator[Video]]:
-    """Generate the videos of the prompts, each batch as an iterator over its frames: all at once, or by chunks."""
+    """Generate the videos of the requests, each batch as an iterator over its frames: all at once, or by chunks."""
     codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
-    for start in range(0, len(prompts), batch):
-        texts = prompts[start : start + batch]
-        seeds = range(seed + start, seed + start + len(texts))
-        made = _stream(loaded, codec, texts, seeds) if by_chunk else iter([draw_latents(loaded, codec, texts, seeds)])
+    for start in range(0, len(requests), batch):
+        part = requests[start : start + batch]
+        seeds = range(seed + start, seed + start + len(part))
+        made = _stream(loaded, codec, part, seeds) if by_chunk else iter([draw_latents(loaded, codec, part, seeds)])
         yield map(codec.decoder(), made)
 
 
@@ -156,20 +190,22 @@ class SampledRole(Protocol):
     def name(self) -> str: ...  # of its weights, for messages
 
 
-def draw_latents(student: SampledRole, codec: Codec, prompts: Sequence[str], seeds: Sequence[int]) -> Latents:
-    """Generate a batch of clean latents; sample i depends on prompts[i] and seeds[i] alone, but for rounding.
+def draw_latents(student: SampledRole, codec: Codec, requests: Sequence[Request], seeds: Sequence[int]) -> Latents:
+    """Generate a batch of clean latents; sample i depends on requests[i] and seeds[i] alone, but for rounding.
 
     Its noise is what diffusers draws with `torch.Generator().manual_seed(seeds[i])`. Raise NotFiniteError, which names
     the student, for samples that are not finite.
     """
     batch_of, draw = _start(student, codec, seeds)
-    x0 = generate(student.role, draw(0), batch_of(list(prompts)), student.run.sampler, draw)
+    x0 = generate(student.role, draw(0), batch_of(requests), student.run.sampler, draw)
     check_finite(x0, student.name)
     return x0
 
 
-def _start(student: SampledRole, codec: Codec, seeds: Sequence[int]) -> tuple[Callable[[list[str]], Batch], Draw]:
-    """Return a function from prompts to a batch, and the noise of samples with these seeds."""
+def _start(
+    student: SampledRole, codec: Codec, seeds: Sequence[int]
+) -> tuple[Callable[[Sequence[Request]], Batch], Draw]:
+    """Return a function from requests to a batch, and the noise of samples with these seeds."""
     video, ids = student.run.video, list(range(len(seeds)))
     shape = codec.latent_shape(video.frames, video.height, video.width)
     uncond = codec.encode_text([student.run.sampler.negative_prompt])
@@ -178,20 +214,20 @@ def _start(student: SampledRole, codec: Codec, seeds: Sequence[int]) -> tuple[Ca
     def draw(_: int) -> Tensor:
         return torch.cat([torch.randn(1, *shape, generator=stream) for stream in streams]).to(student.role.device)
 
-    def batch_of(texts: list[str]) -> Batch:
-        return make_batch(codec, texts, uncond, shape, prompt_ids=ids, sample_ids=ids)
+    def batch_of(requests: Sequence[Request]) -> Batch:
+        return make_batch(codec, requests, uncond, shape, prompt_ids=ids, sample_ids=ids)
 
     return batch_of, draw
 
 
 @torch.no_grad()
-def _stream(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], seeds: Sequence[int]) -> Iterator[Latents]:
+def _stream(loaded: LoadedRole, codec: Codec, requests: Sequence[Request], seeds: Sequence[int]) -> Iterator[Latents]:
     """Generate chunk by chunk; each prompt of "a | b" has an equal number of chunks, up to rounding."""
     batch_of, draw = _start(loaded, codec, seeds)
     noise, sampler = draw(0), loaded.run.sampler
-    scenes = [prompt.split(" | ") for prompt in prompts]
+    scenes = [request.text.split(" | ") for request in requests]
     count = len(sampler.chunks.ranges(noise.shape[2]))
-    now = [[scene[i * len(scene) // count] for scene in scenes] for i in range(count)]
+    now = [Request.of(scene[i * len(scene) // count] for scene in scenes) for i in range(count)]
     switches = {i: batch_of(now[i]).cond for i in range(1, count) if now[i] != now[i - 1]}
     exits = [sampler.num_steps - 1] * count
     for x0 in stream_chunks(
@@ -202,12 +238,12 @@ def _stream(loaded: LoadedRole, codec: Codec, prompts: Sequence[str], seeds: Seq
 
 
 def _write(
-    loaded: LoadedRole, prompts: Sequence[str], seed: int, batch: int, output: Path, by_chunk: bool
+    loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int, output: Path, by_chunk: bool
 ) -> tuple[list[np.ndarray], str]:
     """Write the videos as their frames come; return all frames, and the speed in words if it was chunk by chunk."""
     clips: list[np.ndarray] = []
     began, first = time.perf_counter(), 0.0
-    for parts in pieces(loaded, prompts, seed, batch, by_chunk=by_chunk):
+    for parts in pieces(loaded, requests, seed, batch, by_chunk=by_chunk):
         with contextlib.ExitStack() as open_files:
             files, seen = [], []
             for part in parts:

@@ -32,8 +32,8 @@ PACKED = 10_000  # bytes of a text from which on it is compressed
 class RefusedError(UserError):
     """A request that is answered with a code and a sentence."""
 
-    def __init__(self, status: HTTPStatus, said: str) -> None:
-        super().__init__(said)
+    def __init__(self, status: HTTPStatus, reason: str) -> None:
+        super().__init__(reason)
         self.status = status
 
 
@@ -93,6 +93,6 @@ def _query(request: Request) -> Query:
         raise RefusedError(HTTPStatus.BAD_REQUEST, f"the request has no valid URL: {error}") from error
 
 
-def _refused(status: HTTPStatus, said: str) -> Response:
-    content = f"{said}\n".encode(errors="replace")
+def _refused(status: HTTPStatus, reason: str) -> Response:
+    content = f"{reason}\n".encode(errors="replace")
     return PlainTextResponse(content, status, {**HEADERS, "Cache-Control": "no-store"})

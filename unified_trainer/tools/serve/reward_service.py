@@ -49,9 +49,9 @@ def reward_service(
 
     @torch.no_grad()
     def together(requests: Sequence[Clips]) -> list[list[float]]:
-        videos = torch.cat([one.videos for one in requests]).to(device)
-        scores = score(videos, tuple(prompt for one in requests for prompt in one.prompts))
-        return [part.tolist() for part in scores.float().split([one.size for one in requests])]
+        videos = torch.cat([request.videos for request in requests]).to(device)
+        scores = score(videos, tuple(prompt for request in requests for prompt in request.prompts))
+        return [part.tolist() for part in scores.float().split([request.size for request in requests])]
 
     about = {"name": name, "min_frames": min_frames}
     batcher = Batcher(together, batch, wait)

@@ -122,7 +122,7 @@ async def _unless_left(request: Request, future: "Future[Result]") -> Result:
 
 def texts(asked: dict[str, Any], key: str) -> list[str]:
     """Return the list of texts of a request; raise UserError if it is none."""
-    found = asked.get(key)
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+    texts_asked = asked.get(key)
+    if not isinstance(texts_asked, list) or not all(isinstance(text, str) for text in texts_asked):
         raise UserError(f"{key} must be a list of texts")
-    return found
+    return texts_asked

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.suggestions import must_know
 from unified_trainer.basics.types import Video
 from unified_trainer.data.video_files import to_uint8, write_mp4
@@ -52,12 +53,12 @@ def student_service(
 
     @torch.no_grad()
     def together(requests: Sequence[Wanted]) -> list[Video]:
-        samples = [pair for one in requests for pair in zip(one.prompts, one.seeds, strict=True)]
+        samples = [pair for request in requests for pair in zip(request.prompts, request.seeds, strict=True)]
         parts = []
         for start in range(0, len(samples), batch):
             prompts, seeds = zip(*samples[start : start + batch], strict=True)
-            parts.append(codec.decode(draw_latents(student, codec, prompts, seeds)).cpu())
-        return list(torch.cat(parts).split([one.size for one in requests]))
+            parts.append(codec.decode(draw_latents(student, codec, Request.of(prompts), seeds)).cpu())
+        return list(torch.cat(parts).split([request.size for request in requests]))
 
     def write(wanted: Wanted, videos: Video) -> dict[str, Any]:
         if wanted.encoding == "mp4":

@@ -1,0 +1,77 @@
+"""This script writes docs/hardware.md from `plan`: what the recipes of real models need, on 8 cards of each kind.
+
+python scripts/write_hardware_page.py
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.tools.plan.estimate import Estimate, estimate
+from unified_trainer.tools.plan.hardware import DEVICES, read_hardware
+
+PAGE = Path(__file__).parent.parent / "docs" / "hardware.md"
+RECIPES = ("wan2.1-1.3b", "wan2.1-14b", "wan2.1-i2v-14b", "wan2.2-a14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b")
+METHODS = ("finetune", "dmd2", "self_forcing", "dance_grpo", "diffusion_nft", "distill_rl")
+CARDS = ("H100", "H200", "A100", "B200", "RTX4090", "RTX5090")
+COUNTS = (1, 2, 4, 8)
+HEAD = f"""# Hardware
+
+`python scripts/write_hardware_page.py` writes this page from [`plan`](scale.md#sizing), with the recipes as they are.
+Nothing here was measured on an accelerator: memory is computed, seconds and hours are estimated.
+
+A cell holds, for 8 cards, the memory of a rank in GiB, the seconds of a training step and the hours of the whole run on
+the clock; a run that does not fit has its memory alone, in parentheses. `plan` names the settings that lower it.
+The smallest hardware is the smallest number of equal cards, of {", ".join(map(str, COUNTS))}, on which the recipe fits
+without a change, and of the cards of that number the one with the least memory.
+"""
+
+
+def cell(found: Estimate, name: str) -> str:
+    """Return memory, seconds and hours on 8 cards, or memory alone where the run does not fit."""
+    card, gib = read_hardware(f"8x{name}"), found.memory.total(found.memory.peak) / 2**30
+    if gib * 2**30 > card.usable:
+        return f"({gib:.0f} GiB)"
+    return f"{gib:.0f} GiB, {sum(found.seconds(card).values()):.3g} s, {found.hours(card):.3g} h"
+
+
+def smallest(recipe: str, method: str, of_8: Estimate) -> str:
+    """Return the smallest hardware on which the recipe fits."""
+    by_memory = sorted(DEVICES, key=lambda name: DEVICES[name][1])
+    for count in COUNTS:
+        found = of_8 if count == 8 else planned(recipe, method, count)
+        peak = found.memory.total(found.memory.peak)
+        for name in by_memory:
+            if name in CARDS and peak <= read_hardware(name).usable:
+                return f"{count} x {name}"
+    return "more than 8 cards"
+
+
+def planned(recipe: str, method: str, count: int) -> Estimate:
+    return estimate(parse(["--recipe", recipe, "--method", method]), count)
+
+
+def row(recipe: str, method: str) -> str:
+    """Return the table's row of a method."""
+    found = planned(recipe, method, 8)
+    video = found.run.video
+    size = f"{video.frames} x {video.height} x {video.width}"
+    cells = [f"`{method}`", size, *(cell(found, name) for name in CARDS), smallest(recipe, method, found)]
+    return f"| {' | '.join(cells)} |"
+
+
+def lines() -> Iterator[str]:
+    """Yield the page."""
+    yield HEAD
+    for recipe in RECIPES:
+        yield f"## {recipe}\n"
+        head = ["method", "frames x pixels", *(f"8 x {name}" for name in CARDS), "smallest"]
+        yield f"| {' | '.join(head)} |"
+        yield f"| {' | '.join('---' for _ in head)} |"
+        for method in METHODS:
+            yield row(recipe, method)
+        yield ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text("\n".join(lines()).rstrip() + "\n", encoding="utf-8")

@@ -1,0 +1,293 @@
+"""Networks with a condition image: sampled as by diffusers, trained by every method, resumed and exported."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from clip_files import write_clips
+from diffusers import DiffusionPipeline, WanImageToVideoPipeline
+from diffusers.utils import dynamic_modules_utils
+from helpers import ALONE, OF_CLIPS, OF_SAMPLES, assert_same, checkpoint_of, flags
+from i2v_folder import i2v_folder
+from parallel.launch import torchrun
+from PIL import Image as Picture
+from ti2v_folder import ti2v_folder
+from torch.utils.flop_counter import FlopCounterMode
+
+from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Image, Request
+from unified_trainer.data.loader import make_batch
+from unified_trainer.data.video_reader import to_video
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.wan.family import WAN
+from unified_trainer.models.wan.lora import published_layer
+from unified_trainer.rewards.pixels import first_frame_likeness
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.experts import ExpertPair
+from unified_trainer.roles.role import Frozen, RoleConfig
+from unified_trainer.run.registry import METHODS
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.sampling.solver import SamplerConfig, generate
+from unified_trainer.tools.export.scheduler import euler_scheduler
+from unified_trainer.tools.load_run import load_role
+from unified_trainer.tools.plan.architecture import architecture_of
+from unified_trainer.tools.plan.flops import TransformerSize, pass_flops
+from unified_trainer.tools.sample.sample import videos, with_images
+
+pytestmark = pytest.mark.slow
+
+FRAMES, HEIGHT, WIDTH = 5, 64, 64
+KINDS = ("ti2v", "i2v", "i2v with clip")
+PROMPTS = ("a red circle moving left", "blue square moves up")
+SAMPLER = SamplerConfig(num_steps=3, shift=5.0, guidance_scale=3.0, negative_prompt="a blue square")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    made = [ti2v_folder(place / "0"), i2v_folder(place / "1"), i2v_folder(place / "2", clip=True)]
+    return dict(zip(KINDS, made, strict=True))
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> Path:
+    """Two prompts with an image each, of the size of the videos and of another one."""
+    place, draw = tmp_path_factory.mktemp("prompts"), np.random.default_rng(0)
+    rows = []
+    for number, (prompt, size) in enumerate(zip(PROMPTS, ((HEIGHT, WIDTH), (100, 90)), strict=True)):
+        pixels = draw.integers(0, 255, (*size, 3), dtype=np.uint8)
+        Picture.fromarray(pixels).save(place / f"{number}.png")
+        rows.append(json.dumps({"prompt": prompt, "image": f"{number}.png"}))
+    (place / "prompts.jsonl").write_text("\n".join(rows))
+    return place / "prompts.jsonl"
+
+
+def picture(file: Path) -> Picture.Image:
+    with Picture.open(file) as opened:
+        return opened.copy()
+
+
+def teacher_of(folder: Path) -> Frozen:
+    names, boundary = WAN.networks(folder)
+    networks = [Backbone(WAN.model(folder, name), ALONE) for name in names]
+    return Frozen("teacher", ExpertPair(*networks, boundary) if boundary else networks[0], RoleConfig())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_diffusers_samples_as_we_do(folders, table, kind):
+    """Both branches of guidance have the image; latents and pixels are equal up to rounding."""
+    folder, file = folders[kind], table.parent / "0.png"
+    codec = WAN.codec(folder, torch.device("cpu"), EncoderConfig())
+    shape = codec.latent_shape(FRAMES, HEIGHT, WIDTH)
+    noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(1))
+    uncond = codec.encode_text([SAMPLER.negative_prompt])
+    requests = [Request(PROMPTS[0], (Image.read(file, "the test"),))]
+    batch = make_batch(codec, requests, uncond, shape, prompt_ids=[0], sample_ids=[0])
+    ours = generate(teacher_of(folder), noise, batch, SAMPLER, lambda _: noise)
+    pipeline = WanImageToVideoPipeline.from_pretrained(folder, scheduler=euler_scheduler(SAMPLER, given=False))
+    options = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES, "num_inference_steps": SAMPLER.num_steps}
+    options |= {"guidance_scale": SAMPLER.guidance_scale, "negative_prompt": SAMPLER.negative_prompt}
+    options |= {
+        "prompt": PROMPTS[0],
+        "image": picture(file),
+        "latents": noise,
+        "max_sequence_length": codec.text_tokens,
+    }
+    latents = pipeline(**options, output_type="latent").frames
+    torch.testing.assert_close(ours, latents, rtol=0, atol=1e-5)
+    pixels = pipeline(**options, output_type="pt").frames.movedim(1, 2)
+    torch.testing.assert_close(codec.decode(ours), pixels, rtol=0, atol=1e-5)
+    other = make_batch(
+        codec,
+        [Request(PROMPTS[0], (Image.read(table.parent / "1.png", "the test"),))],
+        uncond,
+        shape,
+        prompt_ids=[0],
+        sample_ids=[0],
+    )
+    changed = generate(teacher_of(folder), noise, other, SAMPLER, lambda _: noise)
+    assert float((changed - ours)[:, :, 1:].abs().max()) > 0.01  # frames that no image gives
+
+
+SIZE = {"recipe": "tiny", "video.frames": FRAMES, "video.height": HEIGHT, "video.width": WIDTH, "sampler.num-steps": 3}
+SIZE |= {"steps": 2, "validate-every": 0, "student.learning-rate": 1e-3, "student.warmup-updates": 0}
+SINGLE = {"algorithm.batch-size": 2, "algorithm.micro-batch": 1}
+GROUPS = {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
+GROUPS |= {"algorithm.rollout-batch": 2, "algorithm.update-batch": 2}
+REWARD = {"reward.frames": "all"}
+OWN = {"dmd2": SINGLE | {"algorithm.student-every": 1}, "reward_gradient": SINGLE | REWARD}
+OWN |= {"ode_init": SINGLE | {"algorithm.teacher-steps": 3}}
+OWN |= dict.fromkeys(OF_SAMPLES, GROUPS | REWARD)
+OWN["dance_ppo"] = OWN["dance_ppo"] | {"algorithm.num-samples": 1, "algorithm.num-prompts": 2}
+OWN |= dict.fromkeys(OF_CLIPS, SINGLE | {"data.num-clips": 2, "video.frames": 17, "data.first-frame": True})
+REFUSED = {
+    "flow_dpo": "pairs of clips have two first frames",
+    "self_forcing": "a causal student takes no condition image",
+}
+
+
+def words(method: str, folder: Path, table: Path, output: Path, **more: object) -> list[str]:
+    prompts = {} if method in OF_CLIPS else {"prompts": table}
+    named = {"method": method, "student.path": folder, "output": output, "validation.prompts": table}
+    named |= prompts | SIZE | OWN.get(method, SINGLE) | more
+    return flags({key.replace("__", "."): value for key, value in named.items()})
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in REFUSED])
+def test_every_method_trains_and_resumes_bit_for_bit(folders, table, tmp_path, method):
+    folder = folders[KINDS[len(method) % 3]]
+    assert main(words(method, folder, table, tmp_path / "whole")) == 0
+    assert main(words(method, folder, table, tmp_path / "half", steps=1)) == 0
+    assert main(["--resume", str(tmp_path / "half"), "--steps", "2"]) == 0
+    whole, half = (checkpoint_of(tmp_path / name, 2) for name in ("whole", "half"))
+    assert_same(half, whole)
+
+
+@pytest.mark.parametrize(("method", "said"), REFUSED.items())
+def test_a_method_that_makes_no_sense_says_why(folders, table, tmp_path, capsys, method, said):
+    more = {"sampler__chunks.chunk-frames": 1} if method == "self_forcing" else {"data__first-frame": True}
+    assert main(words(method, folders["i2v"], table, tmp_path / "run", **more)) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rank", "memory"), [(0, "none"), (2, "full")])
+def test_an_export_makes_the_videos_of_sample(folders, table, tmp_path, monkeypatch, kind, rank, memory):
+    """Bit for bit by pipeline.py, unless an adapter was merged; up to rounding by WanImageToVideoPipeline."""
+    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    more = {"student__adapter.rank": rank, "student__activation-memory": memory, "sampler__guidance-scale": 3.0}
+    more |= {"sampler__solver": "ode", "reward__path": "", "reward__frames": "first"}
+    assert main(words("finetune", folders[kind], table, tmp_path / "run", **more)) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    role = load_role(str(tmp_path / "run"), "student", None, ALONE, causal=True)
+    ours = torch.cat(list(videos(role, with_images(role, [str(table)], []), 5, 2)))
+    pipelines = [
+        DiffusionPipeline.from_pretrained(tmp_path / "out", custom_pipeline="pipeline", trust_remote_code=True),
+        WanImageToVideoPipeline.from_pretrained(tmp_path / "out"),
+    ]
+    pictures = [picture(table.parent / f"{number}.png") for number in range(2)]
+    noise = [torch.Generator().manual_seed(5 + number) for number in range(2)]
+    made = pipelines[0](list(PROMPTS), image=pictures, generator=noise, output_type="pt").frames.movedim(1, 2)
+    torch.testing.assert_close(made, ours, rtol=0, atol=2e-5 if rank else 0)
+    size = {"num_frames": 17, "height": HEIGHT, "width": WIDTH, "num_inference_steps": 3, "guidance_scale": 3.0}
+    size["max_sequence_length"] = pipelines[1].tokenizer.model_max_length
+    noise = torch.Generator().manual_seed(5)
+    made = pipelines[1](pictures[0], PROMPTS[0], generator=noise, output_type="pt", **size).frames.movedim(1, 2)
+    torch.testing.assert_close(made, ours[:1], rtol=0, atol=2e-5)
+
+
+def test_published_sizes_of_networks_with_images_are_known():
+    """Weights and FLOPs in closed form are those of the network; plan knows both models by their recipes."""
+    for recipe, parameters in (("wan2.1-i2v-14b", 16_394_878_784), ("wan2.2-i2v-a14b", 14_288_901_184)):
+        size = architecture_of("student", "", parse(["--method", "dmd2", "--recipe", recipe])).size
+        assert (size.parameters, size.channels, size.inputs) == (parameters, 16, 36)
+
+
+def test_flops_with_tokens_of_clip_are_those_that_the_meter_counts(folders):
+    model = WAN.model(folders["i2v with clip"], "transformer")
+    model.read(ALONE)
+    x, sigma, cond = model.example()
+    size = TransformerSize.of(model.network.config)
+    tokens = x.shape[2:].numel() // size.patch
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        model.velocity(x, sigma, cond)
+    counted = model.pass_size(torch.cat([x, x, x[:, :4]], 1), 1000 * sigma, cond["text"], cond["clip"])
+    few = cond["clip"].shape[1]
+    assert counted.rows["clip"] == few and counted.tokens == tokens
+    flops = pass_flops(size, tokens, cond["text"].shape[1], clip_tokens=few)
+    assert counter.get_total_flops() == flops.forward - flops.attention  # it knows no attention of a CPU
+    assert counted.attention == flops.attention
+
+
+def test_published_adapters_name_the_layers_of_clip():
+    names = {
+        "blocks.3.attn2.add_k_proj": "blocks.3.cross_attn.k_img",
+        "blocks.3.attn2.add_v_proj": "blocks.3.cross_attn.v_img",
+    }
+    assert {layer: published_layer(layer) for layer in names} == names
+    assert published_layer("condition_embedder.image_embedder.ff.net.2") == "img_emb.proj.3"
+
+
+@pytest.mark.ranks
+def test_two_ranks_train_as_one(folders, table, tmp_path):
+    more = {"algorithm__micro-batch": 1, "student__adapter.rank": 2}
+    assert main(words("dmd2", folders["i2v"], table, tmp_path / "one", **more)) == 0
+    done = torchrun(
+        2, "-m", "unified_trainer", *words("dmd2", folders["i2v"], table, tmp_path / "two", device="cpu", **more)
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = (checkpoint_of(tmp_path / name, 2) for name in ("one", "two"))
+    for key in one:
+        if "/weights/" in key:
+            torch.testing.assert_close(two[key], one[key], rtol=1e-3, atol=1e-4, msg=key)
+
+
+def test_rows_of_one_text_and_other_images_are_other_samples(folders, table):
+    """A batch keeps both apart, and guidance and caption dropout keep the image of each row."""
+    images = [Image.read(table.parent / f"{number}.png", "the test") for number in range(2)]
+    requests = [Request("a circle", (image,)) for image in images]
+    assert len({*requests, Request("a circle", (Image.read(images[0].file, "the test"),))}) == 2
+    codec = WAN.codec(folders["i2v"], torch.device("cpu"), EncoderConfig())
+    shape = codec.latent_shape(FRAMES, HEIGHT, WIDTH)
+    uncond = codec.encode_text([""])
+    batch = make_batch(codec, requests, uncond, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
+    assert torch.equal(batch.cond["text"][0], batch.cond["text"][1])
+    assert float((batch.cond["image"][0] - batch.cond["image"][1]).abs().max()) > 0.1
+    assert torch.equal(batch.uncond["image"], batch.cond["image"])
+    assert torch.equal(batch.uncond["text"], uncond["text"].expand(2, -1, -1))
+    assert batch.cond.cat(batch.uncond).take([3])["image"].equal(batch.cond["image"][1:])
+
+
+def test_a_table_that_cannot_be_used_names_its_row(folders, table, tmp_path, capsys):
+    """An absent image, a file that holds none, rows without an image, and a scorer of the first frame alone."""
+    (tmp_path / "bad.png").write_text("no image")
+    row = '{"prompt": "a", "image": "bad.png"}'
+    for text, said in (
+        (row, f"line 1 {tmp_path / 'bad.png'}: cannot be read as an image"),
+        (row.replace("bad", "absent"), f"line 1 {tmp_path / 'absent.png'}: no such file"),
+        ('{"prompt": "a"}', "line 1 has 0 condition images, and the student takes 1"),
+        (row.replace('"bad.png"', "3"), "line 1 holds 3 instead of paths of images"),
+    ):
+        (tmp_path / "prompts.jsonl").write_text(text)
+        assert main(words("dmd2", folders["i2v"], tmp_path / "prompts.jsonl", tmp_path / "run")) == 2
+        assert said in capsys.readouterr().err
+    assert main(words("dance_grpo", folders["i2v"], table, tmp_path / "run", reward__frames="first")) == 2
+    assert "scores the first frame alone" in capsys.readouterr().err
+
+
+def test_encoded_clips_of_ti2v_hold_their_first_frame(folders, table, tmp_path, capsys):
+    """The first latent frame of a clip is that of its first frame alone; latents of I2V clips are refused."""
+    codec = WAN.codec(folders["ti2v"], torch.device("cpu"), EncoderConfig())
+    pixels = np.random.default_rng(1).integers(0, 255, (FRAMES, HEIGHT, WIDTH, 3), dtype=np.uint8)
+    clip = to_video(pixels)
+    encoded = codec.encode_images([(Image.of(pixels[0]),)], codec.latent_shape(FRAMES, HEIGHT, WIDTH))
+    torch.testing.assert_close(codec.first_frames(codec.encode(clip))["image"], encoded["image"], rtol=0, atol=1e-5)
+    for kind in ("ti2v", "i2v"):
+        shape = WAN.latent_shape(folders[kind], FRAMES, HEIGHT, WIDTH)
+        (tmp_path / kind).mkdir()
+        write_clips(tmp_path / kind / "a.parquet", torch.randn(2, *shape))
+        more = {"data__path": tmp_path / kind, "video__frames": FRAMES}
+        assert main(words("finetune", folders[kind], table, tmp_path / f"{kind} run", **more)) == 2 * (kind == "i2v")
+    assert "clips in parquet files hold no first frames" in capsys.readouterr().err
+    losses = [json.loads(row) for row in (tmp_path / "ti2v run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < row["train/loss"] < 10 for row in losses if "train/loss" in row) and losses
+
+
+def test_rollout_scores_the_videos_of_sample(folders, table, tmp_path):
+    """Each prompt has its image; the likeness of a video to it is a reward, and a folder of other images is refused."""
+    more = {"reward__frames": "all", "reward__kind": "first_frame_likeness", "reward__path": ""}
+    assert main(words("dmd2", folders["i2v"], table, tmp_path / "run", **more)) == 0
+    named = {"prompts": table, "output": tmp_path / "out", "seed": 5}
+    asked = ["rollout", str(tmp_path / "run"), *flags(named)]
+    assert main(asked) == 0
+    role = load_role(str(tmp_path / "run"), "student", None, ALONE, causal=True)
+    ours = torch.cat(list(videos(role, with_images(role, [str(table)], []), 5, 2)))
+    rows = [json.loads(line) for line in (tmp_path / "out" / "scores" / "run.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == pytest.approx(first_frame_likeness(ours).tolist(), abs=1e-5)
+    swapped = table.with_name("swapped.jsonl")
+    swapped.write_text(table.read_text().replace("0.png", "x.png").replace("1.png", "0.png").replace("x.png", "1.png"))
+    assert main([word.replace(str(table), str(swapped)) for word in asked]) == 2

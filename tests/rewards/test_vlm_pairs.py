@@ -1,0 +1,98 @@
+"""The scorer vlm_pairs: shares of won comparisons within the groups of a call, and rollouts that hold whole groups."""
+
+import base64
+import contextlib
+import io
+
+import numpy as np
+import pytest
+import torch
+from answering import answering
+from helpers import ALONE, CPU, SMALL, metrics_of, run
+from PIL import Image
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.rewards.base import RewardConfig, ScorerConfig
+from unified_trainer.rewards.scorers import check_reward, load_scorers
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.settings.command_line import parse
+
+LEVELS = (0.2, 0.9, 0.4, 0.7, 0.1)  # of five gray videos, two prompts among them
+PROMPTS = ("a dog", "a dog", "a cat", "a dog", "a bird")
+VIDEO = torch.tensor(LEVELS).view(5, 1, 1, 1, 1).expand(5, 3, 2, 8, 8)
+
+
+def level(part: dict) -> float:
+    data = part["image_url"]["url"].partition(",")[2]
+    return float(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))).mean())
+
+
+def brighter(body: dict) -> dict:
+    """The answer of a model that prefers the brighter video."""
+    first, second = (level(part) for part in body["messages"][0]["content"] if part["type"] == "image_url")
+    return {"choices": [{"message": {"content": " 1\n" if first > second else "2"}}]}
+
+
+def always(text: str) -> dict:
+    return {"choices": [{"message": {"content": text}}]}
+
+
+@contextlib.contextmanager
+def comparing(answer, **settings: str):
+    with answering((200, answer)) as (url, asked):
+        part = ScorerConfig(kind="vlm_pairs", batch=2, settings={"url": f"{url}/v1", "model": "m", **settings})
+        config = RewardConfig(scorers={"mine": part})
+        check_reward(config, 3)
+        yield load_scorers(config, CPU)[0]["mine"], asked
+
+
+@pytest.mark.parametrize(("both", "count"), [("true", 6), ("false", 3)])
+def test_a_score_is_the_share_of_comparisons_that_a_video_wins_in_its_group(both, count):
+    with comparing(brighter, both_orders=both) as (scorer, asked):
+        assert scorer(VIDEO[:, :, :1], PROMPTS).tolist() == [0.0, 1.0, 0.5, 0.5, 0.5]
+    assert len(asked) == count and all(
+        "\n\na dog\n\n" in body["messages"][0]["content"][-1]["text"] for *_, body in asked
+    )
+
+
+def test_a_model_that_prefers_what_it_sees_first_tells_nothing_apart():
+    with comparing(always("1")) as (scorer, _):
+        assert scorer(VIDEO[:, :, :1], PROMPTS).tolist() == [0.5] * 5
+
+
+def test_an_answer_that_names_no_video_is_an_error():
+    with comparing(always("both")) as (scorer, _), pytest.raises(UserError, match="m answered 'both' about two videos"):
+        scorer(VIDEO[:, :, :1], PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("words", "mesh", "message"),
+    [
+        (["--algorithm.rollout-batch", "3"], ALONE, r"rollout_batch \(3\) must be a multiple of algorithm.num_samples"),
+        ([], Mesh(CPU, 0, 4), r"because the samples of a prompt are compared on one rank"),
+    ],
+)
+def test_a_rollout_is_scored_in_whole_groups(words, mesh, message):
+    pairs = [
+        "--reward.scorers.vlm-pairs.settings.url",
+        "http://127.0.0.1:1/v1",
+        "--reward.scorers.vlm-pairs.settings.model",
+    ]
+    held_out = ["--reward.scorers.vlm-pairs.weight", "0"]
+    with pytest.raises(UserError, match=message):
+        check(parse([*SMALL["dance_grpo"], *pairs, "m", *words]), mesh)
+    if mesh is ALONE:
+        check(parse([*SMALL["dance_grpo"], *pairs, "m", *held_out, *words]), mesh)
+
+
+@pytest.mark.slow
+def test_a_run_learns_from_comparisons(tmp_path):
+    """In groups of two videos, one wins: the mean is one half, and the std in a group of 0 and 1 is sqrt(1 / 2)."""
+    with answering((200, brighter)) as (url, asked):
+        words = {"url": f"{url}/v1", "model": "m", "both-orders": "false"}
+        flags = [word for key, value in words.items() for word in (f"--reward.settings.{key}", value)]
+        run("dance_grpo", tmp_path / "run", "--reward.kind", "vlm_pairs", *flags)
+    (row,) = (row for row in metrics_of(tmp_path / "run") if "train/reward" in row)
+    assert row["train/reward"] == 0.5 and row["train/reward_std_in_groups"] == pytest.approx(0.5**0.5)
+    assert len(asked) == 2 and row["train/skipped_updates"] == 0

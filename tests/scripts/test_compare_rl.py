@@ -1,0 +1,73 @@
+"""scripts/compare_rl.py: every row runs, what is finished is not run again, and the table is of what was measured."""
+
+import json
+import statistics
+import sys
+from dataclasses import replace
+
+import pytest
+from helpers import ALONE, REPO
+
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.settings import command_line
+
+sys.path.insert(0, str(REPO / "scripts"))
+import compare_rl
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", compare_rl.KINDS)
+def test_the_flags_of_every_row_are_a_run_whose_calls_are_counted(name, monkeypatch):
+    """Network calls per sample: those of the sampler, and of each trained transition or level."""
+    kind = compare_rl.KINDS[name]
+    trained = {"num_steps": 4, "solver": "sde", "shift": 5.0, "guidance_scale": 1.0} if kind.from_dmd2 else None
+    flags = kind.flags.split() + (["--init-from", "a"] if kind.from_dmd2 else [])
+    monkeypatch.setattr(command_line, "trained_sampler", lambda spec: trained)
+    run = command_line.parse(flags)
+    check(replace(run, init_from=None), ALONE)  # the run that it starts from is not made here
+    steps, group = run.sampler.num_steps, run.algorithm.num_samples
+    if steps == 20:  # the calls up to the first stochastic transition are made once for a group: equal noise
+        starts = range(16) if run.algorithm.window.size else [0]
+        mean = sum(steps - (start + 1) * (1 - 1 / group) for start in starts) / len(starts)
+        assert kind.rollout == round(mean)
+        assert kind.trained == (run.algorithm.window.size or round((steps - 1) * run.algorithm.timestep_fraction))
+        return
+    assert kind.rollout == steps and run.sampler.guidance_scale == 1
+    if run.method == "online_dpo":  # two of a group, by student and reference
+        assert kind.trained == 2 * run.sampler.num_steps * 2 / run.algorithm.num_samples
+    elif run.method in ("diffusion_nft", "awm"):
+        assert kind.trained == 2 * run.sampler.num_steps * run.algorithm.timestep_fraction
+    elif run.method == "dance_ppo":  # the values of all states, the update of the values, and that of the policy
+        assert kind.trained == 3 * (run.sampler.num_steps - 1) and run.algorithm.timestep_fraction == 1
+    else:
+        fraction = (run.sampler.num_steps - 1) * run.algorithm.timestep_fraction
+        assert kind.trained == (run.algorithm.window.size or fraction)
+
+
+def test_the_table(tmp_path, capsys, monkeypatch):
+    """Runs that are there: none is started again; mean and Bessel's spread over the seeds."""
+    started = []
+    monkeypatch.setattr(compare_rl.subprocess, "run", lambda words, check: started.append(words))
+    for seed, reward in ((0, 3.0), (1, 4.0)):
+        folder = tmp_path / f"window_of_2-{seed}"
+        folder.mkdir()
+        lines = [{"step": 0, "validation/reward": 2.0, "validation/accuracy": 0.5}, {"step": 1, "train/reward": 9.0}]
+        lines += [{"step": 7, "validation/reward": reward, "validation/accuracy": 0.75}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    compare_rl.main(output=tmp_path, steps=6, seeds=(0, 1), kinds=("window of 2",))
+    *_, last = capsys.readouterr().out.splitlines()
+    spread = statistics.stdev([3.0, 4.0])
+    assert last == f"| window of 2 | 7 | 42 | 2.000 ± 0.000 | 3.500 ± {spread:.3f} | 0.500 ± 0.000 | 0.750 ± 0.000 |"
+    assert not started
+
+
+def test_what_is_missing_is_run_and_what_was_stopped_goes_on(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(compare_rl.subprocess, "run", lambda words, check: started.append(words[3:]))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "config.yaml").write_text("")
+    for name in ("there", "new"):
+        with pytest.raises(IndexError):  # nothing was measured, because nothing ran
+            compare_rl.run(tmp_path / name, 5, ["--method", "dance_grpo"])
+    assert started[0] == ["--resume", str(tmp_path / "there"), "--steps", "5"]
+    assert started[1][:2] == ["--method", "dance_grpo"] and started[1][-2:] == ["--steps", "5"]

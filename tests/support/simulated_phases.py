@@ -1,0 +1,122 @@
+"""Bytes on the simulated device in the phases of a step: a rollout in four parts, its scoring, and what follows."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import simulated_npu
+import torch
+from torch import nn
+
+from unified_trainer.basics.requests import Request
+from unified_trainer.basics.types import Batch, Rollout
+from unified_trainer.methods.rl.rollouts import LocalRollouts
+from unified_trainer.models import frozen_network
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.wan.codec import WanCodec
+from unified_trainer.parallel.random import Streams
+from unified_trainer.rewards.base import NetworkScorer, RewardConfig
+from unified_trainer.rewards.offloaded import OffloadedScorer
+from unified_trainer.rewards.reward import Reward
+from unified_trainer.run.registry import TINY
+
+SHAPE = (16, 1, 2, 2)  # of latents: 256 bytes
+STATES = 4
+NPU = "npu"
+
+
+@contextmanager
+def counted_bytes() -> Iterator[simulated_npu.Memory]:
+    """Count the bytes of what is put on the device inside."""
+    counts = simulated_npu.memory = simulated_npu.Memory()
+    counts.counting = True
+    try:
+        yield counts
+    finally:
+        counts.counting = False
+
+
+@contextmanager
+def counted_moves() -> Iterator[list[int]]:
+    """Count the bytes of each network that is copied to the device inside."""
+    copy, moves = frozen_network._Stored.on_device, []
+
+    def counted(stored):
+        moves.append(sum(tensor.nbytes for tensor in stored.home))
+        return copy(stored)
+
+    frozen_network._Stored.on_device = counted
+    try:
+        yield moves
+    finally:
+        frozen_network._Stored.on_device = copy
+
+
+class Colors(nn.Module):
+    """A linear layer on the mean color, and a buffer that a state_dict leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1000)
+        self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
+
+    def score(self, video, _prompts):
+        return (self.scale * self.layer(video.mean((2, 3, 4)))).square().mean(1)
+
+
+@functools.cache
+def whole_network() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return Colors().state_dict()
+
+
+def step(place: str, *, offload: bool) -> dict[str, object]:
+    """Make and score four samples; return bytes on the device at each sample, at each score and after them."""
+    device = torch.device(NPU, 0)
+    codec = WanCodec.load(TINY / "wan", device, EncoderConfig(offload=offload))
+    colors = Colors()
+    colors.load_state_dict(whole_network())
+    scorer = NetworkScorer(colors.score, (colors,))
+    if offload:
+        scorer = OffloadedScorer.of(scorer, scorer.networks, device)
+    else:
+        colors.to(device)
+    found: dict[str, object] = {"sample": [], "score": []}
+    with counted_bytes() as memory, counted_moves() as moves:
+
+        def now() -> int:
+            return memory.now
+
+        def sample(part: Batch, step: int, rng: Streams) -> Rollout:
+            found["sample"].append(now())
+            random = torch.Generator().manual_seed(part.sample_ids[0])
+            states = torch.randn(len(part), STATES, *SHAPE, generator=random).to(NPU, non_blocking=True)
+            return Rollout(states, torch.zeros(len(part), STATES - 1, device=NPU), states[:, -1] * 1)
+
+        reward = Reward({"colors": scorer}, codec, RewardConfig(kind="colors", offload=offload))
+        reward._part = functools.partial(_noted, reward._part, found["score"], now)
+        ids = tuple(range(4))
+        empty = codec.text_condition([torch.zeros(1, codec.text_width)] * 4)
+        batch = Batch(Request.of([""] * 4), ids, ids, SHAPE, empty, empty)
+        before = now()
+        made = LocalRollouts(sample, reward, 1, place, score_last=offload).samples(batch, 0, Streams(0, 0))
+        found["after"] = now() - before
+        memory.peak = memory.now
+        read = made.rollout.state(1, [2, 0])
+        found["read"] = memory.peak - before - found["after"]
+        found["rows"] = [read.raw.flatten()[i].item() for i in (0, -1)]
+    found["sample"] = [one - before for one in found["sample"]]
+    found["score"] = [one - before for one in found["score"]]
+    found["moves"], found["scores"] = moves, made.scores.parts.raw.flatten().tolist()
+    return found
+
+
+def _noted(part, noted: list[int], now, *given):
+    noted.append(now())
+    return part(*given)
+
+
+def phases() -> dict[str, dict[str, object]]:
+    """Return what was counted, by place of the rollout and whether VAE and scorer are offloaded."""
+    kinds = [(place, offload) for place in ("device", "cpu") for offload in (False, True)]
+    return {f"{place}, {'offloaded' if offload else 'there'}": step(place, offload=offload) for place, offload in kinds}

@@ -1,0 +1,128 @@
+"""FLOPs in closed form agree with the meter, which agrees with torch's own counter, and with numbers counted once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from helpers import small_batch, small_model, trainable
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from unified_trainer.parallel.meter import Meter
+from unified_trainer.tools.plan.architecture import PUBLISHED, WAN
+from unified_trainer.tools.plan.flops import BACKWARD, TransformerSize, decode_flops, pass_flops
+from unified_trainer.tools.plan.passes import Network, _inputs, _role, frozen_config
+from unified_trainer.tools.plan.tracing import quiet_norms
+
+WAN_1_3B = TransformerSize(1536, 30, 8960)
+WAN_14B = TransformerSize(5120, 40, 13824)
+
+
+def test_parameters_are_those_of_the_published_networks():
+    assert WAN_1_3B.parameters == 1_418_996_800
+    assert WAN_14B.parameters == 14_288_491_584
+
+
+@pytest.mark.parametrize(
+    ("tokens", "forward", "backward"),
+    [(5460, 19.821e12, 42.639e12), (32760, 283.002e12, 666.444e12)],
+    ids=["240x416x53", "480x832x81"],
+)
+def test_a_pass_of_wan_takes_what_torch_counted(tokens, forward, backward):
+    """FlopCounterMode counts the scores of attention again, and leaves out gradients of the network's inputs."""
+    found = pass_flops(WAN_1_3B, tokens)
+    inputs = 128 * tokens * 1536 + 512 * 1536 + 8192 * 512 * 1536
+    assert found.forward == pytest.approx(forward, rel=5e-5)
+    assert found.backward + found.flash - inputs == pytest.approx(backward, rel=5e-5)
+
+
+def test_recomputing_all_blocks_takes_their_forward_pass():
+    found = pass_flops(WAN_1_3B, 32760, repeated=1)
+    assert found.recompute / found.executed == pytest.approx(0.23, abs=0.01)
+    assert found.executed - pass_flops(WAN_1_3B, 32760).executed == found.recompute
+    assert 0.98 * found.forward < found.recompute < found.forward
+
+
+def test_the_meter_counts_the_same():
+    role, batch = trainable(), small_batch(4)
+    size = TransformerSize.of(small_model().network.config)
+    x_t = torch.randn(4, *batch.latent_shape)
+    tokens = x_t[0, 0].numel() // size.patch
+    meter = Meter(torch.device("cpu"))
+    with meter.measure():
+        role.velocity(x_t, torch.full((4,), 0.5), batch.cond).square().mean().backward()
+    assert size.parameters == role.parameters
+    assert meter.flops == 4 * pass_flops(size, tokens, batch.cond["text"].shape[1]).trained
+
+
+def test_an_adapter_halves_the_backward_pass_of_the_matrices():
+    plain, adapted = pass_flops(WAN_14B, 32760), pass_flops(WAN_14B, 32760, rank=64)
+    of_adapter = adapted.forward - plain.forward
+    assert 2 * adapted.backward - plain.backward == pytest.approx(2 * plain.attention + 4 * of_adapter)
+    assert WAN_14B.adapter(64) == 306_708_480
+
+
+WITHOUT = {"mm", "addmm", "bmm", "convolution", "empty_like", "device"}  # products, and what moves nothing
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that operations read and write, but products, attention and views."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        result = call(*args, **(kwargs or {}))
+        name = call._schema.name.rpartition(":")[2]
+        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in call._schema.returns)
+        if not is_view and name not in WITHOUT and "attention" not in name:
+            tensors = [one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)]
+            self.bytes += sum(one.numel() * one.element_size() for one in tensors)
+        return result
+
+
+def counted(layers: int) -> tuple[int, int]:
+    """Bytes of the forward and of the backward pass of Wan2.1-1.3B with this many blocks over 5460 tokens."""
+    config = {**WAN, "num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}
+    network = Network(frozen_config(config), "bf16", False, trained=True)
+    role, inputs = _role(network, layers), ((16, 14, 30, 52), 512, 1)
+    with FakeTensorMode(allow_non_fake_inputs=True), quiet_norms():
+        x = _inputs(network, *inputs)
+        with Traffic() as forward:
+            velocity = role.velocity(*x)
+        with Traffic() as backward:
+            velocity.square().mean().backward()
+    return forward.bytes, backward.bytes
+
+
+def test_traffic_of_a_block_is_what_its_operations_read_and_write():
+    """The second block of 1.3B over 5460 tokens; rounding its weights, 6 bytes each, is no traffic of tokens."""
+    few, more = counted(1), counted(2)
+    forward, backward = (b - a for a, b in zip(few, more, strict=True))
+    block, more_blocks = (replace(WAN_1_3B, layers=layers) for layers in (1, 2))
+    forward -= 6 * (more_blocks.parameters - block.parameters)
+    assert forward == pytest.approx(pass_flops(block, 5460).traffic, rel=0.05)
+    assert backward / forward == pytest.approx(BACKWARD, rel=0.1)
+
+
+def test_traffic_of_a_pass_at_both_sizes():
+    """353 x 1536 + 4 x 8960 bytes a token and block; fused blocks read and write a sixth of that."""
+    for tokens, gigabytes in ((5460, 94.7), (32760, 568.1)):
+        assert pass_flops(WAN_1_3B, tokens).traffic == pytest.approx(1e9 * gigabytes, rel=1e-3)
+        assert pass_flops(WAN_1_3B, tokens, fused=True).traffic < pass_flops(WAN_1_3B, tokens).traffic / 5
+
+
+@pytest.mark.parametrize("name", ["Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.2-TI2V-5B-Diffusers"])
+def test_decoding_takes_what_torch_counts(name):
+    """On latents without memory. Torch also counts the middle's attention and the shortcuts, which are left out."""
+    config = PUBLISHED[name][2]
+    with torch.device("meta"):
+        vae = AutoencoderKLWan.from_config(config)
+        latents = torch.zeros(1, config.get("z_dim", 16), 3, 8, 8)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        vae.decode(latents)
+    assert counter.get_total_flops() == pytest.approx(decode_flops(config, 3, 8, 8), rel=0.03)

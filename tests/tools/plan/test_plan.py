@@ -1,0 +1,197 @@
+"""The command plan: what it counts and computes is what a real training step does, and it says what does not fit."""
+
+import json
+import sys
+
+import pytest
+import torch
+from helpers import OF_CLIPS, OF_SAMPLES, REPO
+
+from unified_trainer.__main__ import main
+from unified_trainer.basics.errors import UserError
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.registry import METHODS
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.tools.plan import memory
+from unified_trainer.tools.plan.estimate import estimate
+from unified_trainer.tools.plan.hardware import read_hardware
+from unified_trainer.tools.plan.passes import PassBytes
+
+sys.path.insert(0, str(REPO / "scripts"))
+import bench_plan
+
+VIDEO = ["--video.frames", "5", "--video.height", "32", "--video.width", "32"]
+SMALL = ["--recipe", "tiny", "--validate-every", "0", *VIDEO]
+SINGLE = ["--algorithm.batch-size", "2", "--algorithm.micro-batch", "1"]
+GROUPS = ["--algorithm.num-prompts", "2", "--algorithm.num-samples", "2", "--algorithm.prompts-per-update", "1"]
+GROUPS += ["--algorithm.rollout-batch", "2", "--algorithm.update-batch", "1", "--sampler.num-steps", "3"]
+CLIPS = ["--video.frames", "17", "--video.height", "64", "--video.width", "64", "--data.num-clips", "4"]
+OWN = {name: [*SINGLE, *CLIPS] for name in OF_CLIPS}
+OWN |= dict.fromkeys(OF_SAMPLES, GROUPS)
+OWN["dance_ppo"] = [*GROUPS, "--algorithm.num-prompts", "4", "--algorithm.prompts-per-update", "2"]
+OWN["ode_init"] = [*SINGLE, "--algorithm.teacher-steps", "3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_calls_and_flops_are_those_of_a_real_step(method):
+    """Step 5 of the tiny world: student and critic are both updated in it."""
+    flags = ["--method", method, *SMALL, *OWN.get(method, SINGLE)]
+    real = bench_plan.measure(flags, 5, memory=False)
+    computed, passes = bench_plan.predicted(flags, 5)
+    assert passes == real.passes
+    assert computed.tokens == real.tokens
+    assert computed.model_flops == pytest.approx(real.flops, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["finetune, adapter", "dmd2"])
+def test_memory_is_within_a_tenth_of_a_real_step(name, tmp_path):
+    flags = bench_plan.flags_of(name, tmp_path)
+    computed = bench_plan.bytes_of(bench_plan.predicted(flags)[0])
+    assert bench_plan.measure(flags).bytes == pytest.approx(computed, rel=0.1)
+
+
+def test_hardware_is_read_by_number_and_name():
+    machine = read_hardware("8xh200")
+    assert (machine.count, machine.name, machine.memory) == (8, "H200", 141e9) and machine.flops == 989e12
+    assert read_hardware("L4").count == 1
+    with pytest.raises(UserError, match="such as 8xH200; have H200"):
+        read_hardware("8xH900")
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_names_settings_that_help(capsys, monkeypatch):
+    """All weights of 1.3B with moments, gradients and EMA are 25 GiB: too much for 24 GB, whatever the activations.
+
+    Activations of each latent frame are made up here; they are traced in the test above.
+    """
+    monkeypatch.setattr(memory, "pass_bytes", lambda _network, latent, *_, **_named: PassBytes(*[4e8 * latent[1]] * 4))
+    monkeypatch.setattr(memory, "decode_bytes", lambda *_, **_named: 4e9)
+    words = ["plan", "--method", "finetune", "--recipe", "wan2.1-1.3b", "--hardware", "L4", "--json"]
+    assert main(words) == 5
+    found = json.loads(capsys.readouterr().out)
+    assert found["measured"] == {} and not found["estimated"]["fits"]
+    assert found["computed"]["parameters"]["student"] == 1_418_996_800
+    assert found["computed"]["memory_bytes_of_a_rank"]["always"]["moments"] == 8 * 1_418_996_800
+    better = found["estimated"]["better_settings"]
+    assert len(better) == 3 and "--student.adapter.rank 16" in [one["flags"] for one in better]
+    assert better == sorted(better, key=lambda one: one["peak_bytes"])
+
+
+@pytest.mark.slow
+def test_rollouts_and_scorers_are_counted_where_they_are(capsys, monkeypatch):
+    """64 samples of a rank, 2 at a time, of 21 tensors of 16 x 14 x 30 x 52 numbers; HPSv3 only while it scores."""
+    monkeypatch.setattr(memory, "pass_bytes", lambda *_, **_named: PassBytes(0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(memory, "decode_bytes", lambda *_, **_named: 0.0)
+    found = []
+    for settings in (["--reward.no-offload"], ["--algorithm.trajectories", "cpu"]):
+        main(["plan", "--method", "dance_grpo", "--recipe", "wan2.1-1.3b", "--hardware", "8xH200", "--json", *settings])
+        found.append(json.loads(capsys.readouterr().out)["computed"]["memory_bytes_of_a_rank"])
+    sample = 21 * 4 * 16 * 14 * 30 * 52
+    there, moved = ({name: one.get("rollouts", 0) for name, one in each["phases"].items()} for each in found)
+    assert there["update of student"] == there["reward"] == 64 * sample and there["rollout"] == 66 * sample
+    assert moved["update of student"] == moved["reward"] == 0 and moved["rollout"] == 2 * sample
+    scorers = found[0]["always"]["scorers"]
+    assert scorers > 0 and found[1]["always"]["scorers"] == 0
+    of_phases = {name: one.get("scorers", 0) for name, one in found[1]["phases"].items()}
+    assert of_phases["reward"] == of_phases["validation"] == scorers
+    assert of_phases["update of student"] == of_phases["optimizer of student"] == of_phases["rollout"] == 0
+
+
+@pytest.mark.slow
+def test_a_copy_on_every_rank_sends_gradients_alone():
+    """Shards of 8 ranks: blocks are gathered forward and backward, and each gradient is reduced once, by rings."""
+    words = ["--method", "finetune", *SMALL, *CLIPS, "--algorithm.batch-size", "8", "--algorithm.micro-batch", "1"]
+    words += ["--student.precision", "fp32"]
+    sharded = estimate(parse(words), 8)
+    copies = estimate(parse([*words, "--parallel.replicate", "0", "--parallel.shard", "1"]), 8)
+    gradients = 4 * sharded.parameters["student"]
+    assert sharded.inside == pytest.approx(7 / 8 * 3 * gradients, rel=1e-6) and sharded.across == 0
+    assert copies.inside == 0 and copies.across == pytest.approx(2 * 7 / 8 * gradients, rel=1e-6)
+    assert sharded.replicated == (copies.sent, copies.memory.total(copies.memory.peak))
+
+
+def test_a_model_of_unknown_size_is_refused(capsys):
+    assert main(["plan", "--method", "finetune", "--recipe", "wan2.1-1.3b", "--student.path", "some/model"]) == 2
+    assert "no sizes are known for it" in capsys.readouterr().err
+
+
+def test_plan_takes_the_whole_command_line_of_a_run(tmp_path, capsys):
+    words = ["--method", "dmd2", "--hardware", "H100", *SMALL, *SINGLE]
+    assert main(["plan", *words, "--json"]) == 0
+    expected = capsys.readouterr().out
+    course = [
+        "--output",
+        str(tmp_path / "run"),
+        "--checkpoint-every",
+        "3",
+        "--no-async-save",
+        "--tracking.wandb",
+        "off",
+    ]
+    assert main(["plan", *course, "--json", *words]) == 0
+    assert capsys.readouterr().out == expected and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--method", "dmd2", "--data.path", "clips"], "would not read it"),
+        (["--method", "finetune", "--prompts", "a.txt"], "takes their captions"),
+        (["--method", "dmd2", "--checkpoint-evry", "3"], "did you mean --checkpoint-every?"),
+    ],
+)
+def test_plan_refuses_flags_that_a_run_would_not_read(capsys, words, said):
+    assert main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+REFUSED = {  # flags that a start of dance_grpo refuses, with words of the message
+    "--student.lr-schedule cosine --student.lr-decay-updates 0": "student.lr_schedule cosine needs student.lr_decay",
+    "--keep-best 2 --validate-every 0": "keep_best 2 needs validations to compare",
+    "--hacking-monitor.action roll_back": "hacking_monitor.action roll_back needs validations to compare",
+    "--rollouts.ahead 1": "rollouts.ahead needs rollouts.workers above 0",
+    "--rollouts.workers 2 --rollouts.send bf16 --student.precision fp32": "rollouts.send bf16 needs student.precision",
+    "--parallel.sequence 8": "parallel.sequence (8) must divide the 4 attention heads of student.path",
+    "--parallel.attention sage": "parallel.attention sage rounds to 8 bits",
+    "--algorithm.kernel ode": "algorithm.kernel must be stochastic, not ode",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", REFUSED)
+def test_plan_refuses_what_a_start_refuses(words):
+    """With the same message: a plan that fits is one that starts."""
+    run, said = parse(["--method", "dance_grpo", *SMALL, *words.split()]), []
+    ranks = Mesh(torch.device("cpu"), 0, 8, run.parallel.degrees(8))
+    for attempt in (lambda: check(run, ranks), lambda: estimate(run, 8)):
+        with pytest.raises(UserError) as error:
+            attempt()
+        said.append(str(error.value))
+    assert said[0] == said[1] and REFUSED[words] in said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [42, 64, 320])
+def test_a_validation_of_16_samples_fits_any_number_of_ranks(ranks):
+    """The start refused 42, 64 and 320 ranks, which plan had called fitting."""
+    batch = ["--algorithm.batch-size", str(ranks), "--algorithm.micro-batch", "1"]
+    run = parse(
+        [
+            "--method",
+            "finetune",
+            *SMALL,
+            *CLIPS,
+            *batch,
+            "--validate-every",
+            "1",
+            "--sampler.guidance-scale",
+            "1",
+            "--validation.num-samples",
+            "16",
+        ]
+    )
+    check(run, Mesh(torch.device("cpu"), 0, ranks, run.parallel.degrees(ranks)))
+    assert estimate(run, ranks).counts.validation[0].samples == 1

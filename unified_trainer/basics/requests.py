@@ -1,0 +1,100 @@
+"""Requests: a text and condition images, of which one sample is made."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image as Picture
+from PIL import ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import check_file
+
+Pixels = np.ndarray  # uint8 [height, width, 3]
+
+
+@dataclass(frozen=True, order=True)
+class Image:
+    """A condition image: a file, or pixels in memory. Images of equal content are equal."""
+
+    sha256: str  # of the file, or of shape and pixels
+    file: Path | None = field(default=None, compare=False)
+    pixels: Pixels | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def read(cls, file: Path, place: str) -> "Image":
+        """Return the image of a file; UserError, which begins with `place`, for one that holds no image."""
+        check_file(file, place)
+        try:
+            with Picture.open(file) as opened:
+                opened.verify()
+            return cls(hashlib.sha256(file.read_bytes()).hexdigest(), file)
+        except (OSError, SyntaxError, UnidentifiedImageError, Picture.DecompressionBombError) as error:
+            raise UserError(f"{place} {file}: cannot be read as an image ({error})") from error
+
+    @classmethod
+    def of(cls, pixels: Pixels) -> "Image":
+        """Return an image in memory."""
+        digest = hashlib.sha256(f"{pixels.shape}".encode() + np.ascontiguousarray(pixels).tobytes())
+        return cls(digest.hexdigest(), pixels=pixels)
+
+    def picture(self, height: int, width: int) -> Picture.Image:
+        """Return the image in RGB, scaled to cover height and width (Lanczos) and cropped around its center.
+
+        UserError for a file that is gone or damaged, or that changed since it was first read.
+        """
+        if self.file is None:
+            assert self.pixels is not None  # an image has a file or pixels
+            return cover(Picture.fromarray(self.pixels), height, width)
+        try:
+            if hashlib.sha256(self.file.read_bytes()).hexdigest() != self.sha256:
+                raise UserError(f"{self.file} changed since the run read it first: restore it, or start again")
+            with Picture.open(self.file) as opened:
+                return cover(ImageOps.exif_transpose(opened).convert("RGB"), height, width)
+        except OSError as error:
+            raise UserError(f"{self.file}: cannot be read as an image ({error})") from error
+
+    def at(self, height: int, width: int) -> Float[Tensor, "3 h w"]:
+        """Return `picture` as a tensor in [0, 1]."""
+        return torch.from_numpy(np.array(self.picture(height, width))).permute(2, 0, 1).float() / 255
+
+
+def cover(picture: Picture.Image, height: int, width: int) -> Picture.Image:
+    """Scale a picture to cover a size and crop it around its center."""
+    scale = max(width / picture.width, height / picture.height)
+    own_width, own_height = min(width / scale, picture.width), min(height / scale, picture.height)
+    left, top = (picture.width - own_width) / 2, (picture.height - own_height) / 2
+    return picture.resize((width, height), Picture.Resampling.LANCZOS, (left, top, left + own_width, top + own_height))
+
+
+@dataclass(frozen=True, order=True)
+class Request:
+    """A text and condition images, of which one sample is made. Requests of equal text and images are equal."""
+
+    text: str
+    images: tuple[Image, ...] = ()
+
+    @property
+    def identity(self) -> str:
+        """The text, and the digests of the images: equal for equal requests alone."""
+        return self.text + "".join(f"\0{image.sha256}" for image in self.images)
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        """The files of the images under the name `images`; empty where there are none."""
+        names = [str(image.file) for image in self.images if image.file is not None]
+        return {"images": names} if names else {}
+
+    def pictures(self, height: int, width: int) -> tuple[Pixels, ...]:
+        """Return the images as a video of this size has them."""
+        return tuple(np.array(image.picture(height, width)) for image in self.images)
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> tuple["Request", ...]:
+        """Return a request without images for each text."""
+        return tuple(cls(text) for text in texts)

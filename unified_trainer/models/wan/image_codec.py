@@ -1,0 +1,90 @@
+"""The codec of Wan's networks with a condition image: latents of the image, and for Wan2.1 I2V tokens of CLIP."""
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CLIPImageProcessorPil, CLIPVisionModel
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Image
+from unified_trainer.basics.types import DTYPES, Condition, Latents
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.folder import check_described, load_strictly, read_pretrained
+from unified_trainer.models.frozen_network import FrozenNetwork
+from unified_trainer.models.image_tensors import ImageTensors
+from unified_trainer.models.wan.attention import TEXT_TOKENS
+from unified_trainer.models.wan.codec import WanCodec
+from unified_trainer.models.wan.configs import ClipConfig, transformer_config
+
+GRAY = 0.5  # 0 in the VAE's range
+CLIP, PROCESSOR = "image_encoder", "image_processor"  # components of a folder
+NAMES: dict[str, Any] = {"weights": "model", "spare": ("position_ids",), "schema": ClipConfig}
+
+
+class ImageWanCodec(WanCodec):
+    """WanCodec with `encode_images`; `image` and `clip` of its conditions are described in image_model.py."""
+
+    _images: ImageTensors
+    _clip: FrozenNetwork | None
+    _first_alone: bool  # the image is encoded as the first latent frame, without frames behind it
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, config: EncoderConfig) -> "ImageWanCodec":
+        codec = super().load(folder, device, config)
+        assert isinstance(codec, cls)
+        codec._images = ImageTensors(config)
+        codec._clip = None
+        network = transformer_config(folder)
+        codec._first_alone = network.in_channels == network.out_channels
+        if network.image_dim:
+            if codec.text_tokens != TEXT_TOKENS:
+                raise UserError(
+                    f"{folder / 'tokenizer'}: prompts of {codec.text_tokens} tokens: a network with CLIP tokens takes "
+                    f"{TEXT_TOKENS} tokens of text, which follow them"
+                )
+            check_described(CLIPVisionModel, folder / CLIP, **NAMES)
+
+            def clip() -> CLIPVisionModel:
+                return load_strictly(CLIPVisionModel, folder / CLIP, dtype=DTYPES[config.text_precision], **NAMES)
+
+            codec._clip = FrozenNetwork(clip, device, offload=config.offload)
+        return codec
+
+    def encode_images(self, images: Sequence[tuple[Image, ...]], latent_shape: tuple[int, int, int, int]) -> Condition:
+        if any(len(one) != 1 for one in images):
+            raise UserError("some samples of a batch have a condition image and others have none: give each row one")
+        rows = [
+            self._images.get((image.sha256, *latent_shape), partial(self._encode, image, latent_shape))
+            for (image,) in images
+        ]
+        return Condition({name: torch.stack([row[name] for row in rows]).to(self._device) for name in rows[0]})
+
+    def first_frames(self, latents: Latents) -> Condition:
+        if not self._first_alone:
+            raise UserError(f"{self.folder}: this network needs the first frames of clips, not their latents")
+        return Condition({"image": latents[:, :, :1]})
+
+    @torch.no_grad()
+    def _encode(self, image: Image, latent_shape: tuple[int, int, int, int]) -> dict[str, Tensor]:
+        """Encode one image alone, because the rounding of a row can depend on the other rows of a batch."""
+        config, (_, frames, height, width) = self._outline.config, latent_shape
+        height, width = height * config.scale_factor_spatial, width * config.scale_factor_spatial
+        first = image.at(height, width)[None, :, None]
+        if self._first_alone:
+            return {"image": self.encode(first)[0].cpu()}
+        rest = first.new_full((1, 3, (frames - 1) * config.scale_factor_temporal, height, width), GRAY)
+        made = {"image": self.encode(torch.cat([first, rest], 2))[0].cpu()}
+        if self._clip is not None:
+            pixels = self._processor(images=image.picture(height, width), return_tensors="pt").pixel_values
+            with self._clip.in_use() as clip:
+                seen = clip(pixels.to(self._device, clip.dtype), output_hidden_states=True)
+            made["clip"] = seen.hidden_states[-2][0].float().cpu()
+        return made
+
+    @cached_property
+    def _processor(self) -> CLIPImageProcessorPil:
+        return read_pretrained(CLIPImageProcessorPil, self.folder / PROCESSOR)

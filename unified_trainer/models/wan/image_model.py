@@ -1,0 +1,82 @@
+"""Wan's transformers with a condition image: Wan2.2 TI2V, Wan2.1 and Wan2.2 I2V.
+
+The condition's `image` holds normalised latents. TI2V has [b, c, 1, h, w], of the image alone: the first latent frame
+is known. I2V has [b, c, t, h, w], of the image and gray frames behind it: they enter as channels, beside a mask. The
+network of Wan2.1 I2V also attends to `clip`, CLIP's tokens [b, n, d] of the image.
+"""
+
+import torch
+from torch import Tensor
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.types import Condition, Latents, PerSample
+from unified_trainer.models.base import PassSize
+from unified_trainer.models.wan.attention import TEXT_TOKENS
+from unified_trainer.models.wan.configs import MASK_CHANNELS
+from unified_trainer.models.wan.model import WanModel, network_time
+
+
+class FirstFrameWanModel(WanModel):
+    """Wan2.2 TI2V: one network for text, and for text with an image, whose latents are the first latent frame.
+
+    The network sees the known frame clean, at noise level 0. The velocity there is (x_t - known) / sigma, so that
+    x_t - sigma velocity is the image at every step. Flow-matching losses are 0 there if the data begin with the image.
+    """
+
+    def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
+        if "image" not in cond.tensors:
+            return super().velocity(x_t, sigma, cond)
+        known, (b, _, t, h, w) = cond["image"], x_t.shape
+        _, high, wide = self.network.config.patch_size
+        levels = sigma.new_zeros(b, t, h // high * (w // wide))
+        levels[:, 1:] = sigma.view(b, 1, 1)
+        time = network_time(levels.flatten(1), x_t)
+        if self._shared:
+            x_t = self._shared.whole_gradient(x_t)
+        x = torch.cat([known.to(x_t.dtype), x_t[:, :, 1:]], 2)
+        v = self.network(x, time, cond["text"], return_dict=False)[0].float()
+        to_known = (x_t[:, :, :1] - known) / sigma.to(x_t).view(b, 1, 1, 1, 1)
+        return torch.cat([to_known, v[:, :, 1:]], 2)
+
+
+class ImageChannelsWanModel(WanModel):
+    """Wan I2V: its network reads 16 channels of latents, 4 of a mask of known frames, and 16 of image latents."""
+
+    @property
+    def adapter_layers(self) -> tuple[str, ...]:  # type: ignore[override]
+        own = ("add_k_proj", "add_v_proj") if self.network.config.image_dim else ()
+        return (*WanModel.adapter_layers, *own)
+
+    def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
+        if "image" not in cond.tensors:
+            raise UserError(
+                "this network needs a condition image for each sample: give prompts as a table (.jsonl, .csv or "
+                ".parquet) with the columns prompt and image"
+            )
+        image, time = cond["image"], network_time(sigma, x_t)
+        mask = torch.zeros_like(image[:, :MASK_CHANNELS])
+        mask[:, :, 0] = 1
+        if self._shared:
+            x_t = self._shared.whole_gradient(x_t)
+        x = torch.cat([x_t, mask, image], 1)
+        inputs = (x, time, cond["text"], *([cond["clip"]] if self.network.config.image_dim else []))
+        return self.network(*inputs, return_dict=False)[0].float()
+
+    def layer_kind(self, layer: str) -> str:
+        is_clip = "image_embedder." in layer or layer.endswith(("add_k_proj", "add_v_proj"))
+        return "clip" if is_clip else super().layer_kind(layer)
+
+    def pass_size(self, x: Latents, time: Tensor, text: Tensor, clip: Tensor | None = None) -> PassSize:
+        size, seen = super().pass_size(x, time, text), 0 if clip is None else clip.shape[1]
+        attention = 4 * self.feature_size * len(self.blocks) * size.tokens * seen
+        return PassSize(size.tokens, {**size.rows, "clip": len(x) * seen}, size.attention + attention)
+
+    def example(self) -> tuple[Latents, PerSample, Condition]:
+        config, (x, sigma, text) = self.network.config, super().example()
+        channels = config.out_channels
+        held = {"text": text["text"], "image": x[:, channels : 2 * channels]}
+        if config.image_dim:
+            draw = torch.Generator().manual_seed(1)
+            held["clip"] = torch.randn(1, 5, config.image_dim, generator=draw).to(x.device)
+            held["text"] = torch.nn.functional.pad(held["text"], (0, 0, 0, TEXT_TOKENS - held["text"].shape[1]))
+        return x[:, :channels], sigma, Condition(held)

@@ -1,0 +1,88 @@
+"""Whether the samples of a run have the condition images that its student takes, known before any weight is read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from unified_trainer.data.prompts import PromptFile
+from unified_trainer.models.base import Family
+from unified_trainer.run.plan.data import Clips
+from unified_trainer.run.plan.roles import RolePlan
+from unified_trainer.run.registry import family_of
+from unified_trainer.run.settings.config import ConfigError, RunConfig
+
+TABLE = "give a table (.jsonl, .csv or .parquet) with the columns prompt and image"
+
+
+def has_images(
+    run: RunConfig,
+    family: Family,
+    folder: Path,
+    prompts: PromptFile,
+    validation: PromptFile,
+    sets: Mapping[str, PromptFile],
+) -> bool:
+    """Return whether samples of the run have condition images; ConfigError for a number of them that cannot be."""
+    fewest, most = family.images(folder)
+    keys = {"--prompts": prompts, "--validation.prompts": validation}
+    keys |= {f"--validation.sets.{name}": file for name, file in sets.items()}
+    counts = {key: _count(key, file, fewest, most) for key, file in keys.items() if file.requests}
+    if run.trains_on == "clips":
+        counts["clips"] = int(conditions_on_first_frame(run, family, folder))
+    if run.trains_on == "trajectories" and fewest:
+        raise ConfigError("data.path holds trajectories, whose files have no images: train on prompts instead")
+    return any(counts.values())
+
+
+def conditions_on_first_frame(run: RunConfig, family: Family, folder: Path) -> bool:
+    """Return whether the first frame of a clip is its condition image; ConfigError where there can be none."""
+    fewest, most = family.images(folder)
+    if run.data.first_frame and not most:
+        raise ConfigError("data.first_frame: the student takes no condition image; leave it out")
+    return bool(fewest) or run.data.first_frame
+
+
+def check_images(run: RunConfig, roles: Mapping[str, RolePlan], clips: Clips, *, scores: bool) -> None:
+    """Raise ConfigError for what samples with condition images cannot be trained with.
+
+    `scores` says whether the run scores samples, in training or in validations.
+    """
+    if run.algorithm.needs_pairs:
+        raise ConfigError(f"--method {run.method}: pairs of clips have two first frames: the student can take no image")
+    takes = {name: family.images(folder) for name, (family, folder) in _folders(roles).items()}
+    needs_pixels = any(fewest for fewest, _ in takes.values())
+    if clips.stored is not None and needs_pixels:
+        raise ConfigError("data.path: clips in parquet files hold no first frames: give the videos themselves")
+    if len(set(takes.values())) > 1:
+        numbers = ", ".join(f"{name} {fewest} to {most}" for name, (fewest, most) in takes.items())
+        raise ConfigError(f"the roles take different numbers of condition images ({numbers}): set their paths")
+    if run.sampler.chunks.causal:
+        raise ConfigError(
+            "sampler.chunks.chunk_frames: a causal student takes no condition image, whose frame its first chunk would "
+            "hold: set it to 0"
+        )
+    for shown in (run, run.validated()) if scores else ():
+        for name, scorer in run.reward.named().items():
+            if scorer.stride(shown.video.frames) >= shown.video.frames > 1:
+                raise ConfigError(
+                    f"{run.reward.key(name)}.frames {scorer.frames} scores the first frame alone. It is the condition "
+                    "image, so that all samples of an image would have one reward: set it to all, or to every with a "
+                    "smaller frame_stride"
+                )
+
+
+def _count(key: str, file: PromptFile, fewest: int, most: int) -> int:
+    """Return the number of images of each request of a file."""
+    counts = {len(request.images): number for number, request in reversed(list(enumerate(file.requests)))}
+    for count, number in counts.items():
+        if not fewest <= count <= most:
+            place = file.places[number] if file.places else f"{key}: prompt {number + 1}"
+            wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+            raise ConfigError(f"{place} has {count} condition images, and the student takes {wanted}: {TABLE}")
+    if len(counts) > 1:
+        without = file.places[counts[0]]
+        raise ConfigError(f"{without} has no condition image, and others have one: put them into two files")
+    return next(iter(counts))
+
+
+def _folders(roles: Mapping[str, RolePlan]) -> dict[str, tuple[Family, Path]]:
+    return {name: family_of(name, role.path) for name, role in roles.items()}

@@ -1,0 +1,91 @@
+"""Seconds of a training step and hours of a run on a card, from the work that the ranks do and the card's data sheet.
+
+No share below was measured on an accelerator. Products and elementwise traffic of a network follow one another; traffic
+between ranks runs beside them, and only what takes longer is waited for. Optimizer steps, checkpoints, compilation and
+reading of weights and data take no time.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from unified_trainer.rewards.base import ScorerConfig
+from unified_trainer.roles.recompute import Recompute
+from unified_trainer.tools.plan.flops import BACKWARD, PassFLOPs, decode_flops, score_flops
+from unified_trainer.tools.plan.hardware import NETWORK, NODE, Hardware
+
+PRODUCTS = 0.6  # assumed: of the dense bf16 peak in matrix products and attention
+TRAFFIC = 0.9  # assumed: of the memory's bandwidth in elementwise work
+CONVOLUTIONS = 0.3  # assumed: of the peak in the VAE, at the precision of its convolutions
+LINKS = 0.7  # assumed: of the bandwidth between cards
+HOST = 0.02  # assumed: seconds in which a rank's CPU prepares a frame for HPSv3
+PUBLISHED = {  # device hours of headline runs by recipe and method, and who published them
+    ("wan2.1-1.3b", "dmd2"): "768 H200 hours (FastVideo: 4,000 steps at 61 x 448 x 832, sparse attention, 64 cards)",
+    ("wan2.1-1.3b", "self_forcing"): "under 128 H100 hours (Self-Forcing, arXiv:2506.08009: 64 cards)",
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of one rank: FLOPs by what limits them, bytes of elementwise work, frames that its CPU prepares."""
+
+    products: float = 0.0
+    traffic: float = 0.0
+    repeated: float = 0.0  # FLOPs of activations that are computed again
+    repeated_traffic: float = 0.0
+    decoded: float = 0.0  # FLOPs of the VAE in bf16
+    decoded_fp32: float = 0.0
+    scored: float = 0.0
+    frames: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, factor: float) -> "Work":
+        return Work(*(factor * getattr(self, f.name) for f in fields(self)))
+
+    def seconds(self, card: Hardware, mfu: float | None = None) -> dict[str, float]:
+        """Return the seconds by kind of work; with `mfu` products and traffic together reach this share of the peak."""
+
+        def network(flops: float, traffic: float) -> float:
+            if mfu is not None:
+                return flops / (mfu * card.flops)
+            return flops / (PRODUCTS * card.flops) + traffic / (TRAFFIC * card.bandwidth)
+
+        convolutions = self.decoded / card.flops + self.decoded_fp32 / card.tf32
+        return {
+            "networks": network(self.products, self.traffic),
+            "recomputation": network(self.repeated, self.repeated_traffic),
+            "VAE": convolutions / CONVOLUTIONS,
+            "scorers": self.scored / (PRODUCTS * card.flops),
+            "host": HOST * self.frames,
+        }
+
+
+def pass_work(flops: PassFLOPs, recompute: Recompute, layers: int, *, gradient: bool) -> Work:
+    """Return the work of a pass: with gradient, also of its backward pass and of what that computes again."""
+    if not gradient:
+        return Work(flops.forward, flops.traffic)
+    share = 1.0 if recompute.others == "selective" else min(recompute.full, layers) / layers
+    again = Work(repeated=flops.recompute, repeated_traffic=share * flops.traffic)
+    return Work(flops.trained + flops.flash, (1 + BACKWARD) * flops.traffic) + again
+
+
+def decode_work(vae: Mapping[str, object], shape: Sequence[int], samples: int, *, half: bool, gradient: bool) -> Work:
+    """Return the work of decoding latents of frames x height x width; a backward pass takes twice the forward one."""
+    flops = samples * (3 if gradient else 1) * decode_flops(vae, *shape)
+    return Work(decoded=flops) if half else Work(decoded_fp32=flops)
+
+
+def score_work(scorers: Iterable[ScorerConfig], frames: int, samples: int, *, gradient: bool) -> Work:
+    """Return the work of HPSv3 on videos of so many frames; that of other scorers is not known."""
+    scored = sum(
+        math.ceil(frames / one.stride(frames)) for one in scorers if one.kind == "hpsv3" and one.path != "tiny"
+    )
+    flops = samples * scored * score_flops() * (3 if gradient else 1)
+    return Work(scored=flops, frames=0.0 if gradient else samples * scored)
+
+
+def seconds_sent(inside: float, across: float, card: Hardware) -> float:
+    """Return the seconds for bytes that a rank sends inside its group of shards and across groups."""
+    return inside / LINKS / card.link + across / LINKS / (NETWORK if card.count > NODE else card.link)
