@@ -15,8 +15,8 @@ import tyro
 
 SPARSE = ["--student.sparse-attention.share", "0.75", "--student.sparse-attention.tile", "2", "2", "2"]
 KINDS = {"dense": [], "sparse": SPARSE}
-RISE = ["--student.sparse-attention.warmup-updates", "40"]  # of 80; dance_grpo starts with the whole share
-STEPS = {"dmd2": 400, "dance_grpo": 20}
+RISE = ["--student.sparse-attention.warmup-updates", "16"]  # of 32; dance_grpo starts with the whole share
+STEPS = {"dmd2": 160, "dance_grpo": 12}
 COLUMNS = ("reward", "accuracy", "frechet")
 
 
