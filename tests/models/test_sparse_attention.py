@@ -1,5 +1,6 @@
 """Sparse attention: tiles, the choice of tiles, both branches and their gradients, the network and its folders."""
 
+import importlib.machinery
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Condition
+from unified_trainer.models import sparse_attention
 from unified_trainer.models.masked_attention import attend
 from unified_trainer.models.sparse_attention import (
     SparseAttentionConfig,
@@ -180,7 +182,9 @@ def stand_in(monkeypatch):
     module = types.ModuleType("fastvideo_kernel.block_sparse_attn")
     module.block_sparse_attn_triton = module.block_sparse_attn_sm90 = operation
     module._is_sm90, module._get_sm90_ops = (lambda: False), (lambda: (None, None))
-    monkeypatch.setitem(sys.modules, "fastvideo_kernel", types.ModuleType("fastvideo_kernel"))
+    package = types.ModuleType("fastvideo_kernel")
+    package.__spec__ = importlib.machinery.ModuleSpec("fastvideo_kernel", None)
+    monkeypatch.setitem(sys.modules, "fastvideo_kernel", package)
     monkeypatch.setitem(sys.modules, "fastvideo_kernel.block_sparse_attn", module)
 
 
@@ -250,7 +254,6 @@ def test_a_folder_with_some_gates_and_a_sparse_folder_for_a_dense_role_are_refus
     ("words", "message"),
     [
         ({"student.sparse-attention.tile": "2 2 2"}, "set student.sparse_attention.share"),
-        (SPARSE | {"student.sparse-attention.kernel": True}, "runs on a GPU of NVIDIA, and this device is cpu"),
         (SPARSE | {"method": "self_forcing"}, "chunks cut the tiles"),
         (SPARSE | {"method": "dance_grpo", "student.sparse-attention.warmup-updates": 4}, "cannot rise"),
     ],
@@ -265,7 +268,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path, capsys, words, message)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_run_resumes_bit_for_bit_and_its_export_is_sampled_alike(tmp_path, monkeypatch, rank):
+def test_a_run_resumes_bit_for_bit_and_its_export_is_sampled_alike(tmp_path, monkeypatch, capsys, rank):
     """The share rises in the first update; the export has FastWan's names, and its pipeline.py samples as we do."""
     more = SPARSE | {
         "student.sparse-attention.warmup-updates": 1,
@@ -273,6 +276,8 @@ def test_a_run_resumes_bit_for_bit_and_its_export_is_sampled_alike(tmp_path, mon
         "student.adapter.rank": rank,
     }
     assert main(flags(SIZE | more | {"output": tmp_path / "whole"})) == 0
+    line = "student.sparse_attention: plain torch, which computes all pairs of tokens."
+    assert f"{line} The kernels of fastvideo-kernel do not run: the device is cpu" in capsys.readouterr().out
     assert main(flags(SIZE | more | {"output": tmp_path / "half", "steps": 1})) == 0
     assert main(["--resume", str(tmp_path / "half"), "--steps", "2"]) == 0
     whole = checkpoint_of(tmp_path / "whole", 2)
@@ -320,3 +325,26 @@ def test_the_kernels_get_padded_tiles_and_give_what_the_mask_gives(stand_in):
         found.append((out, *torch.autograd.grad(out, parts, up)))
     for ours, kernels in zip(*found, strict=True):
         torch.testing.assert_close(kernels, ours, rtol=0, atol=1e-5)
+
+
+def test_passes_in_bf16_run_on_the_kernels_where_they_can(stand_in, monkeypatch):
+    """With their tile and head sizes, on a device that has them: here the stand-in, for heads of 24 channels."""
+    config = SparseAttentionConfig(share=0.5)
+    monkeypatch.setattr(sparse_attention, "has_sparse_kernels", lambda kind: kind == "cpu")
+    assert config.lacks_kernel("cuda", 64) == "the device is cuda"
+    assert SMALL.lacks_kernel("cpu", 64) == "sparse_attention.tile is 2 2 2, and they take 4 4 4"
+    assert config.lacks_kernel("cpu", 24) == "the heads have 24 channels, and they take 64 or 128"
+    assert config.lacks_kernel("cpu", 64) == ""
+    plain = sparse_model(config)
+    monkeypatch.setattr(sparse_attention, "KERNEL_HEADS", (24,))
+    model = sparse_model(config)
+    with torch.profiler.profile() as profile:
+        assert torch.equal(model.velocity(*inputs()), plain.velocity(*inputs()))
+    assert not any("fastvideo_kernel" in event.name for event in profile.events())
+    with torch.autocast("cpu", torch.bfloat16), torch.profiler.profile() as profile:
+        ours, theirs = model.velocity(*inputs()), plain.velocity(*inputs())
+    runs = [event for event in profile.events() if event.name == "fastvideo_kernel::block_sparse_attn_triton"]
+    assert len(runs) == len(model.blocks)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0.05)
+    monkeypatch.delitem(sys.modules, "fastvideo_kernel")
+    assert "pip install 'unified-trainer[fastvideo]'" in config.lacks_kernel("cpu", 24)

@@ -110,6 +110,10 @@ class SparseVideoModel(VideoModel, Protocol):
 
     share: float  # that the next pass leaves out
 
+    def lacks_kernel(self, device: str) -> str:
+        """Return what keeps bf16 passes on such a device from block-sparse kernels; empty where they run on them."""
+        ...
+
 
 class Cache(Protocol):
     """The KV cache of one rollout: what later chunks attend to. Only `append` writes to it."""
@@ -302,4 +306,4 @@ class Family:
     # module that an export carries as pipeline.py: a diffusers pipeline that reads scheduler/sampler.json
     exported_pipeline: Path | None = None
     # (folder, component, settings) -> as `model`, with sparse self-attention; None: no sparse form
-    sparse: Callable[[Path, str, SparseAttentionConfig], VideoModel] | None = None
+    sparse: Callable[[Path, str, SparseAttentionConfig], SparseVideoModel] | None = None

@@ -38,30 +38,23 @@ class SparseAttentionConfig:
     """Updates of the role over which the share rises linearly from 0."""
     tile: tuple[Count, Count, Count] = (4, 4, 4)
     """Tokens of a tile along time, height and width."""
-    kernel: bool = False
-    """Compute attention over the kept tiles alone, by the kernels of fastvideo-kernel: on a GPU of NVIDIA, in bf16. By
-    default plain torch computes all pairs of tokens and masks those of the other tiles, on any device."""
 
     def check(self, key: str) -> None:
         """Raise UserError, naming the key, for settings that contradict each other."""
         if not self.share and self != SparseAttentionConfig():
             raise UserError(f"{key} has settings and no share of tiles to leave out: set {key}.share")
 
-    def check_kernel(self, key: str, device: str, precision: str) -> None:
-        """Raise UserError, naming the way out, where the kernels cannot run: device, package, precision, tile."""
-        if not self.kernel:
-            return
-        wrong = ""
+    def lacks_kernel(self, device: str, head_size: int) -> str:
+        """Return what keeps bf16 passes from the kernels of fastvideo-kernel; empty where they run on them."""
         if not has_sparse_kernels(device):
-            wrong = f"runs on a GPU of NVIDIA, and this device is {device}"
-        elif importlib.util.find_spec(KERNEL) is None:
-            wrong = f"needs a package that is not installed: {INSTALL}"
-        elif precision != "bf16":
-            wrong = "computes in bf16: set the role's precision to bf16"
-        elif self.tile != KERNEL_TILE:
-            wrong = f"takes tiles of 4 4 4, not {' '.join(map(str, self.tile))}"
-        if wrong:
-            raise UserError(f"{key}.kernel {wrong}; or leave it out, for plain torch")
+            return f"the device is {device}"
+        if importlib.util.find_spec(KERNEL) is None:
+            return f"the package is not installed ({INSTALL})"
+        if self.tile != KERNEL_TILE:
+            return f"sparse_attention.tile is {' '.join(map(str, self.tile))}, and they take 4 4 4"
+        if head_size not in KERNEL_HEADS:
+            return f"the heads have {head_size} channels, and they take 64 or 128"
+        return ""
 
     def share_at(self, updates: int) -> float:
         """Return the share of tiles that is left out after so many updates of the role."""

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Latents
+from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.folder import WEIGHTS, check_component, outline
 from unified_trainer.models.sparse_attention import (
-    KERNEL_HEADS,
     Fine,
     SparseAttentionConfig,
     Tiles,
@@ -53,14 +53,9 @@ class SparseWanModel(FirstFrameWanModel):
     ) -> None:
         """Add gates on the device `gates`: zero, or on the meta device without memory until `read` brings them."""
         super().__init__(network, folder)
-        if config.kernel and network.config.attention_head_dim not in KERNEL_HEADS:
-            raise UserError(
-                f"sparse_attention.kernel takes heads of 64 or 128 channels, not {network.config.attention_head_dim}: "
-                "leave it out, for plain torch"
-            )
         self._config, self.share = config, config.share
         self._tiles: Tiles | None = None  # of the pass that runs
-        self._fine = kernel_fine() if config.kernel else masked_fine
+        self._fine = masked_fine
         for block in network.blocks:
             gate = nn.Linear(self.feature_size, self.feature_size, device=gates)
             for p in gate.parameters():
@@ -83,6 +78,16 @@ class SparseWanModel(FirstFrameWanModel):
             wrong = sorted(key for key in own.keys() | held.keys() if own.get(key) != held.get(key))
             raise UserError(f"{place}: {wrong[0]} is {held.get(wrong[0], 'absent')}, not {own.get(wrong[0], 'absent')}")
         return model
+
+    def read(self, mesh: Mesh, merged: AdapterFile | None = None) -> None:
+        super().read(mesh, merged)
+        if not self.lacks_kernel(mesh.device.type):
+            self._fine = kernel_fine()
+            self._set_attention()
+
+    def lacks_kernel(self, device: str) -> str:
+        """Return what keeps bf16 passes on such a device from the kernels; empty where they run on them."""
+        return self._config.lacks_kernel(device, self.network.config.attention_head_dim)
 
     def share_tokens(self, mesh: Mesh) -> None:
         super().share_tokens(mesh)
@@ -140,7 +145,8 @@ class _SparseAttention(SelfAttention):
             query, key, value, gate = (
                 tokens_to_heads(part, now.tokens, now.mesh) for part in (query, key, value, gate)
             )
-        out = attend_sparsely(query, key, value, gate, now.tiles, self._fine)
+        fine = self._fine if value.dtype == torch.bfloat16 else masked_fine  # kernels compute in bf16 alone
+        out = attend_sparsely(query, key, value, gate, now.tiles, fine)
         return project_out(attn, heads_to_tokens(out, now.mesh) if now.mesh else out)
 
 

@@ -137,13 +137,14 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_sampling(run, latent_shape)
     validation_shape = family.latent_shape(folder, shown.video.frames, shown.video.height, shown.video.width)
     check_sampling(shown, validation_shape)
-    check_sparse(run, method, roles, mesh)
+    sparse_note = check_sparse(run, method, roles, mesh)
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type, family.tile_unit)
     notes = (
         _misfit(run, method),
         without_adapter(roles),
         left_at_base(run, roles),
+        sparse_note,
         prompts.note,
         validation_prompts.note,
         *(one.note for one in sets.values()),

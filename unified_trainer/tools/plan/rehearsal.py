@@ -178,8 +178,7 @@ def _small_role(config: RoleConfig, path: str) -> RoleConfig:
     if not isinstance(config, TrainableConfig):
         return replace(config, adapter=AdapterFileConfig())
     adapter = AdapterConfig(rank=min(1, config.adapter.rank))
-    sparse = replace(config.sparse_attention, kernel=False)
-    return replace(config, adapter=adapter, sparse_attention=sparse, learning_rate=0.0, activation_memory="none")
+    return replace(config, adapter=adapter, learning_rate=0.0, activation_memory="none")
 
 
 def _share(algorithm: Any, ranks: int) -> tuple[Any, int]:
