@@ -2,7 +2,8 @@
 
     python scripts/compare_sparse.py --seeds 0 1 2
 
-It prints a markdown table of what is there after it ran what is missing. Both students have equal steps and seeds.
+It prints a markdown table of what is there after it ran what is missing. All students have equal steps and seeds,
+and so equal network calls: the seed draws the step of the sampler at which a student is trained.
 """
 
 import json
@@ -13,8 +14,12 @@ from pathlib import Path
 
 import tyro
 
-SPARSE = ["--student.sparse-attention.share", "0.75", "--student.sparse-attention.tile", "2", "2", "2"]
-KINDS = {"dense": [], "sparse": SPARSE}
+TILE = ["--student.sparse-attention.tile", "2", "2", "2"]
+KINDS = {
+    "dense": [],
+    "sparse-0.5": ["--student.sparse-attention.share", "0.5", *TILE],
+    "sparse-0.75": ["--student.sparse-attention.share", "0.75", *TILE],
+}
 RISE = ["--student.sparse-attention.warmup-updates", "16"]  # of 32; dance_grpo starts with the whole share
 STEPS = {"dmd2": 160, "dance_grpo": 12}
 COLUMNS = ("reward", "accuracy", "frechet")
@@ -52,7 +57,7 @@ def finish(output: Path, kind: str, method: str, seed: int) -> None:
         words += ["--validation.num-samples", "192", "--checkpoint-every", "0", "--validate-every", steps]
         if method == "dance_grpo":
             words += ["--student.learning-rate", "1.5e-4", "--init-from", str(output / f"{kind}-dmd2-{seed}")]
-        elif kind == "sparse":
+        elif KINDS[kind]:
             words += RISE
     subprocess.run([sys.executable, "-m", "unified_trainer", *words, "--steps", steps], check=True)
 

@@ -25,6 +25,7 @@ COMMANDS = {  # as text: `command_named` imports the one that is called
     "evaluate": "unified_trainer.tools.evaluate.evaluate:evaluate",
     "export": "unified_trainer.tools.export.export:export",
     "import-hpsv3": "unified_trainer.tools.prepare.import_hpsv3:import_hpsv3",
+    "import-weights": "unified_trainer.tools.prepare.import_weights:import_weights",
     "plan": "unified_trainer.tools.plan.command:plan",
     "preprocess": "unified_trainer.tools.prepare.preprocess:preprocess",
     "push": "unified_trainer.tools.export.push:push",

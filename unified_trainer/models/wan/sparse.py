@@ -55,7 +55,7 @@ class SparseWanModel(FirstFrameWanModel):
         super().__init__(network, folder)
         self._config, self.share = config, config.share
         self._tiles: Tiles | None = None  # of the pass that runs
-        self._fine = masked_fine
+        self._fine: Fine = masked_fine
         for block in network.blocks:
             gate = nn.Linear(self.feature_size, self.feature_size, device=gates)
             for p in gate.parameters():

@@ -166,6 +166,7 @@ def _write_sampler(loaded: LoadedRole, folder: Path) -> None:
 
 def _read(loaded: LoadedRole, folder: Path, component: str) -> VideoModel:
     sparse, family = loaded.role.config.sparse, loaded.family
+    model: VideoModel
     if sparse.share and family.sparse is not None:
         model = family.sparse(folder, component, sparse)
     else:
