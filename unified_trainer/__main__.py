@@ -26,6 +26,7 @@ COMMANDS = {  # as text: `command_named` imports the one that is called
     "export": "unified_trainer.tools.export.export:export",
     "import-hpsv2": "unified_trainer.tools.prepare.import_hpsv2:import_hpsv2",
     "import-hpsv3": "unified_trainer.tools.prepare.import_hpsv3:import_hpsv3",
+    "import-weights": "unified_trainer.tools.prepare.import_weights:import_weights",
     "plan": "unified_trainer.tools.plan.command:plan",
     "preprocess": "unified_trainer.tools.prepare.preprocess:preprocess",
     "push": "unified_trainer.tools.export.push:push",

@@ -16,7 +16,9 @@ from helpers import ALONE, LATENT_SHAPE, small_model
 from safetensors.torch import save_file
 
 from unified_trainer.basics.types import Condition
+from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.models.wan.causal import CausalWanModel
+from unified_trainer.models.wan.sparse import SparseWanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.roles import blocks
 from unified_trainer.roles.adapter import AdapterConfig
@@ -44,6 +46,7 @@ CASES = {
     "adapters": Recompute("selective", full=1),
     "causal": "selective",
     "rounded": "none",
+    "sparse": "selective",
 }
 EAGER = ("adapters", "causal", "rounded")  # with the back end "eager": faster, and enough to count graphs
 
@@ -59,7 +62,12 @@ def roles_of(case: str, compile: bool) -> tuple[Trainable, Frozen]:
                 weight.data.normal_(generator=torch.Generator().manual_seed(i))
         student = Trainable("student", backbone, TrainableConfig(adapter=adapter))
         return student, Frozen("teacher", backbone, RoleConfig())
-    model = CausalWanModel(small_model().network) if case == "causal" else small_model()
+    model = small_model()
+    if case == "causal":
+        model = CausalWanModel(model.network)
+    elif case == "sparse":
+        tiles = SparseAttentionConfig(share=0.5, tile=(2, 2, 2))
+        model = SparseWanModel(model.network, None, tiles, ALONE.device)
     half = case == "rounded"  # bf16 copies of the weights
     config = TrainableConfig(precision="bf16" if half else "fp32")
     student = Trainable("student", Backbone(model, ALONE, trained=True, half_passes=half, **settings), config)
@@ -98,6 +106,8 @@ def main() -> None:
             (student, teacher), graphs, kept = roles_of(case, compile), [], SavedBytes()
             for step in range(2):
                 inputs = x + step
+                if case == "sparse":
+                    student.backbones[""].model.share = 0.3 + 0.3 * step  # a rising share needs no new graph
                 kept.clear()  # addresses are used again in the next step
                 before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
                 teacher.velocity(inputs, SIGMA, cond)

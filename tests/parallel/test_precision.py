@@ -119,13 +119,15 @@ def compiled(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict]]:
 
 @pytest.mark.slow
 def test_compiled_blocks_learn_what_they_did(tmp_path):
-    """For whole networks, adapters and causal students with a growing cache; the sums are in another order.
+    """For whole networks, adapters, causal students with a growing cache, and sparse ones with a rising share.
+
+    The sums are in another order.
 
     Every graph is made in the first step. With selective recomputation a graph keeps less than without, and more than
     the inputs alone that full recomputation keeps.
     """
     found, counted = compiled(tmp_path / "gradients.safetensors")
-    for case in ("whole", "none", "full", "adapters", "causal", "rounded"):
+    for case in ("whole", "none", "full", "adapters", "causal", "rounded", "sparse"):
         plain, ours = (
             {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
             for prefix in (f"{case}/plain/", f"{case}/compiled/")

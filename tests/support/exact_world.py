@@ -88,6 +88,7 @@ class Model:
     """A network of (x_t, sigma, label) as a velocity field."""
 
     adapter_layers = ("0", "2")
+    new_layers = ()
     feature_size = 128
 
     def __init__(self, network: nn.Module) -> None:

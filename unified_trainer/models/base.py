@@ -14,6 +14,7 @@ from unified_trainer.basics.requests import Image
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, Video
 from unified_trainer.models.adapter_file import AdapterFile, diffusers_adapter
 from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.mesh import Mesh
 
@@ -37,6 +38,11 @@ class VideoModel(Protocol):
     @property
     def adapter_layers(self) -> tuple[str, ...]:
         """Names of the linear layers that adapters usually go on."""
+        ...
+
+    @property
+    def new_layers(self) -> tuple[str, ...]:
+        """Ends of the names of weights that a folder may lack: they start at zero, and are trained beside adapters."""
         ...
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
@@ -105,6 +111,16 @@ class VideoModel(Protocol):
 
         Their number does not change from pass to pass, and a dimension that grows is marked as dynamic.
         """
+        ...
+
+
+class SparseVideoModel(VideoModel, Protocol):
+    """A model whose self-attention leaves out a share of the tiles of keys."""
+
+    share: float  # that the next pass leaves out
+
+    def lacks_kernel(self, device: str) -> str:
+        """Return what keeps bf16 passes on such a device from block-sparse kernels; empty where they run on them."""
         ...
 
 
@@ -301,3 +317,5 @@ class Family:
     published_layer: Callable[[str], str | None] = lambda layer: None
     # module that an export carries as pipeline.py: a diffusers pipeline that reads scheduler/sampler.json
     exported_pipeline: Path | None = None
+    # (folder, component, settings) -> as `model`, with sparse self-attention; None: no sparse form
+    sparse: Callable[[Path, str, SparseAttentionConfig], SparseVideoModel] | None = None

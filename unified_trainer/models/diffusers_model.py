@@ -30,6 +30,7 @@ class DiffusersModel:
 
     network_class: ClassVar[type[ModelMixin]]
     adapter_layers: ClassVar[tuple[str, ...]]
+    new_layers: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, network: nn.Module, folder: Path | None = None) -> None:
         """Take a network; `folder` holds its weights while it is an outline without memory."""
@@ -43,7 +44,7 @@ class DiffusersModel:
 
     def read(self, mesh: Mesh, merged: AdapterFile | None = None) -> None:
         if self._folder is not None:
-            read_weights(self.network, self._folder, mesh, merged)
+            read_weights(self.network, self._folder, mesh, merged, self.new_layers)
             self._folder = None
             for module in self.network.modules():
                 for name, table in list(module.named_buffers(recurse=False)):

@@ -20,7 +20,7 @@ from unified_trainer.models.layout import arguments_of, check_layout, reading_co
 from unified_trainer.models.tensor_file import floating_shapes
 from unified_trainer.parallel.fsdp import local_part, storage_device, to_local
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.parallel.reading import fill
+from unified_trainer.parallel.reading import fill, shapes_in
 
 M = TypeVar("M", bound=Any)  # a class of another library
 TOKENIZERS = ("tokenizer.json", "spiece.model", "vocab.json")
@@ -183,21 +183,25 @@ def check_described(
     return fields
 
 
-def outline(kind: type[M], folder: Path) -> M:
+def outline(kind: type[M], folder: Path, spare: tuple[str, ...] = ()) -> M:
     """Return the float32 model of a diffusers component without memory for its weights; buffers are computed.
 
-    Raise UserError unless its config describes such a model with exactly the weights of the folder.
+    Raise UserError unless its config describes such a model with exactly the weights of the folder, but for those whose
+    names end in one of `spare`.
     """
-    fields = check_described(kind, folder)
+    fields = check_described(kind, folder, spare=spare)
     with init_empty_weights(include_buffers=False), reading_config(folder / "config.json", kind.__name__):
         return kind.from_config(fields)
 
 
-def read_weights(network: nn.Module, folder: Path, mesh: Mesh, merged: Change | None = None) -> None:
+def read_weights(
+    network: nn.Module, folder: Path, mesh: Mesh, merged: Change | None = None, new: tuple[str, ...] = ()
+) -> None:
     """Read the weights of an outline, each rank its own shards; all must be finite.
 
     What `merged` gives is added in float32, and the sum is rounded once to the precision of the weight. Weights that
-    already have memory (of adapters) stay as they are.
+    already have memory (of adapters) stay as they are. Those whose names end in one of `new` are zero if the folder has
+    none.
     """
     _check_one_set(folder)
     inside = {key: key.replace(".base_layer.", ".") for key, weight in network.state_dict().items() if weight.is_meta}
@@ -205,11 +209,15 @@ def read_weights(network: nn.Module, folder: Path, mesh: Mesh, merged: Change | 
     device = storage_device(mesh)
     weights = {key: torch.empty_like(weight, device=device) for key, weight in empty.items()}
     changed = sorted(key for key in weights if merged is not None and inside[key] in merged.changed)
-    fill({inside[key]: weight for key, weight in weights.items() if key not in changed}, folder, mesh)
+    held = shapes_in(folder) if new else {}
+    absent = {key for key, name in inside.items() if name.endswith(new) and name not in held}
+    for key in absent:
+        to_local(weights[key]).zero_()
+    fill({inside[key]: weight for key, weight in weights.items() if key not in {*changed, *absent}}, folder, mesh)
     for first in range(0, len(changed), TOGETHER):
         some = changed[first : first + TOGETHER]
-        exact = {key: torch.empty_like(empty[key], device=device, dtype=torch.float32) for key in some}
-        fill({inside[key]: weight for key, weight in exact.items()}, folder, mesh)
+        exact = {key: torch.zeros_like(empty[key], device=device, dtype=torch.float32) for key in some}
+        fill({inside[key]: weight for key, weight in exact.items() if key not in absent}, folder, mesh)
         for key, weight in exact.items():
             assert merged is not None  # it names the weights that are changed
             change = merged.change(inside[key], weight.shape, device)

@@ -213,6 +213,11 @@ def use_tf32(where: TF32) -> None:
     torch.backends.cudnn.allow_tf32 = where != "none"
 
 
+def has_sparse_kernels(kind: str) -> bool:
+    """Whether the kernels of fastvideo-kernel run on devices of this kind."""
+    return kind == "cuda"
+
+
 def has_flex_attention(device: torch.device) -> bool:
     """Return whether masked attention should use FlexAttention; other devices use a dense mask."""
     return device.type == "cuda"

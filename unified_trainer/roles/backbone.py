@@ -38,10 +38,10 @@ from unified_trainer.roles.rounded_weights import keep_rounded
 NO_ADAPTER = "none"  # no adapter has this name: peft then runs the base weights alone
 
 
-def adapter_weights(network: nn.Module, role: str) -> dict[str, nn.Parameter]:
-    """Return the adapter of a role on a network, by peft's names, which are without the role's."""
-    mine = f".{role}."
-    return {key.replace(mine, "."): p for key, p in network.named_parameters() if mine in key}
+def adapter_weights(model: VideoModel, role: str) -> dict[str, nn.Parameter]:
+    """Return the adapter of a role on a model, by peft's names without the role's, and the new layers of the model."""
+    mine, weights = f".{role}.", model.network.named_parameters()
+    return {key.replace(mine, "."): p for key, p in weights if mine in key or key.endswith(model.new_layers)}
 
 
 class Backbone:
@@ -84,6 +84,8 @@ class Backbone:
 
             for name, config in self.adapters.items():
                 inject(model, name, config, mesh.device)
+                for p in adapter_weights(model, name).values():
+                    p.requires_grad_()
             self._layers = layers_of(model.network)
         if half:
             hold_in_bf16(model.network)
@@ -115,8 +117,9 @@ class Backbone:
 
     def own_weights(self, role: str) -> dict[str, nn.Parameter]:
         """Return the role's adapter by peft's names, or without one every weight of the model, frozen ones too."""
-        network = self.model.network
-        return adapter_weights(network, role) if role in self.adapters else dict(network.named_parameters())
+        return (
+            adapter_weights(self.model, role) if role in self.adapters else dict(self.model.network.named_parameters())
+        )
 
     @property
     def parameters(self) -> int:

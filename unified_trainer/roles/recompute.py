@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from unified_trainer.basics.ranges import Count
+from unified_trainer.models.sparse_attention import KERNELS
 from unified_trainer.parallel.device import NPU_ATTENTION
 
 Recomputed = Literal["none", "selective", "full"]  # of one block
@@ -27,6 +28,7 @@ ATTENTION = (
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
     torch.ops.higher_order.flex_attention,  # masked attention on CUDA, as compiled blocks call it
 )
+NAMED = (*NPU_ATTENTION, *KERNELS)  # attention of other packages, by the names of their operations
 WIDENING = 8  # a product that has more columns than this times its inner width is cheap to repeat and costly to keep
 
 
@@ -66,7 +68,7 @@ def selective_policy(_context: Any, operation: Any, *inputs: Any, **_named: Any)
     Products that widen their input more than WIDENING times, such as the second factor of an adapter, are as large as
     the others and take little time: they are recomputed too.
     """
-    if operation in ATTENTION or operation.name() in NPU_ATTENTION:
+    if operation in ATTENTION or operation.name() in NAMED:
         return CheckpointPolicy.MUST_SAVE
     if operation not in PRODUCTS:
         return CheckpointPolicy.PREFER_RECOMPUTE

@@ -15,6 +15,7 @@ from unified_trainer.basics.errors import UserError, working_on
 from unified_trainer.basics.ranges import Decay
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import VideoModel
+from unified_trainer.models.sparse_attention import DENSE, SparseAttentionConfig
 from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.adapter import AdapterConfig, AdapterFileConfig, FrozenExpertConfig
@@ -63,6 +64,11 @@ class RoleConfig:
         return False
 
     @property
+    def sparse(self) -> SparseAttentionConfig:
+        """The settings of its sparse attention; a role that is never trained has dense attention."""
+        return DENSE
+
+    @property
     def experts(self) -> Mapping[Expert, FrozenExpertConfig]:
         """The settings of two experts by name, high noise first."""
         return {"high": self.high, "low": self.low}
@@ -74,6 +80,7 @@ class TrainableConfig(LearnerConfig, RoleConfig):
     """Activations that the backward pass computes again, to save memory. none: nothing. selective: all but the results
     of matrix products and attention, at almost no extra FLOPs. full: everything, a third more FLOPs. A number n:
     full in the first n blocks of a network, selective in the others; the command plan names the n that fits."""
+    sparse_attention: SparseAttentionConfig = field(default_factory=SparseAttentionConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     high: ExpertConfig = field(default_factory=ExpertConfig)
     low: ExpertConfig = field(default_factory=ExpertConfig)
@@ -88,6 +95,10 @@ class TrainableConfig(LearnerConfig, RoleConfig):
         return any(paths) and not self.adapter.merge
 
     @property
+    def sparse(self) -> SparseAttentionConfig:
+        return self.sparse_attention
+
+    @property
     def experts(self) -> Mapping[Expert, ExpertConfig]:
         return {"high": self.high, "low": self.low}
 
@@ -98,6 +109,7 @@ class TrainableConfig(LearnerConfig, RoleConfig):
                 f"{role}.lr_schedule {self.lr_schedule} needs {role}.lr_decay_updates, the updates until the lowest "
                 "learning rate"
             )
+        self.sparse_attention.check(f"{role}.sparse_attention")
 
     def of(self, expert: Expert) -> "TrainableConfig":
         """Return the settings of one expert, or of a role's only network."""
@@ -239,6 +251,11 @@ class Trainable(Role):
         return self._backbones[expert].weights(self.key(self.name, expert))
 
     @property
+    def learners(self) -> Mapping[Expert, Learner]:
+        """The optimizers of its trained networks."""
+        return self._learners
+
+    @property
     def weights(self) -> Mapping[str, nn.Parameter]:
         """The trained weights by name; those of two experts as high/NAME and low/NAME."""
         return {
@@ -328,6 +345,11 @@ class Trainable(Role):
         self._backbones[expert].save_adapter(self.key(self.name, expert), folder)
 
     def _check_alone(self, expert: Expert) -> None:
+        if self._backbones[expert].model.new_layers:
+            raise UserError(
+                f"{self.name} trains gates of its sparse attention beside its adapter, which no layout of adapters "
+                "holds: write both with --adapter merge"
+            )
         if merged := self._backbones[expert].merged:
             raise UserError(
                 f"the adapter of {self.name} is on top of {merged.file}, which is merged into its base: it is of use "

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 
+from unified_trainer.basics.types import of_kind
+from unified_trainer.models.sparse_attention import DENSE, SparseAttentionConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.causal import Causal
 from unified_trainer.roles.experts import Expert, ExpertPair
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Role, Trainable
+from unified_trainer.roles.sparse_schedule import raise_share
 from unified_trainer.run.plan.roles import RolePlan
 from unified_trainer.run.registry import open_model
 
@@ -18,15 +21,16 @@ def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) 
     With `half`, frozen base weights are held in the precision of their roles. Without it they are float32 and not
     shared, so that the caller may change them, as export does.
     """
-    # key: path, component, adapter that is merged into it, and the owner of a network that is not shared
-    users: dict[tuple[str, str, str, str], list[tuple[str, Expert]]] = {}
+    # key: path, component, adapter that is merged into it, sparse attention, and the owner of a network that is not
+    # shared: one whose own weights are trained, such as the gates of sparse attention
+    users: dict[tuple[str, str, str, SparseAttentionConfig, str], list[tuple[str, Expert]]] = {}
     for name, plan in plans.items():
         for expert, component in plan.layout.components.items():
-            alone = not half or (expert in plan.layout.trained and plan.own_adapter is None)
+            sparse = plan.config.sparse
+            alone = not half or (expert in plan.layout.trained and (plan.own_adapter is None or sparse != DENSE))
             merged = plan.merged[expert].name if expert in plan.merged else ""
-            users.setdefault((plan.path, component, merged, f"{name} {expert}" if alone else ""), []).append(
-                (name, expert)
-            )
+            key = (plan.path, component, merged, sparse, f"{name} {expert}" if alone else "")
+            users.setdefault(key, []).append((name, expert))
     backbones: dict[tuple[str, Expert], Backbone] = {}
     for (path, component, *_), seats in users.items():
         backbones |= dict.fromkeys(seats, _load_backbone(path, component, seats, plans, mesh, half=half))
@@ -34,6 +38,8 @@ def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) 
     for name, plan in plans.items():
         own = [backbones[name, expert] for expert in plan.layout.components]
         roles[name] = plan.kind(name, _networks(own, plan.layout.boundary), plan.config)
+        if plan.config.sparse.warmup_updates:
+            raise_share(of_kind(Trainable, roles[name]))
     return roles
 
 
@@ -59,7 +65,8 @@ def _load_backbone(
     training = [(name, expert) for name, expert in seats if expert in plans[name].layout.trained]
     adapters = {Role.key(*seat): own for seat in training if (own := plans[seat[0]].own_adapter) is not None}
     owned = bool(training) and not adapters
-    model = open_model(names[0], path, component, causal=any(issubclass(plans[name].kind, Causal) for name in names))
+    causal = any(issubclass(plans[name].kind, Causal) for name in names)
+    model = open_model(names[0], path, component, causal=causal, sparse=plans[names[0]].config.sparse)
     recompute = [plans[name].recomputed(len(model.blocks)) for name in names]
     half_passes = half and all(plans[name].config.precision == "bf16" for name in names)
     return Backbone(

@@ -13,6 +13,7 @@ from unified_trainer.methods import METHODS
 from unified_trainer.methods.base import Method
 from unified_trainer.models import hub
 from unified_trainer.models.base import Family, VideoModel
+from unified_trainer.models.sparse_attention import DENSE, SparseAttentionConfig
 
 TINY = Path(__file__).parents[1] / "assets" / "tiny"
 WAN = "unified_trainer.models.wan.family:WAN"
@@ -82,9 +83,15 @@ def family_of(role: str, path: str) -> tuple[Family, Path]:
     return family, folder
 
 
-def open_model(role: str, path: str, component: str, *, causal: bool) -> VideoModel:
-    """Open a network of a role's path, causal or bidirectional; its weights are read later, shard by shard."""
+def open_model(
+    role: str, path: str, component: str, *, causal: bool, sparse: SparseAttentionConfig = DENSE
+) -> VideoModel:
+    """Open a network of a role's path, causal, sparse or neither; its weights are read later, shard by shard."""
     family, folder = family_of(role, path)
+    if sparse.share:
+        if family.sparse is None:
+            raise UserError(f"{role}.sparse_attention: {folder} is of a family without sparse attention, leave it out")
+        return family.sparse(folder, component, sparse)
     if not causal:
         return family.model(folder, component)
     assert family.causal is not None  # the check of the roles refuses other families

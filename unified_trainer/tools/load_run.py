@@ -99,7 +99,10 @@ def _read(
     run: RunConfig, metadata: Manifest, role: str, kind: type[Trainable], config: TrainableConfig, path: str, mesh: Mesh
 ) -> LoadedRole:
     """Load a role with the weights of its pipeline folder."""
-    bare = dataclasses.replace(config, ema_decay=0.0, activation_memory="none", compile=False)
+    whole = dataclasses.replace(
+        config.sparse_attention, warmup_updates=0
+    )  # a finished student leaves out its whole share
+    bare = dataclasses.replace(config, ema_decay=0.0, activation_memory="none", compile=False, sparse_attention=whole)
     layout = layout_for(role, kind, bare, path)
     adapters = adapters_of(role, kind, bare, path, layout, starting=False)
     loaded = load_roles({role: RolePlan(kind, adapters.config, path, layout, adapters.merged)}, mesh, half=False)[role]

@@ -83,10 +83,10 @@ class LayerText:
 def set_attention(blocks: nn.ModuleList) -> None:
     """Set attention that takes a `Pass` in place of the rotary embedding; it may be set twice."""
     for layer, block in enumerate(blocks):
-        if not isinstance(block.attn1.processor, _SelfAttention):
+        if not isinstance(block.attn1.processor, SelfAttention):
             block.register_forward_pre_hook(partial(_own_inputs, layer))
         block.attn2.processor = _TextAttention() if block.attn2.add_k_proj is None else _ImageTextAttention()
-        block.attn1.processor = _SelfAttention()
+        block.attn1.processor = SelfAttention()
 
 
 def joined_inputs(*inputs: Any) -> tuple[Any, ...]:
@@ -111,7 +111,7 @@ def _list_of(lists: LayerLists | None, layer: int) -> KeysValues | None:
     return None if lists is None else lists[layer]
 
 
-class _SelfAttention:
+class SelfAttention:
     """Self-attention over the tokens of the past and of the pass: all tokens, and on each rank its heads."""
 
     def __call__(
@@ -119,10 +119,10 @@ class _SelfAttention:
     ) -> Float[Tensor, "b n width"]:
         query, key, value = (
             part.unflatten(2, (attn.heads, -1))
-            for part in (_normed(attn.norm_q, attn.to_q(x)), _normed(attn.norm_k, attn.to_k(x)), attn.to_v(x))
+            for part in (normed(attn.norm_q, attn.to_q(x)), normed(attn.norm_k, attn.to_k(x)), attn.to_v(x))
         )
         # Rounded to the precision that attention computes in before anything is cached or sent.
-        query, key = _rotate(query, now).to(value), _rotate(key, now).to(value)
+        query, key = rotate(query, now).to(value), rotate(key, now).to(value)
         if now.mesh:
             query, key, value = (tokens_to_heads(part, now.tokens, now.mesh) for part in (query, key, value))
         if now.recorded is not None:
@@ -130,7 +130,7 @@ class _SelfAttention:
         if now.past:
             key, value = (torch.cat(parts, 1) for parts in zip(*now.past, (key, value), strict=True))
         out = attend(query, key, value, now.mask)
-        return _project_out(attn, heads_to_tokens(out, now.mesh) if now.mesh else out)
+        return project_out(attn, heads_to_tokens(out, now.mesh) if now.mesh else out)
 
 
 class _TextAttention:
@@ -148,12 +148,12 @@ class _TextAttention:
             if len(text.cached) == 0:
                 text.cached.extend(self.keys_and_values(attn, text.encoder))
             pairs = text.cached
-        query = _normed(attn.norm_q, attn.to_q(x)).to(pairs[0][1]).unflatten(2, (attn.heads, -1))
-        return _project_out(attn, reduce(torch.add, (attend(query, key, value, None) for key, value in pairs)))
+        query = normed(attn.norm_q, attn.to_q(x)).to(pairs[0][1]).unflatten(2, (attn.heads, -1))
+        return project_out(attn, reduce(torch.add, (attend(query, key, value, None) for key, value in pairs)))
 
     def keys_and_values(self, attn: WanAttention, text: Tensor) -> KeysValues:
         """Return keys and values of each attention whose results are added: here of the text's."""
-        return [_by_head(attn, _normed(attn.norm_k, attn.to_k(text)), attn.to_v(text))]
+        return [_by_head(attn, normed(attn.norm_k, attn.to_k(text)), attn.to_v(text))]
 
 
 class _ImageTextAttention(_TextAttention):
@@ -161,11 +161,11 @@ class _ImageTextAttention(_TextAttention):
 
     def keys_and_values(self, attn: WanAttention, text: Tensor) -> KeysValues:
         image, text = text[:, :-TEXT_TOKENS], text[:, -TEXT_TOKENS:]
-        of_image = _by_head(attn, _normed(attn.norm_added_k, attn.add_k_proj(image)), attn.add_v_proj(image))
+        of_image = _by_head(attn, normed(attn.norm_added_k, attn.add_k_proj(image)), attn.add_v_proj(image))
         return [*super().keys_and_values(attn, text), of_image]
 
 
-def _normed(norm: nn.RMSNorm, x: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
+def normed(norm: nn.RMSNorm, x: Float[Tensor, "b n width"]) -> Float[Tensor, "b n width"]:
     """Apply x / sqrt(mean x^2 + eps) weight in float32, with a float32 result, in one kernel.
 
     Of a bf16 input and a float32 weight torch would make several; and only from 2.13 on does autocast widen the input.
@@ -177,11 +177,11 @@ def _by_head(attn: WanAttention, key: Tensor, value: Tensor) -> tuple[Keys, Keys
     return key.to(value).unflatten(2, (attn.heads, -1)), value.unflatten(2, (attn.heads, -1))
 
 
-def _project_out(attn: WanAttention, heads: Heads) -> Float[Tensor, "b n width"]:
+def project_out(attn: WanAttention, heads: Heads) -> Float[Tensor, "b n width"]:
     return attn.to_out[1](attn.to_out[0](heads.flatten(2)))
 
 
-def _rotate(x: Heads, now: LayerPass) -> Heads:
+def rotate(x: Heads, now: LayerPass) -> Heads:
     """Rotate pairs of adjacent channels by the angles of their token's position."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = now.cos[..., 0::2], now.sin[..., 1::2]

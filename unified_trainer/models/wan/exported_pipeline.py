@@ -9,6 +9,7 @@ Students with a condition image take it as `image=`.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,15 @@ from diffusers.models.transformers.transformer_wan import WanAttention
 from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image, ImageOps
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoTokenizer, BaseImageProcessor, CLIPVisionModel, UMT5EncoderModel
 
 TIME_SCALE = 1000  # the network's time is 1000 sigma
 MAX_TEXT_TOKENS = 512  # what Wan was trained with; a tokenizer may say less
 ALIGNMENT = 64  # bytes, of what torch allocates on a CPU
+GATE = "to_gate_compress"  # FastVideo's name of the layer that adds the coarse branch of sparse attention
 NOISE = -1  # number of the draw that sampling starts from
 MASK_CHANNELS = 4  # beside image latents: pixel frames of a latent frame
 
@@ -46,6 +50,8 @@ class Sampler:
     negative_prompt: str
     boundary: float | None  # noise level from which transformer runs, and transformer_2 below; None: one network
     precision: str  # "bf16": passes run under autocast; "fp32": in the precision of the weights
+    sparse_share: float  # share of the tiles of keys that self-attention leaves out; 0: dense
+    sparse_tile: list[int]  # tokens of a tile along time, height and width
     frames: int  # size of the run's videos in pixels
     height: int
     width: int
@@ -311,17 +317,22 @@ class Networks:
         running = [self.high] * (sampler.sigmas[0] >= boundary) + [self.low] * (sampler.sigmas[-2] < boundary)
         self.caches = [KVCache(network) for network in running] if sampler.chunk_frames else []
         self._norms = [layer for network in running for layer in network.modules() if isinstance(layer, nn.RMSNorm)]
+        sparse = running if sampler.sparse_share else []
+        self.opened: list[KVCache | SparseAttention] = [
+            *self.caches,
+            *(SparseAttention(network, sampler) for network in sparse),
+        ]
 
     def __enter__(self) -> "Networks":
-        for cache in self.caches:
-            cache.open()
+        for attention in self.opened:
+            attention.open()
         half = self.sampler.precision == "bf16"
         self._hooks = [norm.register_forward_pre_hook(in_float32) for norm in self._norms if half]
         return self
 
     def __exit__(self, *_: object) -> None:
-        for cache in self.caches:
-            cache.close()
+        for attention in self.opened:
+            attention.close()
         for hook in self._hooks:
             hook.remove()
 
@@ -422,6 +433,84 @@ class CachedAttention:
 def in_float32(_norm: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     """Let queries and keys be normalised and rotated in float32, as in training; attention rounds them to bf16."""
     return (inputs[0].float(),)
+
+
+class SparseAttention:
+    """While it is open, the self-attention of a network leaves out tiles of keys (VSA, arXiv:2505.13389).
+
+    All pairs of tokens are computed, head by head, and those of the other tiles masked.
+    """
+
+    def __init__(self, network: WanTransformer3DModel, sampler: Sampler) -> None:
+        self.network, self.share, self.tile = network, sampler.sparse_share, sampler.sparse_tile
+        self._before = [block.attn1.processor for block in network.blocks]
+        if GATE not in dict(network.blocks[0].named_children()):
+            self._read_gates(Path(network.config._name_or_path))
+
+    def open(self) -> None:
+        """Put the sparse attention into the network."""
+        self._hook = self.network.register_forward_pre_hook(self._set_tiles)
+        for block in self.network.blocks:
+            block.attn1.processor = functools.partial(self._attend, block)
+
+    def close(self) -> None:
+        """Put the network's own attention back."""
+        self._hook.remove()
+        for block, processor in zip(self.network.blocks, self._before, strict=True):
+            block.attn1.processor = processor
+
+    def _read_gates(self, folder: Path) -> None:
+        """Add the layer that diffusers' class does not have, of each block."""
+        held: dict[str, Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                held |= {key: tensors.get_tensor(key) for key in tensors.offset_keys() if f".{GATE}." in key}
+        for number, block in enumerate(self.network.blocks):
+            like = block.attn1.to_q.weight
+            gate = nn.Linear(like.shape[1], like.shape[0], device=like.device, dtype=like.dtype)
+            gate.load_state_dict({part: held[f"blocks.{number}.{GATE}.{part}"] for part in ("weight", "bias")})
+            block.register_module(GATE, gate.requires_grad_(False))
+
+    def _set_tiles(self, _network: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Number the tiles of the pass's tokens, and the place of each token in its tile."""
+        x, patch = inputs[0], self.network.config.patch_size
+        size = [length // part for length, part in zip(x.shape[2:], patch, strict=True)]
+        count = [-(-length // tile) for length, tile in zip(size, self.tile, strict=True)]
+        at = torch.meshgrid(*(torch.arange(length) for length in size), indexing="ij")
+        t, h, w = (place // tile for place, tile in zip(at, self.tile, strict=True))
+        i, j, k = (place % tile for place, tile in zip(at, self.tile, strict=True))
+        _, rows, columns = self.tile
+        self.of_token = ((t * count[1] + h) * count[2] + w).flatten().to(x.device)
+        self.slot = self.of_token * math.prod(self.tile) + ((i * rows + j) * columns + k).flatten().to(x.device)
+        self.sizes = torch.bincount(self.of_token, minlength=math.prod(count))
+        self.kept = max(1, math.ceil((1 - self.share) * len(self.sizes)))
+
+    def _attend(
+        self, block: nn.Module, attn: WanAttention, x: Tensor, _text: None, _mask: None, rope: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        query, key, value, gate = (
+            part.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+            for part in (attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x)), attn.to_v(x), getattr(block, GATE)(x))
+        )
+        cos, sin = (table.transpose(1, 2) for table in rope)
+        query, key = rotate(query, cos, sin).to(value), rotate(key, cos, sin).to(value)
+        means = [self._means(part) for part in (query, key, value)]
+        scores = (means[0] @ means[1].transpose(2, 3)).float() / math.sqrt(query.shape[3])
+        coarse = scores.softmax(-1).to(value) @ means[2]
+        order = (-scores).argsort(dim=-1, stable=True)[..., : self.kept]
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, True)
+        masks = (chosen[:, [head]][:, :, self.of_token][..., self.of_token] for head in range(attn.heads))
+        fine = [
+            scaled_dot_product_attention(query[:, [head]], key[:, [head]], value[:, [head]], attn_mask=mask)
+            for head, mask in enumerate(masks)
+        ]
+        out = torch.cat(fine, 1) + gate * coarse[:, :, self.of_token]
+        return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2)))
+
+    def _means(self, x: Tensor) -> Tensor:
+        slots = x.new_zeros(*x.shape[:2], len(self.sizes) * math.prod(self.tile), x.shape[3])
+        sums = slots.index_copy(2, self.slot, x).unflatten(2, (len(self.sizes), -1)).sum(3, dtype=torch.float32)
+        return (sums / self.sizes[:, None]).to(x)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from unified_trainer.models.wan.configs import EXPERTS, INDEX, ModelIndex, check
 from unified_trainer.models.wan.image_model import FirstFrameWanModel, ImageChannelsWanModel
 from unified_trainer.models.wan.lora import published_adapter, published_layer
 from unified_trainer.models.wan.model import WanModel
+from unified_trainer.models.wan.sparse import SparseWanModel, check_dense
 
 
 def images(folder: Path) -> tuple[int, int]:
@@ -33,6 +34,7 @@ def images(folder: Path) -> tuple[int, int]:
 
 def open_model(folder: Path, component: str) -> WanModel:
     """Open a network of a folder, without weights: of text alone, or of text and an image."""
+    check_dense(folder / component)
     kinds = {(0, 0): WanModel, (0, 1): FirstFrameWanModel, (1, 1): ImageChannelsWanModel}
     return kinds[images(folder)].open(folder, component)
 
@@ -121,4 +123,5 @@ WAN = Family(
     published_layer=published_layer,
     adapter_files=("high_noise_model", "low_noise_model"),  # as Wan2.2-Lightning names them
     exported_pipeline=Path(exported_pipeline.__file__),
+    sparse=SparseWanModel.open_with,
 )

@@ -28,6 +28,7 @@ from unified_trainer.run.plan.guards import check_guards, check_worker_packages,
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame, has_images
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
 from unified_trainer.run.plan.shift import note_shift
+from unified_trainer.run.plan.sparse import check_sparse
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
@@ -141,6 +142,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_sampling(run, latent_shape)
     validation_shape = family.latent_shape(folder, shown.video.frames, shown.video.height, shown.video.width)
     check_sampling(shown, validation_shape)
+    sparse_note = check_sparse(run, method, roles, mesh)
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type, family.tile_unit)
     notes = (
@@ -148,6 +150,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         _misfit(run, method),
         without_adapter(roles),
         left_at_base(run, roles),
+        sparse_note,
         *(file.note for file in files.values()),
         clips.stored.image_note if clips.stored else "",
         note_shift(folder, family.tokens(folder, latent_shape), run.sampler.shift),

@@ -121,13 +121,19 @@ def weight_shapes(name: str, role: RolePlan) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the weights that a role trains, as in its checkpoints, without memory for them."""
     shapes: dict[str, tuple[int, ...]] = {}
     for expert in role.layout.trained:
-        model = open_model(name, role.path, role.layout.components[expert], causal=issubclass(role.kind, Causal))
+        model = open_model(
+            name,
+            role.path,
+            role.layout.components[expert],
+            causal=issubclass(role.kind, Causal),
+            sparse=role.config.sparse,
+        )
         if role.own_adapter is not None:
             from unified_trainer.roles.lora import inject
 
             key = Role.key(name, expert)
             inject(model, key, role.own_adapter, torch.device("meta"))
-            own = shapes_of(adapter_weights(model.network, key))
+            own = shapes_of(adapter_weights(model, key))
         else:
             own = shapes_of(dict(model.network.named_parameters()))
         if issubclass(role.kind, Headed):
@@ -173,7 +179,13 @@ def _check_adapter(name: str, role: RolePlan, adapter: AdapterConfig) -> None:
     if adapter.layers and not adapter.rank:
         raise ConfigError(f"{name}.adapter.layers is for an adapter: set {name}.adapter.rank, or leave it out")
     for expert in role.layout.trained if adapter.layers else ():
-        model = open_model(name, role.path, role.layout.components[expert], causal=issubclass(role.kind, Causal))
+        model = open_model(
+            name,
+            role.path,
+            role.layout.components[expert],
+            causal=issubclass(role.kind, Causal),
+            sparse=role.config.sparse,
+        )
         layers = [key for key, module in model.network.named_modules() if isinstance(module, nn.Linear)]
         for wanted in adapter.layers:
             if not any(f".{key}".endswith(f".{wanted}") for key in layers):

@@ -15,7 +15,7 @@ from unified_trainer.basics.errors import OutputExistsError, UserError, writing
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import DTYPES
-from unified_trainer.models.base import Family, VideoModel
+from unified_trainer.models.base import VideoModel
 from unified_trainer.models.tensor_file import write_tensors
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.checkpoint.manifest import Spec
@@ -100,7 +100,7 @@ def _write_network(loaded: LoadedRole, folder: Path, dtype: torch.dtype, max_sha
         with loaded.role.running(expert) as model:
             _must_agree(_velocity(model), before[expert], MERGED, f"{loaded.said}: with its adapter merged")
             model.save(folder, component, dtype, max_shard_size)
-            again = _read(loaded.family, folder, component)
+            again = _read(loaded, folder, component)
             read = again.network.state_dict()
             for key, weight in model.network.state_dict().items():
                 if not torch.equal(read[key], weight):
@@ -117,7 +117,7 @@ def _write_adapters(loaded: LoadedRole, folder: Path) -> list[AdapterFile]:
         with loaded.role.running(expert) as model:
             before = _velocity(model)
         loaded.role.save_adapter(expert, own)
-        again = _read(loaded.family, loaded.base, loaded.layout.components[expert])
+        again = _read(loaded, loaded.base, loaded.layout.components[expert])
         peft = PeftModel.from_pretrained(again.network, own, local_files_only=True)  # a folder that was just written
         _must_agree(_velocity(again), before, WRITTEN, f"{loaded.said}: the adapter read again")
         _write_for_diffusers(*loaded.role.adapter(expert), peft.peft_config["default"], own / LORA)
@@ -163,8 +163,13 @@ def _write_sampler(loaded: LoadedRole, folder: Path) -> None:
     (folder / SAMPLER).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _read(family: Family, folder: Path, component: str) -> VideoModel:
-    model = family.model(folder, component)
+def _read(loaded: LoadedRole, folder: Path, component: str) -> VideoModel:
+    sparse, family = loaded.role.config.sparse, loaded.family
+    model: VideoModel
+    if sparse.share and family.sparse is not None:
+        model = family.sparse(folder, component, sparse)
+    else:
+        model = family.model(folder, component)
     model.read(Mesh(torch.device("cpu")))
     return model
 

@@ -56,6 +56,8 @@ def sampler_file(run: RunConfig, role: RoleConfig, boundary: float | None) -> di
         "negative_prompt": sampler.negative_prompt,
         "boundary": boundary,
         "precision": role.precision,
+        "sparse_share": role.sparse.share,
+        "sparse_tile": list(role.sparse.tile),
         **{"frames": video.frames, "height": video.height, "width": video.width},
         **dataclasses.asdict(sampler.chunks),
     }

@@ -6,7 +6,7 @@ with a head in place of the vocabulary's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -72,10 +72,13 @@ class Architecture:
     vae: Mapping[str, Any]  # config
     text_encoder: Mapping[str, Any]  # config
     text_tokens: int = TEXT_TOKENS
+    gates: int = 0  # layers of a block that the role's sparse attention adds
 
     @cached_property
     def size(self) -> TransformerSize | QwenImageSize:
-        return (QwenImageSize if self.makes_images else TransformerSize).of(self.transformer)
+        if self.makes_images:
+            return QwenImageSize.of(self.transformer)
+        return replace(TransformerSize.of(self.transformer), gates=self.gates)
 
     @property
     def makes_images(self) -> bool:

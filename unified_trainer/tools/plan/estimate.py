@@ -97,6 +97,9 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     run, fitted = with_fitting_batch(run, data_ranks)
     paths = paths_of(run)
     models = {name: architecture_of(name, path, run) for name, path in paths.items()}
+    for name in models:
+        if run.roles[method.roles[name].copy_of or name].sparse.share:
+            models[name] = replace(models[name], gates=1)
     check_settings(run, method)
     for name, model in models.items():
         check_heads(name, model.heads, degrees.sequence)
@@ -210,7 +213,13 @@ def _flops(one: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
     layers = model.size.layers_to_features if one.to_features else model.size.layers
     repeated = min(recompute_of(name, expert, counts, sizes).full, layers) / layers  # the first blocks are
     frames = one.tokens / one.samples
-    pairs = one.attention / (4 * HEAD * one.samples) - frames * TEXT_TOKENS
+    sparse = counts.plans[name].config.sparse
+    if sparse.share:
+        _, height, width = model.transformer["patch_size"]
+        grid = (int(frames), sizes.latent[2] // height, sizes.latent[3] // width)
+        pairs = float(sparse.pairs(grid, sparse.share))
+    else:
+        pairs = frame**2 * (one.attention / (4 * HEAD * one.samples) - frames * TEXT_TOKENS)
     size = model.size
     count = partial(image_flops, size) if isinstance(size, QwenImageSize) else partial(pass_flops, size)
     found = count(
@@ -218,7 +227,7 @@ def _flops(one: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
         model.text_tokens,
         rank=rank,
         repeated=repeated if trained else 0.0,
-        pairs=pairs * frame**2,
+        pairs=pairs,
         text_keys=model.text_tokens if one.rows["text keys"] else 0,
         times=1 if one.rows["times"] == one.samples else int(frames * frame),
         to_features=one.to_features,

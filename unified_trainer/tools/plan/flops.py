@@ -30,6 +30,7 @@ class TransformerSize:
     patch: int = 4  # latent positions of one token
     inputs: int = 16  # channels that the network reads: those of the latents, and of a condition image
     image_width: int = 0  # channels of CLIP's tokens of a condition image; 0 where the network reads none
+    gates: int = 0  # d x d layers of a block that sparse attention adds; they are trained beside an adapter
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "TransformerSize":
@@ -51,7 +52,7 @@ class TransformerSize:
     def parameters(self) -> int:
         """The number of weights, without adapters."""
         d, f = self.width, self.ffn
-        block = 8 * d * d + 2 * d * f + f + 21 * d
+        block = 8 * d * d + 2 * d * f + f + 21 * d + self.gates * (d * d + d)
         text, time = self.text_width * d + d * d + 2 * d, self.frequencies * d + d * d + 2 * d
         patch = (self.inputs + self.channels) * self.patch * d + d + self.channels * self.patch
         if w := self.image_width:
@@ -75,8 +76,9 @@ class TransformerSize:
         return self.layers // 2 + 1
 
     def adapter(self, rank: int) -> int:
-        """Return the number of weights of an adapter on all attention and feed-forward matrices."""
-        return self.layers * rank * (8 * 2 * self.width + 2 * (self.width + self.ffn))
+        """Return the number of weights of an adapter on all attention and feed-forward matrices, and of the gates."""
+        gates = self.gates * (self.width + 1) * self.width
+        return self.layers * (rank * (8 * 2 * self.width + 2 * (self.width + self.ffn)) + gates)
 
 
 @dataclass(frozen=True)
@@ -141,12 +143,12 @@ def pass_flops(
         outside += 2 * clip_tokens * (w * w + w * d)
         attention += 4 * d * layers * n * clip_tokens
     adapter = 2 * layers * rank * (n * (6 * 2 * d + 2 * (d + f)) + keys * 2 * 2 * d)
-    products = layers * block + outside
+    products, gates = layers * block + outside, 2 * layers * size.gates * n * d * d
     trained = 1 if rank else 2
-    blocks = layers * block + attention + adapter
+    blocks = layers * block + attention + adapter + gates
     return PassFLOPs(
-        forward=products + attention + adapter,
-        backward=trained * (products - (pixels if to_features else 0)) + 2 * attention + 2 * adapter,
+        forward=products + attention + adapter + gates,
+        backward=trained * (products - (pixels if to_features else 0)) + 2 * (attention + adapter + gates),
         recompute=repeated * blocks,
         attention=attention,
         flash=0.5 * attention,
