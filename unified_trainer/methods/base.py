@@ -220,51 +220,66 @@ class Method:
 
 def _check_declaration(cls: type[Method]) -> None:
     """Raise DeclarationError for a method class that build cannot construct."""
-
-    def fail(why: str) -> None:
-        raise DeclarationError(f"{place_of(cls)}: method {cls.__name__} {why}")
-
-    config_class, roles = cls.config_class, cls.roles
+    config_class = cls.config_class
     derived = (
         isinstance(config_class, type) and issubclass(config_class, MethodConfig) and config_class is not MethodConfig
     )
     if not derived or "__dataclass_fields__" not in vars(config_class):
-        fail("must set config_class to a frozen dataclass derived from MethodConfig or SingleUpdateConfig")
-    if not isinstance(roles, Mapping) or not roles:
-        fail('must declare its roles: roles = {"student": trained(), ...}')
-    first = next(iter(roles))
-    if "student" not in roles or not issubclass(roles["student"].kind, Trainable):
-        fail('must declare a trained role "student": validation, sampling and export use it')
-    if first != "student":
-        fail(f'must declare "student" first, not "{first}": other roles start from it unless they say otherwise')
-    for name, spec in roles.items():
-        if not isinstance(spec, RoleSpec):
-            fail(f"declares role {name} as {spec!r}: use trained(), frozen(), initial_copy() or updated_copy()")
-        if not name.isidentifier() or name in PARTS:
-            fail(f"cannot call a role {name!r}: it must be an identifier, and not {' or '.join(PARTS)}")
-        origin = spec.starts_from or first
-        if origin not in roles:
-            fail(f"declares that role {name} starts from {origin}, which is not one of its roles ({', '.join(roles)})")
-        if origin != first and list(roles).index(origin) >= list(roles).index(name):
-            fail(f"declares that role {name} starts from {origin}: a role starts from one declared before it")
-        if spec.copy_of and not issubclass(roles[spec.copy_of].kind, Trainable):
-            fail(f"declares role {name} as a copy of {spec.copy_of}, which is not trained")
-    if cls.sampled_by and not (cls.uses_reward and cls.sampled_by in roles and cls.sample is not Method.sample):
-        fail("sets sampled_by: it must name one of its roles, set uses_reward, and define sample(...)")
+        raise _wrong(cls, "must set config_class to a frozen dataclass derived from MethodConfig or SingleUpdateConfig")
+    _check_roles(cls)
+    if cls.sampled_by and not (cls.uses_reward and cls.sampled_by in cls.roles and cls.sample is not Method.sample):
+        raise _wrong(cls, "sets sampled_by: it must name one of its roles, set uses_reward, and define sample(...)")
     if cls.sampled_by and "rollout_batch" not in config_class.__dataclass_fields__:
-        fail(
+        raise _wrong(
+            cls,
             "sets sampled_by: its config_class needs a field rollout_batch, the samples generated at a time; derive it "
-            "from unified_trainer.methods.rl.rollout_config.RolloutConfig, or from GroupConfig"
+            "from unified_trainer.methods.rl.rollout_config.RolloutConfig, or from GroupConfig",
         )
     if cls.step is Method.step:
-        fail("must define step(batch, step, rng, mesh), a generator of losses")
+        raise _wrong(cls, "must define step(batch, step, rng, mesh), a generator of losses")
     if cls.__init__ is not Method.__init__:
         parameters = inspect.signature(cls.__init__).parameters.values()
         takes_others = any(p.kind is p.VAR_KEYWORD for p in parameters)  # it hands them on to Method's constructor
         given = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD][1:]
-        wanted = ["config", "sampler", *roles, *cls.parts()]
+        wanted = ["config", "sampler", *cls.roles, *cls.parts()]
         if not {*given} <= {*wanted} or (not takes_others and len(given) != len(wanted)):
-            fail(f"has a constructor with {', '.join(given)}, but declares {', '.join(wanted)}")
+            raise _wrong(cls, f"has a constructor with {', '.join(given)}, but declares {', '.join(wanted)}")
+
+
+def _check_roles(cls: type[Method]) -> None:
+    roles = cls.roles
+    if not isinstance(roles, Mapping) or not roles:
+        raise _wrong(cls, 'must declare its roles: roles = {"student": trained(), ...}')
+    first = next(iter(roles))
+    if "student" not in roles or not issubclass(roles["student"].kind, Trainable):
+        raise _wrong(cls, 'must declare a trained role "student": validation, sampling and export use it')
+    if first != "student":
+        raise _wrong(
+            cls, f'must declare "student" first, not "{first}": other roles start from it unless they say otherwise'
+        )
+    for name, spec in roles.items():
+        if not isinstance(spec, RoleSpec):
+            raise _wrong(
+                cls, f"declares role {name} as {spec!r}: use trained(), frozen(), initial_copy() or updated_copy()"
+            )
+        if not name.isidentifier() or name in PARTS:
+            raise _wrong(cls, f"cannot call a role {name!r}: it must be an identifier, and not {' or '.join(PARTS)}")
+        origin = spec.starts_from or first
+        if origin not in roles:
+            raise _wrong(
+                cls,
+                f"declares that role {name} starts from {origin}, which is not one of its roles ({', '.join(roles)})",
+            )
+        if origin != first and list(roles).index(origin) >= list(roles).index(name):
+            raise _wrong(
+                cls, f"declares that role {name} starts from {origin}: a role starts from one declared before it"
+            )
+        if spec.copy_of and not issubclass(roles[spec.copy_of].kind, Trainable):
+            raise _wrong(cls, f"declares role {name} as a copy of {spec.copy_of}, which is not trained")
+
+
+def _wrong(cls: type[Method], why: str) -> DeclarationError:
+    return DeclarationError(f"{place_of(cls)}: method {cls.__name__} {why}")
 
 
 def place_of(cls: type) -> str:

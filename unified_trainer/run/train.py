@@ -146,30 +146,33 @@ def begin(run: RunConfig, mesh: Mesh, argv: Sequence[str]) -> Iterator[Begun]:
                 f"--output {output} already holds a run: continue it with --resume {output}, or name another folder"
             )
         with closing(build(run, mesh, output)) as built:
-            run = built.run
             start, skipped = built.trainer.resume(output) if run.resume else (0, [])
             if start > run.steps:
                 raise ConfigError(f"--resume {output} is at step {start} already: --steps {run.steps} is too few")
-            initialised = built.trainer.init_from(run.init_from) if run.init_from and not start else None
-            unnoted = []
-            if mesh.is_main:
-                with writing(output / "config.yaml"):
-                    settings.save(run, output / "config.yaml")
-                try:
-                    note_environment(output, argv, run.seed, start, mesh)
-                except OSError as error:
-                    unnoted = [f"warning: {output / 'environment.jsonl'} cannot be written ({error})"]
-            lines = [f"writing to {output}" + (f"; weights of {initialised}" if initialised else "")]
-            lines += [note] if note else []
-            if run.resume:
-                lines.append(f"continuing after step {start}" if start else "no checkpoint yet: from the beginning")
-            lines += [
+            initialised = built.trainer.init_from(run.init_from) if run.init_from and not start else ""
+            unnoted = _note_settings(built.run, output, argv, start, mesh) if mesh.is_main else ""
+            continued = f"continuing after step {start}" if start else "no checkpoint yet: from the beginning"
+            lines = (
+                f"writing to {output}" + (f"; weights of {initialised}" if initialised else ""),
+                note,
+                continued if run.resume else "",
                 *(f"skipped {why}" for why in skipped),
                 *(f"changed {what}" for what in changed),
                 *built.trainer.warnings,
-                *unnoted,
-            ]
-            yield Begun(built, output, start, tuple(lines))
+                unnoted,
+            )
+            yield Begun(built, output, start, tuple(filter(None, lines)))
+
+
+def _note_settings(run: RunConfig, output: Path, argv: Sequence[str], start: int, mesh: Mesh) -> str:
+    """Write config.yaml, and how the run was started; return a warning if the second cannot be written."""
+    with writing(output / "config.yaml"):
+        settings.save(run, output / "config.yaml")
+    try:
+        note_environment(output, argv, run.seed, start, mesh)
+    except OSError as error:
+        return f"warning: {output / 'environment.jsonl'} cannot be written ({error})"
+    return ""
 
 
 def _compared(run: RunConfig, output: Path) -> dict[str, str]:

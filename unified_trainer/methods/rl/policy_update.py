@@ -58,7 +58,7 @@ class PolicyUpdate:
         self.kl = ReferenceKL(config.kl_settings(update_batch), sampler, self.policy, reference)
         self._same_noise = same_noise and not sampler.chunks.causal
         self.on_policy, self._update_batch = OnPolicyCheck(student.config.precision, self.policy), update_batch
-        self._candidates = set(config.candidates(sampler, sampler.num_steps - 1))
+        self._candidates = set(config.candidates(sampler, sampler.num_steps))  # windows leave out the last one
         self._now = range(0), list[int]()  # the window of this training step, and its trained transitions
         self._unchanged = False  # whether the next update replays samples with the weights that made them
         self._ess_unread = False  # whether ess of this training step is still to be compared with its floor
