@@ -15,6 +15,7 @@ from qwen_image_folder import qwen_image_folder
 from torch.utils.flop_counter import FlopCounterMode
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import make_batch
 from unified_trainer.models.encoders import EncoderConfig
@@ -163,6 +164,14 @@ def test_the_shift_of_a_size_is_the_pipelines_own(folder, sides):
     assert f"the model's scheduler has {shift:.3f} for samples of {tokens} tokens" in note_shift(folder, tokens, 9.0)
 
 
+def test_a_scheduler_whose_law_is_none_is_refused(tmp_path):
+    (tmp_path / "scheduler").mkdir()
+    config = {"use_dynamic_shifting": True, "base_image_seq_len": 256, "max_image_seq_len": 256}
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"max_image_seq_len must be more than base_image_seq_len, 256, not 256"):
+        shift_of_size(tmp_path, 1024)
+
+
 def test_methods_that_make_no_sense_say_why(folder, prompts, tmp_path, capsys):
     """There is no causal form, an image has one frame, and its sides are whole tokens."""
     more = {"sampler__chunks.chunk-frames": 1}
@@ -174,6 +183,14 @@ def test_methods_that_make_no_sense_say_why(folder, prompts, tmp_path, capsys):
     ):
         assert main(words(method, folder, prompts, tmp_path / "run", **changes)) == 2
         assert said in capsys.readouterr().err
+
+
+def test_statistics_of_latents_are_one_for_each_channel(tmp_path):
+    (tmp_path / "vae").mkdir()
+    config = {"_class_name": "AutoencoderKLQwenImage", "latents_std": [1.0] * 3}
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"latents_std must have a number for each of the 16 channels"):
+        QWEN_IMAGE.latent_shape(tmp_path, 1, *SIDES)
 
 
 def test_images_of_a_folder_are_clips_of_one_frame(folder, codec, pictures, tmp_path, capsys):

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen2_5_VLFo
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.layout import reading_config
-from unified_trainer.models.qwen_image.configs import VAEConfig, latent_shape
+from unified_trainer.models.qwen_image.configs import ImageVAEConfig, latent_shape
 
 # The turns in which the model reads a prompt, as QwenImagePipeline writes them.
 TEMPLATE = (
@@ -26,7 +26,7 @@ class QwenImageCodec(DiffusersCodec):
     name = "qwen-image"
     text_class = Qwen2_5_VLForConditionalGeneration
     vae_class = AutoencoderKLQwenImage
-    vae_schema = VAEConfig
+    vae_schema = ImageVAEConfig
     longest_text = 512  # what QwenImagePipeline takes
     template_tokens = 34  # of TEMPLATE, before the prompt
     masked = True

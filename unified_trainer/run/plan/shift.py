@@ -2,8 +2,9 @@
 
 import math
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from unified_trainer.basics.input_files import Schema, read_as
 
@@ -14,10 +15,19 @@ class SchedulerConfig(Schema):
     """scheduler_config.json, as far as the shift depends on the number of tokens."""
 
     use_dynamic_shifting: bool = False
-    base_image_seq_len: int = Field(256, ge=1)
-    max_image_seq_len: int = Field(4096, ge=2)
+    base_image_seq_len: int = Field(256, ge=1, le=2**30)
+    max_image_seq_len: int = Field(4096, ge=2, le=2**30)
     base_shift: float = Field(0.5, ge=-10, le=10)
     max_shift: float = Field(1.15, ge=-10, le=10)
+
+    @model_validator(mode="after")
+    def _lengths_differ(self) -> Self:
+        if self.max_image_seq_len <= self.base_image_seq_len:
+            raise ValueError(
+                f"max_image_seq_len must be more than base_image_seq_len, {self.base_image_seq_len}, not "
+                f"{self.max_image_seq_len}"
+            )
+        return self
 
 
 def shift_of_size(folder: Path, tokens: int) -> float | None:
