@@ -85,3 +85,15 @@ STARTS = [(name, found) for name, found in COMMANDS if re.search(r"-m unified_tr
 def test_torchrun_waits_for_a_step(_, command):
     """By itself it kills its ranks 30 s after SIGTERM."""
     assert "--shutdown-timeout " in command
+
+
+def test_every_failure_names_its_tests():
+    """docs/scale.md: the table of what happens when something dies."""
+    page = (REPO / "docs" / "scale.md").read_text(encoding="utf-8")
+    table = page.partition("### What happens when something dies")[2].partition("###")[0]
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    files = (REPO / "tests").rglob("test_*.py")
+    tests = {name for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), re.M)}
+    for row in rows:
+        names = re.findall(r"`(test_\w+)`", row)
+        assert names and set(names) <= tests, row

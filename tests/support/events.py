@@ -38,6 +38,12 @@ def all_end(pids: Sequence[int], seconds: float) -> bool:
         return all(select.select([pidfd], [], [], max(0.0, end - time.monotonic()))[0] for pidfd in running)
 
 
+def one_ends(pids: Sequence[int], seconds: float) -> bool:
+    """Whether one of the processes ends within this time."""
+    with ExitStack() as opened:
+        return bool(select.select([opened.enter_context(_pidfd(pid)) for pid in pids], [], [], seconds)[0])
+
+
 @contextmanager
 def _inotify() -> Iterator[int]:
     notes = LIBC.inotify_init1(os.O_CLOEXEC)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from events import one_ends
 from forked import program
 from helpers import REPO, SMALL, assert_same, checkpoint_of, environment, flags, metrics_of, read_until
 from warm_ray import Warm
@@ -249,17 +250,27 @@ def title(process: psutil.Process) -> str:
 
 @pytest.mark.kill
 def test_a_node_may_be_lost(warm, tmp_path, waiting):
-    """Two nodes on this machine, each with room for one worker; the second one goes in the middle of the run."""
+    """Two nodes on this machine, each with room for one worker; the second one goes in the middle of the run.
+
+    Then another one joins, on which its worker starts again: two calls are under way at once.
+    """
     from ray.cluster_utils import Cluster
 
-    words, there = [*GRPO, "--steps", "6", *waiting.flags], tmp_path / "there"
+    words, there, before = [*GRPO, "--steps", "6", *waiting.flags], tmp_path / "there", warm.processes()
     with nodes(Cluster) as (cluster, second):
         settings = {"ray.address": cluster.address, "rollouts.workers": 2}
         with started(warm, [*words, "--output", str(there)], **settings) as one:
             waiting.go("calls", 4)  # two steps
             waiting.begun(6)  # both workers are at work on the third
+            own = [p.pid for p in warm.processes() - before if "ray::Worker" in title(p)]
             cluster.remove_node(second, allow_graceful=False)
+            assert len(own) == 2 and one_ends(own, 60)  # it takes no byte any more
             assert one.poll() is None and len(metrics_of(there)) == 2
+            waiting.go("calls", 1)  # of the worker that is left, which then makes the lost samples
+            waiting.begun(1)
+            cluster.add_node(num_cpus=1)
+            waiting.go("calls", 1)
+            waiting.begun(2)  # of the next step, by two workers
             waiting.go("calls")
             said, errors = one.communicate(timeout=240)
     assert one.returncode == 0, said + errors
