@@ -38,7 +38,7 @@ CUDA_VENV ?= .venv-cuda
 CUDA_TORCH ?= 2.11.0
 
 fake-cuda: setup $(CUDA_VENV)/ready
-	OMP_NUM_THREADS=1 PYTHONPATH=. $(CUDA_VENV)/bin/python -m pytest -q -s tests/fake_cuda
+	JAXTYPING_DISABLE=1 OMP_NUM_THREADS=1 PYTHONPATH=. $(CUDA_VENV)/bin/python -m pytest -q -s tests/fake_cuda
 
 $(CUDA_VENV)/ready:
 	$(PYTHON) -m venv $(CUDA_VENV)

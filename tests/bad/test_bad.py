@@ -445,9 +445,9 @@ def test_environment(program, monkeypatch, subtests):
 def test_compiled_blocks_need_a_compiler(tmp_path, monkeypatch):
     """Without one the run ends before its folder is made, not in the first step."""
     monkeypatch.chdir(tmp_path)
-    run = parse([*FINETUNE, "--student.compile"])
+    run = parse([*FINETUNE, "--student.compile", "True"])
     monkeypatch.setenv("CXX", "sh")  # stands for one that is there
-    assert check(run, ALONE).roles["student"].config.compile
+    assert check(run, ALONE).roles["student"].config.compile is True
     monkeypatch.setenv("CXX", "absent-compiler")
-    words = ("student.compile", "absent-compiler", "apt-get install", "--student.no-compile")
+    words = ("student.compile", "absent-compiler", "apt-get install", "--student.compile False")
     refused(lambda: check(run, ALONE), *words)

@@ -4,8 +4,11 @@ Devices, dtypes and the choice of operations are those of CUDA. No value exists,
 is no backward pass, because autograd asks the driver for its devices.
 """
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,27 @@ from torch.utils._pytree import tree_leaves
 from unified_trainer.models import masked_attention
 from unified_trainer.roles.rounded_weights import _Connected
 
+with warnings.catch_warnings():  # of torch about itself
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch._inductor import compile_fx
+    from torch._inductor import config as inductor_config
+    from torch._inductor.exc import InductorError
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode, Scheduler
+
 CUDA = torch.device("cuda", 0)
+H100 = SimpleNamespace(  # what Inductor asks the driver for
+    name="NVIDIA H100",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 * 2**30,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+)
 
 
 @contextmanager
@@ -50,6 +73,43 @@ def moved(network: nn.Module) -> nn.Module:
         for name, table in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.empty(table.shape, dtype=table.dtype, device=CUDA))
     return network
+
+
+class _Scheduled(Exception):
+    """Inductor has chosen its kernels; to write them it would need the driver."""
+
+
+class Fused:
+    """A back end of torch.compile that counts the kernels into which Inductor fuses a graph for an H100.
+
+    `unfused` are the bytes that kernels other than products and attention read and write. The graph itself runs as it
+    is.
+    """
+
+    def __init__(self) -> None:
+        self.launched, self.unfused, self.graphs = 0, 0, 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        with pytest.MonkeyPatch.context() as patches, inductor_config.patch(fx_graph_cache=False, compile_threads=1):
+            patches.setattr(torch.cuda, "_get_device_properties", lambda *_: H100, raising=False)
+            patches.setattr(torch.cuda, "get_device_capability", lambda *_: (H100.major, H100.minor))
+            patches.setattr(torch.cuda, "device_count", lambda: 1)
+            patches.setattr(torch.cuda, "current_device", lambda: 0)
+            patches.setattr(torch.cuda, "_lazy_init", lambda: None)
+            patches.setattr(compile_fx, "_check_triton_bf16_support", lambda _: None)
+            patches.setattr("torch._inductor.scheduler.has_triton", lambda *_: True)
+            patches.setattr(Scheduler, "codegen", lambda scheduler: self._count(scheduler))
+            with pytest.raises(InductorError, match="_Scheduled"):
+                compile_fx.compile_fx(graph, inputs)
+        return graph.forward
+
+    def _count(self, scheduler: Scheduler) -> None:
+        for node in scheduler.nodes:
+            self.launched += not isinstance(node, NopKernelSchedulerNode)
+            if not isinstance(node, (NopKernelSchedulerNode, ExternKernelSchedulerNode)):
+                self.unfused += node.get_read_write_buffers_sizes()
+        raise _Scheduled
 
 
 class Kernels(TorchDispatchMode):

@@ -7,13 +7,14 @@ from diffusers import WanTransformer3DModel
 if torch.version.cuda is None:
     pytest.skip("needs the CUDA build of torch: make fake-cuda", allow_module_level=True)
 
-from fake import CUDA, Kernels, fake_cuda, moved
+from fake import CUDA, Fused, Kernels, fake_cuda, moved
 
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles import blocks
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 
@@ -21,11 +22,11 @@ LAYERS = 2
 LATENTS = {"480x832x81": (21, 60, 104), "240x416x53": (14, 30, 52)}
 
 
-def student(model=WanModel, *, layers: int = LAYERS) -> Trainable:
+def student(model=WanModel, *, layers: int = LAYERS, compile: bool = False) -> Trainable:
     """The architecture of Wan2.1-1.3B with fewer blocks, trained in bf16."""
     with torch.device("meta"):
         network = moved(WanTransformer3DModel(num_layers=layers, num_attention_heads=12, ffn_dim=8960))
-    backbone = Backbone(model(network), Mesh(CUDA), trained=True, half_passes=True)
+    backbone = Backbone(model(network), Mesh(CUDA), trained=True, half_passes=True, compile=compile)
     return Trainable("student", backbone, TrainableConfig(precision="bf16"))
 
 
@@ -81,20 +82,29 @@ def test_a_causal_student_with_a_cache_stays_on_the_device():
     assert {part[0] for call in seen.attention for part in call[1:]} == {torch.bfloat16}
 
 
-def test_the_bytes_of_a_pass_at_480p():
-    """Of 30 blocks, from those of one and of two, after the weights were rounded: unfused elementwise work.
+@pytest.mark.parametrize(("size", "uncompiled", "compiled"), [("480x832x81", 510e9, 150e9), ("240x416x53", 90e9, 30e9)])
+def test_the_bytes_of_a_pass(size, uncompiled, compiled, monkeypatch):
+    """Of 30 blocks, from those of one and of two, after the weights were rounded: elementwise work and norms.
 
-    The bound is between what was counted with diffusers' attention and casts of weights (577 GB) and now. Each norm of
-    queries and keys is one kernel.
+    The first bound is between what was counted with diffusers' attention and casts of weights (577 GB) and now. Each
+    norm of queries and keys is one kernel. All blocks share one compiled graph.
     """
-    counts = []
+    counts, fused = [], Fused()
+    monkeypatch.setattr(blocks, "BACKEND", fused)
     with fake_cuda():
         for layers in (1, 2):
             role = student(layers=layers)
             passed(role, "240x416x53", gradient=False)
-            counts.append(passed(role, "480x832x81", gradient=False))
+            counts.append(passed(role, size, gradient=False))
+        with torch.no_grad():  # torch compiles nothing while `Kernels` counts
+            student(compile=True).velocity(*inputs(size))
     one, two = counts
-    whole = one.unfused + 29 * (two.unfused - one.unfused)
-    print(f"{one.launched + 29 * (two.launched - one.launched)} kernels, {whole / 1e9:.0f} GB")
+    for name, launched, unfused, bound in (
+        ("uncompiled", two.launched - one.launched, two.unfused - one.unfused, uncompiled),
+        ("compiled", fused.launched, fused.unfused, compiled),
+    ):
+        kernels, whole = 2 * one.launched - two.launched + 30 * launched, 2 * one.unfused - two.unfused + 30 * unfused
+        print(f"{size} {name}: {kernels} kernels, {whole / 1e9:.0f} GB")
+        assert whole < bound
     assert two.norms - one.norms == 4
-    assert whole < 510e9
+    assert fused.graphs == 1

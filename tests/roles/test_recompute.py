@@ -1,5 +1,6 @@
 """Recomputed activations: the same gradients, and the memory that was computed."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -12,7 +13,7 @@ from unified_trainer.basics.types import Condition
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.blocks import GRAPHS, prepare_blocks
+from unified_trainer.roles.blocks import GRAPHS, compiles, prepare_blocks, widest
 from unified_trainer.roles.recompute import Recompute, selective_policy
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.tools.plan.passes import Network, frozen_config, pass_bytes
@@ -143,3 +144,44 @@ def test_what_cannot_be_compiled_is_an_error_with_a_way_out(error, message, monk
     prepare_blocks([block], Recompute(), nullcontext, lambda x: (x,))
     with pytest.raises(UserError, match=message):
         block(torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_with_auto_what_cannot_be_compiled_runs_uncompiled(how, monkeypatch):
+    """The reason is said once for all blocks, and gradients are those without compilation."""
+
+    def graph(*_):
+        raise torch._dynamo.exc.BackendCompilerFailed("no such compiler", RuntimeError("absent"), None)
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: graph)
+    reasons: list[str] = []
+    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+    plain = [copy.deepcopy(layer) for layer in layers]
+    prepare_blocks(
+        layers, Recompute(how) if how != "full" else Recompute(full=2), nullcontext, lambda x: (x,), reasons.append
+    )
+    x = torch.ones(1, 2)
+    for first, second in (layers, plain):
+        second(first(x)).square().sum().backward()
+    for layer, one in zip(layers, plain, strict=True):
+        assert torch.equal(layer.weight.grad, one.weight.grad)
+    (reason,) = reasons
+    assert "They run uncompiled from here on" in reason
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "compiler", "expected"),
+    [
+        ("auto", "cpu", "sh", False),
+        ("auto", "cuda", "sh", True),
+        ("auto", "cuda", "absent-compiler", False),
+        ("auto", "npu", "sh", False),
+        (True, "cpu", "sh", True),
+        (False, "cuda", "sh", False),
+    ],
+)
+def test_auto_compiles_on_accelerators_with_a_compiler(setting, kind, compiler, expected, monkeypatch):
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setenv("CXX", compiler)
+    assert compiles(setting, kind) is expected
+    assert widest([False, setting]) == setting

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import NotFiniteError
+from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import VideoModel
@@ -31,7 +32,7 @@ from unified_trainer.parallel.fsdp import (
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import Meter, Pass
 from unified_trainer.roles.adapter import AdapterConfig
-from unified_trainer.roles.blocks import prepare_blocks
+from unified_trainer.roles.blocks import Compile, compiles, prepare_blocks
 from unified_trainer.roles.recompute import ActivationMemory, Recompute
 from unified_trainer.roles.rounded_weights import keep_rounded
 
@@ -62,7 +63,7 @@ class Backbone:
         recompute: Recompute | ActivationMemory = "none",
         half: bool = False,
         half_passes: bool = False,
-        compile: bool = False,
+        compile: Compile = False,
         offload: bool = False,
         merged: AdapterFile | None = None,
         starts: Mapping[str, AdapterFile] | None = None,
@@ -70,7 +71,7 @@ class Backbone:
         """Load the weights; `merged` is added to them, and the roles in `starts` begin with these adapters.
 
         `half` holds weights that are not trained in bf16; `half_passes` says that all passes are in bf16, so that
-        weights can be gathered in it, or have bf16 copies.
+        weights can be gathered in it, or have bf16 copies. `compile` is as the setting of roles.
         """
         if offload:  # for this network, as parallel.offload does for all
             mesh = replace(mesh, config=replace(mesh.config, offload=True))
@@ -96,9 +97,9 @@ class Backbone:
             model.share_tokens(mesh)
         if not isinstance(recompute, Recompute):
             recompute = Recompute.of_setting(recompute, len(model.blocks))
-        prepare_blocks(
-            model.blocks, recompute, lambda: self._adapter(self._running), model.compiled_inputs if compile else None
-        )
+        inputs = model.compiled_inputs if compiles(compile, mesh.device.type) else None
+        failed = self._uncompiled if compile == "auto" else None
+        prepare_blocks(model.blocks, recompute, lambda: self._adapter(self._running), inputs, failed)
         shard(model.network, model.blocks, mesh, half=self.half_passes)
         model.read(mesh, merged)
         trained_weights = [p for p in model.network.parameters() if p.requires_grad]
@@ -220,6 +221,9 @@ class Backbone:
             meter.note(Pass(self._role, end.requires_grad, *sizes, to_features=features is not None))
         if end.requires_grad:
             end.register_hook(lambda _gradient: meter.add(0, backward / ranks))
+
+    def _uncompiled(self, reason: str) -> None:
+        say(f"warning: {reason}", quiet=not self.mesh.is_main)
 
     @contextmanager
     def _adapter(self, adapter: str) -> Iterator[None]:

@@ -4,9 +4,9 @@ import functools
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,42 @@ from unified_trainer.roles.recompute import Recompute, Recomputed, selective_pol
 
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 BlockInputs = Callable[..., tuple[Any, ...]]
+Compile = Literal["auto"] | bool
 BACKEND = "inductor"
+REFUSED = torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit  # for a reason that users can change
 # Graphs of all roles together: with and without gradient, and for each adapter, shape and kind of recomputation.
 GRAPHS = 64
 
 
+def compiles(setting: Compile, kind: str) -> bool:
+    """Return whether blocks of a role with this setting are compiled on devices of a kind.
+
+    With `auto` they are on accelerators for which Inductor has a compiler.
+    """
+    if setting != "auto":
+        return setting
+    names = _compilers(kind)
+    return kind != "cpu" and bool(names) and any(map(shutil.which, names))
+
+
+def widest(settings: Iterable[Compile]) -> Compile:
+    """Return the setting of a network that roles of these settings share: True before auto before False."""
+    return max(settings, key=[False, "auto", True].index)
+
+
 def check_compiler(role: str, kind: str) -> None:
     """Raise UserError unless there is the compiler that Inductor calls for devices of this kind, of a compiled role."""
-    variable, usual = COMPILERS.get(kind, ("", ()))
-    names = (os.environ[variable],) if variable in os.environ else usual
+    names = _compilers(kind)
     if names and not any(map(shutil.which, names)):
         raise UserError(
             f"{role}.compile needs a compiler, and {' or '.join(names)} is not on the PATH: install one "
-            f"(apt-get install g++), or set --{role}.no-compile"
+            f"(apt-get install g++), or set --{role}.compile False"
         )
+
+
+def _compilers(kind: str) -> Sequence[str]:
+    variable, usual = COMPILERS.get(kind, ("", ()))
+    return (os.environ[variable],) if variable in os.environ else usual
 
 
 def prepare_blocks(
@@ -39,16 +61,19 @@ def prepare_blocks(
     recompute: Recompute,
     adapter: Callable[[], AbstractContextManager[object]],
     compiled_inputs: BlockInputs | None = None,
+    failed: Callable[[str], object] | None = None,
 ) -> None:
     """Set the forward pass of each block; hooks of a block, such as those of FSDP2, stay outside of it.
 
     `adapter` makes a context for each pass in which its activations can be recomputed later. With `compiled_inputs` the
-    blocks are compiled; it turns a block's inputs into those of the compiled function.
+    blocks are compiled; it turns a block's inputs into those of the compiled function. If a block cannot be compiled,
+    `failed` gets the reason once and all blocks run uncompiled from there on; without `failed` this is a UserError.
     """
+    graphs = _Graphs(failed)
     for place, block in enumerate(blocks):
         how = recompute.of(place)
         if compiled_inputs is not None:
-            block.forward = _by_position(block.forward, _compiled(block.forward, how, adapter, compiled_inputs))
+            block.forward = _by_position(block.forward, graphs.compiled(block.forward, how, adapter, compiled_inputs))
         elif how != "none":
             block.forward = _by_position(block.forward, _recomputed(block.forward, how, adapter))
 
@@ -86,36 +111,62 @@ def _recomputed(
     return run
 
 
-def _compiled(
-    forward: Callable[..., Any],
-    how: Recomputed,
-    adapter: Callable[[], AbstractContextManager[object]],
-    inputs_of: BlockInputs,
-) -> Callable[..., Any]:
-    """Compile a block as one graph for each shape of its inputs.
+class _Graphs:
+    """The compiled blocks of a network."""
 
-    What is recomputed in part must be so inside of the graph: a compiled function is one operation, and what its
-    backward pass needs is not seen from outside. What is recomputed as a whole is a graph that runs twice.
-    """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-    inner = _kept_products(forward) if how == "selective" else forward
-    graph = torch.compile(inner, fullgraph=True, dynamic=False, backend=BACKEND)
+    def __init__(self, failed: Callable[[str], object] | None) -> None:
+        self._failed, self._off = failed, False
 
-    def run(*inputs: Any) -> Any:
-        try:
-            return graph(*inputs_of(*inputs))
-        except torch._dynamo.exc.Unsupported as error:
-            raise UserError(
-                "a block cannot be compiled as one graph: set compile to false, or parallel.attention to auto if it is "
-                f"a kernel of another package ({error.msg})"
-            ) from error
-        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-            raise UserError(
-                f"compiled blocks need more than {GRAPHS} graphs, one for each batch size, video size, adapter and "
-                "kind of pass: set compile to false"
-            ) from error
+    def compiled(
+        self,
+        forward: Callable[..., Any],
+        how: Recomputed,
+        adapter: Callable[[], AbstractContextManager[object]],
+        inputs_of: BlockInputs,
+    ) -> Callable[..., Any]:
+        """Compile a block as one graph for each shape of its inputs.
 
-    return _recomputed(run, how, adapter) if how == "full" else run
+        What is recomputed in part must be so inside of the graph: a compiled function is one operation, and what its
+        backward pass needs is not seen from outside. What is recomputed as a whole is a graph that runs twice. The
+        backward pass is compiled with the forward pass, so that all failures are in a forward pass.
+        """
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+        torch._functorch.config.force_non_lazy_backward_lowering = True
+        inner = _kept_products(forward) if how == "selective" else forward
+        graph = torch.compile(inner, fullgraph=True, dynamic=False, backend=BACKEND)
+        uncompiled = _recomputed(forward, how, adapter) if how == "selective" else forward
+
+        def run(*inputs: Any) -> Any:
+            if self._off:
+                return uncompiled(*inputs)
+            try:
+                return graph(*inputs_of(*inputs))
+            except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+                self._stop(error)
+            return uncompiled(*inputs)
+
+        return _recomputed(run, how, adapter) if how == "full" else run
+
+    def _stop(self, error: Exception) -> None:
+        """Compile no more, and say why; an error if blocks must be compiled."""
+        reason = _why(error)
+        if self._failed is None:
+            raise (UserError(reason) if isinstance(error, REFUSED) else error) from error
+        self._off = True
+        self._failed(f"{reason}. They run uncompiled from here on")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+        return (
+            f"compiled blocks need more than {GRAPHS} graphs, one for each batch size, video size, adapter and "
+            "kind of pass: set compile to false"
+        )
+    reason = str(error.msg if isinstance(error, torch._dynamo.exc.Unsupported) else error).strip().partition("\n")[0]
+    return (
+        "a block cannot be compiled as one graph: set compile to false, or parallel.attention to auto if it is "
+        f"a kernel of another package ({reason})"
+    )
 
 
 def _kept_products(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from unified_trainer.numerics.flow import GuidanceScale, NoiseLevelLaw
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.adapter import AdapterConfig, AdapterFileConfig, FrozenExpertConfig
 from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.blocks import Compile
 from unified_trainer.roles.experts import (
     Balance,
     Expert,
@@ -52,8 +53,9 @@ class RoleConfig:
     boundary: Decay = 0.0
     """Noise level from which the high-noise expert runs; 0 takes the folder's. A trained role whose folder holds one
     network gets two experts, which both start from that network."""
-    compile: bool = False
-    """Compile the network's blocks with torch.compile, each as one graph: a slow first step, faster ones after it."""
+    compile: Compile = "auto"
+    """Compile the network's blocks with torch.compile, each as one graph: a slow first step, faster ones after it. auto
+    does so on accelerators that have a compiler; blocks that cannot be compiled then run uncompiled, with a warning."""
     adapter: AdapterFileConfig = field(default_factory=AdapterFileConfig)
     high: FrozenExpertConfig = field(default_factory=FrozenExpertConfig)
     low: FrozenExpertConfig = field(default_factory=FrozenExpertConfig)

@@ -6,6 +6,7 @@ from unified_trainer.basics.types import of_kind
 from unified_trainer.models.sparse_attention import DENSE, SparseAttentionConfig
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.blocks import widest
 from unified_trainer.roles.causal import Causal
 from unified_trainer.roles.experts import Expert, ExpertPair
 from unified_trainer.roles.recompute import Recompute
@@ -77,7 +78,7 @@ def _load_backbone(
         recompute=Recompute.least_memory(recompute),
         half=half_passes and not owned,
         half_passes=half_passes,
-        compile=any(plans[name].config.compile for name in names),
+        compile=widest(plans[name].config.compile for name in names),
         offload=half and any(expert in plans[name].layout.offloaded for name, expert in seats),
         merged=plans[names[0]].merged.get(seats[0][1]),
         starts={Role.key(name, one): plans[name].starts[one] for name, one in seats if one in plans[name].starts},
