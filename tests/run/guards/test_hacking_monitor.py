@@ -189,7 +189,8 @@ def test_it_is_stopped_again_when_it_is_resumed(hacked, capsys):
 TWO_STEPS = [
     *SMALL["dance_grpo"],
     *flags({"steps": 2, "validate-every": 2, "validation.num-videos": 0, "validation.seed": 1, "checkpoint-every": 0}),
-    *flags({"student.learning-rate": 1e-3, "algorithm.no-init-same-noise": True, "hacking-monitor.action": "stop"}),
+    *flags({"sampler.shift": 3.0, "algorithm.advantage": "grpo", "student.learning-rate": 1e-3}),
+    *flags({"algorithm.no-init-same-noise": True, "hacking-monitor.action": "stop"}),
     *flags({"hacking-monitor.rise": 1e-3, "hacking-monitor.fall": 1e9, "hacking-monitor.drift": 1e9}),
     *flags({"hacking-monitor.collapse": 0.7}),
 ]
