@@ -14,8 +14,10 @@ from diffusers import DiffusionPipeline
 from diffusers.utils import dynamic_modules_utils
 from helpers import ALONE, WAN, assert_same, checkpoint_of
 from helpers import flags as words_of
+from i2v_folder import i2v_folder
 from parallel.launch import torchrun
 from safetensors.torch import load_file, save_file
+from ti2v_folder import ti2v_folder
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
@@ -248,6 +250,19 @@ def test_a_folder_with_some_gates_and_a_sparse_folder_for_a_dense_role_are_refus
         SparseWanModel.open_with(folder, "transformer", SMALL)
     with pytest.raises(UserError, match=r"--student\.sparse-attention\.share"):
         FAMILY.model(folder, "transformer")
+
+
+def test_ti2v_is_dense_without_a_share_with_and_without_an_image_and_i2v_is_refused(tmp_path):
+    folder = ti2v_folder(tmp_path / "ti2v")
+    model, dense = sparse_model(folder=folder), FAMILY.model(folder, "transformer")
+    dense.read(ALONE)
+    x, sigma, cond = dense.example()
+    model.share = 0.0
+    for more in ({}, {"image": x[:, :, :1]}):
+        request = Condition({**cond.tensors, **more})
+        assert torch.equal(model.velocity(x, sigma, request), dense.velocity(x, sigma, request))
+    with pytest.raises(UserError, match="reads an image as channels"):
+        SparseWanModel.open_with(i2v_folder(tmp_path / "i2v"), "transformer", SMALL)
 
 
 @pytest.mark.parametrize(

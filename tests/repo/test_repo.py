@@ -110,19 +110,17 @@ def test_methods_do_not_know_of_experts():
     assert [line for line in found if "boundary condition" not in line] == []
 
 
-# The no-list.
+# The no-list; `test_security.py` has what unpickles.
 
 
 @each(
     [
         r"(?<![\w.])print\(",
-        r"\bpickle\b",
         r"\bhasattr\(",
         r"\*\*kwargs",
         r"nan_to_num",
         r"except\s*:",
         r"except BaseException",
-        r"torch\.load\(",
         r"\bsleep\(",
         r"\b_target_\b",
         r"is_i2v",

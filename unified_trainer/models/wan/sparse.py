@@ -68,9 +68,16 @@ class SparseWanModel(FirstFrameWanModel):
 
     @classmethod
     def open_with(cls, folder: Path, component: str, config: SparseAttentionConfig) -> Self:
-        """Open a component of a dense or a sparse folder; UserError for one with gates in some blocks alone."""
+        """Open a component of a dense or a sparse folder.
+
+        Raise UserError for one with gates in some blocks alone, and for one that reads an image as channels.
+        """
         place = folder / component
         network = outline(cls.network_class, place, cls.new_layers)
+        if network.config.in_channels != network.config.out_channels:
+            raise UserError(
+                f"{place} reads an image as channels, and no such network has sparse attention: leave it out"
+            )
         model = cls(network, place, config, torch.device("meta"))
         held = {key: shape for key, shape in check_component(place, WEIGHTS).items() if key.endswith(cls.new_layers)}
         own = {key: tuple(p.shape) for key, p in network.named_parameters() if key.endswith(cls.new_layers)}
