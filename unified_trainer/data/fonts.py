@@ -28,7 +28,10 @@ def plain_font() -> Font:
 
 def font_for(text: str) -> Font | None:
     """Return a font in which this text reads right, or None: then a drawing would show boxes or loose letters."""
-    characters = frozenset(one for one in text if unicodedata.category(one)[0] not in "ZC")  # no spaces, no controls
+    printed = (
+        character for character in text if unicodedata.category(character)[0] not in "ZC"
+    )  # no spaces, no controls
+    characters = frozenset(printed)
     if not features.check_feature("raqm") and any(map(_needs_shaping, characters)):
         return None
     return _font_with(characters, FOLDERS)
@@ -51,13 +54,13 @@ def _font_with(characters: frozenset[str], folders: tuple[Path, ...]) -> Font | 
 @functools.cache
 def _files(folders: tuple[Path, ...]) -> list[Path]:
     """List the font files, upright sans-serif ones first."""
-    found = [file for folder in folders for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES]
-    return sorted(found, key=lambda file: (any(style in file.stem for style in STYLES), "Sans" not in file.stem, file))
+    files = [file for folder in folders for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES]
+    return sorted(files, key=lambda file: (any(style in file.stem for style in STYLES), "Sans" not in file.stem, file))
 
 
 def _has_all(font: Font, characters: frozenset[str]) -> bool:
     missing = _drawn(font, UNUSED)
-    return all(_drawn(font, one) != missing for one in characters)
+    return all(_drawn(font, character) != missing for character in characters)
 
 
 def _drawn(font: Font, character: str) -> tuple[tuple[int, int], bytes]:

@@ -59,13 +59,13 @@ class StoredFiles:
 
     def __init__(self, kind: RowKind, files: Sequence[StoredFile]) -> None:
         self.kind, self.files = kind, tuple(files)
-        self.metadata = {one.file: one.metadata for one in files}
-        self.captions = tuple(caption for one in files for caption in one.captions)
-        self.row_groups = tuple(group for one in files for group in one.row_groups)
-        self.text_fault = next((one.text_fault for one in files if one.text_fault), "")
-        columns = {name for one in files for name in one.columns}
+        self.metadata = {file.file: file.metadata for file in files}
+        self.captions = tuple(caption for file in files for caption in file.captions)
+        self.row_groups = tuple(group for file in files for group in file.row_groups)
+        self.text_fault = next((file.text_fault for file in files if file.text_fault), "")
+        columns = {name for file in files for name in file.columns}
         self.image_note = UNREAD.format(", ".join(found)) if (found := sorted(columns & IMAGES)) else ""
-        self._ids = [identity for one in files for identity in one.ids]
+        self._ids = [identity for file in files for identity in file.ids]
         self._starts = np.array([0, *accumulate(group.rows for group in self.row_groups)])[:-1]
 
     def locate(self, row: int) -> tuple[int, int]:
@@ -97,12 +97,12 @@ class StoredFiles:
 
     def first_rows(self) -> dict[str, list[int]]:
         """Return the first row of each file, by the text encoder that the file names."""
-        named = {one.file: one.text_encoder for one in self.files}
-        found: dict[str, list[int]] = {}
+        named = {file.file: file.text_encoder for file in self.files}
+        rows: dict[str, list[int]] = {}
         for group, start in zip(self.row_groups, self._starts.tolist(), strict=True):
             if group.first == 0:
-                found.setdefault(named[group.file], []).append(start)
-        return found
+                rows.setdefault(named[group.file], []).append(start)
+        return rows
 
     def lanes(self, batch: int, window_gib: float) -> int:
         """Return how many row groups the rows of a batch come from: a divisor of `batch` that the window has room for.
@@ -130,16 +130,16 @@ def read_stored_files(path: Path, kind: RowKind) -> StoredFiles:
         raise MissingFileError(f"data.path {path} {'holds no .parquet files' if path.exists() else 'does not exist'}")
     with ThreadPoolExecutor(THREADS) as pool:
         read = list(pool.map(lambda file: _read(file, kind), files))
-    for one in read[1:]:
-        if differing := sorted({name for name, _ in one.columns.items() ^ read[0].columns.items()}):
+    for stored in read[1:]:
+        if differing := sorted({name for name, _ in stored.columns.items() ^ read[0].columns.items()}):
             raise UserError(
-                f"data.path {path}: {read[0].file} and {one.file} differ in columns {', '.join(differing)}: put files "
-                "of different kinds into folders of their own"
+                f"data.path {path}: {read[0].file} and {stored.file} differ in columns {', '.join(differing)}: put "
+                "files of different kinds into folders of their own"
             )
-    if faults := [fault for one in read for fault in one.faults]:
+    if faults := [fault for stored in read for fault in stored.faults]:
         rest = f"; and {len(faults) - SHOWN} more rows" if len(faults) > SHOWN else ""
         raise UserError(f"data.path: {'; '.join(faults[:SHOWN])}{rest}")
-    if not any(one.captions for one in read):
+    if not any(stored.captions for stored in read):
         raise UserError(f"data.path {path}: its files hold no rows")
     return StoredFiles(kind, read)
 

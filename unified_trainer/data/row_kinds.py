@@ -125,15 +125,15 @@ class TrajectoryRows:
 
     def _check_levels(self, place: str, held: Float[Tensor, " n"]) -> None:
         """Raise UserError unless there are states at all levels of the student."""
-        missing = [one for one in self.levels if not _same(held, one).any()]
+        missing = [level for level in self.levels if not _same(held, level).any()]
         if not missing:
             return
-        below = [one for one in self.levels if one not in missing]
-        nearest = [held[(held - one).abs().argmin()] for one in missing] if len(held) else []
+        below = [level for level in self.levels if level not in missing]
+        nearest = [held[(held - level).abs().argmin()] for level in missing] if len(held) else []
         way_out = "make trajectories for this sampler: preprocess PROMPTS OUT --trajectories"
-        near = sorted({float(one) for one in (*below, *nearest)}, reverse=True)
+        near = sorted({float(level) for level in (*below, *nearest)}, reverse=True)
         if len(near) == len(self.levels):
-            sigmas = " ".join(f"{float(unshift_sigma(one, self._shift)):.6g}" for one in near)
+            sigmas = " ".join(f"{float(unshift_sigma(level, self._shift)):.6g}" for level in near)
             way_out += f"; or train a student of levels that it has: --sampler.step-sigmas {sigmas}"
         raise UserError(
             f"data.path: {place} has no state at noise level {_listed(missing)} of the student; near them it has "
@@ -148,7 +148,7 @@ class TrajectoryRows:
             states = torch.cat([stored(NOISE)[None], states])
         else:
             held = held[1:]
-        rows = [int((held - one).abs().argmin()) for one in self.levels]
+        rows = [int((held - level).abs().argmin()) for level in self.levels]
         return states[[*rows, -1]]
 
 
@@ -158,4 +158,4 @@ def _same(held: Float[Tensor, " n"], level: Tensor) -> Tensor:
 
 def _listed(levels: Sequence[Tensor]) -> str:
     rest = f" and {len(levels) - SHOWN} more" if len(levels) > SHOWN else ""
-    return ", ".join(f"{float(one):.6g}" for one in levels[:SHOWN]) + rest
+    return ", ".join(f"{float(level):.6g}" for level in levels[:SHOWN]) + rest

@@ -145,10 +145,10 @@ def is_text(kind: pa.DataType) -> bool:
 def _pick(names: Iterable[str], choice: Sequence[str], place: str, way_out: str) -> str:
     """Return the first name of the choice that a row has."""
     held = list(names)
-    found = [name for name in choice if name in held]
-    if not found:
+    present = [name for name in choice if name in held]
+    if not present:
         raise UserError(f"{place} has no column {' or '.join(choice)}, only {', '.join(map(str, held))}{way_out}")
-    return found[0]
+    return present[0]
 
 
 def _text(row: dict[str, object], name: str, place: str, way_out: str) -> str:

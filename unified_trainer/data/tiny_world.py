@@ -140,9 +140,9 @@ def check_attributes(video: Float[Tensor, "b 3 t h w"], subjects: Sequence[Subje
     """
     if len(video) != len(subjects):
         raise ValueError(f"check_attributes: {len(video)} videos but {len(subjects)} subjects")
-    found = [read(clip) for clip in video.float()]
+    readings = [read(clip) for clip in video.float()]
     parts = {
-        name: torch.tensor([seen[name] == getattr(s, name) for seen, s in zip(found, subjects, strict=True)])
+        name: torch.tensor([seen[name] == getattr(s, name) for seen, s in zip(readings, subjects, strict=True)])
         for name in ("color", "shape", "direction")
     }
     return {**parts, "all": parts["color"] & parts["shape"] & parts["direction"]}

@@ -98,7 +98,7 @@ def open_adapter(
     twice: list[str] = []
     with opened(place.file) as held:
         shapes = {key: tuple(held.get_slice(key).get_shape()) for key in held.offset_keys()}
-        parts = [one for one in components if any(key.startswith(f"{one}.") for key in shapes)]
+        parts = [prefix for prefix in components if any(key.startswith(f"{prefix}.") for key in shapes)]
         if not place.component and len(parts) > 1:
             raise UserError(f"{place.file} holds adapters of two networks, {' and '.join(parts)}, but one is wanted")
         for key in shapes:
@@ -169,21 +169,21 @@ class _Names:
 
     def layer(self, name: str) -> str | None:
         """Return the layer that has a weight of two or more axes and this name."""
-        found = self._names.get(name)
-        return found if found and len(self.shapes.get(f"{found}.weight", ())) > 1 else None
+        own_name = self._names.get(name)
+        return own_name if own_name and len(self.shapes.get(f"{own_name}.weight", ())) > 1 else None
 
     def weight(self, name: str, kind: str) -> str | None:
         """Return the weight that a difference of this kind changes."""
-        found = self._names.get(name)
-        wanted = {"diff": (f"{found}.weight", found), "diff_b": (f"{found}.bias",), "diff_param": (found,)}[kind]
-        return next((one for one in wanted if one in self.shapes), None)
+        own = self._names.get(name)
+        wanted = {"diff": (f"{own}.weight", own), "diff_b": (f"{own}.bias",), "diff_param": (own,)}[kind]
+        return next((key for key in wanted if key in self.shapes), None)
 
 
 def _inside(key: str, component: str, components: Sequence[str]) -> str | None:
     """Return a key without the prefix of its component, or None if it is another component's."""
-    for one in components:
-        if key.startswith(f"{one}."):
-            return key.removeprefix(f"{one}.") if component in ("", one) else None
+    for prefix in components:
+        if key.startswith(f"{prefix}."):
+            return key.removeprefix(f"{prefix}.") if component in ("", prefix) else None
     return PREFIX.sub("", key, count=1)
 
 
@@ -232,8 +232,8 @@ def _scale(file: Path, layer: str, rank: int, alpha: float | None, settings: Ada
 
 
 def _of_layer(pattern: Mapping[str, float] | None, layer: str, usual: float) -> float:
-    found = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(.*\.)?({key})", layer))
-    return next(found, usual)
+    matching = (value for key, value in (pattern or {}).items() if re.fullmatch(rf"(.*\.)?({key})", layer))
+    return next(matching, usual)
 
 
 def _refuse(file: Path, keys: Sequence[str], what: str) -> None:

@@ -69,8 +69,8 @@ def _only_file(folder: Path, key: str) -> Path:
     for name in (PEFT, DIFFUSERS):
         if (folder / name).is_file():
             return folder / name
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) != 1:
-        held = f"several: {', '.join(file.name for file in found)}" if found else "none"
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        held = f"several: {', '.join(file.name for file in files)}" if files else "none"
         raise UserError(f"{key} {folder} must hold one safetensors file, but holds {held}; name the file itself")
-    return found[0]
+    return files[0]

@@ -261,7 +261,7 @@ def _read_sample(file: Path) -> Iterator[bytes]:
 
 def _check_one_set(folder: Path) -> None:
     """Refuse a folder that holds its weights twice, as a second variant: which to read would be a guess."""
-    found = {file.name for file in folder.glob("*.safetensors")}
+    held = {file.name for file in folder.glob("*.safetensors")}
     listed = listed_files(folder, WEIGHTS) or {f"{WEIGHTS}.safetensors"}
-    if found != listed:
-        raise UserError(f"{folder} must hold exactly {sorted(listed)}, but holds {sorted(found)}")
+    if held != listed:
+        raise UserError(f"{folder} must hold exactly {sorted(listed)}, but holds {sorted(held)}")

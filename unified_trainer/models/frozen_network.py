@@ -109,11 +109,11 @@ class _Stored:
             setattr(module, name, tensors[number])
 
     def _tensors(self, buffers: list[Tensor]) -> list[Tensor]:
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for (number, start, size), (dtype, shape, stride, trained) in zip(self._places, self._types, strict=True):
             tensor = buffers[number][start : start + size].view(dtype).as_strided(shape, stride)
-            found.append(nn.Parameter(tensor, requires_grad=False) if trained else tensor)
-        return found
+            tensors.append(nn.Parameter(tensor, requires_grad=False) if trained else tensor)
+        return tensors
 
 
 def _packed(sizes: list[int]) -> tuple[list[tuple[int, int, int]], list[int]]:

@@ -85,10 +85,10 @@ def _in_json(hint: Any) -> Any:
     """Return the type that an argument has in a JSON file; Any for one that JSON does not have."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return functools.reduce(lambda one, other: one | other, map(_in_json, parts))
+        return functools.reduce(lambda kind, other: kind | other, map(_in_json, parts))
     if origin in (tuple, list):
         kinds = [_in_json(part) for part in parts if part is not Ellipsis]
-        return list[functools.reduce(lambda one, other: one | other, kinds)]  # type: ignore[misc]
+        return list[functools.reduce(lambda kind, other: kind | other, kinds)]  # type: ignore[misc]
     return hint if hint in PLAIN else Any
 
 

@@ -68,12 +68,12 @@ class PromptEmbeddings:
 
     def rows(self, prompts: Sequence[str]) -> list[Embedding]:
         """Return the embeddings of the prompts, in order."""
-        found = {prompt: self._held(prompt) for prompt in dict.fromkeys(prompts)}
-        if missing := [prompt for prompt, embedding in found.items() if embedding is None]:
-            found |= zip(missing, self._encode(missing), strict=True)
-        for prompt, embedding in found.items():
+        embeddings = {prompt: self._held(prompt) for prompt in dict.fromkeys(prompts)}
+        if missing := [prompt for prompt, embedding in embeddings.items() if embedding is None]:
+            embeddings |= zip(missing, self._encode(missing), strict=True)
+        for prompt, embedding in embeddings.items():
             self._remember(prompt, embedding)
-        return [found[prompt] for prompt in prompts]
+        return [embeddings[prompt] for prompt in prompts]
 
     def store(self, prompt: str, embedding: Tensor) -> None:
         """Keep an embedding that was made elsewhere, unless there is one of the prompt.

@@ -255,15 +255,15 @@ class _Matrices:
 
 
 def _matrices(model: VideoModel) -> list[_Matrices]:
-    found: dict[tuple[str, str, bool, bool], int] = {}
+    sizes: dict[tuple[str, str, bool, bool], int] = {}
     behind = {layer for block in model.blocks[len(model.blocks) // 2 + 1 :] for layer in block.modules()}
     for name, layer in model.network.named_modules():
         if isinstance(layer, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             base, is_lora, adapter = name.partition(".lora_")
             role = adapter.partition(".")[2] if is_lora else ""
             key = (model.layer_kind(base), role, layer.weight.requires_grad, layer in behind)
-            found[key] = found.get(key, 0) + layer.weight.numel()
-    return [_Matrices(*key, weights) for key, weights in found.items()]
+            sizes[key] = sizes.get(key, 0) + layer.weight.numel()
+    return [_Matrices(*key, weights) for key, weights in sizes.items()]
 
 
 def hold_in_bf16(network: nn.Module) -> None:

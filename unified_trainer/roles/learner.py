@@ -82,8 +82,8 @@ class Learner:
         """Return the gradient norm over all weights; NotFiniteError, naming a weight, if it is not finite."""
         norm = float(total_norm([p.grad for p in self.weights.values() if p.grad is not None]))
         if not math.isfinite(norm):
-            found = (key for key, p in self.weights.items() if p.grad is not None and not _finite(p.grad))
-            bad, role = next(found, "all weights together"), self.name.split("/")[0]
+            faulty = (key for key, p in self.weights.items() if p.grad is not None and not _finite(p.grad))
+            bad, role = next(faulty, "all weights together"), self.name.split("/")[0]
             raise NotFiniteError(
                 f"{self.name}: the gradient of {bad} is not finite at update {self.updates}; weights unchanged. "
                 f"Lower {role}.learning_rate, or look at the batch; checkpoints never hold NaN or inf"

@@ -54,8 +54,8 @@ class Recompute:
     def least_memory(cls, several: Iterable["Recompute"]) -> "Recompute":
         """Return what suits all roles that share a network: none of them keeps more than its own setting says."""
         every = [*several]
-        others: Recomputed = "selective" if any(one.others == "selective" for one in every) else "none"
-        return cls(others, max((one.full for one in every), default=0))
+        others: Recomputed = "selective" if any(setting.others == "selective" for setting in every) else "none"
+        return cls(others, max((setting.full for setting in every), default=0))
 
     def of(self, block: int) -> Recomputed:
         """Return what one block recomputes, by its place in the order of the forward pass."""

@@ -37,11 +37,11 @@ def round_to_bf16_(out: Sequence[Tensor], values: Sequence[Tensor], bits: Tensor
     The low 16 bits of `bits`, one number for each element, decide. The values are used up; they must be finite.
     """
     raw = [value.view(-1).view(torch.int32) for value in values]
-    chances = bits.bitwise_and((1 << KEPT) - 1).split([len(one) for one in raw])
+    chances = bits.bitwise_and((1 << KEPT) - 1).split([len(tensor) for tensor in raw])
     torch._foreach_add_(raw, list(chances))
-    for one in raw:
-        one.bitwise_and_(-1 << KEPT)
-    torch._foreach_copy_([one.view(-1) for one in out], [one.view(torch.float32) for one in raw])
+    for tensor in raw:
+        tensor.bitwise_and_(-1 << KEPT)
+    torch._foreach_copy_([tensor.view(-1) for tensor in out], [tensor.view(torch.float32) for tensor in raw])
 
 
 def _signed(value: int) -> int:

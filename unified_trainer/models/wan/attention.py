@@ -91,7 +91,7 @@ def set_attention(blocks: nn.ModuleList) -> None:
 
 def joined_inputs(*inputs: Any) -> tuple[Any, ...]:
     """Return a block's inputs in a form that is the same for any number of cached chunks."""
-    return tuple(one.joined() if isinstance(one, LayerPass) else one for one in inputs)
+    return tuple(value.joined() if isinstance(value, LayerPass) else value for value in inputs)
 
 
 def _own_inputs(layer: int, _block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

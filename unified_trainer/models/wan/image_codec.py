@@ -50,7 +50,7 @@ class ImageWanCodec(WanCodec):
             self._clip = FrozenNetwork(clip, device, offload=config.offload)
 
     def encode_images(self, images: Sequence[tuple[Image, ...]], latent_shape: tuple[int, int, int, int]) -> Condition:
-        if any(len(one) != 1 for one in images):
+        if any(len(images_of_request) != 1 for images_of_request in images):
             raise UserError("some samples of a batch have a condition image and others have none: give each row one")
         rows = [
             self._images.get((image.sha256, *latent_shape), partial(self._encode, image, latent_shape))

@@ -48,11 +48,11 @@ def published_adapter(weights: Mapping[str, Tensor], alpha: float) -> dict[str, 
     """
     named = {}
     for key, weight in weights.items():
-        found = KEY.fullmatch(key)
-        name = published_layer(found["layer"]) if found else None
+        match = KEY.fullmatch(key)
+        name = published_layer(match["layer"]) if match else None
         # diffusers reads no alpha of a layer outside the blocks
-        if found is None or name is None or not name.startswith("blocks."):
+        if match is None or name is None or not name.startswith("blocks."):
             raise UserError(f"{key} has no name in published Wan adapters: write the adapter with --adapter peft")
-        named[f"diffusion_model.{name}.{KINDS[found['kind']]}.weight"] = weight.detach().contiguous()
+        named[f"diffusion_model.{name}.{KINDS[match['kind']]}.weight"] = weight.detach().contiguous()
         named[f"diffusion_model.{name}.alpha"] = torch.tensor(float(alpha))
     return named

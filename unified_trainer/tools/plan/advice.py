@@ -32,35 +32,35 @@ def better_settings(run: RunConfig, ranks: int, peak: float, usable: float) -> t
     A setting that lowers the peak by less than LEAST of it is left out. The second is None if one of them alone fits
     into `usable` bytes, or if there are fewer than two.
     """
-    found = []
+    helpful = []
     for settings in candidates(run, ranks):
         lower = _peak(run, settings, ranks)
         if lower is not None and lower <= (1 - LEAST) * peak:
-            found.append((settings, lower))
-    found = sorted(found, key=lambda one: one[1])[:BEST]
-    alone = [_better(settings, lower) for settings, lower in found]
-    if len(found) < 2 or alone[0].peak <= usable:
+            helpful.append((settings, lower))
+    helpful = sorted(helpful, key=lambda pair: pair[1])[:BEST]
+    alone = [_better(settings, lower) for settings, lower in helpful]
+    if len(helpful) < 2 or alone[0].peak <= usable:
         return alone, None
     joined: dict[str, Any] = {}
-    for settings, _ in reversed(found):  # of two values of one setting the better one stays
+    for settings, _ in reversed(helpful):  # of two values of one setting the better one stays
         joined |= settings
     together = _peak(run, joined, ranks)
     return alone, None if together is None or together >= alone[0].peak else _better(joined, together)
 
 
-def fitting_blocks(found: Estimate, usable: float) -> Better | None:
+def fitting_blocks(planned: Estimate, usable: float) -> Better | None:
     """Return the smallest number of blocks as activation_memory of all trained roles that fits `usable` bytes.
 
     None where selective fits, or full in all blocks does not: no number then is the answer.
     """
-    trained = [name for name, config in found.run.roles.items() if isinstance(config, TrainableConfig)]
+    trained = [name for name, config in planned.run.roles.items() if isinstance(config, TrainableConfig)]
 
     def peak(blocks: int) -> float:
         changes = {f"{name}.activation_memory": blocks or "selective" for name in trained}
-        memory = memory_of(found.counts, replace(found.sizes, run=with_settings(found.run, changes, "plan")))
+        memory = memory_of(planned.counts, replace(planned.sizes, run=with_settings(planned.run, changes, "plan")))
         return memory.total(memory.peak)
 
-    most = max(found.sizes.models[name].size.layers for name in trained)
+    most = max(planned.sizes.models[name].size.layers for name in trained)
     fitting = bisect_left(range(most + 1), True, key=lambda blocks: peak(blocks) <= usable)
     if not 0 < fitting < most:
         return None
@@ -83,22 +83,22 @@ def _better(settings: Mapping[str, Any], peak: float) -> Better:
 def candidates(run: RunConfig, ranks: int) -> Iterator[Mapping[str, Any]]:
     """Yield changes of settings that lower memory and are not taken yet."""
     trained = {name: config for name, config in run.roles.items() if isinstance(config, TrainableConfig)}
-    if plain := [name for name, one in trained.items() if one.activation_memory == "none"]:
+    if plain := [name for name, role in trained.items() if role.activation_memory == "none"]:
         yield {f"{name}.activation_memory": "selective" for name in plain}
-    if kept := [name for name, one in trained.items() if one.activation_memory != "full"]:
+    if kept := [name for name, role in trained.items() if role.activation_memory != "full"]:
         yield {f"{name}.activation_memory": "full" for name in kept}
-    if whole := [name for name, one in trained.items() if not one.adapter.rank]:
+    if whole := [name for name, role in trained.items() if not role.adapter.rank]:
         yield {f"{name}.adapter.rank": RANK for name in whole}
-    if exact := [name for name, one in run.roles.items() if one.precision == "fp32"]:
+    if exact := [name for name, role in run.roles.items() if role.precision == "fp32"]:
         yield {f"{name}.precision": "bf16" for name in exact}
-    if averaged := [name for name, one in trained.items() if one.ema_decay]:
+    if averaged := [name for name, role in trained.items() if role.ema_decay]:
         yield {f"{name}.ema_decay": 0.0 for name in averaged}
     if near := [name for name in averaged if trained[name].ema_device == "same"]:
         yield {f"{name}.ema_device": "cpu" for name in near}
-    if exact := [name for name, one in trained.items() if one.moments == "fp32"]:
+    if exact := [name for name, role in trained.items() if role.moments == "fp32"]:
         yield {f"{name}.moments": "bf16" for name in exact}
     key = run.algorithm.plan().keys[3]
-    parts = [one for one in (key, "algorithm.rollout_batch") if _value(run, one) > 1]
+    parts = [batch for batch in (key, "algorithm.rollout_batch") if _value(run, batch) > 1]
     if parts:
         yield dict.fromkeys(parts, 1)
     fewest = max(2, ranks // run.parallel.sequence)

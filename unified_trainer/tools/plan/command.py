@@ -43,67 +43,67 @@ def plan(
     if bandwidth is not None:
         machine = replace(machine, bandwidth=bandwidth * 1e12)
     run = parse(settings)
-    found = estimate(run, machine.count)
-    peak = found.memory.total(found.memory.peak)
+    planned = estimate(run, machine.count)
+    peak = planned.memory.total(planned.memory.peak)
     fits = peak <= machine.usable
     alone, together = ([], None) if fits else better_settings(run, machine.count, peak, machine.usable)
-    if not fits and (blocks := fitting_blocks(found, machine.usable)) is not None:
+    if not fits and (blocks := fitting_blocks(planned, machine.usable)) is not None:
         alone = [*alone, blocks]
     if json:
-        say(json_format.dumps(_plain(found, machine, mfu, fits=fits, alone=alone, together=together), indent=1))
+        say(json_format.dumps(_plain(planned, machine, mfu, fits=fits, alone=alone, together=together), indent=1))
     else:
-        _print(found, machine, mfu, fits=fits, alone=alone, together=together)
+        _print(planned, machine, mfu, fits=fits, alone=alone, together=together)
     return 0 if fits else DOES_NOT_FIT
 
 
 def _plain(
-    found: Estimate, machine: Hardware, mfu: float | None, *, fits: bool, alone: list[Better], together: Better | None
+    planned: Estimate, machine: Hardware, mfu: float | None, *, fits: bool, alone: list[Better], together: Better | None
 ) -> dict[str, Any]:
-    memory = found.memory
+    memory = planned.memory
     return {
         "measured": {},
         "computed": {
-            "sizes_from": dict(found.sources),
-            "parameters": dict(found.parameters),
+            "sizes_from": dict(planned.sources),
+            "parameters": dict(planned.parameters),
             "memory_bytes_of_a_rank": {"always": memory.always, "phases": memory.phases},
             "totals": {phase: memory.total(phase) for phase in memory.phases},
             "peak_phase": memory.peak,
-            "calls_of_a_rank_and_step": {name: dict(row) for name, row in found.calls.items()},
-            "tokens_of_a_step": found.tokens,
-            "model_flops_of_a_step": found.model_flops,
-            "executed_flops_of_a_step": found.executed_flops,
-            "bytes_sent_by_a_rank_and_step": found.sent,
-            "checkpoint_bytes": found.checkpoint,
+            "calls_of_a_rank_and_step": {name: dict(row) for name, row in planned.calls.items()},
+            "tokens_of_a_step": planned.tokens,
+            "model_flops_of_a_step": planned.model_flops,
+            "executed_flops_of_a_step": planned.executed_flops,
+            "bytes_sent_by_a_rank_and_step": planned.sent,
+            "checkpoint_bytes": planned.checkpoint,
         },
         "assumed": {
-            "notes": assumptions(found, machine, mfu),
+            "notes": assumptions(planned, machine, mfu),
             "reserve_bytes": RESERVE,
             "hardware": {"count": machine.count, "name": machine.name, "memory_bytes": machine.memory},
         },
         "estimated": {
             "fits": fits,
-            "seconds_of_a_step": sum(found.seconds(machine, mfu).values()),
-            "seconds_by_kind": found.seconds(machine, mfu),
-            "hours": found.hours(machine, mfu),
-            "device_hours": found.ranks * found.hours(machine, mfu),
-            "better_settings": [_entry(one) for one in alone],
+            "seconds_of_a_step": sum(planned.seconds(machine, mfu).values()),
+            "seconds_by_kind": planned.seconds(machine, mfu),
+            "hours": planned.hours(machine, mfu),
+            "device_hours": planned.ranks * planned.hours(machine, mfu),
+            "better_settings": [_entry(better) for better in alone],
             "better_settings_together": _entry(together) if together else None,
         },
     }
 
 
-def _entry(one: Better) -> dict[str, Any]:
-    return {"flags": one.flags, "peak_bytes": one.peak}
+def _entry(better: Better) -> dict[str, Any]:
+    return {"flags": better.flags, "peak_bytes": better.peak}
 
 
 def _print(
-    found: Estimate, machine: Hardware, mfu: float | None, *, fits: bool, alone: list[Better], together: Better | None
+    planned: Estimate, machine: Hardware, mfu: float | None, *, fits: bool, alone: list[Better], together: Better | None
 ) -> None:
     screen = console()
     if not screen.is_terminal:
         screen.width = WIDTH
-    memory, run, video, counts = found.memory, found.run, found.run.video, found.table
-    seconds, hours = found.seconds(machine, mfu), found.hours(machine, mfu)
+    memory, run, video, counts = planned.memory, planned.run, planned.run.video, planned.table
+    seconds, hours = planned.seconds(machine, mfu), planned.hours(machine, mfu)
     need, have = _gib(memory.total(memory.peak)), _gib(machine.usable)
     rows = Table(f"{run.method}, recipe {run.recipe or '(none)'}", "", title="plan: nothing below was measured")
     rows.add_row("memory", f"{'fits' if fits else 'DOES NOT FIT'}: {need} of {have} GiB a card, in {memory.peak}")
@@ -112,32 +112,33 @@ def _print(
     rows.add_row("a training step", f"{counts['prompts']} prompts x {counts['samples per prompt']} samples")
     rows.add_row("seconds of a step, estimated", f"{sum(seconds.values()):.3g}: {_listed(seconds)}")
     rows.add_row(f"hours of {run.steps} steps, estimated", f"{hours:.3g}, with validations every {run.validate_every}")
-    rows.add_row("card hours, estimated", f"{hours * found.ranks:.3g}")
+    rows.add_row("card hours, estimated", f"{hours * planned.ranks:.3g}")
     if (run.recipe, run.method) in PUBLISHED:
         rows.add_row("published", PUBLISHED[run.recipe, run.method])
-    rows.add_row("MFU, estimated", f"{found.mfu(machine):.2g} of {machine.flops / 1e12:.0f} TFLOP/s in a step")
-    rows.add_row("model FLOPs, computed", f"{found.model_flops:.3g} (executed {found.executed_flops:.3g})")
-    rows.add_row("sent by a rank, computed", f"{_gib(found.inside)} GiB to its shards, {_gib(found.across)} to copies")
-    if found.sizes.shards > run.parallel.sequence:
-        sent, peak = (_gib(size) for size in found.replicated)
+    rows.add_row("MFU, estimated", f"{planned.mfu(machine):.2g} of {machine.flops / 1e12:.0f} TFLOP/s in a step")
+    rows.add_row("model FLOPs, computed", f"{planned.model_flops:.3g} (executed {planned.executed_flops:.3g})")
+    inside, across = _gib(planned.inside), _gib(planned.across)
+    rows.add_row("sent by a rank, computed", f"{inside} GiB to its shards, {across} to copies")
+    if planned.sizes.shards > run.parallel.sequence:
+        sent, peak = (_gib(size) for size in planned.replicated)
         flags = "--parallel.replicate 0 --parallel.shard 1"
         rows.add_row("with a copy on every rank", f"{sent} GiB sent, {peak} GiB a card: {flags}")
-    rows.add_row("checkpoint, computed", f"{_gib(found.checkpoint)} GiB")
-    for name, source in found.sources.items():
-        rows.add_row(f"{name}, {_size(found.parameters[name])}", printable(source))
+    rows.add_row("checkpoint, computed", f"{_gib(planned.checkpoint)} GiB")
+    for name, source in planned.sources.items():
+        rows.add_row(f"{name}, {_size(planned.parameters[name])}", printable(source))
     screen.print(rows)
-    table = Table("phase", "GiB", "of which", title=f"computed memory of one rank of {found.ranks}")
+    table = Table("phase", "GiB", "of which", title=f"computed memory of one rank of {planned.ranks}")
     table.add_row("always", _gib(sum(memory.always.values())), _parts(memory.always))
     for phase, parts in memory.phases.items():
         table.add_row(phase + (" (peak)" if phase == memory.peak else ""), _gib(memory.total(phase)), _parts(parts))
     screen.print(table)
     calls = Table("role", "parameters", "calls with gradient", "without", "samples", title="computed calls of a rank")
-    for name, row in found.calls.items():
+    for name, row in planned.calls.items():
         numbers = [f"{row[key]:g}" for key in ("with gradient", "without gradient", "samples")]
-        size = found.parameters.get(name) or found.parameters[name.rpartition("_")[0]]
+        size = planned.parameters.get(name) or planned.parameters[name.rpartition("_")[0]]
         calls.add_row(name, _size(size), *numbers)
     screen.print(calls)
-    for note in assumptions(found, machine, mfu):
+    for note in assumptions(planned, machine, mfu):
         say(note)
     if fits:
         say(f"fits {machine.count} x {machine.name}: {memory.peak} needs {need} of {have} GiB")
@@ -145,14 +146,14 @@ def _print(
     say(f"does not fit {machine.count} x {machine.name}, because {memory.peak} needs {need} of {have} GiB")
     for flags, lower in alone:
         say(f"  {flags}: peak {_gib(lower)} GiB")
-    if not any(one.peak <= machine.usable for one in alone):
+    if not any(better.peak <= machine.usable for better in alone):
         say("none of these alone fits" if alone else "no single setting lowers the peak by a hundredth of it")
     if together is not None:
         fitting = "fits" if together.peak <= machine.usable else "does not fit"
         say(f"together {together.flags}: peak {_gib(together.peak)} GiB, which {fitting}")
 
 
-def assumptions(found: Estimate, machine: Hardware, mfu: float | None) -> list[str]:
+def assumptions(planned: Estimate, machine: Hardware, mfu: float | None) -> list[str]:
     """Return what the estimate takes for granted, in words."""
     network = (
         f"networks: products at {PRODUCTS:g} of the bf16 peak, then elementwise traffic at {TRAFFIC:g} of "
@@ -164,7 +165,7 @@ def assumptions(found: Estimate, machine: Hardware, mfu: float | None) -> list[s
         f"VAE: {CONVOLUTIONS:g} of the peak; HPSv3: {PRODUCTS:g}, and {HOST:g} s of a CPU for each frame; links: "
         f"{LINKS:g}; no time for optimizers, checkpoints, compilation and reading"
     )
-    return [f"assumed: {network}", f"assumed: {other}", *found.notes]
+    return [f"assumed: {network}", f"assumed: {other}", *planned.notes]
 
 
 def _listed(seconds: dict[str, float]) -> str:

@@ -80,7 +80,9 @@ def decode_work(vae: Mapping[str, object], shape: Sequence[int], samples: int, *
 def score_work(scorers: Iterable[ScorerConfig], frames: int, samples: int, *, gradient: bool) -> Work:
     """Return the work of HPSv3 on videos of so many frames; that of other scorers is not known."""
     scored = sum(
-        math.ceil(frames / one.stride(frames)) for one in scorers if one.kind == "hpsv3" and one.path != "tiny"
+        math.ceil(frames / scorer.stride(frames))
+        for scorer in scorers
+        if scorer.kind == "hpsv3" and scorer.path != "tiny"
     )
     flops = samples * scored * score_flops() * (3 if gradient else 1)
     return Work(scored=flops, frames=0.0 if gradient else samples * scored)

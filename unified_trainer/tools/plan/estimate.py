@@ -67,11 +67,11 @@ class Estimate:
 
     def seconds(self, card: Hardware, mfu: float | None = None) -> dict[str, float]:
         """Return the seconds of a training step by what takes them."""
-        found = self.work.seconds(card, mfu)
+        by_part = self.work.seconds(card, mfu)
         far = self.sizes.shards > NODE  # a copy of the weights reaches over several nodes
         inside, across = (0.0, self.sent) if far else (self.inside, self.across)
-        waited = seconds_sent(inside, across, card) - found["networks"] - found["recomputation"]
-        return found | {"waiting for other ranks": max(0.0, waited)}
+        waited = seconds_sent(inside, across, card) - by_part["networks"] - by_part["recomputation"]
+        return by_part | {"waiting for other ranks": max(0.0, waited)}
 
     def hours(self, card: Hardware, mfu: float | None = None) -> float:
         """Return the hours of all training steps and validations, and of encoding the prompts."""
@@ -123,11 +123,11 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     scorers, notes = _scorers(run)
     sizes = Sizes(run, models, ranks, scorers, table["samples per rank"], table["accumulation"])
     share, frame_tokens = counts.repeats / counts.steps, height * width // patch
-    passes = [(one, _flops(one, sizes, counts, frame_tokens)) for one in counts.passes]
+    passes = [(call, _flops(call, sizes, counts, frame_tokens)) for call in counts.passes]
     held = held_networks(counts, sizes)
     inside, across = _sent(counts, sizes)
     sequence = degrees.sequence
-    work = sum((_pass_work(one, flops, sizes, counts) for one, flops in passes), Work()).times(1 / sequence)
+    work = sum((_pass_work(call, flops, sizes, counts) for call, flops in passes), Work()).times(1 / sequence)
     prompts = table["prompts"] / data_ranks * run.steps if run.trains_on == "prompts" else 0
     return Estimate(
         run=run,
@@ -138,15 +138,15 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         counts=counts,
         sizes=sizes,
         calls=counts.calls(),
-        tokens=data_ranks * share * sum(one.tokens * frame_tokens for one, _ in passes),
-        model_flops=data_ranks * share * sum(f.trained if one.gradient else f.forward for one, f in passes),
-        executed_flops=data_ranks * share * sum(f.executed if one.gradient else f.forward for one, f in passes),
+        tokens=data_ranks * share * sum(call.tokens * frame_tokens for call, _ in passes),
+        model_flops=data_ranks * share * sum(f.trained if call.gradient else f.forward for call, f in passes),
+        executed_flops=data_ranks * share * sum(f.executed if call.gradient else f.forward for call, f in passes),
         work=(work + _seen(sizes, counts)).times(share),
         validation=_validation(sizes, counts, data_ranks),
         encoded=prompts * models["student"].encode_flops,
         inside=inside,
         across=across,
-        checkpoint=sum(one.stored for one in held.values()),
+        checkpoint=sum(network.stored for network in held.values()),
         notes=(*filter(None, [fitted]), *assumed, *notes),
     )
 
@@ -170,17 +170,17 @@ def _with_scorer(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     return replace(run, reward=replace(run.reward, kind="hpsv3")), (note,)
 
 
-def _pass_work(one: Pass, flops: PassFLOPs, sizes: Sizes, counts: Counts) -> Work:
-    name, expert = seat_of(counts, one)
+def _pass_work(call: Pass, flops: PassFLOPs, sizes: Sizes, counts: Counts) -> Work:
+    name, expert = seat_of(counts, call)
     layers = sizes.models[name].size.layers
-    return pass_work(flops, recompute_of(name, expert, counts, sizes), layers, gradient=one.gradient)
+    return pass_work(flops, recompute_of(name, expert, counts, sizes), layers, gradient=call.gradient)
 
 
 def _seen(sizes: Sizes, counts: Counts) -> Work:
     """Return the work of decoding and scoring in the rehearsed steps."""
     run, vae = sizes.run, sizes.models["student"].vae
     half, total = run.encoders.vae_precision == "bf16", Work()
-    scorers = [one for one in run.reward.named().values() if one.weight]
+    scorers = [scorer for scorer in run.reward.named().values() if scorer.weight]
     for samples, frames, gradient in counts.decoded:
         total += decode_work(vae, (frames, *sizes.latent[2:]), samples, half=half, gradient=gradient)
         shown = 1 if frames == 1 else run.video.frames
@@ -196,44 +196,44 @@ def _validation(sizes: Sizes, counts: Counts, ranks: int) -> Work:
         return Work()
     _, frames, height, width = shown.latent
     tokens = height * width // shown.models["student"].size.patch
-    passes = [(one, _flops(one, shown, counts, tokens)) for one in counts.validation]
-    total = sum((_pass_work(one, flops, shown, counts) for one, flops in passes), Work())
+    passes = [(call, _flops(call, shown, counts, tokens)) for call in counts.validation]
+    total = sum((_pass_work(call, flops, shown, counts) for call, flops in passes), Work())
     total = total.times(own / min(run.validation.batch, own) / run.parallel.sequence)
     half = run.encoders.vae_precision == "bf16"
     total += decode_work(shown.models["student"].vae, (frames, height, width), own, half=half, gradient=False)
     return total + score_work(run.reward.named().values(), run.video.frames, own, gradient=False)
 
 
-def _flops(one: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
+def _flops(call: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
     """Return the FLOPs of a pass of the rehearsal at the real sizes, `frame` tokens for each latent frame."""
-    name, expert = seat_of(counts, one)
+    name, expert = seat_of(counts, call)
     model, config = sizes.models[name], sizes.run.roles.get(name)
     trained = expert in counts.plans[name].layout.trained
     rank = config.adapter.rank if trained and isinstance(config, TrainableConfig) else 0
-    layers = model.size.layers_to_features if one.to_features else model.size.layers
+    layers = model.size.layers_to_features if call.to_features else model.size.layers
     repeated = min(recompute_of(name, expert, counts, sizes).full, layers) / layers  # the first blocks are
-    frames = one.tokens / one.samples
+    frames = call.tokens / call.samples
     sparse = counts.plans[name].config.sparse
     if sparse.share:
         _, height, width = model.transformer["patch_size"]
         grid = (int(frames), sizes.latent[2] // height, sizes.latent[3] // width)
         pairs = float(sparse.pairs(grid, sparse.share))
     else:
-        pairs = frame**2 * (one.attention / (4 * HEAD * one.samples) - frames * TEXT_TOKENS)
+        pairs = frame**2 * (call.attention / (4 * HEAD * call.samples) - frames * TEXT_TOKENS)
     size = model.size
     count = partial(image_flops, size) if isinstance(size, QwenImageSize) else partial(pass_flops, size)
-    found = count(
+    flops = count(
         int(frames * frame),
         model.text_tokens,
         rank=rank,
         repeated=repeated if trained else 0.0,
         pairs=pairs,
-        text_keys=model.text_tokens if one.rows["text keys"] else 0,
-        times=1 if one.rows["times"] == one.samples else int(frames * frame),
-        to_features=one.to_features,
+        text_keys=model.text_tokens if call.rows["text keys"] else 0,
+        times=1 if call.rows["times"] == call.samples else int(frames * frame),
+        to_features=call.to_features,
         fused=bool(counts.plans[name].config.compile),
     )
-    return found.times(one.samples)
+    return flops.times(call.samples)
 
 
 def _sent(counts: Counts, sizes: Sizes) -> tuple[float, float]:
@@ -246,15 +246,17 @@ def _sent(counts: Counts, sizes: Sizes) -> tuple[float, float]:
     held, share, copies = held_networks(counts, sizes), counts.repeats / counts.steps, sizes.ranks // sizes.shards
     ring = (sizes.shards - 1) / sizes.shards
     total = 0.0
-    for one in counts.passes:
-        seat = seat_of(counts, one)
+    for call in counts.passes:
+        seat = seat_of(counts, call)
         network = held.get(seat) or next(iter(held.values()))
-        gathers = 2 if one.gradient and sizes.run.parallel.reshard_after_forward else 1
+        gathers = 2 if call.gradient and sizes.run.parallel.reshard_after_forward else 1
         size = sizes.models[seat[0]].size
-        blocks = size.layers_to_features / size.layers if one.to_features else 1.0
+        blocks = size.layers_to_features / size.layers if call.to_features else 1.0
         total += share * gathers * ring * network.sent * blocks
     updates = {
-        [one.role for one in loss if one.gradient][-1] for loss in counts.losses if any(p.gradient for p in loss)
+        [call.role for call in loss if call.gradient][-1] for loss in counts.losses if any(p.gradient for p in loss)
     }
-    reduced = sum(FP32 * one.trained for seat, one in held.items() if any(role.startswith(seat[0]) for role in updates))
+    reduced = sum(
+        FP32 * network.trained for seat, network in held.items() if any(role.startswith(seat[0]) for role in updates)
+    )
     return total + ring * reduced, 2 * (copies - 1) / copies * reduced / sizes.shards

@@ -52,9 +52,9 @@ def read_hardware(words: str) -> Hardware:
     """Read 8xH200, or H200 for one; UserError names the devices that are known."""
     match = re.fullmatch(r"(?:(\d+)\s*[x*])?\s*([\w-]+)", words.strip(), re.IGNORECASE)
     by_name = {name.lower(): name for name in DEVICES}
-    found = by_name.get(match[2].lower()) if match else None
-    if match is None or found is None or match[1] == "0":
+    card = by_name.get(match[2].lower()) if match else None
+    if match is None or card is None or match[1] == "0":
         raise UserError(f"--hardware {words}: give a number and a device, such as 8xH200; have {', '.join(DEVICES)}")
-    name, memory, bandwidth, tf32, link = DEVICES[found]
+    name, memory, bandwidth, tf32, link = DEVICES[card]
     flops = peak_flops(name) or 0.0
-    return Hardware(int(match[1] or 1), found, memory * 1e9, flops, tf32 * 1e12, bandwidth * 1e12, link * 1e9)
+    return Hardware(int(match[1] or 1), card, memory * 1e9, flops, tf32 * 1e12, bandwidth * 1e12, link * 1e9)

@@ -132,10 +132,10 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
         if not losses:
             continue
         own = [one for (user, _), one in held.items() if user == name]
-        found = max((_activations(counts, sizes, one) for one in _kinds(losses)), key=lambda pair: pair[0])
+        largest = max((_activations(counts, sizes, one) for one in _kinds(losses)), key=lambda pair: pair[0])
         memory.phases[f"update of {name}"] = {
-            "activations": found[0],
-            "gradients": max(0.0, found[1] + sum(one.gradients for one in own) if sizes.accumulation > 1 else found[1]),
+            "activations": largest[0],
+            "gradients": max(0.0, largest[1] + (sum(one.gradients for one in own) if sizes.accumulation > 1 else 0.0)),
             "gathered weights and gradients": gathered + max(one.unsharded for one in own),
             "KV cache": _cache(sizes, counts) if name == "student" else 0.0,
             "rollouts": rollouts,
@@ -168,15 +168,15 @@ def held_networks(counts: Counts, sizes: Sizes) -> dict[tuple[str, Expert], Held
     for name, role in counts.roles.items():
         for expert, backbone in role.backbones.items():
             users.setdefault(id(backbone), []).append((name, expert, role))
-    found: dict[tuple[str, Expert], Held] = {}
+    networks: dict[tuple[str, Expert], Held] = {}
     for seats in users.values():
         base = True
         for name, expert, role in sorted(seats, key=lambda seat: not isinstance(seat[2], Trainable)):
             if not base and not _trained(counts, name, expert):
                 continue
-            found[name, expert] = _held(counts, sizes, name, expert, role.backbones[expert], base=base)
+            networks[name, expert] = _held(counts, sizes, name, expert, role.backbones[expert], base=base)
             base = False
-    return found
+    return networks
 
 
 def _trained(counts: Counts, name: str, expert: Expert) -> bool:
@@ -221,9 +221,9 @@ def _always(held: Iterable[Held], sizes: Sizes) -> dict[str, float]:
     networks, encoders = list(held), sizes.run.encoders
     vae = (BF16 if encoders.vae_precision == "bf16" else FP32) * sizes.models["student"].vae_weights
     return {
-        "weights": sum(one.weights for one in networks),
-        "moments": sum(one.moments for one in networks),
-        "EMA": sum(one.ema for one in networks),
+        "weights": sum(network.weights for network in networks),
+        "moments": sum(network.moments for network in networks),
+        "EMA": sum(network.ema for network in networks),
         "scorers": 0.0 if sizes.run.reward.offload else sizes.scorers,
         "VAE": 0.0 if encoders.offload else float(vae),
     }
@@ -234,13 +234,13 @@ def _rank(sizes: Sizes, name: str) -> int:
     return config.adapter.rank if isinstance(config, TrainableConfig) else 0
 
 
-def seat_of(counts: Counts, one: Pass) -> tuple[str, Expert]:
+def seat_of(counts: Counts, call: Pass) -> tuple[str, Expert]:
     """Return the role and the expert that a pass ran."""
-    name, _, expert = one.role.rpartition("_")
+    name, _, expert = call.role.rpartition("_")
     for known in ("high", "low"):
         if expert == known and name in counts.roles:
             return name, known
-    return one.role, ""
+    return call.role, ""
 
 
 def recompute_of(name: str, expert: Expert, counts: Counts, sizes: Sizes) -> Recompute:
@@ -253,11 +253,11 @@ def recompute_of(name: str, expert: Expert, counts: Counts, sizes: Sizes) -> Rec
     )
 
 
-def _network(counts: Counts, sizes: Sizes, one: Pass) -> Network:
-    name, expert = seat_of(counts, one)
+def _network(counts: Counts, sizes: Sizes, call: Pass) -> Network:
+    name, expert = seat_of(counts, call)
     config, backbone = counts.plans[name].config, counts.roles[name].backbones[expert]
     rank, model, recompute = _rank(sizes, name), sizes.models[name], recompute_of(name, expert, counts, sizes)
-    layers = model.size.layers_to_features if one.to_features else model.size.layers
+    layers = model.size.layers_to_features if call.to_features else model.size.layers
     return Network(
         frozen_config({**model.transformer, "num_layers": layers}),
         config.precision,
@@ -268,33 +268,33 @@ def _network(counts: Counts, sizes: Sizes, one: Pass) -> Network:
     )
 
 
-def _pass(counts: Counts, sizes: Sizes, one: Pass) -> PassBytes:
-    name, _ = seat_of(counts, one)
+def _pass(counts: Counts, sizes: Sizes, call: Pass) -> PassBytes:
+    name, _ = seat_of(counts, call)
     channels, _, height, width = sizes.latent
-    network = _network(counts, sizes, one)
-    gradient = one.gradient and bool(network.trained or network.rank)
+    network = _network(counts, sizes, call)
+    gradient = call.gradient and bool(network.trained or network.rank)
     network = network if gradient else without_gradient(network)
-    shape = (channels, one.tokens // one.samples, height, width)
-    found = pass_bytes(
-        network, shape, sizes.models[name].text_tokens, one.samples, gradient=gradient, fresh=_fresh(sizes)
+    shape = (channels, call.tokens // call.samples, height, width)
+    traced = pass_bytes(
+        network, shape, sizes.models[name].text_tokens, call.samples, gradient=gradient, fresh=_fresh(sizes)
     )
     share = 1 / sizes.run.parallel.sequence
-    return PassBytes(*(share * value for value in vars(found).values()))
+    return PassBytes(*(share * value for value in vars(traced).values()))
 
 
-def _without(counts: Counts, sizes: Sizes, one: Pass) -> PassBytes:
-    found, extra = _pass(counts, sizes, one), LATENTS * sizes.latent_bytes * one.samples
-    return PassBytes(found.peak + extra, found.kept, found.backward, found.first)
+def _without(counts: Counts, sizes: Sizes, call: Pass) -> PassBytes:
+    traced, extra = _pass(counts, sizes, call), LATENTS * sizes.latent_bytes * call.samples
+    return PassBytes(traced.peak + extra, traced.kept, traced.backward, traced.first)
 
 
 def _activations(counts: Counts, sizes: Sizes, passes: list[Pass]) -> tuple[float, float]:
     """Return the activations of one loss, and the gradients at its peak that were not there before."""
-    with_graph = [_pass(counts, sizes, one) for one in passes if one.gradient]
-    silent = [_pass(counts, sizes, one).peak for one in passes if not one.gradient]
-    kept = sum(one.kept for one in with_graph)
-    last, samples = with_graph[-1], max(one.samples for one in passes)
+    with_graph = [_pass(counts, sizes, call) for call in passes if call.gradient]
+    silent = [_pass(counts, sizes, call).peak for call in passes if not call.gradient]
+    kept = sum(call.kept for call in with_graph)
+    last, samples = with_graph[-1], max(call.samples for call in passes)
     extra = LATENTS * sizes.latent_bytes * samples
-    peak = kept + max([0.0, *silent, max(one.peak - one.kept for one in with_graph), last.backward - last.kept])
+    peak = kept + max([0.0, *silent, max(call.peak - call.kept for call in with_graph), last.backward - last.kept])
     if not _fresh(sizes):
         return peak + extra, _sharded(counts, sizes, passes)
     return peak + extra, max(0.0, kept - last.kept + last.first - peak)
@@ -308,7 +308,7 @@ def _fresh(sizes: Sizes) -> bool:
 def _sharded(counts: Counts, sizes: Sizes, passes: list[Pass]) -> float:
     if sizes.accumulation > 1:
         return 0.0  # they are counted as a whole
-    name, expert = seat_of(counts, next(one for one in passes if one.gradient))
+    name, expert = seat_of(counts, next(call for call in passes if call.gradient))
     return _held(counts, sizes, name, expert, counts.roles[name].backbones[expert], base=True).gradients
 
 
@@ -324,16 +324,16 @@ def _rollouts(counts: Counts, sizes: Sizes) -> tuple[float, float]:
 
 
 def _trains(name: str, passes: list[Pass]) -> bool:
-    return any(one.gradient and one.role.startswith(name) for one in passes)
+    return any(call.gradient and call.role.startswith(name) for call in passes)
 
 
 def _distinct(passes: Iterable[Pass]) -> list[Pass]:
-    return list({(one.role, one.samples, one.tokens, one.gradient): one for one in passes}.values())
+    return list({(call.role, call.samples, call.tokens, call.gradient): call for call in passes}.values())
 
 
 def _kinds(losses: list[list[Pass]]) -> list[list[Pass]]:
     """Return the losses that differ in their passes."""
-    return list({tuple((p.role, p.samples, p.tokens, p.gradient) for p in one): one for one in losses}.values())
+    return list({tuple((p.role, p.samples, p.tokens, p.gradient) for p in loss): loss for loss in losses}.values())
 
 
 def _cache(sizes: Sizes, counts: Counts) -> float:
@@ -341,7 +341,7 @@ def _cache(sizes: Sizes, counts: Counts) -> float:
     run, size = sizes.run, sizes.models["student"].size
     if not run.sampler.chunks.causal:
         return 0.0
-    samples = max(one.samples for one in counts.passes if one.role.startswith("student"))
+    samples = max(call.samples for call in counts.passes if call.role.startswith("student"))
     frames = min(sizes.latent[1], run.sampler.chunks.window_frames or sizes.latent[1])
     tokens = frames * sizes.latent[2] * sizes.latent[3] // size.patch
     width = BF16 if run.roles["student"].precision == "bf16" else FP32

@@ -75,7 +75,7 @@ def pass_bytes(
     """
     if 0 < network.recompute.full < network.layers:
         others, full = (
-            pass_bytes(one, latent, text_tokens, samples, gradient=gradient, fresh=fresh) for one in _uniform(network)
+            pass_bytes(each, latent, text_tokens, samples, gradient=gradient, fresh=fresh) for each in _uniform(network)
         )
         return _mixed(network, others, full)
     few, more = (
@@ -96,7 +96,7 @@ def _trace(
     fresh: bool,
 ) -> tuple[int, int, int, int]:
     role = _role(network, layers)
-    found = []
+    traces = []
     for before in (True, False) if gradient and fresh else (True,):
         for p in role.network.parameters():
             p.grad = torch.empty_like(p) if before and p.requires_grad else None
@@ -108,8 +108,8 @@ def _trace(
                 forward, kept = live.peak, live.now
                 if gradient:
                     velocity.square().mean().backward()
-        found.append((forward, kept, live.peak))
-    (forward, kept, backward), *rest = found
+        traces.append((forward, kept, live.peak))
+    (forward, kept, backward), *rest = traces
     return forward, kept, backward, rest[0][2] if rest else backward
 
 

@@ -67,7 +67,7 @@ class Counts:
     @property
     def passes(self) -> list[Pass]:
         """All passes of training, in order."""
-        return [one for passes in self.losses for one in passes]
+        return [call for passes in self.losses for call in passes]
 
     def listen(self) -> Meter:
         """Return a meter that notes every pass under the loss that needs it."""
@@ -80,13 +80,13 @@ class Counts:
 
     def calls(self) -> dict[str, dict[str, float]]:
         """Return the passes of a training step by role: their number with and without gradient, and their samples."""
-        found: dict[str, dict[str, float]] = {}
+        counts: dict[str, dict[str, float]] = {}
         share = self.repeats / self.steps
-        for one in self.passes:
-            row = found.setdefault(one.role, {"with gradient": 0.0, "without gradient": 0.0, "samples": 0.0})
-            row["with gradient" if one.gradient else "without gradient"] += share
-            row["samples"] += share * one.samples
-        return found
+        for call in self.passes:
+            row = counts.setdefault(call.role, {"with gradient": 0.0, "without gradient": 0.0, "samples": 0.0})
+            row["with gradient" if call.gradient else "without gradient"] += share
+            row["samples"] += share * call.samples
+        return counts
 
 
 def rehearse(
@@ -263,11 +263,11 @@ class _Rollouts(LocalRollouts):
     counts: Counts
 
     def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
-        found = super().samples(batch, step, rng)
-        kept = cast(Rollout, found.rollout)  # that of a rehearsal is on the device
+        scored = super().samples(batch, step, rng)
+        kept = cast(Rollout, scored.rollout)  # that of a rehearsal is on the device
         values = sum(x.numel() for x in (kept.states, kept.x0))
         self.counts.kept = self.counts.repeats * (values // kept.x0[0].numel())
-        return found
+        return scored
 
 
 def _score(video: Video, prompts: Sequence[str]) -> Tensor:

@@ -42,7 +42,8 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._known(tensor)
         result = call(*arguments, **(named or {}))
-        note = self._add if all(one.alias_info is None for one in call._schema.returns) else self._known  # of a view
+        is_view = any(value.alias_info is not None for value in call._schema.returns)
+        note = self._known if is_view else self._add
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 note(tensor)
@@ -69,5 +70,5 @@ class LiveBytes(TorchDispatchMode):
 
     def _of(self, storage: Any) -> Any:
         """Return the storage if it was seen before; the number of a freed one may be that of a new one."""
-        found = self._seen.get(id(storage))
-        return None if found is None else found()
+        reference = self._seen.get(id(storage))
+        return None if reference is None else reference()
