@@ -36,8 +36,12 @@ class Clips:
         return f"the caption of {self.videos[number].file}"
 
 
-def read_prompts(run: RunConfig, *, images: bool) -> tuple[PromptFile, PromptFile]:
-    """Return the prompts of training and of validation; none where captions of clips or the first ones are taken.
+SETS = "--validation.sets."  # before the name of a set of prompts
+PromptFiles = dict[str, PromptFile]  # by the flag that names the file
+
+
+def prompt_files(run: RunConfig, *, images: bool) -> PromptFiles:
+    """Return all prompts of a run; those of training or validation are none where it takes captions of clips.
 
     `images` says whether the student takes condition images, which tables then name.
     """
@@ -48,17 +52,14 @@ def read_prompts(run: RunConfig, *, images: bool) -> tuple[PromptFile, PromptFil
         captions, column = validation_captions(run.validation.num_samples), run.validation.prompts_column
         validation = prompts_of(run.validation.prompts, captions, "--validation.prompts", column, images=images)
     check_prompts(run.reward, prompts.placed, validation.placed)
-    return prompts, validation
+    return {"--prompts": prompts, "--validation.prompts": validation} | validation_sets(run, images=images)
 
 
-def read_sets(run: RunConfig, *, images: bool = False) -> dict[str, PromptFile]:
-    """Return the further sets of validation prompts by name."""
+def validation_sets(run: RunConfig, *, images: bool = False) -> PromptFiles:
+    """Return the further sets of validation prompts."""
     captions, column = validation_captions(run.validation.num_samples), run.validation.prompts_column
-    named = {name: path for name, path in run.validation.sets.items() if path}
-    sets = {
-        name: prompts_of(path, captions, f"--validation.sets.{name}", column, images=images)
-        for name, path in named.items()
-    }
+    named = {f"{SETS}{name}": path for name, path in run.validation.sets.items() if path}
+    sets = {flag: prompts_of(path, captions, flag, column, images=images) for flag, path in named.items()}
     check_prompts(run.reward, *(prompts.placed for prompts in sets.values()))
     return sets
 

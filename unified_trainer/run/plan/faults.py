@@ -12,7 +12,7 @@ from unified_trainer.data.row_kinds import ClipRows
 from unified_trainer.models import hub
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.scorers import check_files, check_reward
-from unified_trainer.run.plan.data import read_sets
+from unified_trainer.run.plan.data import validation_sets
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.batch import with_fitting_batch
@@ -44,7 +44,7 @@ def _independent(run: RunConfig, mesh: Mesh) -> Iterator[Callable[[], object]]:
     if run.validation.prompts:
         column = run.validation.prompts_column
         yield partial(prompts_of, run.validation.prompts, (), "--validation.prompts", column)
-    yield partial(read_sets, run)
+    yield partial(validation_sets, run)
     if run.trains_on != "prompts" and run.data.path not in ("", "tiny"):
         yield partial(_check_clips, run)
     yield run.sampler.check

@@ -22,7 +22,7 @@ from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
-from unified_trainer.run.plan.data import check_captions, note_lanes, read_clips, read_prompts, read_sets
+from unified_trainer.run.plan.data import SETS, check_captions, note_lanes, prompt_files, read_clips
 from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame, has_images
@@ -118,29 +118,22 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     method = method_named(run.method)
     check_complete(run)
     check_settings(run, method)
-    check_worker_packages(run, mesh.device.type)
-    check_reward(run.reward, run.video.frames)
-    shown = run.validated()
-    if shown.video.frames != run.video.frames:
-        check_reward(run.reward, shown.video.frames)
-    check_tracking(run.tracking, mesh)
+    _check_packages(run, mesh)
     run, fitted = with_fitting_batch(run, mesh.data_size)
     batch = batch_of(run)
     roles = _roles(run, method, mesh)
     counts: dict[str, int | str] = {**batch.table(mesh.data_size)}
     family, folder = family_of("student", roles["student"].path)
-    takes_images = family.images(folder)[1] > 0
-    prompts, validation_prompts = read_prompts(run, images=takes_images)
-    sets = read_sets(run, images=takes_images)
-    files = {"--prompts": prompts, "--validation.prompts": validation_prompts}
-    files |= {f"--validation.sets.{name}": file for name, file in sets.items()}
-    latent_shape = family.latent_shape(folder, run.video.frames, run.video.height, run.video.width)
+    shown = run.validated()
+    latent_shape, validation_shape = (
+        family.latent_shape(folder, of.video.frames, of.video.height, of.video.width) for of in (run, shown)
+    )
+    prompts = prompt_files(run, images=family.images(folder)[1] > 0)
     clips = read_clips(run, latent_shape)
-    if has_images(run, family, folder, files):
+    if has_images(run, family, folder, prompts):
         check_images(run, roles, clips, scores=method.uses_reward or run.validate_every > 0)
-    check_captions(run, method, clips, bool(validation_prompts.requests))
+    check_captions(run, method, clips, bool(prompts["--validation.prompts"].requests))
     check_sampling(run, latent_shape)
-    validation_shape = family.latent_shape(folder, shown.video.frames, shown.video.height, shown.video.width)
     check_sampling(shown, validation_shape)
     sparse_note = check_sparse(run, method, roles, mesh)
     check_roles(run, roles, mesh)
@@ -151,7 +144,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         without_adapter(roles),
         left_at_base(run, roles),
         sparse_note,
-        *(file.note for file in files.values()),
+        *(file.note for file in prompts.values()),
         clips.stored.image_note if clips.stored else "",
         note_shift(folder, family.tokens(folder, latent_shape), run.sampler.shift),
         note_lanes(run, batch, clips, mesh.data_size, counts),
@@ -162,9 +155,11 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         roles=roles,
         batch=batch,
         counts=counts,
-        requests=prompts.requests,
-        validation_requests=validation_prompts.requests,
-        validation_sets={name: prompts.requests for name, prompts in sets.items()},
+        requests=prompts["--prompts"].requests,
+        validation_requests=prompts["--validation.prompts"].requests,
+        validation_sets={
+            flag.removeprefix(SETS): file.requests for flag, file in prompts.items() if flag.startswith(SETS)
+        },
         notes=tuple(filter(None, notes)),
         keep=keep_of(run),
         family=family,
@@ -176,6 +171,14 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         first_frames=run.trains_on == "clips" and conditions_on_first_frame(run, family, folder),
         rejected=clips.rejected,
     )
+
+
+def _check_packages(run: RunConfig, mesh: Mesh) -> None:
+    """Raise UserError for packages, scorers and trackers that this machine lacks or that cannot read the videos."""
+    check_worker_packages(run, mesh.device.type)
+    for frames in dict.fromkeys((run.video.frames, run.validated().video.frames)):
+        check_reward(run.reward, frames)
+    check_tracking(run.tracking, mesh)
 
 
 def check_settings(run: RunConfig, method: type[Method]) -> None:
