@@ -22,7 +22,7 @@ def test_the_norm_is_the_formula_in_float32():
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            found = attention._normed(norm, x)
+            found = attention.normed(norm, x)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)  # bf16 is 4e-3
 
