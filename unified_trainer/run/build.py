@@ -134,8 +134,10 @@ def _require_memory(run: RunConfig, plan: RunPlan, codec: Codec, mesh: Mesh) -> 
     """Raise UserError unless the conditions and latents of a rank's samples of one training step fit on its device."""
     samples = plan.batch.prompts * plan.batch.num_samples // mesh.data_size
     prompts, num_samples, *_ = plan.batch.keys
-    kept = isinstance(run.algorithm, RolloutConfig) and run.algorithm.trajectories == "device"
-    size = 4 * samples * (codec.text_tokens * codec.text_width + kept * math.prod(plan.latent_shape))
+    states, algorithm = 0, run.algorithm
+    if isinstance(algorithm, RolloutConfig) and algorithm.trajectories == "device":
+        states = algorithm.kept_states(run.sampler)
+    size = 4 * samples * (codec.text_tokens * codec.text_width + states * math.prod(plan.latent_shape))
     what = f"a rank's share of a training step, {samples} samples ({prompts} x {num_samples}),"
     require_memory(size, mesh.device, what, f"lower {num_samples if num_samples != '1' else prompts}")
 

@@ -96,6 +96,9 @@ class PolicyConfig(TrainedStepsConfig):
         places = self._places(sampler)
         return [places[window.start : window.stop] for window in self.window.all(len(places))]
 
+    def kept_states(self, sampler: SamplerConfig) -> int:
+        return 2 + max(map(len, self.windows(sampler)))  # both ends of the window's transitions, and x0
+
     def _places(self, sampler: SamplerConfig) -> range:
         """The transitions that windows lie in; without a window size all of them, wherever they are trained."""
         if not self.window.size:

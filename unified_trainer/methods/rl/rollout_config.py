@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from unified_trainer.basics.ranges import MAY_CHANGE, Count, Positive
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.methods.base import MethodConfig
+from unified_trainer.sampling.solver import SamplerConfig
 
 TrajectoryPlace = Literal["device", "cpu"]
 
@@ -31,6 +32,10 @@ class RolloutConfig(MethodConfig):
     """Start all samples of a prompt from one initial noise instead of one each."""
     advantage_clip: Positive = 5.0
     """Largest absolute advantage."""
+
+    def kept_states(self, sampler: SamplerConfig) -> int:
+        """Return how many states of each sample are kept for the update; here its end alone."""
+        return 1
 
     def plan(self) -> BatchPlan:
         keys = (
