@@ -112,10 +112,10 @@ def test_a_validation_that_does_not_fit_in_memory_names_its_batch(tmp_path, caps
 
 
 def test_more_samples_of_a_step_than_memory_has_are_refused_before_weights_are_read(tmp_path, capsys):
-    """Of each sample all states of its trajectory are kept: 1e8 samples have more than a TB."""
-    many = flags({"algorithm.num-samples": 10**8})
+    """Of each of 1e9 samples all states of its trajectory are kept."""
+    many = flags({"algorithm.num-samples": 10**6, "algorithm.num-prompts": 1000, "algorithm.prompts-per-update": 1000})
     said = refused(capsys, *SMALL["dance_grpo"], *many, "--output", str(tmp_path / "run"))
-    assert "00000000 samples (algorithm.num_prompts x algorithm.num_samples), needs" in said
+    assert "a rank's share of a training step, 1000000000 samples (algorithm.num_prompts x" in said
     assert said.endswith("lower algorithm.num_samples\n") and not (tmp_path / "run" / "config.yaml").exists()
 
 
