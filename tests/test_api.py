@@ -43,9 +43,18 @@ def test_every_public_name_is_declared_once_more_for_type_checkers():
     assert (REPO / "unified_trainer/py.typed").is_file()
 
 
-def test_the_package_alone_imports_no_torch():
-    code = "import sys, unified_trainer; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=120)
+IMPORTS = """
+import sys, unified_trainer
+assert "torch" not in sys.modules
+import unified_trainer.__main__
+assert not {"torch", "pyarrow", "av", "peft", "diffusers"} & sys.modules.keys()
+import unified_trainer.run.settings.config
+assert not {"pyarrow", "av", "peft", "diffusers", "torch._dynamo"} & sys.modules.keys()
+"""
+
+
+def test_a_part_of_the_package_imports_no_more_than_it_needs():
+    subprocess.run([sys.executable, "-c", IMPORTS], env=environment(), check=True, timeout=120)
 
 
 # Settings.

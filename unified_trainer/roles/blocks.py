@@ -20,7 +20,6 @@ Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 BlockInputs = Callable[..., tuple[Any, ...]]
 Compile = Literal["auto"] | bool
 BACKEND = "inductor"
-REFUSED = torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit  # for a reason that users can change
 # Graphs of all roles together: with and without gradient, and for each adapter, shape and kind of recomputation.
 GRAPHS = 64
 
@@ -151,7 +150,8 @@ class _Graphs:
         """Compile no more, and say why; an error if blocks must be compiled."""
         reason = _why(error)
         if self._failed is None:
-            raise (UserError(reason) if isinstance(error, REFUSED) else error) from error
+            of_user = isinstance(error, (torch._dynamo.exc.Unsupported, torch._dynamo.exc.FailOnRecompileLimitHit))
+            raise (UserError(reason) if of_user else error) from error
         self._off = True
         self._failed(f"{reason}. They run uncompiled from here on")
 
