@@ -9,9 +9,9 @@ import torch
 from clip_files import write_clips
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline
 from diffusers.utils import dynamic_modules_utils
+from forked import program
 from helpers import ALONE, OF_CLIPS, OF_SAMPLES, assert_same, checkpoint_of, flags
 from i2v_folder import i2v_folder
-from parallel.launch import torchrun
 from PIL import Image as Picture
 from ti2v_folder import ti2v_folder
 from torch.utils.flop_counter import FlopCounterMode
@@ -216,9 +216,8 @@ def test_published_adapters_name_the_layers_of_clip():
 def test_two_ranks_train_as_one(folders, table, tmp_path):
     more = {"algorithm__micro-batch": 1, "student__adapter.rank": 2}
     assert main(words("dmd2", folders["i2v"], table, tmp_path / "one", **more)) == 0
-    done = torchrun(
-        2, "-m", "unified_trainer", *words("dmd2", folders["i2v"], table, tmp_path / "two", device="cpu", **more)
-    )
+    two = words("dmd2", folders["i2v"], table, tmp_path / "two", device="cpu", **more)
+    done = program("-m", "unified_trainer", *two, ranks=2)
     assert done.returncode == 0, done.stderr
     one, two = (checkpoint_of(tmp_path / name, 2) for name in ("one", "two"))
     for key in one:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import dynamic_modules_utils
+from forked import program
 from helpers import ALONE, WAN, assert_same, checkpoint_of
 from helpers import flags as words_of
 from i2v_folder import i2v_folder
-from parallel.launch import torchrun
 from safetensors.torch import load_file, save_file
 from ti2v_folder import ti2v_folder
 
@@ -322,7 +322,7 @@ def test_a_run_resumes_bit_for_bit_and_its_export_is_sampled_alike(tmp_path, mon
 def test_two_ranks_learn_what_one_does(tmp_path, mesh):
     words = SIZE | SPARSE | {"device": "cpu", "student.learning-rate": 1e-4}
     assert main(flags(words | {"output": tmp_path / "one"})) == 0
-    done = torchrun(2, "-m", "unified_trainer", *flags(words | mesh | {"output": tmp_path / "two"}))
+    done = program("-m", "unified_trainer", *flags(words | mesh | {"output": tmp_path / "two"}), ranks=2)
     assert done.returncode == 0, done.stderr
     one, two = (checkpoint_of(tmp_path / name, 2) for name in ("one", "two"))
     for key in one:

@@ -63,7 +63,11 @@ METHODS = (
     "dance_ppo adapters",
     "dance_grpo in chunks",
 )
-ON_TWO = (*itertools.product(MESHES[2], METHODS[:-1]), ("sequence", METHODS[-1]))
+ON_TWO = (
+    *itertools.product(("sharded", "sequence"), METHODS[:-1]),
+    *itertools.product(["replicated"], ("finetune", "dmd2 adapters", "dance_grpo")),
+    ("sequence", METHODS[-1]),
+)
 ON_FOUR = (
     ("replicated and sharded", "finetune"),
     ("replicated and sharded", "dance_grpo"),
