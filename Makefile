@@ -29,7 +29,7 @@ check: setup
 	$(VENV)/bin/mypy
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n $(JOBS) --dist load -m "not slow and not ranks and not kill"
 
-# Three processes on two cores: tests wait for other processes, and then a core would be idle.
+# Two processes: with three, Ray does not always start in time on two cores.
 test: setup
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -157,7 +157,7 @@ def test_a_half_written_reward_is_named(refused, hpsv3):
 
 def test_another_pipeline_is_named(refused, wan):
     (wan / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    assert "FluxPipeline is not supported; have WanImageToVideoPipeline, WanPipeline" in refused(
+    assert "FluxPipeline is not supported; have QwenImagePipeline, WanImageToVideoPipeline, WanPipeline" in refused(
         "--student.path", str(wan)
     )
 
@@ -172,7 +172,7 @@ def test_another_pipeline_is_named(refused, wan):
         (["--reward.scale", "-1"], "sum to -1 (hpsv3 -1): the student would learn to lower their scores"),
         (
             ["--reward.scorers.nice.weight", "1"],
-            "reward.scorers.nice.kind nice is no scorer; have aesthetic, clip, hpsv3, ocr, sharp",
+            "reward.scorers.nice.kind nice is no scorer; have aesthetic, clip, hpsv2, hpsv3, ocr, sharp",
         ),
         (["--reward.scorers.clip.weight", "1"], "reward.scorers.clip.path must be the folder of a clip scorer, not ''"),
         (["--reward.scorers.a.kind", "clip", "--reward.scorers.a.path", "nowhere"], "nowhere/preprocessor_config.json"),

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
             if _names_command(words):
                 return apply(command_named(words[0]), words[1:])() or 0
             return _train(words)
-    except BaseException as error:
+    except (Exception, KeyboardInterrupt) as error:
         code = exit_code(error)
         if code is None:
             raise

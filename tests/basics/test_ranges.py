@@ -57,7 +57,9 @@ def of_kind(kind: Any, number: float) -> Any:
     parts = typing.get_args(kind)
     if typing.get_origin(kind) is not tuple:
         return number
-    return (number,) if parts[1:] == (...,) else (0.5, number)
+    if parts[1:] == (...,):
+        return (number,)
+    return (*[0.5 if float in typing.get_args(parts[0]) or parts[0] is float else 1] * (len(parts) - 1), number)
 
 
 def said(action: Any) -> str:

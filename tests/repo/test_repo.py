@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import re
 import shlex
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,7 @@ def name_of(path: Path) -> str:
 
 
 def tool(name: str) -> str:
-    import sys
-
-    return str(Path(sys.executable).parent / name)
+    return str(Path(sysconfig.get_path("scripts")) / name)
 
 
 @pytest.mark.slow  # `make check` runs the tools themselves

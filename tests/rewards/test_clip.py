@@ -184,7 +184,7 @@ def test_the_published_head_is_converted_by_the_command_of_the_guide(tmp_path, m
     """A file as LAION's: the state of a module `layers` with dropouts, saved by torch."""
     layers = nn.Sequential(nn.Linear(8, 6), nn.Dropout(), nn.Linear(6, 4), nn.Linear(4, 1))
     torch.save(nn.ModuleDict({"layers": layers}).state_dict(), tmp_path / "sac+logos+ava1-l14-linearMSE.pth")
-    (code,) = re.findall(r'python -c "(.*?)"', (REPO / "docs/rewards.md").read_text())
+    (code,) = re.findall(r'python -c "(.*?logos.*?)"', (REPO / "docs/rewards.md").read_text())
     monkeypatch.chdir(tmp_path)
     exec(code)
     rows = torch.randn(3, 8)

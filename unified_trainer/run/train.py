@@ -64,7 +64,7 @@ def train_in_actor(run: RunConfig, argv: Sequence[str], after: After | None = No
         with meeting(run.parallel.timeout_minutes) as store:
             add_families(run.families)
             return train_here(run, argv, store, after)
-    except BaseException as error:
+    except (Exception, KeyboardInterrupt) as error:
         code = exit_code(error)
         if code is None:
             raise

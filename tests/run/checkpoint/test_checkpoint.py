@@ -337,7 +337,7 @@ def test_a_damaged_file_is_named_when_it_is_read(tmp_path, keep):
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
-        (["--student.learning-rate", "0.5"], "student.learning_rate: 0.00016 -> 0.5"),
+        (["--student.learning-rate", "0.5"], "student.learning_rate: 0.0002 -> 0.5"),
         (["--seed", "3"], "seed: 0 -> 3"),
         (["--algorithm.eta", "0.1"], "algorithm.eta: 1.0 -> 0.1"),
         (["--sampler.guidance-scale", "4"], "sampler.guidance_scale: 1.0 -> 4.0"),
@@ -359,7 +359,7 @@ def test_allow_takes_it_and_the_run_says_so(copied, capsys):
     assert "reward.scale" in refused(capsys, "--resume", str(copied), *words, *allowed[:2])
     assert main(["--resume", str(copied), *words, *allowed]) == 0
     said = capsys.readouterr().out
-    for change in ("student.learning_rate: 0.00016 -> 0.5", "reward.scale: 1.0 -> 2.0", "steps: 3 -> 4"):
+    for change in ("student.learning_rate: 0.0002 -> 0.5", "reward.scale: 1.0 -> 2.0", "steps: 3 -> 4"):
         assert f"changed {change}" in said
     assert metrics_of(copied)[-1]["train/student/learning_rate"] > 0.4
     assert main(["--resume", str(copied), "--steps", "5"]) == 0  # the new settings are the run's own now
@@ -406,7 +406,7 @@ def test_a_config_that_was_cut_off_is_refused(copied, capsys):
 
 @pytest.mark.slow
 def test_a_config_edited_by_hand_is_refused(copied, capsys):
-    file = edit(copied, "learning_rate: 0.00016", "learning_rate: 0.5")
+    file = edit(copied, "learning_rate: 0.0002", "learning_rate: 0.5")
     before = files_of(copied)
     message = refused(capsys, "--resume", str(copied), "--steps", "4")
     assert f"{file} was edited by hand" in message and "--allow config" in message and files_of(copied) == before

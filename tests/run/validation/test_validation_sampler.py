@@ -56,6 +56,7 @@ def test_they_may_change_when_a_run_is_resumed(tmp_path):
 )
 def test_what_is_not_given_is_the_runs(own, expected):
     words = [*SMALL["dance_grpo"], "--sampler.step-sigmas", "1", "0.8", "0.5", "0.2", "--sampler.guidance-scale", "3"]
+    words += ["--sampler.shift", "3"]
     words += [f"--validation.sampler.{own[0]}", *own[1:]] if own else []
     assert parse(words).validated().sampler == expected
     assert parse(words).validated() is not parse(words) and (bool(own) or parse(words).validated() == parse(words))

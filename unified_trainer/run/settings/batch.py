@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import reduce
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.batch_plan import BatchPlan
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.rewards.scorers import group_scorer
-from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, merged
+from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe
 
 
 def batch_of(run: RunConfig) -> BatchPlan:
@@ -58,6 +57,7 @@ def starts_on(run: RunConfig, ranks: int) -> bool:
 def _of_recipe(run: RunConfig, names: Iterable[str]) -> bool:
     """Return whether settings of the method have the values of the run's recipe, or the defaults that it leaves."""
     sections = load_recipe(run.recipe) if run.recipe else {}
-    layers = (sections.get(name, {}).get("algorithm", {}) for name in ("common", run.method))
-    given = reduce(merged, layers, vars(type(run.algorithm)()))
+    given = dict(vars(type(run.algorithm)()))
+    for name in ("common", run.method):
+        given |= sections.get(name, {}).get("algorithm", {})
     return all(name in given and vars(run.algorithm)[name] == given[name] for name in names)
