@@ -59,6 +59,7 @@ PEAK_TFLOPS = (
     (r"RTX 3090", 71.0),  # NVIDIA GA102 white paper, appendix A
     (r"MI300X|MI325X", 1307.4),  # AMD Instinct MI300X and MI325X data sheets
 )
+CARD_KIND = "cuda"  # what torch calls each of them
 
 
 def pick_device(name: Device, local_rank: int) -> torch.device:

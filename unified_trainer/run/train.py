@@ -92,7 +92,11 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
             risk = [at_risk(run.checkpoint_every, run.checkpoint_minutes)] if run.checkpoint_minutes else []
             for line in (*built.notes, *begun.said, *risk):
                 tracker.say(line)
-            stopped_by = Course(built.trainer, run, output, tracker, saver, built.validation, start=start).run()
+            compiles = any(role.compiled for role in built.roles.values())
+            course = Course(
+                built.trainer, run, output, tracker, saver, built.validation, start=start, compiles=compiles
+            )
+            stopped_by = course.run()
     if after is not None and mesh.is_main:
         after(output)  # the lock is released: a report does not say "running"
     mesh.leave()
