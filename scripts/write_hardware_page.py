@@ -19,6 +19,7 @@ HEAD = f"""# Hardware
 
 `python scripts/write_hardware_page.py` writes this page from [`plan`](scale.md#sizing), with the recipes as they are.
 Nothing here was measured on an accelerator: memory is computed, seconds and hours are estimated.
+Seconds are those of compiled blocks ([`compile: auto`](performance.md#activations-and-compiled-blocks)).
 
 A cell holds, for 8 cards, the memory of a rank in GiB, the seconds of a training step and the hours of the whole run on
 the clock; a run that does not fit has its memory alone, in parentheses. `plan` names the settings that lower it.

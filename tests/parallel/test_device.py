@@ -8,7 +8,7 @@ import torch
 from helpers import REPO, environment
 
 from unified_trainer.__main__ import main
-from unified_trainer.parallel.device import can_pin, free_memory, peak_memory, pick_device
+from unified_trainer.parallel.device import allocator_settings, can_pin, free_memory, peak_memory, pick_device
 
 # A torch_npu that registers a device of torch's kind for backends outside of it, with none of its kernels.
 STAND_IN = """
@@ -131,3 +131,27 @@ def test_a_stand_in_npu_is_picked_measured_and_named(tmp_path):
 
 def path(folder) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{REPO}"}
+
+
+GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "cuda", "read_by_others", "expected"),
+    [
+        ({"PATH": "/bin"}, "13.0", False, GROWING),
+        ({"PYTORCH_ALLOC_CONF": ""}, "13.0", False, {}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "13.0", False, {}),
+        ({}, "13.0", True, {}),
+        ({}, None, False, {}),
+    ],
+)
+def test_segments_of_cuda_grow_unless_the_user_has_set_the_allocator(environment, cuda, read_by_others, expected):
+    assert allocator_settings(environment, cuda, read_by_others=read_by_others) == expected
+
+
+@pytest.mark.skipif("_accelerator_getAllocatorSettings" not in dir(torch._C), reason="this torch does not show them")
+def test_torch_reads_the_settings_of_the_allocator_after_it_is_imported():
+    program = f"import os, torch; os.environ.update({GROWING}); print(torch._C._accelerator_getAllocatorSettings())"
+    done = python(program)
+    assert done.stdout.strip() == GROWING["PYTORCH_ALLOC_CONF"], done.stderr

@@ -13,7 +13,7 @@ from unified_trainer.basics.types import Condition
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.roles.backbone import Backbone
-from unified_trainer.roles.blocks import GRAPHS, compiles, prepare_blocks, widest
+from unified_trainer.roles.blocks import GRAPHS, compiles, may_compile, prepare_blocks, widest
 from unified_trainer.roles.recompute import Recompute, selective_policy
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.tools.plan.passes import Network, frozen_config, pass_bytes
@@ -184,4 +184,5 @@ def test_auto_compiles_on_accelerators_with_a_compiler(setting, kind, compiler, 
     monkeypatch.setenv("CC", compiler)
     monkeypatch.setenv("CXX", compiler)
     assert compiles(setting, kind) is expected
+    assert may_compile(setting, kind) is (expected or compiler == "absent-compiler")
     assert widest([False, setting]) == setting

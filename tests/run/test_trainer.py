@@ -64,6 +64,15 @@ def test_a_step_gives_the_same_metrics_in_any_parts():
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
+def test_ranks_compare_their_points_once_before_each_pass_after_each_loss_and_at_the_end(monkeypatch):
+    """Parts of a step share the comparison after a loss. docs/scale.md says why there is one before each pass."""
+    points: list[str] = []
+    monkeypatch.setattr(Mesh, "assert_same", lambda _, point: points.append(point))
+    finetune(FinetuneConfig(batch_size=4, micro_batch=1)).step(0)
+    of_loss = ["loss of student, with a step after it", "end of the step"]
+    assert points == ["pass of student with gradient"] * 4 + of_loss
+
+
 def test_an_update_starts_from_no_gradient():
     """The second step's gradient is its own: nothing of the first is left."""
     one, other = (finetune(FinetuneConfig(batch_size=4, micro_batch=2)) for _ in range(2))

@@ -4,9 +4,10 @@
 """
 
 import itertools
+import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ NPU_ATTENTION = ("npu::npu_fusion_attention", "npu::npu_fusion_attention_v2", "n
 RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU"}  # names by which Ray counts devices; it does not count a CPU as one
 # Of the compiler that torch.compile calls for devices of a kind: an environment variable, and its usual names.
 COMPILERS = {"cpu": ("CXX", ("g++",)), "cuda": ("CC", ("gcc", "clang"))}
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # variables with its settings; the first one counts
 CONTROL_BACKEND = "gloo"  # of the control group, whose collectives run on the CPUs
 # Published dense bf16 matrix products of one device in TFLOP/s with fp32 sums, by words of its name; the first row that
 # matches counts. Vendors' data sheets print twice these numbers where they assume 2:4 sparsity.
@@ -57,6 +59,7 @@ PEAK_TFLOPS = (
     (r"RTX 3090", 71.0),  # NVIDIA GA102 white paper, appendix A
     (r"MI300X|MI325X", 1307.4),  # AMD Instinct MI300X and MI325X data sheets
 )
+CARD_KIND = "cuda"  # what torch calls each of them
 
 
 def pick_device(name: Device, local_rank: int) -> torch.device:
@@ -229,6 +232,22 @@ def optimizer_kernels(device: torch.device) -> dict[str, bool]:
     By itself torch does so for plain tensors only, and updates sharded weights one after the other.
     """
     return {"cpu": {}, "cuda": {"fused": True}}.get(device.type, {"foreach": True})
+
+
+def allocator_settings(environment: Mapping[str, str], cuda: str | None, *, read_by_others: bool) -> dict[str, str]:
+    """Return the variables that make the allocator of CUDA devices grow its segments, for less fragmentation.
+
+    torch reads them when it allocates first. There are none where torch has no CUDA, where the user has set the
+    allocator, and where other processes read its memory, which they cannot if it grows.
+    """
+    if cuda is None or read_by_others or any(name in environment for name in ALLOCATOR):
+        return {}
+    return {ALLOCATOR[0]: "expandable_segments:True"}
+
+
+def set_allocator(*, read_by_others: bool) -> None:
+    """Set torch's allocator by `allocator_settings`; call it before anything is allocated on a device."""
+    os.environ.update(allocator_settings(os.environ, torch.version.cuda, read_by_others=read_by_others))
 
 
 def synchronize(device: torch.device) -> None:

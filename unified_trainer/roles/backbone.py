@@ -97,7 +97,8 @@ class Backbone:
             model.share_tokens(mesh)
         if not isinstance(recompute, Recompute):
             recompute = Recompute.of_setting(recompute, len(model.blocks))
-        inputs = model.compiled_inputs if compiles(compile, mesh.device.type) else None
+        self.compiled = compiles(compile, mesh.device.type)
+        inputs = model.compiled_inputs if self.compiled else None
         failed = self._uncompiled if compile == "auto" else None
         prepare_blocks(model.blocks, recompute, lambda: self._adapter(self._running), inputs, failed)
         shard(model.network, model.blocks, mesh, half=self.half_passes)
@@ -223,6 +224,7 @@ class Backbone:
             end.register_hook(lambda _gradient: meter.add(0, backward / ranks))
 
     def _uncompiled(self, reason: str) -> None:
+        self.compiled = False
         say(f"warning: {reason}", quiet=not self.mesh.is_main)
 
     @contextmanager

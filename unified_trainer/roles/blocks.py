@@ -24,15 +24,18 @@ BACKEND = "inductor"
 GRAPHS = 64
 
 
-def compiles(setting: Compile, kind: str) -> bool:
-    """Return whether blocks of a role with this setting are compiled on devices of a kind.
+def may_compile(setting: Compile, kind: str) -> bool:
+    """Return whether blocks of a role with this setting are compiled on devices of a kind, if there is a compiler.
 
-    With `auto` they are on accelerators for which Inductor has a compiler.
+    With `auto` they are on accelerators that Inductor has a compiler for.
     """
-    if setting != "auto":
-        return setting
-    names = _compilers(kind)
-    return kind != "cpu" and bool(names) and any(map(shutil.which, names))
+    return kind != "cpu" and kind in COMPILERS if setting == "auto" else setting
+
+
+def compiles(setting: Compile, kind: str) -> bool:
+    """Return whether blocks of a role with this setting are compiled here; with `auto` only where a compiler is."""
+    found = setting != "auto" or any(map(shutil.which, _compilers(kind)))
+    return found and may_compile(setting, kind)
 
 
 def widest(settings: Iterable[Compile]) -> Compile:

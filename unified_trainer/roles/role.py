@@ -207,6 +207,11 @@ class Role:
         return f"weights {' and '.join(held)}, passes {self.config.precision}{experts}"
 
     @property
+    def compiled(self) -> bool:
+        """Whether blocks of it are compiled, as long as none failed to be."""
+        return any(backbone.compiled for backbone in self._backbones.values())
+
+    @property
     def network(self) -> nn.Module:
         """The only network, or that of the high-noise expert."""
         return self._backbones[self.experts[0]].model.network

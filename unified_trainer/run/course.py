@@ -41,11 +41,12 @@ class Course:
         validation: ValidationSource | None,
         *,
         start: int,
+        compiles: bool = False,
     ) -> None:
-        """`start` training steps are done. Without a `validation` the run has none."""
+        """`start` training steps are done, and the next one `compiles` blocks. Without a `validation` there is none."""
         self.trainer, self.settings, self.output = trainer, run, output
         self.tracker, self.saver, self.guards, self.mesh = tracker, saver, trainer.guards, trainer.mesh
-        self.step = start  # training steps done
+        self.step, self.compiles = start, compiles  # training steps done
         self.save_due = due(run.checkpoint_every, run.checkpoint_minutes, self.mesh)
         self.unmoved = UnmovedWeights(trainer.roles, start, run.steps)
         self.warned: set[str] = set()  # what the run was warned of, once each
@@ -108,6 +109,8 @@ class Course:
         for message in self.trainer.messages:
             self.tracker.say(f"step {self.step}: {message}")
         self._warn("unmoved", self.unmoved.warning(self.step))
+        compiled = f"step {self.step} took {metrics['seconds']:.1f} s, with the compilation of blocks"
+        self._warn("compilation", compiled if self.compiles else "")
         self._warn("slow to stop", too_slow_to_stop(metrics["seconds"]))
         return alarm
 

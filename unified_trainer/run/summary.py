@@ -42,7 +42,8 @@ def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: So
 
 def _role(plan: RolePlan, role: Role) -> str:
     """Folder, size, precision, adapters made elsewhere, and what is trained."""
-    line = f"{plan.path}: {_millions(role.parameters)}, {role.precision}; "
+    passes = role.precision + (", blocks compiled" if role.compiled else "")
+    line = f"{plan.path}: {_millions(role.parameters)}, {passes}; "
     for how, files in (("merged with", plan.merged), ("starts from", plan.starts)):
         line += "".join(f"{how} {file.file}; " for file in files.values())
     if not isinstance(role, Trainable):

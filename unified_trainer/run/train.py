@@ -12,6 +12,7 @@ from torch.distributed import Store
 from unified_trainer.basics.errors import writing
 from unified_trainer.basics.terminal import say
 from unified_trainer.parallel.agreement import assert_equal, flat
+from unified_trainer.parallel.device import set_allocator
 from unified_trainer.parallel.meeting import PeerFailedError, meeting
 from unified_trainer.parallel.mesh import Mesh, peer_lost
 from unified_trainer.run.build import Built, build
@@ -74,6 +75,7 @@ def train_in_actor(run: RunConfig, argv: Sequence[str], after: After | None = No
 
 def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, after: After | None = None) -> int:
     """Build the run, start or continue it, write everything into its directory and return the exit code."""
+    set_allocator(read_by_others=run.rollouts.transport == "nixl")
     mesh = Mesh.join(run.device, run.parallel, store)
     if run.resume and _is_finished(run, run.resume, mesh):
         _leave_finished(run.resume, mesh, after)
@@ -90,7 +92,11 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
             risk = [at_risk(run.checkpoint_every, run.checkpoint_minutes)] if run.checkpoint_minutes else []
             for line in (*built.notes, *begun.said, *risk):
                 tracker.say(line)
-            stopped_by = Course(built.trainer, run, output, tracker, saver, built.validation, start=start).run()
+            compiles = any(role.compiled for role in built.roles.values())
+            course = Course(
+                built.trainer, run, output, tracker, saver, built.validation, start=start, compiles=compiles
+            )
+            stopped_by = course.run()
     if after is not None and mesh.is_main:
         after(output)  # the lock is released: a report does not say "running"
     mesh.leave()

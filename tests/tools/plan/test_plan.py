@@ -184,3 +184,15 @@ def test_plan_takes_the_batch_and_the_validation_that_a_start_takes_on_any_numbe
     assert planned.counts.validation[0].samples == 1
     assert planned.run.algorithm == started.run.algorithm and planned.run.algorithm.batch_size == ranks
     assert planned.table["samples per rank"] == 1 and planned.notes[0] == started.notes[0]
+
+
+def test_auto_counts_compiled_blocks_on_cards_and_not_on_an_npu():
+    """The elementwise traffic of a step is that of the setting which auto stands for."""
+    words = ["--method", "finetune", *SMALL, *SINGLE, *CLIPS]
+
+    def traffic(*more: str) -> float:
+        return estimate(parse([*words, *more]), 1).work.traffic
+
+    uncompiled, compiled = (traffic("--student.compile", value) for value in ("False", "True"))
+    assert compiled < uncompiled
+    assert traffic() == compiled and traffic("--device", "npu") == traffic("--device", "cpu") == uncompiled

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.parallel.device import CARD_KIND
 from unified_trainer.parallel.meter import Pass
+from unified_trainer.roles.blocks import may_compile
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.plan.plan import check_sampling, check_settings
 from unified_trainer.run.plan.roles import check_heads
@@ -220,7 +222,8 @@ def _flops(call: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
         pairs = float(sparse.pairs(grid, sparse.share))
     else:
         pairs = frame**2 * (call.attention / (4 * HEAD * call.samples) - frames * TEXT_TOKENS)
-    size = model.size
+    size, device = model.size, sizes.run.device
+    compile = sizes.run.roles[method_named(sizes.run.method).roles[name].copy_of or name].compile
     count = partial(image_flops, size) if isinstance(size, QwenImageSize) else partial(pass_flops, size)
     flops = count(
         int(frames * frame),
@@ -231,7 +234,7 @@ def _flops(call: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
         text_keys=model.text_tokens if call.rows["text keys"] else 0,
         times=1 if call.rows["times"] == call.samples else int(frames * frame),
         to_features=call.to_features,
-        fused=bool(counts.plans[name].config.compile),
+        fused=may_compile(compile, CARD_KIND if device == "auto" else device),
     )
     return flops.times(call.samples)
 
