@@ -287,7 +287,8 @@ def test_rollout_scores_the_videos_of_sample(folders, table, tmp_path):
     role = load_role(str(tmp_path / "run"), "student", None, ALONE, causal=True)
     ours = torch.cat(list(videos(role, with_images(role, [str(table)], []), 5, 2)))
     rows = [json.loads(line) for line in (tmp_path / "out" / "scores" / "run.jsonl").read_text().splitlines()]
-    assert [row["reward"] for row in rows] == pytest.approx(first_frame_likeness(ours).tolist(), abs=1e-5)
+    images = torch.stack([Image.read(table.parent / f"{i}.png", "the test").at(HEIGHT, WIDTH) for i in range(2)])
+    assert [row["reward"] for row in rows] == pytest.approx(first_frame_likeness(ours, images).tolist(), abs=1e-5)
     swapped = table.with_name("swapped.jsonl")
     swapped.write_text(table.read_text().replace("0.png", "x.png").replace("1.png", "0.png").replace("x.png", "1.png"))
     assert main([word.replace(str(table), str(swapped)) for word in asked]) == 2
