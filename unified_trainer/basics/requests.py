@@ -130,5 +130,5 @@ class Request:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> tuple["Request", ...]:
-        """Return a request without images for each text."""
-        return tuple(cls(text) for text in texts)
+        """Return a request for each text, with the images of a `Prompt`."""
+        return tuple(cls(*identity_of(text)) for text in texts)
