@@ -65,7 +65,7 @@ class Checkpoint:
 
     @property
     def images(self) -> tuple[int, int]:
-        """How many condition images a sample takes, at least and at most."""
+        """The fewest and the most condition images that a sample takes."""
         if self.served is not None:
             return self.served.images
         family, folder = family_of(STUDENT, self._path)

@@ -81,7 +81,7 @@ class ServedStudent:
 
     @property
     def images(self) -> tuple[int, int]:
-        """How many condition images a sample takes, at least and at most; none where the server does not say."""
+        """The fewest and the most condition images that a sample takes; none where the server does not say."""
         images = self.about.get("images", [0, 0])
         if not isinstance(images, list) or len(images) != 2 or not all(type(count) is int for count in images):
             raise UserError(f"{self.url}/health: images must be the fewest and the most of a sample, not {images}")
