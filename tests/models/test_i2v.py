@@ -1,5 +1,6 @@
 """Networks with a condition image: sampled as by diffusers, trained by every method, resumed and exported."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ti2v_folder import ti2v_folder
 from torch.utils.flop_counter import FlopCounterMode
 
 from unified_trainer.__main__ import main
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Image, Request
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.video_reader import to_video
@@ -27,6 +29,7 @@ from unified_trainer.rewards.pixels import first_frame_likeness
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.experts import ExpertPair
 from unified_trainer.roles.role import Frozen, RoleConfig
+from unified_trainer.run.checkpoint.manifest import weights_digest
 from unified_trainer.run.registry import METHODS
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.sampling.solver import SamplerConfig, generate
@@ -34,7 +37,10 @@ from unified_trainer.tools.export.scheduler import euler_scheduler
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.plan.architecture import architecture_of
 from unified_trainer.tools.plan.flops import TransformerSize, pass_flops
-from unified_trainer.tools.sample.sample import videos, with_images
+from unified_trainer.tools.sample.sample import read_lines, videos, with_images
+from unified_trainer.tools.serve.remote_student import RemoteStudent
+from unified_trainer.tools.serve.student_service import student_service
+from unified_trainer.tools.serve.web_server import open_port, serving
 
 pytestmark = pytest.mark.slow
 
@@ -276,6 +282,50 @@ def test_encoded_clips_of_ti2v_hold_their_first_frame(folders, table, tmp_path, 
     assert all(0 < row["train/loss"] < 10 for row in losses if "train/loss" in row) and losses
 
 
+def test_evaluate_and_serve_take_images(folders, table, tmp_path, capsys):
+    """A served student measures what its checkpoint does; rows of one text are two prompts; others are refused."""
+    rows = table.read_text().splitlines()
+    rows.append(rows[0].replace("0.png", "1.png"))
+    table = table.with_name("three.jsonl")
+    table.write_text("\n".join(rows))
+    more = {"reward__frames": "all", "reward__kind": "first_frame_likeness", "reward__path": "", "steps": 1}
+    run = tmp_path / "run"
+    assert main(words("dmd2", folders["i2v"], table, run, **more)) == 0
+    loaded = load_role(str(run), "student", None, ALONE, causal=True)
+    codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
+    digest = weights_digest(loaded.metadata, "student", ema=False)
+    service = student_service("served", loaded, codec, 2, 0.0, digest, (1, 1))
+    with open_port("127.0.0.1", 0) as listener, serving(service, listener) as url:
+        asked = ["evaluate", str(run), url, "--output", str(tmp_path / "out"), "--batch", "2", "--resamples", "20"]
+        assert main([*asked, "--prompts", str(table)]) == 0
+        with open(tmp_path / "out" / "samples.csv") as opened:
+            scores = [float(row["reward"]) for row in csv.DictReader(opened)]
+        requests = read_lines([str(table)], images=True)
+        ours = torch.cat(list(videos(loaded, requests, 0, 2)))
+        images = torch.stack([request.images[0].at(HEIGHT, WIDTH) for request in requests])
+        assert scores[:3] == scores[3:] == pytest.approx(first_frame_likeness(ours, images).tolist(), abs=1e-6)
+        client, files = RemoteStudent(url), [table.with_name(f"{number}.png") for number in (0, 1, 1)]
+        texts = [request.text for request in requests]
+        assert torch.equal(client.sample(texts, batch=2, images=files), ours)
+        with pytest.raises(UserError, match=r"served takes 1 condition images, not 0 .*send images, a PNG file"):
+            client.sample(texts)
+        assert main([*asked, "--prompts", PROMPTS[0]]) == 2
+    assert "run@1 takes 1 condition images, not 0" in capsys.readouterr().err
+    other = [
+        "evaluate",
+        str(run),
+        "tiny",
+        "--recipe",
+        "tiny",
+        "--output",
+        str(tmp_path / "out"),
+        "--prompts",
+        str(table),
+    ]
+    assert main(other) == 2
+    assert "tiny takes 0 condition images, not 1" in capsys.readouterr().err
+
+
 def test_rollout_scores_the_videos_of_sample(folders, table, tmp_path):
     """Each prompt has its image; the likeness of a video to it is a reward, and a folder of other images is refused."""
     more = {"reward__frames": "all", "reward__kind": "first_frame_likeness", "reward__path": ""}
@@ -286,7 +336,8 @@ def test_rollout_scores_the_videos_of_sample(folders, table, tmp_path):
     role = load_role(str(tmp_path / "run"), "student", None, ALONE, causal=True)
     ours = torch.cat(list(videos(role, with_images(role, [str(table)], []), 5, 2)))
     rows = [json.loads(line) for line in (tmp_path / "out" / "scores" / "run.jsonl").read_text().splitlines()]
-    assert [row["reward"] for row in rows] == pytest.approx(first_frame_likeness(ours).tolist(), abs=1e-5)
+    images = torch.stack([Image.read(table.parent / f"{i}.png", "the test").at(HEIGHT, WIDTH) for i in range(2)])
+    assert [row["reward"] for row in rows] == pytest.approx(first_frame_likeness(ours, images).tolist(), abs=1e-5)
     swapped = table.with_name("swapped.jsonl")
     swapped.write_text(table.read_text().replace("0.png", "x.png").replace("1.png", "0.png").replace("x.png", "1.png"))
     assert main([word.replace(str(table), str(swapped)) for word in asked]) == 2

@@ -84,6 +84,8 @@ def test_first_frame_likeness_is_one_minus_the_mean_difference():
     values = torch.tensor([0.4, 0.5, 0.1])[:, None, None].expand(3, 8, 8)
     assert float(pixels.first_frame_likeness(grey(values))) == pytest.approx(1 - (0.1 + 0.3) / 2)
     assert float(pixels.first_frame_likeness(grey(values[:1].expand(3, 8, 8)))) == 1
+    image = torch.full((1, 3, 8, 8), 0.3)
+    assert float(pixels.first_frame_likeness(grey(values), image)) == pytest.approx(1 - (0.2 + 0.2) / 2)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from answering import answering
 from helpers import ALONE, CPU, SMALL, metrics_of, run
 from PIL import Image
 
+from unified_trainer.basics import requests
 from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
@@ -54,6 +55,14 @@ def test_a_score_is_the_share_of_comparisons_that_a_video_wins_in_its_group(both
     assert len(asked) == count and all(
         "\n\na dog\n\n" in body["messages"][0]["content"][-1]["text"] for *_, body in asked
     )
+
+
+def test_videos_of_one_text_and_other_images_are_not_compared():
+    images = [requests.Image.of(np.full((4, 4, 3), shade, np.uint8)) for shade in (0, 1)]
+    prompts = [requests.Prompt("a dog", (images[i],)) for i in (0, 0, 1, 1, 1)]
+    with comparing(brighter, both_orders="false") as (scorer, asked):
+        assert scorer(VIDEO[:, :, :1], prompts).tolist() == [0.0, 1.0, 0.5, 1.0, 0.0]
+    assert len(asked) == 4
 
 
 def test_a_model_that_prefers_what_it_sees_first_tells_nothing_apart():

@@ -1,7 +1,7 @@
 """Requests: a text and condition images, of which one sample is made."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,12 +72,46 @@ def cover(picture: Picture.Image, height: int, width: int) -> Picture.Image:
     return picture.resize((width, height), Picture.Resampling.LANCZOS, (left, top, left + own_width, top + own_height))
 
 
+class Prompt(str):
+    """The text of a request, with its condition images for the scorers that ask for them. It is equal by its text."""
+
+    __slots__ = ("images",)
+    images: tuple[Image, ...]
+
+    def __new__(cls, text: str, images: tuple[Image, ...]) -> "Prompt":
+        made = super().__new__(cls, text)
+        made.images = images
+        return made
+
+    def __getnewargs__(self) -> tuple[str, tuple[Image, ...]]:  # type: ignore[override]
+        return str(self), self.images
+
+
+def identity_of(prompt: str) -> tuple[str, tuple[Image, ...]]:
+    """Return the text of a prompt and its condition images: equal for samples of equal requests alone."""
+    return str(prompt), prompt.images if isinstance(prompt, Prompt) else ()
+
+
+def first_images(prompts: Sequence[str], height: int, width: int) -> Float[Tensor, "b 3 h w"] | None:
+    """Return the first condition image of each prompt in [0, 1], or None if a prompt has none."""
+    images = [prompt.images[0] for prompt in prompts if isinstance(prompt, Prompt) and prompt.images]
+    if len(images) < len(prompts) or not images:
+        return None
+    at = {image: image.at(height, width) for image in {*images}}
+    return torch.stack([at[image] for image in images])
+
+
 @dataclass(frozen=True, order=True)
 class Request:
     """A text and condition images, of which one sample is made. Requests of equal text and images are equal."""
 
     text: str
     images: tuple[Image, ...] = ()
+
+    @property
+    def prompt(self) -> str:
+        """The text for a reward: a `Prompt` where there are images."""
+        return Prompt(self.text, self.images) if self.images else self.text
 
     @property
     def identity(self) -> str:
@@ -96,5 +130,5 @@ class Request:
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> tuple["Request", ...]:
-        """Return a request without images for each text."""
-        return tuple(cls(text) for text in texts)
+        """Return a request for each text, with the images of a `Prompt`."""
+        return tuple(cls(*identity_of(text)) for text in texts)

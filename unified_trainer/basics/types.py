@@ -144,7 +144,7 @@ class Batch:
     @property
     def prompts(self) -> tuple[str, ...]:
         """The texts of the samples."""
-        return tuple(request.text for request in self.requests)
+        return tuple(request.prompt for request in self.requests)
 
     def split(self, size: int) -> list["Batch"]:
         """Return consecutive parts of `size` samples; the last may be smaller."""

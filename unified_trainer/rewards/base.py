@@ -19,7 +19,9 @@ from unified_trainer.basics.ranges import (
     Range,
     Seconds,
 )
+from unified_trainer.basics.requests import first_images
 from unified_trainer.basics.types import Latents, PerSample, Video
+from unified_trainer.rewards.scorer_child import asks_for_images
 
 # Videos in [0, 1] and one prompt for each -> one number for each; higher is better. A scorer raises rather than guess.
 Scorer = Callable[[Video, Sequence[str]], PerSample]
@@ -149,6 +151,23 @@ class NetworkScorer:
 
     def __call__(self, video: Video, prompts: Sequence[str]) -> PerSample:
         return self.score(video, prompts)
+
+
+def with_images(scorer: Scorer) -> Scorer:
+    """Return the scorer, or one that gives it `images` if its function has such a parameter behind videos and prompts.
+
+    They are the condition images of the prompts at the size of the videos, in [0, 1], [b, 3, height, width], on the
+    device of the videos; None where a prompt has no image.
+    """
+    asking = scorer.score if isinstance(scorer, NetworkScorer) else scorer
+    if not asks_for_images(asking):
+        return scorer
+
+    def score(video: Video, prompts: Sequence[str]) -> PerSample:
+        images = first_images(prompts, *video.shape[-2:])
+        return asking(video, prompts, images=None if images is None else images.to(video.device))  # type: ignore[call-arg]
+
+    return score
 
 
 @dataclass(frozen=True)

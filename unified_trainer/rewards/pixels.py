@@ -18,6 +18,7 @@ CELL = 8  # pixels, the side of the cells that motion smoothness averages over
 THUMBNAIL = (3, 8, 8)  # frames, height and width of the thumbnails that diversity compares
 
 Luma = Float[Tensor, "b frames height width"]
+Images = Float[Tensor, "b 3 height width"]
 
 
 def luma(video: Video) -> Luma:
@@ -87,15 +88,17 @@ def _motion_energy(y: Luma) -> PerSample:
     return y.diff(dim=1).abs().flatten(1).mean(1)
 
 
-def first_frame_likeness(video: Video) -> PerSample:
-    """Compute 1 - mean |x - first| over the cells of all later frames, x, and of the first frame; in [0, 1].
+def first_frame_likeness(video: Video, images: Images | None = None) -> PerSample:
+    """Compute 1 - mean |x - image| over the cells of all later frames, x, and of the condition image; in [0, 1].
 
-    Where a condition image is the first frame, it falls as a video leaves the image. A clip without motion has 1, so
-    weigh it with `motion_energy`. Raise ValueError for less than two frames.
+    Without an image, the first frame is compared. A clip without motion has 1, so weigh it with `motion_energy`. Raise
+    ValueError for less than two frames.
     """
     _needs(2, video, "first_frame_likeness")
-    small = avg_pool3d(video, (1, min(CELL, video.shape[3]), min(CELL, video.shape[4])))
-    return 1 - (small[:, :, 1:] - small[:, :, :1]).abs().flatten(1).mean(1)
+    cell = (1, min(CELL, video.shape[3]), min(CELL, video.shape[4]))
+    small = avg_pool3d(video, cell)
+    first = small[:, :, :1] if images is None else avg_pool3d(images.to(video)[:, :, None], cell)
+    return 1 - (small[:, :, 1:] - first).abs().flatten(1).mean(1)
 
 
 def statistics(video: Video) -> dict[str, PerSample]:
@@ -149,4 +152,12 @@ SATURATION = _kind(saturation, 1)
 DARK_SHARE = _kind(dark_share, 1)
 EDGE_DENSITY = _kind(edge_density, 1)
 MOTION_ENERGY = _kind(motion_energy, 2)
-FIRST_FRAME_LIKENESS = _kind(first_frame_likeness, 2)
+
+
+def _likeness(video: Video, prompts: Sequence[str], images: Images | None = None) -> PerSample:
+    return first_frame_likeness(video.float(), images)
+
+
+FIRST_FRAME_LIKENESS = ScorerKind(
+    first_frame_likeness.__name__, lambda _config, _device: _likeness, check_no_weights, min_frames=2
+)

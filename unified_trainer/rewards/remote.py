@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Prompt
 from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.rewards.base import Scorer, ScorerConfig
 from unified_trainer.rewards.endpoint import Endpoint
+from unified_trainer.rewards.image_json import images_to_json
 from unified_trainer.rewards.own_settings import kind_of
 from unified_trainer.rewards.video_json import PROTOCOL, Encoding, to_json
 
@@ -51,15 +54,23 @@ class Remote(Endpoint):
     def load(self, config: ScorerConfig, device: torch.device) -> Scorer:
         """Return the function that asks the server."""
 
+        @cache
+        def takes_images() -> bool:
+            return self.exchange("health").get("images") is True
+
         def score(video: Video, prompts: Sequence[str]) -> PerSample:
             starts = range(0, len(video), config.batch)
-            parts = [self._scores(video[i : i + config.batch], prompts[i : i + config.batch]) for i in starts]
+            images = any(isinstance(prompt, Prompt) for prompt in prompts) and takes_images()
+            parts = [self._scores(video[i : i + config.batch], prompts[i : i + config.batch], images) for i in starts]
             return torch.tensor([value for part in parts for value in part], dtype=torch.float32, device=video.device)
 
         return score
 
-    def _scores(self, video: Video, prompts: Sequence[str]) -> list[float]:
+    def _scores(self, video: Video, prompts: Sequence[str], images: bool) -> list[float]:
         body = {"protocol": PROTOCOL, "prompts": list(prompts), "videos": to_json(video, self.encoding)}
+        if images:
+            given = [prompt.images[0] for prompt in prompts if isinstance(prompt, Prompt)]
+            body["images"] = images_to_json(given, *video.shape[-2:])
         answer = self.exchange("score", body)
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or not all(type(score) in (int, float) for score in scores):

@@ -4,14 +4,16 @@ It is the only file of this package that runs in that Python, as `PYTHON scorer_
 standard library and torch, and works from Python 3.8 on, because the environment is the user's.
 
 A message is a JSON object with its length and that of the data behind it. The first one names the file, the object in
-it and the settings; the answer is {} once it is loaded. Each further one holds the prompts and the shape of float32
-videos, which are its data; the answer is {"scores": [one number for each video]}. Two other answers are the last ones:
+it and the settings; the answer is {"images": whether it asks for condition images} once it is loaded. Each further one
+holds the prompts and the shape of float32 videos, which are its data, with as many condition images behind them if
+"images" is true; the answer is {"scores": [one number for each video]}. Two other answers are the last ones:
 {"refused": reason} for a wrong setting, and {"error": traceback, "fault": whether another call may succeed}.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import select
@@ -96,12 +98,20 @@ def load(file: str, name: str, settings: dict[str, Any]) -> Callable[[Any, list[
     return scorer
 
 
-def score(scorer: Callable[[Any, list[str]], Any], prompts: list[str], videos: Any) -> list[float]:
+def asks_for_images(scorer: Callable[..., Any]) -> bool:
+    """Whether a scorer has a parameter `images` behind videos and prompts."""
+    try:
+        return "images" in list(inspect.signature(scorer).parameters)[2:]
+    except ValueError:
+        return False  # a function of C without a signature
+
+
+def score(scorer: Callable[..., Any], prompts: list[str], videos: Any, images: dict[str, Any]) -> list[float]:
     """Return the scores of videos; raise WrongSettingError unless there is one for each."""
     import torch
 
     with torch.no_grad():
-        scores = torch.as_tensor(scorer(videos, prompts), dtype=torch.float64)
+        scores = torch.as_tensor(scorer(videos, prompts, **images), dtype=torch.float64)
     if scores.shape != (len(videos),):
         raise WrongSettingError(
             f"kind: it gave scores of shape {list(scores.shape)} for {len(videos)} videos, expected one number for each"
@@ -115,11 +125,15 @@ def serve(connection: socket.socket) -> None:
     scorer = load(first["file"], first["name"], first["settings"])
     import torch  # an environment without it fails here, and not in the middle of a run
 
-    send(connection, {})
+    asks = asks_for_images(scorer)
+    send(connection, {"images": asks})
     while True:
         request, data = receive(connection)
-        videos = torch.frombuffer(data, dtype=torch.float32).view(request["shape"])
-        send(connection, {"scores": score(scorer, request["prompts"], videos.to(first["settings"]["device"]))})
+        numbers = torch.frombuffer(data, dtype=torch.float32).to(first["settings"]["device"])
+        count, channels, frames, height, width = request["shape"]
+        videos = numbers[: count * channels * frames * height * width].view(request["shape"])
+        rest = numbers[videos.numel() :].view(count, channels, height, width) if request["images"] else None
+        send(connection, {"scores": score(scorer, request["prompts"], videos, {"images": rest} if asks else {})})
 
 
 def end_with(connection: socket.socket) -> None:

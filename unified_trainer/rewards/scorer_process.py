@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from unified_trainer.basics.errors import MissingFileError, UserError
+from unified_trainer.basics.requests import first_images
 from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.rewards import scorer_child
 from unified_trainer.rewards.base import ScorerConfig
@@ -64,8 +65,10 @@ class ScorerProcess:
         if not self._end.alive:
             self._start()
         frames = video.detach().to("cpu", torch.float32).contiguous()
-        request = {"prompts": list(prompts), "shape": list(frames.shape)}
-        answer = self._ask(request, memoryview(frames.numpy()).cast("B"))
+        images = first_images(prompts, *frames.shape[-2:]) if self._asks_for_images else None
+        request = {"prompts": list(prompts), "shape": list(frames.shape), "images": images is not None}
+        numbers = frames if images is None else torch.cat([frames.flatten(), images.flatten()])
+        answer = self._ask(request, memoryview(numbers.numpy()).cast("B"))
         return torch.tensor(answer["scores"], dtype=torch.float32, device=video.device)
 
     def _start(self) -> None:
@@ -82,7 +85,7 @@ class ScorerProcess:
             )
         self._connection = ours
         self._end = weakref.finalize(self, _end, self._process, ours)
-        self._ask(self._load)
+        self._asks_for_images = self._ask(self._load)["images"]
 
     def _environment(self) -> dict[str, str]:
         given = os.environ.items()

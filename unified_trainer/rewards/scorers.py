@@ -5,7 +5,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -27,9 +27,11 @@ from unified_trainer.rewards.base import (
     ScorerConfig,
     ScorerKind,
     check_no_weights,
+    with_images,
 )
 from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.own_settings import ScorerSettings, for_class, kind_of
+from unified_trainer.rewards.scorer_child import asks_for_images
 from unified_trainer.rewards.scorer_process import ScorerProcess, check_own_python
 from unified_trainer.rewards.time_limit import limited
 
@@ -87,7 +89,7 @@ def scorer_kind(config: ScorerConfig, key: str, timeout: float) -> ScorerKind:
             "with __call__, a class derived from ScorerSettings, or a ScorerKind"
         )
     try:
-        inspect.signature(found).bind("videos", "prompts")
+        inspect.signature(found).bind("videos", "prompts", **({"images": None} if asks_for_images(found) else {}))
     except TypeError as error:
         raise UserError(f"{key}.kind {config.kind} must take two arguments, videos and prompts: {error}") from error
     except ValueError:
@@ -163,15 +165,18 @@ def load_scorers(
         kind = scorer_kind(part, config.key(name), config.timeout)
         part = _with_files(part, config.key(name), kind)
         place = torch.device(part.device) if part.device else device
-        scorer = kind.load(part, place)
-        own = kind.features(scorer) if kind.features is not None else None
+        loaded = kind.load(part, place)
+        own = kind.features(loaded) if kind.features is not None else None
+        scorer = with_images(loaded)
+        if kind.of_latents and scorer is not loaded:
+            raise UserError(f"{config.key(name)}: {part.kind} reads latents, so it cannot ask for images")
         scorers[name] = scorer if kind.own_timeout else limit(scorer, config.timeout, config.key(name))
         if kind.apart:
             scorers[name] = ApartScorer(scorer)
         if kind.of_latents:
             scorers[name] = LatentScorer(scorers[name])
-        elif config.offload and isinstance(scorer, NetworkScorer):
-            scorers[name] = offloaded = OffloadedScorer.of(scorers[name], scorer.networks, place)
+        elif config.offload and isinstance(loaded, NetworkScorer):
+            scorers[name] = offloaded = OffloadedScorer.of(scorers[name], loaded.networks, place)
             own = offloaded.features(own) if own is not None else None
         features = features or own
     return scorers, features
@@ -207,11 +212,12 @@ def _with_files(part: ScorerConfig, key: str, kind: ScorerKind) -> ScorerConfig:
     return replace(part, path=str(hub.download(part.path, f"{key}.path", kind.files)))
 
 
-def _plain(scorer: Callable[[Video, Sequence[str]], Any]) -> Scorer:
+def _plain(scorer: Callable[..., Any]) -> Scorer:
     """Return a user's scorer, which may give a tensor, an array or a list, as one that gives a tensor."""
 
-    def scored(video: Video, prompts: Sequence[str]) -> Any:
-        given = scorer(video, prompts)
+    @wraps(scorer, updated=())  # with its signature
+    def scored(video: Video, prompts: Sequence[str], **images: Any) -> Any:
+        given = scorer(video, prompts, **images)
         try:
             return torch.as_tensor(given)
         except (RuntimeError, TypeError, ValueError):

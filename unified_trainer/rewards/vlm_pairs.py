@@ -13,6 +13,7 @@ import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count
+from unified_trainer.basics.requests import identity_of
 from unified_trainer.basics.types import PerSample, Video
 from unified_trainer.numerics.advantages import groups
 from unified_trainer.rewards.base import Scorer, ScorerConfig
@@ -62,7 +63,9 @@ class PairwiseModel(Endpoint):
 
         def score(video: Video, prompts: Sequence[str]) -> PerSample:
             shown = [image_parts(clip) for clip in video.detach().to("cpu", torch.float32)]
-            rows = [index.tolist() for index in groups(torch.empty(len(prompts)), list(prompts)).values()]
+            rows = [
+                index.tolist() for index in groups(torch.empty(len(prompts)), list(map(identity_of, prompts))).values()
+            ]
             pairs = [pair for group in rows for pair in combinations(group, 2)]
             pairs += [(j, i) for i, j in pairs] if self.both_orders else []
 

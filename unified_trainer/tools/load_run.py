@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import of_kind
 from unified_trainer.models import hub
 from unified_trainer.models.base import Family
@@ -78,14 +77,6 @@ def load_role(
             path = fetch_pipeline(path, f"{role}.path")
         loaded = _read(run, metadata, role, kind, of_kind(TrainableConfig, run.roles[role]), path, mesh)
     return dataclasses.replace(loaded, said=initialise({role: loaded.role.weights}, spec, mesh))
-
-
-def refuse_images(loaded: LoadedRole, command: str) -> None:
-    """Raise UserError for a student that needs a condition image, which `command` does not take."""
-    if loaded.family.images(loaded.base)[0]:
-        raise UserError(
-            f"{loaded.name} needs a condition image for each video, which {command} does not take yet: use sample"
-        )
 
 
 def load_folder(path: str, run: RunConfig, mesh: Mesh) -> LoadedRole:

@@ -1,5 +1,6 @@
 """Whole runs with workers on Ray: the same numbers as in one process, whatever dies."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,11 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 from events import one_ends
 from forked import program
 from helpers import REPO, SMALL, assert_same, checkpoint_of, environment, flags, metrics_of, read_until
+from i2v_folder import i2v_folder
+from PIL import Image
 from warm_ray import Warm
 
 from unified_trainer.__main__ import main
@@ -19,7 +23,8 @@ from unified_trainer.__main__ import main
 pytestmark = pytest.mark.ranks
 
 OF_WORKERS = ("train/worker_deaths", "train/weights_gib", "train/samples_gib", "validation/worker_deaths")
-GRPO = [*SMALL["dance_grpo"], "--device", "cpu", "--steps", "3", "--algorithm.rollout-batch", "2"]
+ON_CPU = ["--device", "cpu", "--algorithm.rollout-batch", "2"]
+GRPO = [*SMALL["dance_grpo"], *ON_CPU, "--steps", "3"]
 NFT = ["--method", "diffusion_nft", *GRPO[2:], "--algorithm.old-decay-rise", "0.1", "--sampler.guidance-scale", "1"]
 # Adapters, and a causal student that is sampled chunk by chunk.
 LORA = [*GRPO, *flags({"student.adapter.rank": 2})]
@@ -84,6 +89,25 @@ def test_workers_change_no_number(ray, tmp_path, dying, kind):
     there = run(words, tmp_path / "workers", **settings)
     assert dying.over()
     assert_equal_runs(alone, there)
+
+
+def test_workers_read_condition_images(ray, tmp_path):
+    """A rollout, a reward and an evaluation worker against one process; the reward looks at the image of each row."""
+    draw, rows = np.random.default_rng(0), []
+    for number in range(2):
+        Image.fromarray(draw.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(tmp_path / f"{number}.png")
+        rows.append(json.dumps({"prompt": "a circle", "image": f"{number}.png"}))
+    table = tmp_path / "prompts.jsonl"
+    table.write_text("\n".join(rows))
+    size = {"video.frames": 5, "video.height": 64, "video.width": 64, "sampler.num-steps": 2, "steps": 2}
+    groups = {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
+    reward = {"reward.kind": "first_frame_likeness", "reward.path": "", "reward.frames": "all"}
+    named = {"student.path": i2v_folder(tmp_path / "model", clip=True), "prompts": table, "validation.prompts": table}
+    checked = {"validate-every": 2, "validation.num-samples": 2, "student.learning-rate": 1e-3}
+    words = ["--method", "dance_grpo", "--recipe", "tiny", *flags(size | groups | reward | named | checked), *ON_CPU]
+    alone = run(words, tmp_path / "alone")
+    workers = {f"rollouts.{kind}": 1 for kind in ("workers", "reward-workers", "evaluation-workers")}
+    assert_equal_runs(alone, run(words, tmp_path / "there", **workers), 2)
 
 
 def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dying):

@@ -17,7 +17,9 @@ from answering import answering, posting, serving_process
 from helpers import Recorder, flags, run, tiny_codec
 
 import unified_trainer as ut
+from unified_trainer.basics.requests import Image
 from unified_trainer.data.video_files import to_uint8
+from unified_trainer.rewards.image_json import images_to_json
 from unified_trainer.rewards.video_json import from_json, to_json
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import plain
@@ -29,6 +31,7 @@ from unified_trainer.tools.serve.web_server import serving
 
 pytestmark = pytest.mark.slow  # seconds together
 
+PNG = images_to_json([Image.of(np.zeros((4, 4, 3), np.uint8))], 4, 4)
 PROMPTS = ["a red circle moving left", "a blue square moving up", "a green triangle"]
 SMALL = {"recipe": "tiny", "method": "finetune", "video.frames": 5, "video.height": 32, "video.width": 32}
 SMALL |= {"sampler.num-steps": 2, "sampler.solver": "sde", "sampler.guidance-scale": 1.0}
@@ -70,7 +73,7 @@ def test_videos_are_bit_for_bit_those_of_this_process(student, batch):
 def test_a_server_says_what_it_is(student):
     with served(student) as url, urllib.request.urlopen(f"{url}/health") as answer:
         about = {"name": "small@0", "protocol": 1, "frames": 5, "height": 32, "width": 32, "fps": 8.0}
-        about |= {"latents": [16, 2, 2, 2], "weights": "5afe", "device": "cpu"}
+        about |= {"latents": [16, 2, 2, 2], "weights": "5afe", "device": "cpu", "images": [0, 0]}
         about |= {"sampler": json.loads(json.dumps(plain(student.run)["sampler"]))}
         assert json.load(answer) == about
 
@@ -132,6 +135,8 @@ def test_videos_of_8_bits_and_mp4_files(student):
         ({"seeds": [0, 2**63]}, "seeds must be a list of integers of 64 bits"),
         ({"seeds": 3}, "seeds must be a list of integers"),
         ({"encoding": "gif"}, "encoding must be float32, uint8 or mp4, not 'gif'"),
+        ({"images": ["aaaa", "aaaa"]}, "image 1 is no PNG file in base64"),
+        ({"images": 2 * PNG}, f"small@0 takes 0 condition images, not 1 ({PROMPTS[0]!r}): leave images out"),
         ({"encodng": "mp4"}, "key of a request 'encodng' is not known; did you mean encoding?"),
     ],
 )

@@ -89,7 +89,7 @@ class SampleMaker:
         columns = {f"{PIXELS}{name}": row for name, row in statistics(video).items()}
         columns[THUMBNAILS] = thumbnail(video)
         requests = self._requests(samples)
-        prompts = tuple(request.text for request in requests)
+        prompts = tuple(request.prompt for request in requests)
         if names := (*self._reward.weights, *self._reward.held_out):
             columns[SCORES] = self._reward.parts_of(x0, video, prompts, names)
         if is_tiny_world(video, [request.text for request in self.requests]):

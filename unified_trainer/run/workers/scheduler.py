@@ -44,7 +44,7 @@ class WorkItem:
     @property
     def prompts(self) -> tuple[str, ...]:
         """The texts of the samples."""
-        return tuple(request.text for request in self.requests)
+        return tuple(request.prompt for request in self.requests)
 
     def __str__(self) -> str:
         return f"step {self.step + 1}, samples {self.sample_ids[0]} to {self.sample_ids[-1]}"

@@ -60,10 +60,16 @@ class Checkpoint:
         if self.served is not None:
             return self.served.latent_shape
         family, folder = family_of(STUDENT, self._path)
-        if family.images(folder)[0]:
-            raise UserError(f"{self.spec} needs a condition image for each video, which evaluate does not take yet")
         video = self.run.video
         return family.latent_shape(folder, video.frames, video.height, video.width)
+
+    @property
+    def images(self) -> tuple[int, int]:
+        """The fewest and the most condition images that a sample takes."""
+        if self.served is not None:
+            return self.served.images
+        family, folder = family_of(STUDENT, self._path)
+        return family.images(folder)
 
     def load(self, mesh: Mesh) -> LoadedRole:
         """Read the weights."""

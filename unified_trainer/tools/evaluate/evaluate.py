@@ -9,6 +9,7 @@ import tyro
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, Fraction, NonNegative, Seed, at_least
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.terminal import say
 from unified_trainer.models.base import Codec, Family
 from unified_trainer.models.encoders import EncoderConfig
@@ -31,7 +32,7 @@ from unified_trainer.tools.evaluate.table import print_summary
 from unified_trainer.tools.load_run import LoadedRole
 from unified_trainer.tools.progress import ItemProgress
 from unified_trainer.tools.report.page import MEGABYTE, VIDEO_MEGABYTES
-from unified_trainer.tools.sample.sample import read_lines
+from unified_trainer.tools.sample.sample import check_images, read_lines
 
 
 def evaluate(
@@ -68,7 +69,7 @@ def evaluate(
             RUN,num_steps=8,solver=ode. Differences are to the first one.
         output: Folder to write: evaluation.html, votes.html, evaluation.json, samples.csv, measures.csv,
             differences.csv and the videos; it must be empty, absent or written by this command.
-        prompts: Prompts, or files with one prompt per line.
+        prompts: Prompts, or files with one prompt per line, or tables, whose column image students of images read.
         samples: Samples of each prompt and seed; two or more measure the diversity within a prompt.
         seeds: Seeds of the noise, which is that of rollout with 1000000 times the seed.
         batch: Samples generated at a time.
@@ -95,7 +96,8 @@ def evaluate(
     if any(name.startswith("--reward.") for name, _ in split(settings)) and reward is not None:
         raise UserError("--reward FILE has all settings of the reward: leave the flags --reward.... out")
     chosen = read_checkpoints(checkpoints, settings, recipe, needs_reward=reward is None)
-    plan = Plan(_distinct(prompts), samples, _seeds(seeds), batch, min(num_videos, samples), frechet_stride)
+    lines = _distinct(prompts, images=any(checkpoint.images[1] for checkpoint in chosen))
+    plan = Plan(lines, samples, _seeds(seeds), batch, min(num_videos, samples), frechet_stride)
     rewards = common_reward(chosen, reward, held_out)
     _check(chosen, plan, rewards)
     reference = _reference(chosen, checkpoints, frechet_to, rewards)
@@ -114,14 +116,14 @@ def evaluate(
     say(f"{output}: {plan.size * len(plan.seeds)} samples of each of {len(chosen)} checkpoints; {shown}")
 
 
-def _distinct(prompts: Sequence[str]) -> tuple[str, ...]:
+def _distinct(prompts: Sequence[str], *, images: bool) -> tuple[str, ...]:
     if not prompts:
         raise UserError("evaluate needs --prompts: texts, or a file with one prompt per line")
-    lines = [request.text for request in read_lines(prompts)]
-    if len({*lines}) < len(lines):
-        repeated = len(lines) - len({*lines})
+    lines = read_lines(prompts, images=images)
+    distinct = tuple(dict.fromkeys(lines))
+    if repeated := len(lines) - len(distinct):
         say(f"prompts that occur again are left out: {repeated} of {len(lines)}; --samples makes more of each")
-    return tuple(dict.fromkeys(lines))
+    return tuple(request.prompt for request in distinct)
 
 
 def _seeds(seeds: Sequence[int]) -> tuple[int, ...]:
@@ -141,6 +143,9 @@ def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> N
         (checkpoint.check(), checkpoint.run.video.frames, checkpoint.run.video.height, checkpoint.run.video.width)
         for checkpoint in chosen
     ]
+    for checkpoint in chosen:
+        way_out = "give a table of prompts with a column image" if checkpoint.images[0] else "evaluate it without them"
+        check_images(checkpoint.name, checkpoint.images, Request.of(plan.prompts), way_out)
     for checkpoint, shape in zip(chosen, shapes, strict=True):
         if shape != shapes[0]:
             sizes = [f"{frames} x {height} x {width}" for _, frames, height, width in (shapes[0], shape)]

@@ -12,7 +12,7 @@ NOISE_STEP = MOST  # between the noise of one seed and the next: sample i of see
 class Plan:
     """The samples that every checkpoint of an evaluation makes: prompt by prompt, for each seed."""
 
-    prompts: tuple[str, ...]
+    prompts: tuple[str, ...]  # with their condition images, where there are some
     samples: int  # of each prompt, for each seed
     seeds: tuple[int, ...]
     batch: int

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import writing
 from unified_trainer.basics.input_files import read_json
-from unified_trainer.basics.requests import Request
+from unified_trainer.basics.requests import Request, identity_of
 from unified_trainer.basics.types import Video
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
 from unified_trainer.data.video_files import file_name, to_uint8, write_clip
@@ -161,6 +161,8 @@ def _key(checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) 
     else:
         about |= {"base": run["student"]["path"], "precision": run["student"]["precision"]}
         about |= {name: run["encoders"][name] for name in ("text_precision", "vae_precision")}
+    images = [[image.sha256 for image in identity_of(prompt)[1]] for prompt in plan.prompts]
+    about |= {"images": images} if any(images) else {}
     return json.loads(json.dumps(about | asdict(plan)))
 
 

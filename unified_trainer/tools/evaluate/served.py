@@ -80,6 +80,14 @@ class ServedStudent:
         return str(self.about["weights"])
 
     @property
+    def images(self) -> tuple[int, int]:
+        """The fewest and the most condition images that a sample takes; none where the server does not say."""
+        images = self.about.get("images", [0, 0])
+        if not isinstance(images, list) or len(images) != 2 or not all(type(count) is int for count in images):
+            raise UserError(f"{self.url}/health: images must be the fewest and the most of a sample, not {images}")
+        return images[0], images[1]
+
+    @property
     def latent_shape(self) -> tuple[int, int, int, int]:
         """The shape of its latents [c, t, h, w], which two students must share to have the same noise."""
         shape = self.about["latents"]

@@ -1,6 +1,6 @@
 """A folder of rollouts: how they were generated, their latents in parts, and a file of scores for each reward.
 
-rollout.json            how the samples were made, their prompts, and the SHA-256 of condition images
+rollout.json            how the samples were made, their prompts, and files and SHA-256 of condition images
 latents/N.safetensors   x0 of part N: clean latents [b, c, t, h, w], normalised; the header holds a checksum
 scores/NAME.jsonl       one line a sample: prompt, seed, where its latents are, reward, parts
 scores/NAME.json        the settings of the reward that NAME is
@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from unified_trainer.basics.errors import MissingFileError, OutputExistsError, UserError, writing
 from unified_trainer.basics.input_files import Schema, checked, read_json, read_text
 from unified_trainer.basics.own_files import no_follow
+from unified_trainer.basics.requests import Image, Request
 from unified_trainer.basics.types import Latents, Video, check_finite
 from unified_trainer.models.base import Codec
 from unified_trainer.models.tensor_file import write_tensors
@@ -51,6 +52,8 @@ class About(Schema):
     video: RolloutSize
     base: str
     families: list[str] = []  # noqa: RUF012 - pydantic copies it
+    images: list[list[str]] = []  # noqa: RUF012 - SHA-256 of the condition images of each prompt
+    image_files: list[list[str]] = []  # noqa: RUF012
 
 
 @dataclass(frozen=True)
@@ -147,8 +150,18 @@ class RolloutFolder:
                 rows += new
         return sum(row["reward"] for row in rows) / len(rows)
 
+    @property
+    def _prompts(self) -> list[str]:
+        """The prompts, with their condition images for scorers that ask for them."""
+        texts, digests = self.about["prompts"], self.about.get("images", [])
+        files = self.about.get("image_files", [])
+        if not files:
+            return texts
+        images = [tuple(map(Image, *pair)) for pair in zip(digests, [map(Path, names) for names in files], strict=True)]
+        return [Request(text, given).prompt for text, given in zip(texts, images, strict=True)]
+
     def _rows(self, part: int, numbers: range, reward: Reward, x0: Latents, video: Video) -> list[dict[str, Any]]:
-        prompts, count = self.about["prompts"], self.about["num_samples"]
+        prompts, count = self._prompts, self.about["num_samples"]
         samples = [(i // count, prompts[i // count]) for i in numbers]
         names = (*reward.weights, *reward.held_out)
         parts = reward.parts_of(x0, video, tuple(prompt for _, prompt in samples), names).double()

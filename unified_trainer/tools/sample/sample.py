@@ -170,19 +170,25 @@ def with_images(
 
     Raise UserError for a number of images that the student does not take.
     """
-    fewest, most = loaded.family.images(loaded.base)
+    takes = loaded.family.images(loaded.base)
     if given:
         lines = [Request(line.text, given) for line in lines]
-    elif most:
+    elif takes[1]:
         lines = read_lines(prompts, images=True)
-    for line in lines:
-        if not fewest <= len(line.images) <= most:
-            way_out = "give --image FILE, or a table of prompts with a column image" if fewest else "leave --image out"
-            raise UserError(
-                f"{loaded.name} takes {fewest if fewest == most else f'{fewest} to {most}'} condition images, not "
-                f"{len(line.images)} ({line.text!r}): {way_out}"
-            )
+    way_out = "give --image FILE, or a table of prompts with a column image" if takes[0] else "leave --image out"
+    check_images(loaded.name, takes, lines, way_out)
     return lines
+
+
+def check_images(name: str, takes: tuple[int, int], requests: Sequence[Request], way_out: str) -> None:
+    """Raise UserError unless each request has as many images as the student of that name takes, from fewest to most."""
+    fewest, most = takes
+    for request in requests:
+        if not fewest <= len(request.images) <= most:
+            raise UserError(
+                f"{name} takes {fewest if fewest == most else f'{fewest} to {most}'} condition images, not "
+                f"{len(request.images)} ({request.text!r}): {way_out}"
+            )
 
 
 def videos(loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int) -> Iterator[Video]:

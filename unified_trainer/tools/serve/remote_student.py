@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Image, Prompt, identity_of
 from unified_trainer.basics.types import Video
+from unified_trainer.rewards.image_json import images_to_json
 from unified_trainer.rewards.video_json import PROTOCOL, Encoding, from_json
 from unified_trainer.rewards.wire import MOST_BYTES, check_server, exchange, token_of
 
@@ -29,21 +32,31 @@ class RemoteStudent:
     def __post_init__(self) -> None:
         check_server(self.url, self.timeout, self.token_variable)
 
-    def sample(self, prompts: Sequence[str], *, seed: int = 0, batch: int = 8) -> Video:
+    def sample(
+        self, prompts: Sequence[str], *, seed: int = 0, batch: int = 8, images: Sequence[str | Path] = ()
+    ) -> Video:
         """Return a video of each prompt, in [0, 1], `[n, 3, frames, height, width]`, on the CPU.
 
-        Video i depends on its prompt and on seed + i, as that of `Student.sample`. A request has at most `batch`
-        prompts. Raise UserError for a request that the server refuses, and ConnectionError if it fails or gives no
-        answer.
+        Video i depends on its prompt and on seed + i, as that of `Student.sample`. `images` are files with a condition
+        image for each prompt, for a student that takes some. A request has at most `batch` prompts. Raise UserError for
+        a request that the server refuses, and ConnectionError if it fails or gives no answer.
         """
         if not prompts or batch < 1:
             raise UserError(f"sample needs at least one prompt and a batch of at least 1, not {len(prompts)}, {batch}")
+        if images and len(images) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts but {len(images)} images, expected one image for each")
+        if images:
+            read = [Image.read(Path(file), "image") for file in images]
+            prompts = [Prompt(prompt, (image,)) for prompt, image in zip(prompts, read, strict=True)]
         starts = range(0, len(prompts), batch)
         return torch.cat([self._videos(list(prompts[i : i + batch]), seed + i) for i in starts])
 
     def _videos(self, prompts: list[str], seed: int) -> Video:
         body: dict[str, Any] = {"protocol": PROTOCOL, "prompts": prompts, "encoding": self.encoding}
         body["seeds"] = list(range(seed, seed + len(prompts)))
+        if images := [image for prompt in prompts for image in identity_of(prompt)[1]]:
+            about = self.exchange("health")
+            body["images"] = images_to_json(images, about["height"], about["width"])
         answer = self.exchange("sample", body, 2**35)
         if not isinstance(answer, dict):
             raise UserError(f"{self.url}/sample answered {str(answer)[:200]}; expected an object with videos")

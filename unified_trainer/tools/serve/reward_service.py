@@ -8,6 +8,7 @@ import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import PerSample, Video
+from unified_trainer.rewards.image_json import prompts_with_images
 from unified_trainer.rewards.video_json import from_json
 from unified_trainer.tools.serve.batch_queue import Batcher
 from unified_trainer.tools.serve.service import Service, texts
@@ -24,7 +25,7 @@ class Clips:
 
     @property
     def kind(self) -> Hashable:
-        return tuple(self.videos.shape[1:])
+        return (*self.videos.shape[1:], type(self.prompts[0]))  # with or without images
 
     @property
     def size(self) -> int:
@@ -45,7 +46,7 @@ def reward_service(
             raise UserError(f"{len(videos)} videos but {len(prompts)} prompts, expected one prompt for each")
         if videos.shape[2] < min_frames:
             raise UserError(f"{name} needs at least {min_frames} frames of a video, not {videos.shape[2]}")
-        return Clips(videos, prompts)
+        return Clips(videos, prompts_with_images(prompts, asked.get("images")))
 
     @torch.no_grad()
     def together(requests: Sequence[Clips]) -> list[list[float]]:
@@ -53,6 +54,6 @@ def reward_service(
         scores = score(videos, tuple(prompt for request in requests for prompt in request.prompts))
         return [part.tolist() for part in scores.float().split([request.size for request in requests])]
 
-    about = {"name": name, "min_frames": min_frames}
+    about = {"name": name, "min_frames": min_frames, "images": True}
     batcher = Batcher(together, batch, wait)
     return Service(about, "/score", read, lambda _, scores: {"scores": scores}, batcher, most_bytes)

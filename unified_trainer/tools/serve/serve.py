@@ -11,7 +11,7 @@ from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.build import cache_memory
 from unified_trainer.run.checkpoint.manifest import Spec, weights_digest
-from unified_trainer.tools.load_run import LoadedRole, load_role, refuse_images
+from unified_trainer.tools.load_run import LoadedRole, load_role
 from unified_trainer.tools.report.run_folder import find_runs, is_run
 from unified_trainer.tools.serve.guard import Door
 from unified_trainer.tools.serve.service import Service
@@ -52,12 +52,11 @@ def serve(
 
     def load() -> Service:
         loaded = load_role(run, "student", base, Mesh.alone(device), causal=True)
-        refuse_images(loaded, "serve")
         _require_cache(loaded, batch)
         codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
         name = f"{folder.resolve().name}@{loaded.metadata['step']}{':ema' if ema else ''}"
         digest = weights_digest(loaded.metadata, "student", ema=ema)
-        return student_service(name, loaded, codec, batch, wait, digest)
+        return student_service(name, loaded, codec, batch, wait, digest, loaded.family.images(loaded.base))
 
     door = Door(host, port, token_variable)
     serve_until_stopped(door, load, lambda address: f"{run} at {address}: POST {address}/sample")

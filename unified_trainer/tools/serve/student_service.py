@@ -15,13 +15,14 @@ from unified_trainer.basics.suggestions import must_know
 from unified_trainer.basics.types import Video
 from unified_trainer.data.video_files import to_uint8, write_mp4
 from unified_trainer.models.base import Codec
+from unified_trainer.rewards.image_json import prompts_with_images
 from unified_trainer.rewards.video_json import to_json
 from unified_trainer.run.settings.config import plain
-from unified_trainer.tools.sample.sample import SampledRole, draw_latents
+from unified_trainer.tools.sample.sample import SampledRole, check_images, draw_latents
 from unified_trainer.tools.serve.batch_queue import Batcher
 from unified_trainer.tools.serve.service import Service, texts
 
-KEYS = ("protocol", "prompts", "seeds", "encoding")  # of a request
+KEYS = ("protocol", "prompts", "seeds", "encoding", "images")  # of a request
 MOST_BYTES = 2**24  # of a request
 
 
@@ -35,7 +36,7 @@ class Wanted:
 
     @property
     def kind(self) -> Hashable:
-        return "samples"  # all have the size of the run's videos
+        return type(self.prompts[0])  # with or without images; all have the size of the run's videos
 
     @property
     def size(self) -> int:
@@ -43,11 +44,18 @@ class Wanted:
 
 
 def student_service(
-    name: str, student: SampledRole, codec: Codec, batch: int, wait: float, weights: str
+    name: str,
+    student: SampledRole,
+    codec: Codec,
+    batch: int,
+    wait: float,
+    weights: str,
+    images: tuple[int, int] = (0, 0),
 ) -> Service[Wanted, Video]:
     """Return a service that generates `batch` videos at a time; the first request waits `wait` seconds for others.
 
-    `name` and `weights`, a digest of the student's weights, are what it says of itself.
+    `name` and `weights`, a digest of the student's weights, are what it says of itself. `images` are how many condition
+    images a sample takes, at least and at most.
     """
     video = student.run.video
 
@@ -60,6 +68,12 @@ def student_service(
             parts.append(codec.decode(draw_latents(student, codec, Request.of(prompts), seeds)).cpu())
         return list(torch.cat(parts).split([request.size for request in requests]))
 
+    def read(asked: dict[str, Any]) -> Wanted:
+        wanted = _read(asked)
+        way_out = "send images, a PNG file in base64 for each prompt" if images[0] else "leave images out"
+        check_images(name, images, Request.of(wanted.prompts), way_out)
+        return wanted
+
     def write(wanted: Wanted, videos: Video) -> dict[str, Any]:
         if wanted.encoding == "mp4":
             return {"videos": _mp4_json(videos, video.fps)}
@@ -68,7 +82,8 @@ def student_service(
     about = {"name": name, "frames": video.frames, "height": video.height, "width": video.width, "fps": video.fps}
     about |= {"latents": list(codec.latent_shape(video.frames, video.height, video.width)), "weights": weights}
     about |= {"sampler": plain(student.run)["sampler"], "device": student.role.device.type}
-    return Service(about, "/sample", _read, write, Batcher(together, batch, wait), MOST_BYTES)
+    about |= {"images": list(images)}
+    return Service(about, "/sample", read, write, Batcher(together, batch, wait), MOST_BYTES)
 
 
 def _read(asked: dict[str, Any]) -> Wanted:
@@ -84,7 +99,7 @@ def _read(asked: dict[str, Any]) -> Wanted:
         raise UserError(f"{len(prompts)} prompts but {len(seeds)} seeds, expected one seed for each")
     if encoding not in ("float32", "uint8", "mp4"):
         raise UserError(f"encoding must be float32, uint8 or mp4, not {encoding!r}")
-    return Wanted(prompts, seeds, encoding)
+    return Wanted(prompts_with_images(prompts, asked.get("images")), seeds, encoding)
 
 
 def _mp4_json(videos: Video, fps: float) -> dict[str, Any]:
