@@ -33,6 +33,7 @@ from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
+from unified_trainer.run.tracking.rollouts import check_rollouts
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,7 @@ def check_settings(run: RunConfig, method: type[Method]) -> None:
     _check_unread(run)
     check_guards(run, method)
     check_workers(run, method)
+    check_rollouts(run, method)
     run.sampler.check()
     for name, role in run.roles.items():
         if isinstance(role, TrainableConfig):

@@ -125,6 +125,9 @@ class ValidationConfig:
 class TrackingConfig:
     tensorboard: bool = False
     """Also write TensorBoard events into the run directory."""
+    rollouts_every: PeriodOrZero = 0
+    """Training steps between rollouts whose first validation.num_videos samples are written into RUN/rollouts and
+    logged to the trackers; 0 shows none."""
     wandb: Literal["off", "online", "offline"] = "off"
     """Also log to Weights & Biases."""
     wandb_project: str = "unified-trainer"

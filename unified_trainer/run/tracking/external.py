@@ -53,6 +53,9 @@ class ExternalTracker:
     def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         """Log the samples of a validation, of all ranks, with the picture of the first ones if one was written."""
 
+    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
+        """Log samples that training step `step` learned from, if `tracking.rollouts_every` asks for them."""
+
     def rewind(self, step: int) -> None:
         """The run went back to the checkpoint of `step`; metrics of the steps after it come again."""
 
@@ -99,12 +102,18 @@ class TensorBoard(ExternalTracker):
             self._board.add_scalar(name, value, step)
 
     def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        self._show("validation", step, samples, contact_sheet)
+
+    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
+        self._show("rollouts", step, samples, contact_sheet)
+
+    def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         if contact_sheet is not None:
             with Image.open(contact_sheet) as picture:
-                self._board.add_image("validation/contact_sheet", np.asarray(picture), step, dataformats="HWC")
+                self._board.add_image(f"{group}/contact_sheet", np.asarray(picture), step, dataformats="HWC")
         lines = (json.dumps(sample.row(), ensure_ascii=False) for sample in samples)
         # Four spaces make a block of code: no character of a prompt is markup.
-        self._board.add_text("validation/samples", "\n".join(f"    {line}" for line in lines), step)
+        self._board.add_text(f"{group}/samples", "\n".join(f"    {line}" for line in lines), step)
 
     def rewind(self, step: int) -> None:
         self._board.close()
@@ -160,22 +169,28 @@ class WeightsAndBiases(ExternalTracker):
         self._run.log({"step": step, **metrics})
 
     def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        self._show("validation", step, samples, contact_sheet)
+
+    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
+        self._show("rollouts", step, samples, contact_sheet)
+
+    def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         wandb, rows = self._wandb, [sample.row() for sample in samples]
         videos = [
-            self._shown(sample.video, json.dumps(row, ensure_ascii=False))
+            self._media(sample.video, json.dumps(row, ensure_ascii=False))
             for sample, row in zip(samples, rows, strict=True)
             if sample.video is not None
         ]
         names = [name for name in rows[0] if name != "video"]
         table = wandb.Table(columns=names, data=[[_cell(row[name]) for name in names] for row in rows])
-        media: dict[str, Any] = {"validation/samples": table}
+        media: dict[str, Any] = {f"{group}/samples": table}
         if videos:
-            media["validation/videos"] = videos
+            media[f"{group}/videos"] = videos
         if contact_sheet is not None:
-            media["validation/contact_sheet"] = wandb.Image(str(contact_sheet))
+            media[f"{group}/contact_sheet"] = wandb.Image(str(contact_sheet))
         self._run.log({"step": step, **media})
 
-    def _shown(self, file: Path, caption: str) -> Any:
+    def _media(self, file: Path, caption: str) -> Any:
         if file.suffix == ".png":
             return self._wandb.Image(str(file), caption=caption)
         return self._wandb.Video(str(file), caption=caption, format="mp4")
