@@ -140,6 +140,12 @@ class TrackingConfig:
     """Tags of the run."""
     wandb_name: str = ""
     """Name of the run; empty takes that of the run directory."""
+    swanlab: Literal["off", "online", "offline"] = "off"
+    """Also log to SwanLab; offline writes into the run directory."""
+    swanlab_project: str = "unified-trainer"
+    """Project on SwanLab."""
+    swanlab_workspace: str = ""
+    """User or organization that owns the project; empty is your default."""
     custom: tuple[str, ...] = ()
     """Trackers of your own, each path/to/file.py:Class or package.module:Class derived from
     unified_trainer.run.tracking.external.ExternalTracker."""

@@ -1,6 +1,6 @@
 """Trackers: where the metrics and validation samples of a run go besides its own folder.
 
-TensorBoard and Weights & Biases are two; `--tracking.custom path/to/file.py:Class` adds any other.
+TensorBoard, Weights & Biases and SwanLab are three; `--tracking.custom path/to/file.py:Class` adds any other.
 """
 
 import importlib
@@ -70,6 +70,8 @@ def tracker_classes(config: TrackingConfig) -> list[type[ExternalTracker]]:
         classes.append(TensorBoard)
     if config.wandb != "off":
         classes.append(WeightsAndBiases)
+    if config.swanlab != "off":
+        classes.append(SwanLab)
     for spec in config.custom:
         kind = load_object(spec, "--tracking.custom")
         if not (isinstance(kind, type) and issubclass(kind, ExternalTracker)):
@@ -197,6 +199,69 @@ class WeightsAndBiases(ExternalTracker):
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+
+
+class SwanLab(ExternalTracker):
+    """An experiment on SwanLab, with contact sheets and prompts; it shows no mp4 files.
+
+    `--resume` continues an online one by the id in `swanlab.json`; offline, each start is one of its own.
+    """
+
+    @classmethod
+    def check(cls, config: TrackingConfig) -> None:
+        swanlab = _package("swanlab", "swanlab")
+        if config.swanlab != "online":
+            return
+        try:
+            swanlab.login()
+        except (swanlab.exceptions.AuthenticationError, OSError) as error:
+            raise UserError(
+                f"--tracking.swanlab online: {error}\nRun `swanlab login`, set SWANLAB_API_KEY, or log into the run "
+                "directory with --tracking.swanlab offline"
+            ) from error
+
+    def __init__(self, run: RunInfo) -> None:
+        self._swanlab, config = _package("swanlab", "swanlab"), run.config
+        online, file = config.swanlab == "online", run.folder / "swanlab.json"
+        held = read_json(file).get("id") if online and file.is_file() else None
+        try:
+            self._run = self._swanlab.init(
+                project=config.swanlab_project,
+                workspace=config.swanlab_workspace or None,
+                name=run.folder.name,
+                log_dir=str(run.folder / "swanlab"),
+                mode=config.swanlab,
+                config=dict(run.settings),
+                id=held,
+                resume="allow" if held else None,
+            )
+        except RuntimeError as error:
+            raise UserError(f"--tracking.swanlab {config.swanlab}: {error}") from error
+        if online:
+            written = {"id": self._run.id, "url": self._run.url}
+            without_link(file).write_text(json.dumps(written) + "\n", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        self._show("validation", step, samples, contact_sheet)
+
+    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
+        self._show("rollouts", step, samples, contact_sheet)
+
+    def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        lines = "\n".join(json.dumps(sample.row(), ensure_ascii=False) for sample in samples)
+        media: dict[str, Any] = {f"{group}/samples": self._swanlab.Text(lines)}
+        if contact_sheet is not None:
+            media[f"{group}/contact_sheet"] = self._swanlab.Image(str(contact_sheet))
+        self._run.log(media, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        if failed:
+            self._run.finish(state="crashed", error="an exception ended the run")
+        else:
+            self._run.finish()
 
 
 def _cell(value: Any) -> Any:
