@@ -17,8 +17,9 @@ from unified_trainer.parallel.mesh import Mesh, peer_lost
 from unified_trainer.run.build import Built, build
 from unified_trainer.run.checkpoint.due import at_risk
 from unified_trainer.run.checkpoint.litter import litter
-from unified_trainer.run.checkpoint.manager import Saver, to_remove
+from unified_trainer.run.checkpoint.manager import to_remove
 from unified_trainer.run.checkpoint.manifest import finished
+from unified_trainer.run.checkpoint.mirror import saver_of
 from unified_trainer.run.checkpoint.run_lock import LOCK, claimed
 from unified_trainer.run.course import Course
 from unified_trainer.run.exit_codes import STOPPED, exit_code
@@ -84,7 +85,14 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
         with (
             lasting_output(output),
             open_tracker(begun, mesh) as tracker,
-            Saver(output / "checkpoints", mesh, built.keep, tracker.say, asynchronous=run.async_save) as saver,
+            saver_of(
+                run.checkpoint_mirror,
+                output / "checkpoints",
+                mesh,
+                built.keep,
+                tracker.say,
+                asynchronous=run.async_save,
+            ) as saver,
         ):
             tracker.table(f"{run.method} with recipe {run.recipe}", built.summary)
             tracker.table(f"{run.method}: one training step", built.counts)

@@ -22,6 +22,7 @@ from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
+from unified_trainer.run.checkpoint.mirror import check_mirror
 from unified_trainer.run.plan.data import SETS, check_captions, note_lanes, prompt_files, read_clips
 from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
@@ -180,6 +181,7 @@ def _check_packages(run: RunConfig, mesh: Mesh) -> None:
     for frames in dict.fromkeys((run.video.frames, run.validated().video.frames)):
         check_reward(run.reward, frames)
     check_tracking(run.tracking, mesh)
+    check_mirror(run.checkpoint_mirror, mesh, new=run.resume is None)
 
 
 def check_settings(run: RunConfig, method: type[Method]) -> None:

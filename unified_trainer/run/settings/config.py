@@ -183,6 +183,9 @@ class RunConfig:
     first. 0 counts steps alone."""
     async_save: Annotated[bool, MAY_CHANGE] = False
     """Write checkpoints from a copy in CPU memory while training goes on."""
+    checkpoint_mirror: Annotated[str, MAY_CHANGE] = ""
+    """Also copy complete checkpoints into this folder of a remote storage: a URL such as s3://bucket/folder, of a kind
+    that fsspec knows."""
     keep_last: Annotated[Count, MAY_CHANGE] = 2
     """Newest checkpoints kept."""
     keep_best: Annotated[CountOrZero, MAY_CHANGE] = 0
