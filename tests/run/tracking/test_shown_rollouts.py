@@ -57,8 +57,8 @@ def test_they_are_those_that_training_learns_from_and_nothing_else_changes(tmp_p
     )
     expected, trainer = of_steps(dance_grpo(GROUPS)), dance_grpo(GROUPS)
     source, made = trainer.method.rollouts, []
-    ask = source.samples
-    monkeypatch.setattr(source, "samples", lambda *words: made.append(ask(*words)) or made[-1])
+    samples = source.samples
+    monkeypatch.setattr(source, "samples", lambda *words: made.append(samples(*words)) or made[-1])
     with tracked(tmp_path) as (tracker, noted):
         show_rollouts(trainer.method, tiny_codec(), trainer.method.reward, RUN, tmp_path, tracker)
         metrics = of_steps(trainer)
