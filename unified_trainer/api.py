@@ -19,7 +19,7 @@ from unified_trainer.parallel.device import Device
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.roles.role import Role, Trainable
-from unified_trainer.run.checkpoint.manager import Saver
+from unified_trainer.run.checkpoint.mirror import saver_of
 from unified_trainer.run.settings.command_line import parse, with_settings
 from unified_trainer.run.settings.config import RunConfig, flat
 from unified_trainer.run.settings.settings import check_ranges
@@ -110,7 +110,8 @@ class Run:
         begun = self._stack.enter_context(begin(settings, self._mesh, sys.argv))
         self._built, self.settings = begun.built, begun.built.run
         self.folder, self.steps_done = begun.output, begun.start
-        saver = Saver(self.folder / "checkpoints", self._mesh, self._built.keep, self._say, asynchronous=False)
+        root, keep, mirror = self.folder / "checkpoints", self._built.keep, self.settings.checkpoint_mirror
+        saver = saver_of(mirror, root, self._mesh, keep, self._say, asynchronous=False)
         self._saver = self._stack.enter_context(saver)
 
     @classmethod

@@ -41,12 +41,12 @@ class Course:
         validation: ValidationSource | None,
         *,
         start: int,
-        compiles: bool = False,
     ) -> None:
-        """`start` training steps are done, and the next one `compiles` blocks. Without a `validation` there is none."""
+        """`start` training steps are done. Without a `validation` the run has none."""
         self.trainer, self.settings, self.output = trainer, run, output
         self.tracker, self.saver, self.guards, self.mesh = tracker, saver, trainer.guards, trainer.mesh
-        self.step, self.compiles = start, compiles  # training steps done
+        self.step = start  # training steps done
+        self.compiles = any(role.compiled for role in trainer.roles.values())
         self.save_due = due(run.checkpoint_every, run.checkpoint_minutes, self.mesh)
         self.unmoved = UnmovedWeights(trainer.roles, start, run.steps)
         self.warned: set[str] = set()  # what the run was warned of, once each

@@ -18,8 +18,9 @@ from unified_trainer.parallel.mesh import Mesh, peer_lost
 from unified_trainer.run.build import Built, build
 from unified_trainer.run.checkpoint.due import at_risk
 from unified_trainer.run.checkpoint.litter import litter
-from unified_trainer.run.checkpoint.manager import Saver, to_remove
+from unified_trainer.run.checkpoint.manager import to_remove
 from unified_trainer.run.checkpoint.manifest import finished
+from unified_trainer.run.checkpoint.mirror import saver_of
 from unified_trainer.run.checkpoint.run_lock import LOCK, claimed
 from unified_trainer.run.course import Course
 from unified_trainer.run.exit_codes import STOPPED, exit_code
@@ -35,6 +36,7 @@ from unified_trainer.run.settings.settings import check_ranges
 from unified_trainer.run.settings.workers import check_installed
 from unified_trainer.run.tracking.environment import note_environment
 from unified_trainer.run.tracking.lost_terminal import lasting_output
+from unified_trainer.run.tracking.rollouts import show_rollouts
 from unified_trainer.run.tracking.tracker import Tracker
 from unified_trainer.run.workers import cluster
 
@@ -85,18 +87,22 @@ def train_here(run: RunConfig, argv: Sequence[str], store: Store | None = None, 
         with (
             lasting_output(output),
             open_tracker(begun, mesh) as tracker,
-            Saver(output / "checkpoints", mesh, built.keep, tracker.say, asynchronous=run.async_save) as saver,
+            saver_of(
+                run.checkpoint_mirror,
+                output / "checkpoints",
+                mesh,
+                built.keep,
+                tracker.say,
+                asynchronous=run.async_save,
+            ) as saver,
         ):
             tracker.table(f"{run.method} with recipe {run.recipe}", built.summary)
             tracker.table(f"{run.method}: one training step", built.counts)
             risk = [at_risk(run.checkpoint_every, run.checkpoint_minutes)] if run.checkpoint_minutes else []
             for line in (*built.notes, *begun.said, *risk):
                 tracker.say(line)
-            compiles = any(role.compiled for role in built.roles.values())
-            course = Course(
-                built.trainer, run, output, tracker, saver, built.validation, start=start, compiles=compiles
-            )
-            stopped_by = course.run()
+            show_rollouts(built.trainer.method, built.codec, built.reward, run, output, tracker)
+            stopped_by = Course(built.trainer, run, output, tracker, saver, built.validation, start=start).run()
     if after is not None and mesh.is_main:
         after(output)  # the lock is released: a report does not say "running"
     mesh.leave()

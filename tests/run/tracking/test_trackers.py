@@ -65,6 +65,7 @@ def noted(folder) -> list[dict]:
 def test_all_trackers_follow_a_run_and_its_continuation(run_folder, notes, tmp_path):
     """In processes of their own: trackers bring threads and warnings that are not ours."""
     tracking = {"tensorboard": True, "wandb": "offline", "wandb_tags": ["fox"], "wandb_group": "den", "custom": [notes]}
+    tracking["rollouts_every"] = 1
     (tmp_path / "config.yaml").write_text(json.dumps({"tracking": tracking}))
     first = [
         "--trust",
@@ -89,7 +90,8 @@ def test_all_trackers_follow_a_run_and_its_continuation(run_folder, notes, tmp_p
     assert "train/seconds/rollout" in rows[3]["names"] and "validation/reward" in rows[1]["names"]
 
     events = b"".join(file.read_bytes() for file in sorted((run_folder / "tensorboard").iterdir()))
-    for name in ("train/reward", "validation/contact_sheet", "validation/samples", samples["prompts"][1]):
+    shown = [f"{group}/{what}" for group in ("validation", "rollouts") for what in ("contact_sheet", "samples")]
+    for name in ("train/reward", *shown, samples["prompts"][1]):
         assert name.encode() in events
 
     identity = json.loads((run_folder / "wandb.json").read_text())["id"]
@@ -97,7 +99,7 @@ def test_all_trackers_follow_a_run_and_its_continuation(run_folder, notes, tmp_p
     assert len(folders) == 2 and all(folder.name.endswith(f"-{identity}") for folder in folders)
     for folder in folders:
         log = next(folder.glob("*.wandb")).read_bytes()
-        assert b"validation/contact_sheet" in log and b"den" in log and b"fox" in log
+        assert b"validation/contact_sheet" in log and b"rollouts/videos" in log and b"den" in log and b"fox" in log
         assert b"\x12\x01*\x22\x04step" in log  # define_metric: the glob * has the x axis step
         media = [file.suffix for file in (folder / "files" / "media").rglob("*") if file.is_file()]
         assert {".mp4", ".png", ".json"} <= set(media)

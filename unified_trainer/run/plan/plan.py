@@ -22,6 +22,7 @@ from unified_trainer.roles.blocks import check_compiler
 from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
+from unified_trainer.run.checkpoint.mirror import check_mirror
 from unified_trainer.run.plan.data import SETS, check_captions, note_lanes, prompt_files, read_clips
 from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
@@ -33,6 +34,7 @@ from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
+from unified_trainer.run.tracking.rollouts import check_rollouts
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ def _check_packages(run: RunConfig, mesh: Mesh) -> None:
     for frames in dict.fromkeys((run.video.frames, run.validated().video.frames)):
         check_reward(run.reward, frames)
     check_tracking(run.tracking, mesh)
+    check_mirror(run.checkpoint_mirror, mesh, new=run.resume is None)
 
 
 def check_settings(run: RunConfig, method: type[Method]) -> None:
@@ -188,6 +191,7 @@ def check_settings(run: RunConfig, method: type[Method]) -> None:
     _check_unread(run)
     check_guards(run, method)
     check_workers(run, method)
+    check_rollouts(run, method)
     run.sampler.check()
     for name, role in run.roles.items():
         if isinstance(role, TrainableConfig):

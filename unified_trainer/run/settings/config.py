@@ -125,6 +125,9 @@ class ValidationConfig:
 class TrackingConfig:
     tensorboard: bool = False
     """Also write TensorBoard events into the run directory."""
+    rollouts_every: PeriodOrZero = 0
+    """Training steps between rollouts whose first validation.num_videos samples are written into RUN/rollouts and
+    logged to the trackers; 0 shows none."""
     wandb: Literal["off", "online", "offline"] = "off"
     """Also log to Weights & Biases."""
     wandb_project: str = "unified-trainer"
@@ -137,6 +140,12 @@ class TrackingConfig:
     """Tags of the run."""
     wandb_name: str = ""
     """Name of the run; empty takes that of the run directory."""
+    swanlab: Literal["off", "online", "offline"] = "off"
+    """Also log to SwanLab; offline writes into the run directory."""
+    swanlab_project: str = "unified-trainer"
+    """Project on SwanLab."""
+    swanlab_workspace: str = ""
+    """User or organization that owns the project; empty is your default."""
     custom: tuple[str, ...] = ()
     """Trackers of your own, each path/to/file.py:Class or package.module:Class derived from
     unified_trainer.run.tracking.external.ExternalTracker."""
@@ -174,6 +183,9 @@ class RunConfig:
     first. 0 counts steps alone."""
     async_save: Annotated[bool, MAY_CHANGE] = False
     """Write checkpoints from a copy in CPU memory while training goes on."""
+    checkpoint_mirror: Annotated[str, MAY_CHANGE] = ""
+    """Also copy complete checkpoints into this folder of a remote storage: a URL such as s3://bucket/folder, of a kind
+    that fsspec knows."""
     keep_last: Annotated[Count, MAY_CHANGE] = 2
     """Newest checkpoints kept."""
     keep_best: Annotated[CountOrZero, MAY_CHANGE] = 0

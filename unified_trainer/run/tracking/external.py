@@ -1,6 +1,6 @@
 """Trackers: where the metrics and validation samples of a run go besides its own folder.
 
-TensorBoard and Weights & Biases are two; `--tracking.custom path/to/file.py:Class` adds any other.
+TensorBoard, Weights & Biases and SwanLab are three; `--tracking.custom path/to/file.py:Class` adds any other.
 """
 
 import importlib
@@ -53,6 +53,9 @@ class ExternalTracker:
     def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         """Log the samples of a validation, of all ranks, with the picture of the first ones if one was written."""
 
+    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
+        """Log samples that training step `step` learned from, if `tracking.rollouts_every` asks for them."""
+
     def rewind(self, step: int) -> None:
         """The run went back to the checkpoint of `step`; metrics of the steps after it come again."""
 
@@ -67,6 +70,8 @@ def tracker_classes(config: TrackingConfig) -> list[type[ExternalTracker]]:
         classes.append(TensorBoard)
     if config.wandb != "off":
         classes.append(WeightsAndBiases)
+    if config.swanlab != "off":
+        classes.append(SwanLab)
     for spec in config.custom:
         kind = load_object(spec, "--tracking.custom")
         if not (isinstance(kind, type) and issubclass(kind, ExternalTracker)):
@@ -99,12 +104,18 @@ class TensorBoard(ExternalTracker):
             self._board.add_scalar(name, value, step)
 
     def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        self._show("validation", step, samples, contact_sheet)
+
+    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
+        self._show("rollouts", step, samples, contact_sheet)
+
+    def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         if contact_sheet is not None:
             with Image.open(contact_sheet) as picture:
-                self._board.add_image("validation/contact_sheet", np.asarray(picture), step, dataformats="HWC")
+                self._board.add_image(f"{group}/contact_sheet", np.asarray(picture), step, dataformats="HWC")
         lines = (json.dumps(sample.row(), ensure_ascii=False) for sample in samples)
         # Four spaces make a block of code: no character of a prompt is markup.
-        self._board.add_text("validation/samples", "\n".join(f"    {line}" for line in lines), step)
+        self._board.add_text(f"{group}/samples", "\n".join(f"    {line}" for line in lines), step)
 
     def rewind(self, step: int) -> None:
         self._board.close()
@@ -160,28 +171,97 @@ class WeightsAndBiases(ExternalTracker):
         self._run.log({"step": step, **metrics})
 
     def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        self._show("validation", step, samples, contact_sheet)
+
+    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
+        self._show("rollouts", step, samples, contact_sheet)
+
+    def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
         wandb, rows = self._wandb, [sample.row() for sample in samples]
         videos = [
-            self._shown(sample.video, json.dumps(row, ensure_ascii=False))
+            self._media(sample.video, json.dumps(row, ensure_ascii=False))
             for sample, row in zip(samples, rows, strict=True)
             if sample.video is not None
         ]
         names = [name for name in rows[0] if name != "video"]
         table = wandb.Table(columns=names, data=[[_cell(row[name]) for name in names] for row in rows])
-        media: dict[str, Any] = {"validation/samples": table}
+        media: dict[str, Any] = {f"{group}/samples": table}
         if videos:
-            media["validation/videos"] = videos
+            media[f"{group}/videos"] = videos
         if contact_sheet is not None:
-            media["validation/contact_sheet"] = wandb.Image(str(contact_sheet))
+            media[f"{group}/contact_sheet"] = wandb.Image(str(contact_sheet))
         self._run.log({"step": step, **media})
 
-    def _shown(self, file: Path, caption: str) -> Any:
+    def _media(self, file: Path, caption: str) -> Any:
         if file.suffix == ".png":
             return self._wandb.Image(str(file), caption=caption)
         return self._wandb.Video(str(file), caption=caption, format="mp4")
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+
+
+class SwanLab(ExternalTracker):
+    """An experiment on SwanLab, with contact sheets and prompts; it shows no mp4 files.
+
+    `--resume` continues an online one by the id in `swanlab.json`; offline, each start is one of its own.
+    """
+
+    @classmethod
+    def check(cls, config: TrackingConfig) -> None:
+        swanlab = _package("swanlab", "swanlab")
+        if config.swanlab != "online":
+            return
+        try:
+            swanlab.login()
+        except (swanlab.exceptions.AuthenticationError, OSError) as error:
+            raise UserError(
+                f"--tracking.swanlab online: {error}\nRun `swanlab login`, set SWANLAB_API_KEY, or log into the run "
+                "directory with --tracking.swanlab offline"
+            ) from error
+
+    def __init__(self, run: RunInfo) -> None:
+        self._swanlab, config = _package("swanlab", "swanlab"), run.config
+        online, file = config.swanlab == "online", run.folder / "swanlab.json"
+        held = read_json(file).get("id") if online and file.is_file() else None
+        try:
+            self._run = self._swanlab.init(
+                project=config.swanlab_project,
+                workspace=config.swanlab_workspace or None,
+                name=run.folder.name,
+                log_dir=str(run.folder / "swanlab"),
+                mode=config.swanlab,
+                config=dict(run.settings),
+                id=held,
+                resume="allow" if held else None,
+            )
+        except RuntimeError as error:
+            raise UserError(f"--tracking.swanlab {config.swanlab}: {error}") from error
+        if online:
+            written = {"id": self._run.id, "url": self._run.url}
+            without_link(file).write_text(json.dumps(written) + "\n", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        self._show("validation", step, samples, contact_sheet)
+
+    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
+        self._show("rollouts", step, samples, contact_sheet)
+
+    def _show(self, group: str, step: int, samples: Sequence[ValidationSample], contact_sheet: Path | None) -> None:
+        lines = "\n".join(json.dumps(sample.row(), ensure_ascii=False) for sample in samples)
+        media: dict[str, Any] = {f"{group}/samples": self._swanlab.Text(lines)}
+        if contact_sheet is not None:
+            media[f"{group}/contact_sheet"] = self._swanlab.Image(str(contact_sheet))
+        self._run.log(media, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        if failed:
+            self._run.finish(state="crashed", error="an exception ended the run")
+        else:
+            self._run.finish()
 
 
 def _cell(value: Any) -> Any:

@@ -69,7 +69,7 @@ class Tracker:
         So are the validations of step `unvalidated` and later: they come again. `settings` go to the trackers.
         Raises UserError if a tracker cannot start.
         """
-        self._active, self._run, self._start, self._steps = active, run, start, steps
+        self.active, self._run, self._start, self._steps = active, run, start, steps
         self._done = start
         self.console = console(quiet=not active)
         self._bar = active and self.console.is_terminal
@@ -102,7 +102,7 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
-        if not self._active:
+        if not self.active:
             return
         self._metrics.close()
         self._each(lambda tracker: tracker.close(failed=kind is not None))
@@ -112,7 +112,7 @@ class Tracker:
 
         With `advance` a training step is done: it moves the progress bar, or is a line of the output.
         """
-        if not self._active:
+        if not self.active:
             return
         self._metrics.write({"step": step, "time": round(time.time(), 3), **metrics})
         self._each(lambda tracker: tracker.log(step, metrics))
@@ -127,6 +127,10 @@ class Tracker:
         """Give the samples of a validation to the other trackers."""
         self._each(lambda tracker: tracker.log_samples(step, samples, contact_sheet))
 
+    def log_rollouts(self, step: int, samples: Sequence[ValidationSample], contact_sheet: Path) -> None:
+        """Give samples of the rollout of a training step to the other trackers."""
+        self._each(lambda tracker: tracker.log_rollouts(step, samples, contact_sheet))
+
     def show_phase(self, phase: str) -> None:
         """Show what the run does now, on the progress bar."""
         if self._bar:
@@ -134,7 +138,7 @@ class Tracker:
 
     def rewind(self, step: int) -> None:
         """Go back to `step`: lines of metrics.jsonl after it are dropped, because those steps come again."""
-        if not self._active:
+        if not self.active:
             return
         self._metrics.rewind(step)
         self._validations = []

@@ -167,7 +167,9 @@ class Report:
             metrics["frechet"] = frechet_distance(exact[FEATURES].flatten(0, 1), exact[REAL].flatten(0, 1))
         samples = self._samples(scores, hits, folder, len(clips[0]) if clips else 0)
         sheet = folder / "contact_sheet.png" if self.videos else None
-        warning = self._write(folder, clips, samples, step, sheet) if self._is_main else None
+        warning = None
+        if self._is_main:
+            warning = write_samples(folder, clips, samples, self._requests, step, self._fps, sheet)
         if warning is not None:
             samples, sheet = tuple(replace(one, video=None) for one in samples), None
         return ValidationResult(
@@ -203,37 +205,37 @@ class Report:
             for i, (request, reward) in enumerate(zip(self._requests, rewards, strict=True))
         )
 
-    def _write(
-        self,
-        folder: Path,
-        clips: list[np.ndarray],
-        samples: tuple[ValidationSample, ...],
-        step: int,
-        sheet: Path | None,
-    ) -> str | None:
-        """Write what people look at; return what went wrong: no number depends on it."""
-        shown = list(zip(clips, samples, strict=False))  # the first samples
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for frames, sample in shown:
-                assert sample.video is not None  # of the first samples
-                write_clip(frames, sample.video, self._fps)
-            if sheet is not None:
-                rows = [
-                    Row(
-                        frames,
-                        f"step {step}   {sample.about}",
-                        sample.prompt,
-                        self._requests[sample.sample].pictures(*frames.shape[1:3]),
-                    )
-                    for frames, sample in shown
-                ]
-                contact_sheet(rows, sheet)
-            lines = "".join(json.dumps(sample.row(), ensure_ascii=False) + "\n" for sample in samples)
-            without_link(folder / "samples.jsonl").write_text(lines, encoding="utf-8")
-        except OSError as error:
-            return f"{error.filename or folder} cannot be written ({error.strerror or error})"
-        return None
+
+def write_samples(
+    folder: Path,
+    clips: Sequence[np.ndarray],
+    samples: Sequence[ValidationSample],
+    requests: Sequence[Request],
+    step: int,
+    fps: float,
+    sheet: Path | None,
+) -> str | None:
+    """Write what people look at: the clips of the first samples, and rows of all; return what went wrong.
+
+    No number depends on it. `requests` are those of the samples, in order.
+    """
+    shown = list(zip(clips, samples, requests, strict=False))  # the first samples
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for frames, sample, _ in shown:
+            assert sample.video is not None  # of the first samples
+            write_clip(frames, sample.video, fps)
+        if sheet is not None:
+            rows = [
+                Row(frames, f"step {step}   {sample.about}", sample.prompt, request.pictures(*frames.shape[1:3]))
+                for frames, sample, request in shown
+            ]
+            contact_sheet(rows, sheet)
+        lines = "".join(json.dumps(sample.row(), ensure_ascii=False) + "\n" for sample in samples)
+        without_link(folder / "samples.jsonl").write_text(lines, encoding="utf-8")
+    except OSError as error:
+        return f"{error.filename or folder} cannot be written ({error.strerror or error})"
+    return None
 
 
 def _accuracies(hits: dict[str, Tensor]) -> dict[str, float]:
