@@ -79,15 +79,7 @@ class Backbone:
         self.half_passes = half or half_passes
         self.adapters = dict(adapters or {})
         model.network.eval().requires_grad_(trained and not self.adapters)
-        self._layers: list[Any] = []  # those with adapters, of peft
-        if self.adapters:
-            from unified_trainer.roles.lora import inject, layers_of
-
-            for name, config in self.adapters.items():
-                inject(model, name, config, mesh.device)
-                for p in adapter_weights(model, name).values():
-                    p.requires_grad_()
-            self._layers = layers_of(model.network)
+        self._layers = self._inject() if self.adapters else []  # those with adapters, of peft
         if half:
             hold_in_bf16(model.network)
         self._running, self._role = "", ""
@@ -111,6 +103,15 @@ class Backbone:
             keep_rounded(model.network, model.blocks)
         self._matrices, self._depth = _matrices(model), len(model.blocks)
         model.network.register_forward_hook(self._count, with_kwargs=True)
+
+    def _inject(self) -> list[Any]:
+        from unified_trainer.roles.lora import inject, layers_of
+
+        for name, config in self.adapters.items():
+            inject(self.model, name, config, self.mesh.device)
+            for p in adapter_weights(self.model, name).values():
+                p.requires_grad_()
+        return layers_of(self.model.network)
 
     def weights(self, role: str) -> dict[str, nn.Parameter]:
         """Return what this role trains: its adapter by peft's names, or every trained weight of the model."""
