@@ -338,6 +338,11 @@ def test_rollout_scores_the_videos_of_sample(folders, table, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "out" / "scores" / "run.jsonl").read_text().splitlines()]
     images = torch.stack([Image.read(table.parent / f"{i}.png", "the test").at(HEIGHT, WIDTH) for i in range(2)])
     assert [row["reward"] for row in rows] == pytest.approx(first_frame_likeness(ours, images).tolist(), abs=1e-5)
+    (tmp_path / "reward.yaml").write_text("reward: {kind: first_frame_likeness, frames: all, batch: 8}\n")
+    again = ["score", str(tmp_path / "out"), "--reward", str(tmp_path / "reward.yaml"), "--name", "again"]
+    assert main(again) == 0
+    scored = [json.loads(line) for line in (tmp_path / "out" / "scores" / "again.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in scored] == [row["reward"] for row in rows]
     swapped = table.with_name("swapped.jsonl")
     swapped.write_text(table.read_text().replace("0.png", "x.png").replace("1.png", "0.png").replace("x.png", "1.png"))
     assert main([word.replace(str(table), str(swapped)) for word in asked]) == 2

@@ -67,7 +67,8 @@ def rollout(
     about |= {"sampler": plain["sampler"], "video": size, "seed": seed, "num_samples": num_samples}
     if any(request.images for request in requests):
         about |= {"images": [[image.sha256 for image in request.images] for request in requests]}
-        about |= {"image_files": [[str(image.file) for image in request.images] for request in requests]}
+        files = [request.files.get("images", []) for request in requests]
+        about |= {"image_files": [[str(Path(file).resolve()) for file in names] for names in files]}
     folder = RolloutFolder.begin(output, about | {"batch": batch, "prompts": lines})
     codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
     samples = [request for request in requests for _ in range(num_samples)]
