@@ -67,6 +67,13 @@ def test_work_of_earlier_steps_goes_first():
     assert asyncio.run(order()) == [3, 2, 2, 4, 5]
 
 
+class Patient(Pool):
+    """It asks no second worker, whatever time answers take."""
+
+    def _patience(self) -> None:
+        return None
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(1, 4), st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
 def test_every_item_is_done_once_whatever_answers_first(steps, workers, random):
@@ -74,7 +81,7 @@ def test_every_item_is_done_once_whatever_answers_first(steps, workers, random):
 
     async def run() -> list[WorkItem]:
         pool_of = [Instant() for _ in range(workers)]
-        pool = Pool("toy", pool_of, 60.0)
+        pool = Patient("toy", pool_of, 60.0)
         items = [item(step, first=2 * i) for i, step in enumerate(steps)]
         tasks = [asyncio.create_task(pool.run(one, lambda w, one=one: w.request(one))) for one in items]
         await settle()
