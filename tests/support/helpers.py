@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import av
+import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
@@ -194,6 +195,17 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
     assert left.keys() == right.keys()
     for key in left:
         assert torch.equal(left[key], right[key]), key
+
+
+def assert_one_training(one: Path, other: Path, step: int) -> None:
+    """Two runs to this step, on other numbers of ranks: the norms of all gradients and the weights up to rounding."""
+    for ours, theirs in zip(metrics_of(one), metrics_of(other), strict=True):
+        norms = {key: value for key, value in ours.items() if key.endswith("grad_norm")}
+        assert norms == pytest.approx({key: theirs[key] for key in norms}, rel=1e-2)
+    ours, theirs = ({k: v for k, v in checkpoint_of(run, step).items() if "/weights/" in k} for run in (one, other))
+    assert ours.keys() == theirs.keys()
+    for key in ours:
+        torch.testing.assert_close(theirs[key], ours[key], rtol=1e-3, atol=1e-4, msg=key)
 
 
 def assert_near(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
