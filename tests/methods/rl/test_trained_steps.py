@@ -91,3 +91,13 @@ def test_all_levels_and_no_list_are_what_was_there_before():
 def test_a_wrong_setting_names_its_key(changes, message):
     with pytest.raises(UserError, match=message):
         dataclasses.replace(CONFIG, **changes).check(setup_of(ODE))
+
+
+def test_the_states_that_are_kept_of_a_sample():
+    """Those of the longest window, and x0; the memory of a training step is checked with them."""
+    assert CONFIG.kept_states(NINE) == 8 + 2
+    windowed = dataclasses.replace(CONFIG, window=WindowConfig(size=3))
+    for config, states in ((CONFIG, 10), (windowed, 3 + 2)):
+        one = dance_grpo(config, sampler=NINE)
+        made = sample_policy(config, NINE, one.roles["student"], small_batch(2), 0, Streams(0, 0), same_noise=False)
+        assert config.kept_states(NINE) == states == made.states.shape[1] + 1
