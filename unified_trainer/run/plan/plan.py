@@ -128,7 +128,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     family, folder = family_of("student", roles["student"].path)
     shown = run.validated()
     latent_shape, validation_shape = (
-        family.latent_shape(folder, of.video.frames, of.video.height, of.video.width) for of in (run, shown)
+        family.latent_shape(folder, video.frames, video.height, video.width) for video in (run.video, shown.video)
     )
     prompts = prompt_files(run, images=family.images(folder)[1] > 0)
     clips = read_clips(run, latent_shape)

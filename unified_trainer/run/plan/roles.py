@@ -11,6 +11,7 @@ from torch import nn
 from unified_trainer.basics.types import of_kind
 from unified_trainer.methods.base import Method
 from unified_trainer.models.adapter_file import AdapterFile
+from unified_trainer.models.base import VideoModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import adapter_weights
@@ -121,13 +122,7 @@ def weight_shapes(name: str, role: RolePlan) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the weights that a role trains, as in its checkpoints, without memory for them."""
     shapes: dict[str, tuple[int, ...]] = {}
     for expert in role.layout.trained:
-        model = open_model(
-            name,
-            role.path,
-            role.layout.components[expert],
-            causal=issubclass(role.kind, Causal),
-            sparse=role.config.sparse,
-        )
+        model = _open(name, role, expert)
         if role.own_adapter is not None:
             from unified_trainer.roles.lora import inject
 
@@ -140,6 +135,12 @@ def weight_shapes(name: str, role: RolePlan) -> dict[str, tuple[int, ...]]:
             own |= role.kind.head_shapes(model)
         shapes |= {f"{expert}/{key}" if expert else key: shape for key, shape in own.items()}
     return shapes
+
+
+def _open(name: str, role: RolePlan, expert: Expert) -> VideoModel:
+    """Return a network of a role, without its weights."""
+    causal, component = issubclass(role.kind, Causal), role.layout.components[expert]
+    return open_model(name, role.path, component, causal=causal, sparse=role.config.sparse)
 
 
 def without_adapter(roles: Mapping[str, RolePlan]) -> str:
@@ -179,13 +180,7 @@ def _check_adapter(name: str, role: RolePlan, adapter: AdapterConfig) -> None:
     if adapter.layers and not adapter.rank:
         raise ConfigError(f"{name}.adapter.layers is for an adapter: set {name}.adapter.rank, or leave it out")
     for expert in role.layout.trained if adapter.layers else ():
-        model = open_model(
-            name,
-            role.path,
-            role.layout.components[expert],
-            causal=issubclass(role.kind, Causal),
-            sparse=role.config.sparse,
-        )
+        model = _open(name, role, expert)
         layers = [key for key, module in model.network.named_modules() if isinstance(module, nn.Linear)]
         for wanted in adapter.layers:
             if not any(f".{key}".endswith(f".{wanted}") for key in layers):
