@@ -19,6 +19,7 @@ from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.run.plan.downloads import fetched
 from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.command_line import parse
+from unified_trainer.tools.sample.sample import read_lines
 
 pytestmark = pytest.mark.slow  # seconds together
 
@@ -160,7 +161,7 @@ def test_without_a_connection_the_command_is_said(cache, capsys, run_folder):
     words = [*SMALL["finetune"], "--output", str(run_folder), "--student.path"]
     assert main([*words, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers@v1"]) == 2
     said = capsys.readouterr().err
-    assert "student.path Wan-AI/Wan2.1-T2V-1.3B-Diffusers@v1 is no folder here, and HF_HUB_OFFLINE is set" in said
+    assert "student.path Wan-AI/Wan2.1-T2V-1.3B-Diffusers@v1 is not here, and HF_HUB_OFFLINE is set" in said
     assert "`hf download Wan-AI/Wan2.1-T2V-1.3B-Diffusers --revision v1 --include model_index.json " in said
     assert "--include '*/*model-*-of-*.safetensors'" in said and "--exclude '*.fp16.*'" in said
     assert str(cache) in said and "HF_HOME" in said and not run_folder.exists()
@@ -190,10 +191,54 @@ def test_a_cache_of_a_part_is_said_before_anything_is_loaded(cache, absent, name
 def test_repositories_and_revisions_that_are_not_there(online, tmp_path):
     served, _ = online
     served[ID] = {COMMIT: WAN}
-    with pytest.raises(UserError, match=r"me/none is no folder here, .* has no such repository.*hf auth login"):
+    with pytest.raises(UserError, match=r"me/none is not here, .* has no such repository.*hf auth login"):
         fetched(settings("--student.path", "me/none"), ALONE)
     with pytest.raises(UserError, match=f"{ID} has no revision v7 on the hub"):
         fetched(settings("--student.path", f"{ID}@v7"), ALONE)
+
+
+# Prompts.
+
+DATA = "hf://datasets/me/prompts"
+
+
+def test_prompts_of_a_data_set(online, tmp_path, capsys):
+    """The file alone is downloaded, the run keeps its commit, and other commands read it."""
+    served, asked = online
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    (tmp_path / "set" / "data" / "train.txt").write_text("a red circle moving left\na blue square moving up\n")
+    (tmp_path / "set" / "data" / "test.csv").write_text("prompt\na green triangle moving right\n")
+    served["me/prompts"] = {COMMIT: tmp_path / "set"}
+    folder, test = tmp_path / "run", f"{DATA}@main/data/test.csv"
+    run("dance_grpo", folder, "--prompts", f"{DATA}/data/train.txt", "--validation.sets.test", test)
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["prompts"] == f"{DATA}@{COMMIT}/data/train.txt"
+    assert saved["validation"]["sets"]["test"] == f"{DATA}@{COMMIT}/data/test.csv"
+    assert sorted(asked) == ["data/test.csv", "data/train.txt"]
+    assert main(["--resume", str(folder), "--steps", "2"]) == 0
+    assert read_lines([test])[0].text == "a green triangle moving right"
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("hf://datasets/me/prompts/none.txt", "the data set on the hub has no such file"),
+        ("hf://datasets/me/none/a.txt", "no such repository"),
+        ("hf://me/prompts/a.txt", "write a file on the hub as hf://datasets/owner/name/file"),
+    ],
+)
+def test_files_of_data_sets_that_are_not_there(online, tmp_path, path, said):
+    served, _ = online
+    (tmp_path / "a.txt").write_text("a red circle moving left\n")
+    served["me/prompts"] = {COMMIT: tmp_path}
+    with pytest.raises(UserError, match=f"--validation.prompts {path}.*{said}"):
+        fetched(settings("--validation.prompts", path), ALONE)
+
+
+def test_a_data_set_without_a_connection(cache):
+    with pytest.raises(MissingFileError, match=r"`hf download me/prompts --repo-type dataset --include a.txt`"):
+        fetched(settings("--validation.prompts", f"{DATA}/a.txt"), ALONE)
 
 
 # Scorers and import-hpsv3.

@@ -37,7 +37,9 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self, body: bool = True) -> None:
         parts = unquote(urlparse(self.path).path).strip("/").split("/")
-        if parts[:2] == ["api", "models"]:
+        if parts[0] == "datasets":
+            parts = parts[1:]
+        if parts[:2] in (["api", "models"], ["api", "datasets"]):
             self._api("/".join(parts[2:4]), parts[4:])
         elif len(parts) > 4 and parts[2] == "resolve":
             self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]), body)

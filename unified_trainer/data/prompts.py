@@ -12,6 +12,7 @@ from unified_trainer.data.captioned import PICTURES, VIDEOS, find_videos
 from unified_trainer.data.stored_prompts import parquet_files
 from unified_trainer.data.tables import TABLES, read_columns, read_lists, refuse_unreadable
 from unified_trainer.data.tiny_world import HELD_OUT, PHRASINGS, SUBJECTS
+from unified_trainer.models import hub
 
 COLUMNS = ("prompt", "caption", "text", "cap")  # of a table, unless the settings name another
 IMAGES = ("image", "images")  # columns of paths of condition images: one, or a list
@@ -74,7 +75,9 @@ class PromptFile:
 
 def prompts_of(path: str, tiny: tuple[str, ...], key: str, column: str, *, images: bool = False) -> PromptFile:
     """Return the captions `tiny` for the path "tiny", otherwise the prompts of that file; see `read_prompts`."""
-    return PromptFile(Request.of(tiny)) if path == "tiny" else read_prompts(Path(path), key, column, images=images)
+    if path == "tiny":
+        return PromptFile(Request.of(tiny))
+    return read_prompts(hub.local_file(path, key), key, column, images=images)
 
 
 def read_prompts(file: Path, key: str = "--prompts", column: str = "", *, images: bool = False) -> PromptFile:

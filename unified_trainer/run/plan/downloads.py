@@ -1,5 +1,6 @@
 """The files of a run that lie on the Hugging Face hub: fetched once per node, and pinned to their commits."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ def fetched(run: RunConfig, mesh: Mesh) -> RunConfig:
     needed = {name: config.path for name, config in run.roles.items() if run.needs_role(name)}
     roles = {name: path for name, path in needed.items() if hub.is_hub_id(path)}
     scorers = {name: part for name, part in run.reward.named().items() if _on_hub(part)}
-    if not roles and not scorers:
+    if not roles and not scorers and local_prompts(run) == run:
         return run
     if mesh.first_on_node:
+        _with_prompts(run, lambda path, key: str(hub.local_file(path, key, hub.download)))
         for name, path in roles.items():
             if not run.recipe:  # the run ends with the recipes that fit, which the configs tell
                 hub.download(path, f"{name}.path", hub.CONFIGS, hub.PIPELINE)
@@ -35,6 +37,7 @@ def fetched(run: RunConfig, mesh: Mesh) -> RunConfig:
         for name, part in scorers.items():
             hub.download(part.path, f"{run.reward.key(name)}.path", KINDS[part.kind].files)
     mesh.barrier()
+    run = _with_prompts(run, hub.pinned_file)
     for name, path in roles.items():
         folder = hub.cached(path, f"{name}.path", hub.CONFIGS, hub.PIPELINE)
         role: dict[str, Any] = {name: replace(run.roles[name], path=hub.pinned(path, folder))}
@@ -44,6 +47,25 @@ def fetched(run: RunConfig, mesh: Mesh) -> RunConfig:
         folder = hub.cached(part.path, f"{key}.path", KINDS[part.kind].files)
         run = replace(run, reward=_with_path(run.reward, name, hub.pinned(part.path, folder)))
     return run
+
+
+def local_prompts(run: RunConfig) -> RunConfig:
+    """Return the run without the prompts that lie on the hub."""
+    return _with_prompts(run, lambda path, _: "" if hub.is_hub_file(path) else path)
+
+
+def _with_prompts(run: RunConfig, change: Callable[[str, str], str]) -> RunConfig:
+    """Return the run with each path of prompts as `change` gives it, which takes the path and its flag."""
+    validation = run.validation
+    return replace(
+        run,
+        prompts=change(run.prompts, "--prompts"),
+        validation=replace(
+            validation,
+            prompts=change(validation.prompts, "--validation.prompts"),
+            sets={name: change(path, f"--validation.sets.{name}") for name, path in validation.sets.items()},
+        ),
+    )
 
 
 def fetch_pipeline(path: str, key: str, *, networks_only: bool = False) -> str:

@@ -13,6 +13,7 @@ from unified_trainer.models import hub
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.scorers import check_files, check_reward
 from unified_trainer.run.plan.data import validation_sets
+from unified_trainer.run.plan.downloads import local_prompts
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.batch import with_fitting_batch
@@ -32,7 +33,7 @@ def with_others(first: UserError, run: RunConfig, mesh: Mesh) -> UserError:
 
 def _independent(run: RunConfig, mesh: Mesh) -> Iterator[Callable[[], object]]:
     """Yield checks of settings and of local files that need no other one to pass; nothing is downloaded."""
-    method = method_named(run.method)
+    method, run = method_named(run.method), local_prompts(run)
     for name, config in run.roles.items():
         if run.needs_role(name) and config.path and not hub.is_hub_id(config.path):
             yield partial(family_of, name, config.path)

@@ -201,9 +201,10 @@ class RunConfig:
     families: tuple[str, ...] = ()
     """Model families of your own, each path/to/file.py:NAME or package.module:NAME."""
     prompts: str = ""
-    """File with one training prompt per line, or a .json, .jsonl, .csv or .parquet file; or a folder of .parquet files,
-    whose text embeddings are used if the run's text encoder made them, or of videos with x.txt beside x.mp4; "tiny":
-    captions of the tiny world. Methods that train on clips take the clips' captions instead."""
+    """File with one training prompt per line, or a .json, .jsonl, .csv or .parquet file, here or on the hub as
+    hf://datasets/owner/name/file; or a folder of .parquet files, whose text embeddings are used if the run's text
+    encoder made them, or of videos with x.txt beside x.mp4; "tiny": captions of the tiny world. Methods that train on
+    clips take the clips' captions instead."""
     prompts_column: str = ""
     """Column of a .json, .jsonl, .csv or .parquet file of prompts; by default prompt, caption, text or cap."""
     launcher: Annotated[Literal["process", "ray"], MAY_CHANGE] = "process"

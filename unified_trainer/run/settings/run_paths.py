@@ -20,7 +20,7 @@ FOLDER = "folder"  # key in environment.jsonl: the working directory of a start
 PATHS = re.compile(
     r"([\w.-]+\.)?path|reward\.([\w.-]+\.)?python|encoders\.cache|(validation\.)?prompts|validation\.sets\.[\w-]+"
 )
-PINNED = re.compile(r"@[0-9a-f]{40}$")  # end of a hub id in config.yaml
+PINNED = re.compile(r"@[0-9a-f]{40}(/|$)")  # in a hub id, or a hub's file, of config.yaml
 OBJECTS = re.compile(r"method|families|tracking\.custom|reward\.([\w.-]+\.)?kind")
 
 

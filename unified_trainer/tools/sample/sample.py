@@ -23,6 +23,7 @@ from unified_trainer.basics.types import Batch, Latents, Video, check_finite, of
 from unified_trainer.data.loader import make_batch
 from unified_trainer.data.prompts import SUFFIXES, read_prompts
 from unified_trainer.data.video_files import Row, contact_sheet, file_name, to_uint8, writer
+from unified_trainer.models import hub
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.device import Device, fitting
 from unified_trainer.parallel.mesh import Mesh
@@ -147,14 +148,14 @@ def read_lines(prompts: Sequence[str], *, images: bool = False) -> list[Request]
     """Return the prompts, a file or folder replaced by its prompts; raise UserError if there are none.
 
     The name of a file or folder that is there is read; so is a text that ends in .txt, .json, .jsonl, .csv or .parquet
-    or holds a slash, which must exist.
+    or holds a slash, which must exist, here or on the hub.
     """
     lines: list[Request] = []
     for text in prompts:
         if not (text.endswith(SUFFIXES) or "/" in text or os.path.exists(text)):
             lines.append(Request(text))
             continue
-        read = read_prompts(Path(text), images=images)
+        read = read_prompts(hub.local_file(text, "--prompts", hub.download), images=images)
         lines += read.requests
         if read.note:
             say(read.note)
