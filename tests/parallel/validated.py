@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from helpers import small_model, tiny_codec
 
 from unified_trainer.basics.requests import Request
+from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.prompts import validation_captions
 from unified_trainer.data.tiny_world import FRAMES, SIZE
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -24,6 +25,7 @@ from unified_trainer.rewards.scorers import load_scorers
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.run.settings.config import ValidationConfig
+from unified_trainer.run.validation.distances import distances_of
 from unified_trainer.run.validation.report import Validation, validate
 from unified_trainer.sampling.solver import SamplerConfig
 
@@ -41,7 +43,8 @@ def measured(mesh: Mesh, folder: Path, samples: int = CONFIG.num_samples) -> dic
     student = Trainable("student", Backbone(small_model(), mesh, trained=True), TrainableConfig())
     shape = codec.latent_shape(FRAMES, SIZE, SIZE)
     requests = Request.of(validation_captions(config.num_samples))
-    validation = Validation(config, codec, reward, features, sampler, requests, shape, mesh, 8.0)
+    distances = distances_of(config, VideoConfig(FRAMES, SIZE, SIZE), codec, features, requests, mesh.device)
+    validation = Validation(config, codec, reward, distances, sampler, requests, shape, mesh, 8.0)
     return validate(validation, student, folder, 0).metrics
 
 

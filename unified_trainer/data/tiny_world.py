@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from unified_trainer.basics.types import Video
 from unified_trainer.parallel.random import generator
 
 SIZE = 64  # pixels, both sides
@@ -90,9 +89,9 @@ def real_clip(caption: str, seed: int, sample: int) -> Clip:
     return draw_clip(SUBJECT_OF_CAPTION[caption], torch.Generator().manual_seed(drawn))
 
 
-def is_tiny_world(video: Video, prompts: Sequence[str]) -> bool:
-    """Whether videos have the size of the tiny world's clips, and all prompts are its captions."""
-    return video.shape[2:] == (FRAMES, SIZE, SIZE) and all(prompt in SUBJECT_OF_CAPTION for prompt in prompts)
+def is_tiny_world(shape: Sequence[int], prompts: Sequence[str]) -> bool:
+    """Whether videos of these frames, height and width are as the tiny world's clips, and all prompts its captions."""
+    return tuple(shape) == (FRAMES, SIZE, SIZE) and all(prompt in SUBJECT_OF_CAPTION for prompt in prompts)
 
 
 def render(clips: Sequence[Clip], frames: int = FRAMES) -> Float[Tensor, "b 3 t h w"]:

@@ -51,6 +51,7 @@ from unified_trainer.run.settings.config import RunConfig, plain
 from unified_trainer.run.stop_signal import safe_point
 from unified_trainer.run.summary import summary
 from unified_trainer.run.trainer import Trainer
+from unified_trainer.run.validation.distances import distances_of
 from unified_trainer.run.validation.report import Validation, ValidationSource
 from unified_trainer.run.validation.sets import ValidationSets
 from unified_trainer.run.workers import cluster
@@ -279,7 +280,8 @@ def _validation(
 
     def of(shown: Sequence[Request]) -> Validation:
         local = of_kind(Reward, reward)
-        return Validation(run.validation, codec, local, features, sampler, shown, shape, mesh, run.video.fps)
+        measured = distances_of(run.validation, run.validated().video, codec, features, shown, mesh.device)
+        return Validation(run.validation, codec, local, measured, sampler, shown, shape, mesh, run.video.fps)
 
     if not plan.validation_sets:
         return of(requests)

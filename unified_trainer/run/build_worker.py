@@ -22,6 +22,7 @@ from unified_trainer.run.plan.downloads import fetched
 from unified_trainer.run.plan.roles import RolePlan, plan_roles
 from unified_trainer.run.registry import add_families, family_of, method_named, open_model
 from unified_trainer.run.settings.config import RunConfig
+from unified_trainer.run.validation.distances import distances_of
 from unified_trainer.run.validation.samples import SampleMaker
 
 
@@ -54,7 +55,8 @@ def build_evaluation(
     scorers, features = load_scorers(run.reward, device)
     shape = codec.latent_shape(shown.video.frames, shown.video.height, shown.video.width)
     reward = reward_of(scorers, codec, run.reward)
-    return role, SampleMaker(run.validation, codec, reward, features, shown.sampler, requests, shape, device)
+    measured = distances_of(run.validation, shown.video, codec, features, requests, device)
+    return role, SampleMaker(run.validation, codec, reward, measured, shown.sampler, requests, shape, device)
 
 
 def _in_worker(run: RunConfig, device: torch.device) -> tuple[RunConfig, type[Method]]:

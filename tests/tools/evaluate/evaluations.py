@@ -40,7 +40,7 @@ def measured(
             rows.append(row)
     count = len(rows)
     tensors = {"thumbnails": torch.randn(count, 6, generator=random) + shift}
-    tensors["frames"] = torch.randn(count, 2, features, generator=random) * (1 + shift)
+    tensors["features/frechet"] = torch.randn(count, 2, features, generator=random) * (1 + shift)
     return Measured(folder, rows, [9.0, 0.5, 0.25, 0.5], 4, tensors)
 
 
@@ -51,7 +51,7 @@ def evaluated(output: Path, *, limit: int = 10**6, seed: int = 0) -> Summary:
     rows = [measured(output / files.SAMPLES / f"{i}", shift=shift, videos=True) for i, shift in enumerate(shifts)]
     run = parse(["--method", "finetune"])
     checkpoints = [Checkpoint(name, name, i, i == 1, run, (), "00") for i, name in enumerate(NAMES, 1)]
-    summary = summarise(rows, PLAN, BOOTSTRAP, 0)
+    summary = summarise(rows, PLAN, BOOTSTRAP, [rows[0].features] * 2)
     about = files.write(output, checkpoints, rows, PLAN, BOOTSTRAP, summary, NAMES[0])
     pages.write(output, about, rows, limit, seed)
     return summary

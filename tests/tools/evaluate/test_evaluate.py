@@ -9,6 +9,7 @@ import pytest
 import torch
 from evaluating import refused, table
 from helpers import SHARP_AND_DARK, SMALL, TWO_PROMPTS, flags
+from scripted import scripted_means
 
 from unified_trainer.__main__ import main
 from unified_trainer.tools.evaluate import checkpoints as parsing
@@ -132,6 +133,21 @@ def test_equal_weights_differ_by_nothing(run, tmp_path):
     assert {value for name, value in same.items() if name != "samples_per_second"} == {0}
     assert other["reward"] != 0 and other["frechet"] > 1e-3
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["frechet_to"] == "one@2"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_fvd_to_clips_of_a_folder(run, tmp_path, capsys):
+    """The samples of the first checkpoint as real clips: its own distances are those of the mp4's rounding."""
+    asked = ("--prompts", "a", "b", "--resamples", "10", "--batch", "2")
+    assert main(["evaluate", f"{run}@1", *asked, "--output", str(tmp_path / "first")]) == 0
+    (clips,) = (tmp_path / "first" / "samples").iterdir()
+    asked += ("--real-clips", str(clips), "--i3d", str(scripted_means(tmp_path / "i3d.pt")))
+    assert main(["evaluate", f"{run}@1", "tiny", *asked, "--output", str(tmp_path / "out")]) == 0
+    first, other = (float(row["mean"]) for row in table(tmp_path / "out", "measures.csv") if row["measure"] == "fvd")
+    assert 0 <= first < 1e-2 < other
+    capsys.readouterr()
+    assert main(["evaluate", f"{run}@1", *asked, "--samples", "2", "--output", str(tmp_path / "more")]) == 2
+    assert f"--real-clips {clips} holds 2 videos, fewer than the 4 samples of a seed" in capsys.readouterr().err
 
 
 def test_the_best_step_is_that_of_the_run(run):

@@ -9,6 +9,8 @@ from unified_trainer.rewards.pixels import diversity
 from unified_trainer.tools.evaluate.measures import sign_of, summarise
 from unified_trainer.tools.evaluate.plan import Plan
 
+NONE = [{}, {}]  # no features to compare with
+
 
 def of_seed(rows: list[dict], seed: int, name: str) -> list[float]:
     return [row[name] for row in rows if row["seed"] == seed]
@@ -16,7 +18,7 @@ def of_seed(rows: list[dict], seed: int, name: str) -> list[float]:
 
 def test_a_mean_is_over_all_samples_and_its_spread_over_seeds(tmp_path):
     one = measured(tmp_path)
-    found = summarise([one], PLAN, BOOTSTRAP, None).measures["reward"][0]
+    found = summarise([one], PLAN, BOOTSTRAP, [one.real]).measures["reward"][0]
     means = [sum(values) / len(values) for seed in PLAN.seeds for values in [of_seed(one.rows, seed, "reward")]]
     assert found.by_seed == pytest.approx(means)
     assert found.mean == pytest.approx(sum(means) / 2)
@@ -25,7 +27,7 @@ def test_a_mean_is_over_all_samples_and_its_spread_over_seeds(tmp_path):
 
 def test_a_common_shift_is_known_exactly_although_prompts_differ(tmp_path):
     """Prompts differ by 1 from each to the next: the mean is uncertain, its difference on the same samples is not."""
-    summary = summarise([measured(tmp_path), measured(tmp_path, shift=0.25)], PLAN, BOOTSTRAP, None)
+    summary = summarise([measured(tmp_path), measured(tmp_path, shift=0.25)], PLAN, BOOTSTRAP, NONE)
     (one,) = (one for one in summary.differences if one.measure == "reward")
     assert (one.left, one.right) == (0, 1)
     assert (one.difference, *one.interval) == pytest.approx((0.25, 0.25, 0.25))
@@ -34,7 +36,7 @@ def test_a_common_shift_is_known_exactly_although_prompts_differ(tmp_path):
 
 
 def test_a_checkpoint_does_not_differ_from_itself(tmp_path):
-    summary = summarise([measured(tmp_path), measured(tmp_path)], PLAN, BOOTSTRAP, None)
+    summary = summarise([measured(tmp_path), measured(tmp_path)], PLAN, BOOTSTRAP, NONE)
     assert {one.difference for one in summary.differences} == {0}
     assert {one.interval for one in summary.differences} == {(0, 0), None}
 
@@ -47,14 +49,14 @@ def test_samples_of_a_prompt_are_not_resampled_apart(tmp_path):
     for row in many.rows:
         row["reward"] = values[row["seed"], row["prompt"], row["sample"] % 2]
     few, repeated = (
-        summarise([rows], plan, BOOTSTRAP, None).measures["reward"][0] for rows, plan in ((one, PLAN), (many, plan))
+        summarise([rows], plan, BOOTSTRAP, NONE).measures["reward"][0] for rows, plan in ((one, PLAN), (many, plan))
     )
     assert repeated.interval == pytest.approx(few.interval)
 
 
 def test_diversity_is_that_of_validation(tmp_path):
     one = measured(tmp_path, shift=0.5)
-    found = summarise([one], PLAN, BOOTSTRAP, None).measures["pixels/diversity"][0]
+    found = summarise([one], PLAN, BOOTSTRAP, [one.real]).measures["pixels/diversity"][0]
     parts = one.tensors["thumbnails"].split(PLAN.size)
     ids = tuple(row["prompt"] for row in one.rows[: PLAN.size])
     assert found.by_seed == pytest.approx([diversity(part, ids) for part in parts])
@@ -65,7 +67,7 @@ def test_diversity_is_that_of_validation(tmp_path):
 
 def test_one_sample_of_a_prompt_has_no_diversity_and_one_prompt_no_interval(tmp_path):
     plan = Plan(("one",), 1, (0,), 8, 1, 4)
-    summary = summarise([measured(tmp_path, plan)], plan, BOOTSTRAP, None)
+    summary = summarise([measured(tmp_path, plan)], plan, BOOTSTRAP, NONE)
     assert "pixels/diversity" not in summary.measures
     found = summary.measures["reward"][0]
     assert (found.interval, found.std_over_seeds) == (None, None)
@@ -73,24 +75,25 @@ def test_one_sample_of_a_prompt_has_no_diversity_and_one_prompt_no_interval(tmp_
 
 def test_the_frechet_distance_is_to_the_samples_of_the_reference(tmp_path):
     rows = [measured(tmp_path), measured(tmp_path, shift=1.0)]
-    found = summarise(rows, PLAN, BOOTSTRAP, 0).measures["frechet"]
-    halves = [[part.flatten(0, 1) for part in row.tensors["frames"].split(PLAN.size)] for row in rows]
+    found = summarise(rows, PLAN, BOOTSTRAP, [rows[0].features] * 2).measures["frechet"]
+    halves = [[part.flatten(0, 1) for part in row.tensors["features/frechet"].split(PLAN.size)] for row in rows]
     expected = [frechet_distance(left, right) for left, right in zip(halves[1], halves[0], strict=True)]
     assert found[1].by_seed == pytest.approx(expected)
     assert found[0].mean == pytest.approx(0, abs=1e-5)
-    assert "frechet" not in summarise(rows, PLAN, BOOTSTRAP, None).measures  # no real clips are known
+    assert "frechet" not in summarise(rows, PLAN, BOOTSTRAP, NONE).measures  # no real clips are known
 
 
 def test_it_is_to_real_clips_where_there_are_some(tmp_path):
     one = measured(tmp_path)
-    one.tensors["real"] = torch.randn(one.tensors["frames"].shape, generator=torch.Generator().manual_seed(5))
-    found = summarise([one], PLAN, BOOTSTRAP, None).measures["frechet"][0]
-    parts = (one.tensors[name][: PLAN.size].flatten(0, 1) for name in ("frames", "real"))
+    drawn = torch.randn(one.features["frechet"].shape, generator=torch.Generator().manual_seed(5))
+    one.tensors["real features/frechet"] = drawn
+    found = summarise([one], PLAN, BOOTSTRAP, [one.real]).measures["frechet"][0]
+    parts = (one.tensors[name][: PLAN.size].flatten(0, 1) for name in ("features/frechet", "real features/frechet"))
     assert found.by_seed[0] == pytest.approx(frechet_distance(*parts))
 
 
 def test_speed_is_the_median_of_batches_without_the_first(tmp_path):
-    measures = summarise([measured(tmp_path)], PLAN, BOOTSTRAP, None).measures
+    measures = summarise([measured(tmp_path)], PLAN, BOOTSTRAP, NONE).measures
     assert measures["samples_per_second"][0].mean == 2
     assert measures["network_calls"][0].mean == 4
 

@@ -35,6 +35,7 @@ from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
 from unified_trainer.run.tracking.rollouts import check_rollouts
+from unified_trainer.run.validation.distances import check_distances
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     if has_images(run, family, folder, prompts):
         check_images(run, roles, clips, scores=method.uses_reward or run.validate_every > 0)
     check_captions(run, method, clips, bool(prompts["--validation.prompts"].requests))
+    shown_prompts = prompts["--validation.prompts"].requests or prompts["--prompts"].requests
+    check_distances(run.validation, shown.video, shown_prompts)
     check_sampling(run, latent_shape)
     check_sampling(shown, validation_shape)
     sparse_note = check_sparse(run, method, roles, mesh)

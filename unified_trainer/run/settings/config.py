@@ -99,7 +99,13 @@ class ValidationConfig:
     seed: Seed = 1000
     """Seed of the noise."""
     frechet_stride: Count = 4
-    """Frames between two that enter the Frechet distance, which is measured in the tiny world only."""
+    """Frames between two that enter the Frechet distance."""
+    real_clips: str = ""
+    """Folder of real videos that the Frechet distances compare samples with, at least num_samples of them; empty
+    measures the distances in the tiny world only, to clips drawn for its captions."""
+    i3d: str = ""
+    """TorchScript file of I3D, such as StyleGAN-V's i3d_torchscript.pt: validation/fvd is then the Frechet distance of
+    its features."""
     prompts: str = ""
     """As --prompts; "tiny": captions of the tiny world that are not trained on. Empty takes the first training
     prompts."""

@@ -18,7 +18,7 @@ ENVIRONMENT = "environment.jsonl"
 FOLDER = "folder"  # key in environment.jsonl: the working directory of a start
 # Settings that are a file or folder, and those that may be path/to/file.py:NAME.
 PATHS = re.compile(
-    r"([\w.-]+\.)?path|reward\.([\w.-]+\.)?python|encoders\.cache|(validation\.)?prompts|validation\.sets\.[\w-]+"
+    r"([\w.-]+\.)?path|reward\.([\w.-]+\.)?python|encoders\.cache|(validation\.)?prompts|validation\.(sets\.[\w-]+|real_clips|i3d)"
 )
 PINNED = re.compile(r"@[0-9a-f]{40}(/|$)")  # in a hub id, or a hub's file, of config.yaml
 OBJECTS = re.compile(r"method|families|tracking\.custom|reward\.([\w.-]+\.)?kind")

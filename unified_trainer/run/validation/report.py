@@ -1,35 +1,31 @@
 """Validation: reward, accuracy and sample videos of the student, with the same prompts and noise every time."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.video_files import Row, contact_sheet, file_name, write_clip
 from unified_trainer.models.base import Codec
-from unified_trainer.numerics.frechet import frechet_distance
 from unified_trainer.parallel.device import fitting
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.rewards.pixels import diversity
 from unified_trainer.rewards.reward import Reward, RewardSum
 from unified_trainer.roles.role import Trainable
 from unified_trainer.run.settings.config import ValidationConfig
+from unified_trainer.run.validation.distances import FEATURES, REAL, Distances, distances
 from unified_trainer.run.validation.samples import (
     ACCURACY,
-    FEATURES,
     PIXELS,
-    REAL,
     SCORES,
     THUMBNAILS,
-    VECTORS,
     Measured,
     SampleMaker,
     batches,
@@ -104,17 +100,16 @@ class Validation:
         config: ValidationConfig,
         codec: Codec,
         reward: Reward,
-        features: Callable[[Tensor], Float[Tensor, "b d"]] | None,
+        measured: Distances | None,
         sampler: SamplerConfig,
         requests: Sequence[Request],
         latent_shape: tuple[int, int, int, int],
         mesh: Mesh,
         fps: float,
     ) -> None:
-        """`features` maps frames to the vectors of the Frechet distance; None measures none."""
         self.ema, self._mesh = config.ema, mesh
         self._batches = batches(config, mesh.data_size)[mesh.data_rank]
-        self._maker = SampleMaker(config, codec, reward, features, sampler, requests, latent_shape, mesh.device)
+        self._maker = SampleMaker(config, codec, reward, measured, sampler, requests, latent_shape, mesh.device)
         self._report = Report(config, reward, self._maker.requests, mesh, fps)
         self._parts: list[Measured] = []
 
@@ -155,7 +150,11 @@ class Report:
         Rows after those of the samples are left out: ranks made them to be together.
         """
         columns = {name: rows[: len(self._requests)] for name, rows in columns.items()}
-        exact = {name: rows.cpu() if name in VECTORS else rows.cpu().double() for name, rows in columns.items()}
+        rows_of_vectors = (THUMBNAILS, FEATURES, REAL)  # stay in float32
+        exact = {
+            name: rows.cpu() if name.startswith(rows_of_vectors) else rows.cpu().double()
+            for name, rows in columns.items()
+        }
         scores = self._scores(exact)
         hits = {name.removeprefix(ACCURACY): rows for name, rows in exact.items() if name.startswith(ACCURACY)}
         metrics = mean_and_std(scores)
@@ -163,8 +162,7 @@ class Report:
         if (spread := diversity(exact[THUMBNAILS], self._requests)) is not None:
             metrics["pixels/diversity"] = spread
         metrics |= _accuracies(hits) if hits else {}
-        if FEATURES in exact:
-            metrics["frechet"] = frechet_distance(exact[FEATURES].flatten(0, 1), exact[REAL].flatten(0, 1))
+        metrics |= distances(exact)
         samples = self._samples(scores, hits, folder, len(clips[0]) if clips else 0)
         sheet = folder / "contact_sheet.png" if self.videos else None
         warning = None

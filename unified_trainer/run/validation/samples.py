@@ -1,32 +1,29 @@
 """The samples of a validation: which process makes which, and what is measured of each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Latents, Video, check_finite
 from unified_trainer.data.loader import make_batch
-from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
+from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world
 from unified_trainer.data.video_files import to_uint8
 from unified_trainer.models.base import Codec
-from unified_trainer.numerics.frechet import frame_features
 from unified_trainer.parallel.meter import phase
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.pixels import statistics, thumbnail
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.roles.role import Role
 from unified_trainer.run.settings.config import ValidationConfig
+from unified_trainer.run.validation.distances import Distances
 from unified_trainer.sampling.solver import SamplerConfig, generate
 
 SCORES, PIXELS, ACCURACY = "score", "pixels/", "accuracy/"  # names of columns, and what such names begin with
-VECTORS = THUMBNAILS, FEATURES, REAL = "thumbnail", "features", "real features"
-
-Features = Callable[[Tensor], Float[Tensor, "b d"]]  # of frames
+THUMBNAILS = "thumbnail"
 
 
 @dataclass(frozen=True)
@@ -66,18 +63,16 @@ class SampleMaker:
         config: ValidationConfig,
         codec: Codec,
         reward: Reward,
-        features: Features | None,
+        distances: Distances | None,
         sampler: SamplerConfig,
         requests: Sequence[Request],
         latent_shape: tuple[int, int, int, int],
         device: torch.device,
     ) -> None:
-        """`features` maps frames to the vectors of the Frechet distance; None measures none."""
         self.requests = sample_requests(requests, config)
         self._config, self._codec, self._reward = config, codec, reward
-        self._features, self._sampler = features, sampler
+        self._distances, self._sampler = distances, sampler
         self._latent_shape, self._device = latent_shape, device
-        self._real: dict[range, Tensor] = {}  # features of real clips, computed on first use
 
     @torch.no_grad()
     def make(self, role: Role, samples: range, videos: int, step: int) -> Measured:
@@ -92,12 +87,11 @@ class SampleMaker:
         prompts = tuple(request.prompt for request in requests)
         if names := (*self._reward.weights, *self._reward.held_out):
             columns[SCORES] = self._reward.parts_of(x0, video, prompts, names)
-        if is_tiny_world(video, [request.text for request in self.requests]):
+        if is_tiny_world(video.shape[2:], [request.text for request in self.requests]):
             hits = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
             columns |= {f"{ACCURACY}{name}": right.float().to(self._device) for name, right in hits.items()}
-            if self._features is not None:
-                columns[FEATURES] = self._frame_features(video, self._features)
-                columns[REAL] = self._real_features(samples, self._features)
+        if self._distances is not None:
+            columns |= self._distances.columns(video, samples)
         return Measured(columns, to_uint8(video[: max(0, videos - samples.start)]))
 
     def _requests(self, samples: Sequence[int]) -> tuple[Request, ...]:
@@ -121,14 +115,3 @@ class SampleMaker:
         check_finite(x0, f"validation after training step {step}")
         with phase("decode"):
             return x0, self._codec.decode(x0)
-
-    def _real_features(self, samples: range, features: Features) -> Tensor:
-        """Return the features of as many real clips of the same captions, encoded and decoded."""
-        if samples not in self._real:
-            requests = zip(samples, self._requests(samples), strict=True)
-            clips = render([real_clip(one.text, self._config.seed, i) for i, one in requests]).to(self._device)
-            self._real[samples] = self._frame_features(self._codec.decode(self._codec.encode(clips)), features)
-        return self._real[samples]
-
-    def _frame_features(self, video: Tensor, features: Features) -> Float[Tensor, "b frames d"]:
-        return frame_features(video, features, self._config.frechet_stride, self._config.batch)

@@ -8,9 +8,11 @@ from typing import Annotated
 import tyro
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import check_file
 from unified_trainer.basics.ranges import Count, Fraction, NonNegative, Seed, at_least
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.terminal import say
+from unified_trainer.data.tiny_world import is_tiny_world
 from unified_trainer.models.base import Codec, Family
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.parallel.device import Device, fitting
@@ -21,6 +23,7 @@ from unified_trainer.rewards.scorers import check_of_videos, check_prompts, chec
 from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.flags import split
 from unified_trainer.run.settings.settings import RunFlags
+from unified_trainer.run.validation.distances import check_real, video_features
 from unified_trainer.tools.evaluate import files, pages, vote_count
 from unified_trainer.tools.evaluate.checkpoints import TINY, Checkpoint, read_checkpoints
 from unified_trainer.tools.evaluate.measures import BootstrapConfig, summarise
@@ -46,6 +49,8 @@ def evaluate(
     held_out: tuple[str, ...] = (),
     frechet_to: str = "",
     frechet_stride: Count = 4,
+    real_clips: str = "",
+    i3d: str = "",
     resamples: Count = 10_000,
     bootstrap_seed: Seed = 0,
     confidence: Fraction = 0.95,
@@ -76,9 +81,12 @@ def evaluate(
         reward: YAML file with a section reward, as in a recipe; by default the reward of the first run that has one.
         held_out: Further scorers by kind, which are measured and not in the reward; flags such as
             --reward.scorers.clip.path have their settings.
-        frechet_to: Checkpoint of the list to whose samples the Frechet distance is measured, such as the teacher; by
-            default to real clips, in the tiny world only.
-        frechet_stride: Frames between two that enter the Frechet distance.
+        frechet_to: Checkpoint of the list to whose samples the Frechet distances are measured, such as the teacher; by
+            default to real clips.
+        frechet_stride: Frames between two that enter the Frechet distance of image features.
+        real_clips: Folder of real videos, at least as many as the samples of a seed; without it the distances to real
+            clips are measured in the tiny world only.
+        i3d: TorchScript file of I3D, such as StyleGAN-V's i3d_torchscript.pt, which measures FVD.
         resamples: Resamples of the prompts for the intervals.
         bootstrap_seed: Seed of the resampling.
         confidence: Confidence of the intervals.
@@ -97,10 +105,10 @@ def evaluate(
         raise UserError("--reward FILE has all settings of the reward: leave the flags --reward.... out")
     chosen = read_checkpoints(checkpoints, settings, recipe, needs_reward=reward is None)
     lines = _distinct(prompts, images=any(checkpoint.images[1] for checkpoint in chosen))
-    plan = Plan(lines, samples, _seeds(seeds), batch, min(num_videos, samples), frechet_stride)
+    plan = Plan(lines, samples, _seeds(seeds), batch, min(num_videos, samples), frechet_stride, i3d, real_clips)
     rewards = common_reward(chosen, reward, held_out)
     _check(chosen, plan, rewards)
-    reference = _reference(chosen, checkpoints, frechet_to, rewards)
+    reference = _reference(chosen, checkpoints, frechet_to, plan, rewards)
     config = BootstrapConfig(resamples, bootstrap_seed, confidence)
     if not 0 < confidence < 1:
         raise UserError(f"--confidence must be above 0 and below 1, not {confidence:g}")
@@ -108,8 +116,9 @@ def evaluate(
     files.begin(output)
     with fitting(f"a batch of {min(batch, plan.size)} samples", "lower --batch"):
         rows = _measured(output, chosen, plan, rewards, mesh)
-    summary = summarise(rows, plan, config, reference)
-    to = "" if "frechet" not in summary.measures else "real clips" if reference is None else chosen[reference].name
+    others = [row.real if reference is None else rows[reference].features for row in rows]
+    summary = summarise(rows, plan, config, others)
+    to = "" if not others[0] else "real clips" if reference is None else chosen[reference].name
     about = files.write(output, chosen, rows, plan, config, summary, to)
     shown = pages.write(output, about, rows, int(video_megabytes * MEGABYTE), vote_seed)
     print_summary(summary, [checkpoint.name for checkpoint in chosen])
@@ -164,18 +173,29 @@ def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> N
     check_prompts(rewards, (plan.prompts, lambda number: f"--prompts: prompt {number + 1}"))
 
 
-def _reference(chosen: Sequence[Checkpoint], texts: Sequence[str], wanted: str, rewards: RewardConfig) -> int | None:
+def _reference(
+    chosen: Sequence[Checkpoint], texts: Sequence[str], wanted: str, plan: Plan, rewards: RewardConfig
+) -> int | None:
     """Return the position of the checkpoint that --frechet-to names; UserError if nothing measures the distance."""
+    video = chosen[0].run.video
+    if plan.i3d:
+        check_file(Path(plan.i3d), "--i3d")
+        if not (wanted or plan.real_clips or is_tiny_world((video.frames, video.height, video.width), plan.prompts)):
+            raise UserError(f"--i3d {plan.i3d}: compare with --real-clips DIR, or with a checkpoint by --frechet-to")
+    if plan.real_clips:
+        if wanted:
+            raise UserError(f"--frechet-to {wanted} and --real-clips {plan.real_clips}: leave one of them out")
+        check_real(plan.real_clips, "--real-clips", video, plan.size, "a seed")
     if not wanted:
         return None
     matches = [i for i, checkpoint in enumerate(chosen) if wanted in (texts[i], checkpoint.name)]
     if not matches:
         raise UserError(f"--frechet-to {wanted} is none of the checkpoints; have {', '.join(texts)}")
     named = rewards.named().items()
-    if not any(scorer_kind(part, rewards.key(name), rewards.timeout).features for name, part in named):
+    if not plan.i3d and not any(scorer_kind(part, rewards.key(name), rewards.timeout).features for name, part in named):
         raise UserError(
             f"--frechet-to {wanted} needs a scorer with image features: add --held-out clip with its "
-            "--reward.scorers.clip.path"
+            "--reward.scorers.clip.path, or --i3d"
         )
     return matches[0]
 
@@ -187,7 +207,9 @@ def _measured(
     places = [folder_of(output / files.SAMPLES, checkpoint, plan, rewards, mesh.device.type) for checkpoint in chosen]
     rows = [read_measured(place) for place in places]
     missing = [i for i, row in enumerate(rows) if row is None]
-    scorers, features = load_scorers(rewards, mesh.device) if missing else ({}, None)
+    scorers, of_images = load_scorers(rewards, mesh.device) if missing else ({}, None)
+    i3d, video = plan.i3d if missing else "", chosen[0].run.video
+    features = video_features(of_images, plan.frechet_stride, i3d, "--i3d", video, plan.batch, mesh.device)
     codecs = _Codecs(mesh)
     with ItemProgress("batches", len(missing) * len(list(plan.parts()))) as progress:
 

@@ -1,6 +1,6 @@
 """The measures of the checkpoints of an evaluation: means, spread over seeds, intervals, and differences."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -10,13 +10,14 @@ from torch import Tensor
 from unified_trainer.basics.ranges import Count, Decay, Seed
 from unified_trainer.numerics.bootstrap import Statistic, bootstrap_interval
 from unified_trainer.numerics.frechet import frechet_distance
+from unified_trainer.run.validation.distances import FRECHET, FVD
 from unified_trainer.tools.evaluate.plan import Plan
 from unified_trainer.tools.evaluate.samples import Measured
 
 Interval = tuple[float, float] | None  # None where there is none: of one prompt, or of the Frechet distance
-DIVERSITY, FRECHET, SPEED, CALLS = "pixels/diversity", "frechet", "samples_per_second", "network_calls"
+DIVERSITY, SPEED, CALLS = "pixels/diversity", "samples_per_second", "network_calls"
 SHARE = "accuracy"  # first word of the measures that are shares of samples
-BETTER = {"reward": 1, SHARE: 1, FRECHET: -1, SPEED: 1, CALLS: -1}  # sign of an improvement, by first word
+BETTER = {"reward": 1, SHARE: 1, FRECHET: -1, FVD: -1, SPEED: 1, CALLS: -1}  # sign of an improvement, by first word
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,13 @@ class _Values:
         return means.clamp(min=0).sqrt() if self.root else means
 
 
-def summarise(rows: Sequence[Measured], plan: Plan, config: BootstrapConfig, reference: int | None) -> Summary:
+def summarise(
+    rows: Sequence[Measured], plan: Plan, config: BootstrapConfig, others: Sequence[Mapping[str, Tensor]]
+) -> Summary:
     """Summarise the samples of all checkpoints.
 
-    The Frechet distance is to the samples of checkpoint number `reference`, or to real clips where there are some.
+    `others` are what the samples of each checkpoint are compared with: features by the name of the Frechet distance,
+    [seeds x samples, k, d].
     """
     tables = [_tables(row, plan) for row in rows]
     measures: dict[str, list[Measure]] = {}
@@ -81,7 +85,7 @@ def summarise(rows: Sequence[Measured], plan: Plan, config: BootstrapConfig, ref
         values = [table[name] for table in tables]
         measures[name] = [_measure(name, one, config) for one in values]
         differences += _differences(name, measures[name], values, config)
-    plainly = _frechet(rows, plan, reference) | _speed(rows)
+    plainly = _frechet(rows, plan, others) | _speed(rows)
     for name, by_seed in plainly.items():
         measures[name] = [_of_seeds(values) for values in by_seed]
         differences += _differences(name, measures[name], None, config)
@@ -155,19 +159,23 @@ def _interval(columns: Tensor, statistic: Statistic, config: BootstrapConfig) ->
     return bootstrap_interval(columns, statistic, **asdict(config))
 
 
-def _frechet(rows: Sequence[Measured], plan: Plan, reference: int | None) -> dict[str, list[list[float]]]:
-    """Return the Frechet distance of every checkpoint by seed; nothing where no features were measured."""
-    others = [row.tensors if reference is None else rows[reference].tensors for row in rows]
-    key = "real" if reference is None else "frames"
-    if not all("frames" in row.tensors for row in rows) or not all(key in other for other in others):
-        return {}
-    if plan.size * rows[0].tensors["frames"].shape[1] < 2:
-        return {}  # one frame has no covariance
-    distances = []
-    for row, other in zip(rows, others, strict=True):
-        pairs = zip(row.tensors["frames"].split(plan.size), other[key].split(plan.size), strict=True)
-        distances.append([frechet_distance(left.flatten(0, 1), right.flatten(0, 1)) for left, right in pairs])
-    return {FRECHET: distances}
+def _frechet(
+    rows: Sequence[Measured], plan: Plan, others: Sequence[Mapping[str, Tensor]]
+) -> dict[str, list[list[float]]]:
+    """Return the Frechet distances of every checkpoint by seed; none where no features were measured."""
+    features = [row.features for row in rows]
+    return {
+        name: [
+            [
+                frechet_distance(left.flatten(0, 1), right.flatten(0, 1))
+                for left, right in zip(own[name].split(plan.size), other[name].split(plan.size), strict=True)
+            ]
+            for own, other in zip(features, others, strict=True)
+        ]
+        for name in features[0]
+        if all(name in columns for columns in (*features, *others))
+        and plan.size * features[0][name].shape[1] > 1  # one row has no covariance
+    }
 
 
 def _speed(rows: Sequence[Measured]) -> dict[str, list[list[float]]]:

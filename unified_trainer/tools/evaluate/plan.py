@@ -18,6 +18,8 @@ class Plan:
     batch: int
     videos: int  # samples of each prompt and seed that are written as files
     frechet_stride: int
+    i3d: str = ""  # TorchScript file of I3D; empty measures no FVD
+    real_clips: str = ""  # folder of videos that the samples are compared with
 
     @property
     def size(self) -> int:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,15 +22,16 @@ from unified_trainer.basics.errors import writing
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.requests import Request, identity_of
 from unified_trainer.basics.types import Video
+from unified_trainer.data.clips import VideoConfig
 from unified_trainer.data.tiny_world import SUBJECT_OF_CAPTION, check_attributes, is_tiny_world, real_clip, render
 from unified_trainer.data.video_files import file_name, to_uint8, write_clip
 from unified_trainer.models.base import Codec
 from unified_trainer.models.tensor_file import write_tensors
-from unified_trainer.numerics.frechet import frame_features
-from unified_trainer.rewards.base import Features, RewardConfig
+from unified_trainer.rewards.base import RewardConfig
 from unified_trainer.rewards.pixels import statistics, thumbnail
 from unified_trainer.rewards.reward import VideoReward
 from unified_trainer.run.settings.config import plain
+from unified_trainer.run.validation.distances import FEATURES, REAL, VideoFeatures, read_real, with_prefix
 from unified_trainer.sampling.solver import SamplerConfig
 from unified_trainer.tools.evaluate.checkpoints import Checkpoint
 from unified_trainer.tools.evaluate.plan import Plan, noise_number
@@ -38,8 +39,8 @@ from unified_trainer.tools.load_run import LoadedRole
 from unified_trainer.tools.output_folder import write_text
 from unified_trainer.tools.sample.sample import draw_latents
 
-VERSION = 1
-FILE, FEATURES = "measured.json", "features.safetensors"
+VERSION = 2
+FILE, TENSORS = "measured.json", "features.safetensors"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,17 @@ class Measured:
     rows: list[dict[str, Any]]  # of every sample: seed, prompt, sample, noise, reward, scores, pixels, accuracy, video
     seconds: list[float]  # generation of one sample, for each batch
     calls: int  # network calls of a sample
-    tensors: dict[str, Tensor] = field(repr=False)  # thumbnails; frames and real, if features were measured
+    tensors: dict[str, Tensor] = field(repr=False)  # thumbnails; features of samples and of real clips, by distance
+
+    @property
+    def features(self) -> dict[str, Tensor]:
+        """The features of the samples, [seeds x samples, k, d], by the name of the distance."""
+        return with_prefix(self.tensors, FEATURES)
+
+    @property
+    def real(self) -> dict[str, Tensor]:
+        """The features of as many real clips."""
+        return with_prefix(self.tensors, REAL)
 
 
 def folder_of(root: Path, checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) -> Path:
@@ -64,7 +75,7 @@ def read_measured(folder: Path) -> Measured | None:
     if not (folder / FILE).is_file():
         return None
     held = read_json(folder / FILE)
-    tensors = load_file(folder / FEATURES)
+    tensors = load_file(folder / TENSORS)
     return Measured(folder, held["rows"], held["seconds"], held["calls"], tensors)
 
 
@@ -110,12 +121,13 @@ def measure(
     codec: Callable[[], Codec],
     plan: Plan,
     reward: VideoReward,
-    features: Features | None,
+    features: Mapping[str, VideoFeatures],
     done: Callable[[], None],
 ) -> Measured:
     """Generate, score and write the samples of a checkpoint; `done` is called after each batch.
 
-    `codec` is asked for only where real clips are measured too.
+    `features` are what Frechet distances compare, by the name of the distance. `codec` is asked for only where real
+    clips of the tiny world are measured too.
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,14 +140,14 @@ def measure(
             row |= columns
         _write_videos(folder, video, new, plan, checkpoint.run.video.fps)
         rows += new
-        for name, value in _tensors(video, prompts, seed, numbers, plan, codec, features).items():
+        for name, value in _tensors(video, prompts, seed, numbers, plan, checkpoint.run.video, codec, features).items():
             tensors.setdefault(name, []).append(value.float().cpu())
         done()
     joined = {name: torch.cat(parts).contiguous() for name, parts in tensors.items()}
     calls, seconds = network_calls(checkpoint.run.sampler, source.latent_shape[1]), source.seconds
     key = _key(checkpoint, plan, reward.config, source.device.type)
     with writing(folder):
-        write_tensors(folder / FEATURES, joined)
+        write_tensors(folder / TENSORS, joined)
     held = {"key": key, "calls": calls, "seconds": seconds, "rows": rows}
     write_text(folder / FILE, json.dumps(held, indent=1, ensure_ascii=False) + "\n")
     return Measured(folder, rows, seconds, calls, joined)
@@ -180,7 +192,7 @@ def _scores(video: Video, prompts: list[str], plan: Plan, reward: VideoReward) -
         columns |= {"reward": reward.total(parts[:, : len(reward.weights)]).tolist()} if reward.weights else {}
         columns |= {f"reward/{name}": column.tolist() for name, column in zip(names, parts.unbind(1), strict=True)}
     columns |= {f"pixels/{name}": values.double().tolist() for name, values in statistics(video).items()}
-    if is_tiny_world(video, plan.prompts):
+    if is_tiny_world(video.shape[2:], plan.prompts):
         hits = check_attributes(video.cpu(), [SUBJECT_OF_CAPTION[prompt] for prompt in prompts])
         named = {"accuracy" if name == "all" else f"accuracy/{name}": right for name, right in hits.items()}
         columns |= {name: right.double().tolist() for name, right in named.items()}
@@ -193,19 +205,22 @@ def _tensors(
     seed: int,
     numbers: list[int],
     plan: Plan,
+    size: VideoConfig,
     codec: Callable[[], Codec],
-    features: Features | None,
+    features: Mapping[str, VideoFeatures],
 ) -> dict[str, Tensor]:
-    """Return thumbnails, and features of the frames and of those of real clips where there are any."""
+    """Return thumbnails, and features of the videos and of real clips where there are some."""
     tensors = {"thumbnails": thumbnail(video)}
-    if features is None:
-        return tensors
-    tensors["frames"] = frame_features(video, features, plan.frechet_stride, plan.batch)
-    if is_tiny_world(video, plan.prompts):
+    tensors |= {f"{FEATURES}{name}": of(video) for name, of in features.items()}
+    real = None
+    if features and plan.real_clips:
+        real = read_real(plan.real_clips, "--real-clips", size, numbers).to(video.device)
+    elif features and is_tiny_world(video.shape[2:], plan.prompts):
         clips = render([real_clip(prompt, seed, i) for prompt, i in zip(prompts, numbers, strict=True)])
         vae = codec()
         real = vae.decode(vae.encode(clips.to(video.device)))
-        tensors["real"] = frame_features(real, features, plan.frechet_stride, plan.batch)
+    if real is not None:
+        tensors |= {f"{REAL}{name}": of(real) for name, of in features.items()}
     return tensors
 
 

@@ -39,7 +39,7 @@ def reward_parts(run: RunRecord) -> list[RewardPart]:
     """Return the scorers of the validations, then accuracy and Frechet distance, which no reward contains."""
     held_out = held_out_metrics(run)
     names = [name for name in run.curves if name.startswith(PREFIX) and not name.endswith("_std")]
-    others = [name for name in (f"{VALIDATION}accuracy", f"{VALIDATION}frechet") if name in run.curves]
+    others = [name for name in (f"{VALIDATION}{own}" for own in ("accuracy", "frechet", "fvd")) if name in run.curves]
     parts = []
     for name in (*names, *others):
         values, spread = run.curves[name].values, run.curves.get(f"{name}_std")

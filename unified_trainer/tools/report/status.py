@@ -14,7 +14,7 @@ from unified_trainer.tools.report.run_folder import VALIDATION, RunRecord
 State = Literal["running", "finished", "hacked", "collapsed", "stopped", "failed"]
 HACKING, ALARM = "validation/reward_hacking", "guard_alarm"
 ENDED_BY: dict[str, State] = {"hacking_monitor": "hacked", "guard": "collapsed"}  # state of a run that a guard stopped
-LOWER_IS_BETTER = ("frechet",)
+LOWER_IS_BETTER = ("frechet", "fvd")
 
 
 @dataclass(frozen=True)
