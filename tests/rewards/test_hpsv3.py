@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from unified_trainer.data import tiny_world
 from unified_trainer.rewards.hpsv3 import HPSv3
 from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, FOLDER_FILES
-from unified_trainer.rewards.hpsv3_preprocessing import fit
+from unified_trainer.rewards.hpsv3_preprocessing import as_bytes, fit
 from unified_trainer.tools.prepare.import_hpsv3 import import_hpsv3, package_strings
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -407,7 +407,7 @@ def test_features_are_the_mean_token_of_each_image(hpsv3):
     together = hpsv3.features(IMAGES)
     assert together.dtype == torch.float32 and len(together) == len(IMAGES)
     for image, row in zip(IMAGES, together, strict=True):
-        patches, grid = hpsv3.preprocessor.patches(Image.open(image))
+        patches, grid = hpsv3.preprocessor.patches(as_bytes([image])[0])
         tokens = hpsv3.network.visual(patches, grid_thw=torch.tensor([grid])).pooler_output
         assert len(tokens) == grid[1] * grid[2] // 4
         torch.testing.assert_close(row, tokens.mean(0), atol=1e-5, rtol=1e-4)

@@ -17,7 +17,7 @@ from unified_trainer.models.tensor_file import opened
 from unified_trainer.rewards.base import NetworkScorer, ScorerConfig, ScorerKind, of_images
 from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, check_folder, network_config
 from unified_trainer.rewards.hpsv3_network import HPSv3Network, Inputs, skeleton
-from unified_trainer.rewards.hpsv3_preprocessing import Images, Preprocessor, as_pil, special_tokens
+from unified_trainer.rewards.hpsv3_preprocessing import Images, Preprocessor, as_bytes, special_tokens
 
 EMBEDDED = Path(__file__).parents[1] / "assets" / "tiny" / "hpsv3"  # the folder that the path "tiny" means
 
@@ -75,7 +75,7 @@ class HPSv3:
     def features(self, images: Images) -> Float[Tensor, "b d"]:
         """Return the mean of each image's vision tokens, which the Frechet distance compares."""
         device = next(self.network.parameters()).device
-        patches, grids = zip(*(self.preprocessor.patches(image) for image in as_pil(images)), strict=True)
+        patches, grids = zip(*(self.preprocessor.patches(image) for image in as_bytes(images)), strict=True)
         grid_rows = torch.tensor(grids)
         tokens = self.network.visual(torch.cat(patches).to(device), grid_thw=grid_rows.to(device)).pooler_output
         counts = (grid_rows.prod(-1) // self.preprocessor.merge_size**2).tolist()

@@ -16,7 +16,9 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as
+from unified_trainer.basics.types import WITHOUT_FLOAT64
 from unified_trainer.models.folder import read_tokenizer
+from unified_trainer.numerics.resize import resize_8bit
 from unified_trainer.rewards.chat_template import check_template
 from unified_trainer.rewards.hpsv3_folder import (
     REWARD_TOKEN,
@@ -30,6 +32,7 @@ from unified_trainer.rewards.hpsv3_network import Inputs
 LONGEST_ASPECT = 200  # Qwen2-VL reads no image with a longer side ratio
 
 Images = Float[Tensor, "b 3 h w"] | Sequence[Image.Image | Path | str]
+Bytes = Float[Tensor, "3 h w"]  # whole numbers from 0 to 255
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Preprocessor:
     def __call__(self, images: Images, prompts: Sequence[str]) -> Inputs:
         """Prepare 8-bit images; raise ValueError, naming the sample, for input that would make a score meaningless."""
         self._refuse(prompts, len(images))
-        return self._inputs([self.patches(image) for image in as_pil(images)], prompts)
+        return self._inputs([self.patches(image) for image in as_bytes(images)], prompts)
 
     def of_floats(self, images: Float[Tensor, "b 3 h w"], prompts: Sequence[str]) -> Inputs:
         """Prepare images in [0, 1] with a gradient to them; they are not rounded to 8 bits."""
@@ -126,16 +129,13 @@ class Preprocessor:
         image_token = self.tokenizer.convert_ids_to_tokens(self.image_token_id)
         return chat.replace(image_token, image_token * image_tokens)
 
-    def patches(self, image: Image.Image) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:
-        """Resize an image and cut it into flattened patches; return them and their grid (time, height, width).
+    def patches(self, image: Bytes) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:
+        """Resize an 8-bit image and cut it into flattened patches; return them and their grid (time, height, width).
 
-        The four patches of each merged token follow each other.
+        The four patches of each merged token follow each other. All of it is computed on the image's device.
         """
-        p, m = self.patch_size, self.merge_size
-        height, width = fit(image.height, image.width, self.pixels, p * m)
-        resized = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
-        scaled = (np.asarray(resized, dtype=np.float32) / 255 - np.float32(self.mean)) / np.float32(self.std)
-        return self._tiles(torch.from_numpy(scaled))
+        height, width = fit(*image.shape[1:], self.pixels, self.patch_size * self.merge_size)
+        return self._normalised(resize_8bit(image, height, width).float() / 255)
 
     def patches_of_floats(self, image: Float[Tensor, "3 h w"]) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:
         """Resize and cut an image in [0, 1] as `patches` does, without rounding, with a gradient to it."""
@@ -144,11 +144,12 @@ class Preprocessor:
         small = image[None].float()
         for shape in ((rows, width), (height, width)):  # width first, each clipped: as PIL does it
             small = interpolate(small, shape, mode="bicubic", antialias=True).clamp(0, 1)
-        mean, std = (small.new_tensor(values) for values in (self.mean, self.std))
-        return self._tiles((small[0].movedim(0, -1) - mean) / std)
+        return self._normalised(small[0])
 
-    def _tiles(self, scaled: Float[Tensor, "h w 3"]) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:
+    def _normalised(self, image: Float[Tensor, "3 h w"]) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:
         p, m = self.patch_size, self.merge_size
+        mean, std = (torch.tensor(values).to(image) for values in (self.mean, self.std))
+        scaled = (image.movedim(0, -1) - mean) / std
         rows, columns = scaled.shape[0] // p, scaled.shape[1] // p
         tiles = scaled.reshape(rows // m, m, p, columns // m, m, p, 3)
         tiles = tiles.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)  # ..., channel, time, y, x
@@ -190,15 +191,16 @@ def fit(height: int, width: int, pixels: int, multiple: int) -> tuple[int, int]:
     return fitted[0], fitted[1]
 
 
-def as_pil(images: Images) -> list[Image.Image]:
-    """Return images as PIL has them: a tensor in [0, 1] is rounded to 8 bits, and files are opened."""
+def as_bytes(images: Images) -> Sequence[Bytes]:
+    """Return images with whole numbers from 0 to 255: a tensor in [0, 1] is rounded on its device, files are opened."""
     if not isinstance(images, Tensor):
-        return [image if isinstance(image, Image.Image) else Image.open(image) for image in images]
+        opened = [image if isinstance(image, Image.Image) else Image.open(image) for image in images]
+        return [torch.from_numpy(np.array(image.convert("RGB"))).movedim(-1, 0).float() for image in opened]
     if images.ndim != 4 or images.shape[1] != 3:
         raise ValueError(f"HPSv3: images of shape {tuple(images.shape)}, expected [b, 3, h, w]")
     _refuse_outside(images)
-    bytes_ = (images.float() * 255).round().to("cpu", torch.uint8).movedim(1, -1).numpy()
-    return [Image.fromarray(pixels) for pixels in bytes_]
+    on_device = images.cpu() if images.device.type in WITHOUT_FLOAT64 else images
+    return (on_device.float() * 255).round().unbind()
 
 
 def _refuse_outside(images: Float[Tensor, "b 3 h w"]) -> None:
