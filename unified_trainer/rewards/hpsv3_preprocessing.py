@@ -134,7 +134,8 @@ class Preprocessor:
 
         The four patches of each merged token follow each other. All of it is computed on the image's device.
         """
-        height, width = fit(*image.shape[1:], self.pixels, self.patch_size * self.merge_size)
+        rows, columns = image.shape[1:]
+        height, width = fit(rows, columns, self.pixels, self.patch_size * self.merge_size)
         return self._normalised(resize_8bit(image, height, width).float() / 255)
 
     def patches_of_floats(self, image: Float[Tensor, "3 h w"]) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:

@@ -12,7 +12,7 @@ from unified_trainer.run.exit_codes import DOES_NOT_FIT
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.settings import AllRunFlags
 from unified_trainer.tools.plan.advice import Better, better_settings, fitting_blocks
-from unified_trainer.tools.plan.cost import CONVOLUTIONS, HOST, LINKS, PRODUCTS, PUBLISHED, TRAFFIC
+from unified_trainer.tools.plan.cost import CONVOLUTIONS, LINKS, PRODUCTS, PUBLISHED, TRAFFIC
 from unified_trainer.tools.plan.estimate import Estimate, estimate
 from unified_trainer.tools.plan.hardware import RESERVE, Hardware, read_hardware
 
@@ -162,8 +162,8 @@ def assumptions(planned: Estimate, machine: Hardware, mfu: float | None) -> list
         else f"networks: MFU {mfu:g}"
     )
     other = (
-        f"VAE: {CONVOLUTIONS:g} of the peak; HPSv3: {PRODUCTS:g}, and {HOST:g} s of a CPU for each frame; links: "
-        f"{LINKS:g}; no time for optimizers, checkpoints, compilation and reading"
+        f"VAE: {CONVOLUTIONS:g} of the peak; HPSv3: {PRODUCTS:g}; links: {LINKS:g}; "
+        "no time for optimizers, checkpoints, compilation and reading"
     )
     return [f"assumed: {network}", f"assumed: {other}", *planned.notes]
 

@@ -18,7 +18,6 @@ PRODUCTS = 0.6  # assumed: of the dense bf16 peak in matrix products and attenti
 TRAFFIC = 0.9  # assumed: of the memory's bandwidth in elementwise work
 CONVOLUTIONS = 0.3  # assumed: of the peak in the VAE, at the precision of its convolutions
 LINKS = 0.7  # assumed: of the bandwidth between cards
-HOST = 0.02  # assumed: seconds in which a rank's CPU prepares a frame for HPSv3
 PUBLISHED = {  # device hours of headline runs by recipe and method, and who published them
     ("wan2.1-1.3b", "dmd2"): "768 H200 hours (FastVideo: 4,000 steps at 61 x 448 x 832, sparse attention, 64 cards)",
     ("wan2.1-1.3b", "self_forcing"): "under 128 H100 hours (Self-Forcing, arXiv:2506.08009: 64 cards)",
@@ -27,7 +26,7 @@ PUBLISHED = {  # device hours of headline runs by recipe and method, and who pub
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one rank: FLOPs by what limits them, bytes of elementwise work, frames that its CPU prepares."""
+    """Work of one rank: FLOPs by what limits them, and bytes of elementwise work."""
 
     products: float = 0.0
     traffic: float = 0.0
@@ -36,7 +35,6 @@ class Work:
     decoded: float = 0.0  # FLOPs of the VAE in bf16
     decoded_fp32: float = 0.0
     scored: float = 0.0
-    frames: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -58,7 +56,6 @@ class Work:
             "recomputation": network(self.repeated, self.repeated_traffic),
             "VAE": convolutions / CONVOLUTIONS,
             "scorers": self.scored / (PRODUCTS * card.flops),
-            "host": HOST * self.frames,
         }
 
 
@@ -84,8 +81,7 @@ def score_work(scorers: Iterable[ScorerConfig], frames: int, samples: int, *, gr
         for scorer in scorers
         if scorer.kind == "hpsv3" and scorer.path != "tiny"
     )
-    flops = samples * scored * score_flops() * (3 if gradient else 1)
-    return Work(scored=flops, frames=0.0 if gradient else samples * scored)
+    return Work(scored=samples * scored * score_flops() * (3 if gradient else 1))
 
 
 def seconds_sent(inside: float, across: float, card: Hardware) -> float:
