@@ -208,7 +208,28 @@ def test_an_offloaded_network_keeps_its_layout():
     assert [layer.weight.stride() for layer in network] == strides
 
 
+@pytest.mark.parametrize(
+    ("kind", "precision", "last"), [("cpu", "fp32", False), ("cuda", "bf16", True), ("npu", "bf16", False)]
+)
+def test_the_vae_runs_in_half_precision_on_accelerators_unless_it_is_told(kind, precision, last):
+    chosen = EncoderConfig().on(kind)
+    assert (chosen.vae_precision, chosen.vae_channels_last) == (precision, last) and chosen.on(kind) == chosen
+    told = EncoderConfig(vae_precision="fp32", vae_channels_last=False)
+    assert told.on(kind) == told
+
+
+def test_a_codec_reads_what_auto_means_on_its_device():
+    """On the meta device, which is no CPU: weights are in bf16, and convolutions have channels last."""
+    vae = WanCodec(WAN, META, EncoderConfig())._vae.load()
+    convolutions = [layer for layer in vae.modules() if isinstance(layer, nn.Conv3d)]
+    assert {layer.weight.dtype for layer in convolutions} == {torch.bfloat16}
+    assert all(layer.weight.is_contiguous(memory_format=torch.channels_last_3d) for layer in convolutions)
+    whole = WanCodec(WAN, CPU, EncoderConfig())._vae.load()
+    assert {weight.dtype for weight in whole.parameters()} == {torch.float32}
+
+
 def test_channels_last_are_refused_on_an_npu():
+    EncoderConfig().check("npu", 64)
     with pytest.raises(UserError, match=r"encoders\.vae_channels_last: npu has no memory layout"):
         EncoderConfig(vae_channels_last=True).check("npu", 64)
 

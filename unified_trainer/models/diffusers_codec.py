@@ -47,6 +47,7 @@ class DiffusersCodec:
 
     def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
         """Open a pipeline folder, of which no weight is read yet; UserError for a folder that is not whole."""
+        config = config.on(device.type)
         vocabulary, self.text_width = self.text_sizes(folder)
         described: dict[str, Any] = {"weights": "model", "schema": self.text_schema, "inside": self.text_weight}
         check_described(self.text_class, folder / "text_encoder", **described)

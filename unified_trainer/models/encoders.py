@@ -1,7 +1,7 @@
 """The settings of text encoder and VAE."""
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,8 +16,8 @@ class EncoderConfig:
 
     text_precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the text encoder; a UMT5-XXL is 21 GiB in fp32 and 11 GiB in bf16."""
-    vae_precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the VAE; Wan's is usually run in fp32. Latents and videos are fp32 in either case."""
+    vae_precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of the VAE; auto is bf16 on accelerators and fp32 on a CPU. Latents and videos are fp32 in any case."""
     vae_slicing: bool = False
     """Encode and decode one sample at a time: without a gradient, the VAE's activations are those of one sample.
     Decoding chunk by chunk is neither sliced nor tiled."""
@@ -25,9 +25,9 @@ class EncoderConfig:
     """Encode and decode larger frames in tiles of this many pixels a side, which overlap by a quarter and are blended,
     for less memory; a multiple of 64 for Wan. Values change where tiles meet (docs/performance.md). 0 takes whole
     frames."""
-    vae_channels_last: bool = False
-    """Hold the VAE's convolutions with channels last in memory, the order that most convolution kernels work in.
-    Values change by rounding. Not for an NPU."""
+    vae_channels_last: Literal["auto"] | bool = "auto"
+    """Hold the VAE's convolutions with channels last in memory, the order that most convolution kernels work in; auto
+    does on CUDA. Values change by rounding. Not for an NPU."""
     offload: Annotated[bool, MAY_CHANGE] = False
     """Keep text encoder and VAE in CPU memory, copied to the device while they are used: the VAE once for all
     samples that a training step scores, which are then all made first. Changes no result."""
@@ -40,13 +40,23 @@ class EncoderConfig:
     """Embeddings on disk, in GiB. The run's prompts are encoded before the first step as far as they fit; the text
     encoder is then removed from memory, and read again only for a prompt that did not fit."""
 
+    def on(self, kind: str) -> "EncoderConfig":
+        """Return the settings with what `auto` means on a device of this kind."""
+        accelerated = kind != "cpu"
+        precision, layout = self.vae_precision, self.vae_channels_last
+        return replace(
+            self,
+            vae_precision=("bf16" if accelerated else "fp32") if precision == "auto" else precision,
+            vae_channels_last=accelerated and has_channels_last(kind) if layout == "auto" else layout,
+        )
+
     def check(self, kind: str, tile_unit: int) -> None:
         """Raise UserError for settings that a device of this kind cannot run; create the folder of the cache.
 
         Raise it also for a tile that the family's `tile_unit` does not divide, and for a folder that cannot be written
         into.
         """
-        if self.vae_channels_last and not has_channels_last(kind):
+        if self.on(kind).vae_channels_last and not has_channels_last(kind):
             raise UserError(f"encoders.vae_channels_last: {kind} has no memory layout with channels last: leave it out")
         if self.vae_tile % tile_unit:
             raise UserError(f"encoders.vae_tile must be a multiple of {tile_unit}, or 0, not {self.vae_tile}")

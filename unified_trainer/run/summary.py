@@ -14,7 +14,7 @@ from unified_trainer.run.settings.config import RunConfig
 def summary(run: RunConfig, plan: RunPlan, roles: Mapping[str, Role], source: Source) -> dict[str, str]:
     """Return the rows of the table by name."""
     rows = {name: _role(plan.roles[name], role) for name, role in roles.items()}
-    encoders = run.encoders
+    encoders = run.encoders.on(next(iter(roles.values())).device.type)
     rows["text encoder"] = encoders.text_precision
     rows["VAE"] = encoders.vae_precision + (", in CPU memory between uses" if encoders.offload else "")
     rows["VAE"] += ", one sample at a time" if encoders.vae_slicing else ""

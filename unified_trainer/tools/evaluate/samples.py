@@ -172,7 +172,8 @@ def _key(checkpoint: Checkpoint, plan: Plan, reward: RewardConfig, device: str) 
         about |= {"served_by": served.about["device"], "encoding": served.encoding}
     else:
         about |= {"base": run["student"]["path"], "precision": run["student"]["precision"]}
-        about |= {name: run["encoders"][name] for name in ("text_precision", "vae_precision")}
+        encoders = checkpoint.run.encoders.on(device)
+        about |= {name: getattr(encoders, name) for name in ("text_precision", "vae_precision")}
     images = [[image.sha256 for image in identity_of(prompt)[1]] for prompt in plan.prompts]
     about |= {"images": images} if any(images) else {}
     return json.loads(json.dumps(about | asdict(plan)))

@@ -68,7 +68,8 @@ def write_model_card(
 def sample_code(loaded: LoadedRole, name: str, base: str, dtype: str, adapters: Sequence[AdapterFile]) -> str:
     """Return Python code that samples with the export `name` as `sample --seed 0` does."""
     networks = list(loaded.components.values())
-    encoders = {"text_encoder": loaded.run.encoders.text_precision, "vae": loaded.run.encoders.vae_precision}
+    config = loaded.run.encoders.on(loaded.role.device.type)
+    encoders = {"text_encoder": config.text_precision, "vae": config.vae_precision}
     half = [part for part, kind in encoders.items() if kind == "bf16"]
     half += networks if dtype == "bf16" and not adapters else []
     precisions = {"default": "fp32"} | dict.fromkeys(half, "bf16")

@@ -103,6 +103,7 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         if run.roles[method.roles[name].copy_of or name].sparse.share:
             models[name] = replace(models[name], gates=1)
     check_settings(run, method)
+    run = replace(run, encoders=run.encoders.on(CARD_KIND if run.device == "auto" else run.device))
     for name, model in models.items():
         check_heads(name, model.heads, degrees.sequence)
         if model.makes_images and run.sampler.chunks.causal:
