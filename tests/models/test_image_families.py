@@ -1,6 +1,7 @@
 """Qwen-Image and SD3.5: their folders are sampled as by diffusers, trained by every method, resumed and exported."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -258,6 +259,32 @@ def test_methods_that_make_no_sense_say_why(case, folder, prompts, tmp_path, cap
     ):
         assert main(words(method, folder, prompts, tmp_path / "run", **changes)) == 2
         assert said in capsys.readouterr().err
+
+
+def test_an_image_of_more_tokens_than_positions_is_refused(folders):
+    with pytest.raises(UserError, match=r"video.width must be at most 192, the positions of this transformer, not 208"):
+        SD3.latent_shape(folders["StableDiffusion3Pipeline"], 1, 192, 208)
+
+
+@pytest.mark.parametrize("field", ["joint_attention_dim", "pooled_projection_dim"])
+def test_text_encoders_of_another_network_are_refused(folders, tmp_path, field):
+    """Before any weight is read."""
+    shutil.copytree(folders["StableDiffusion3Pipeline"], tmp_path / "odd")
+    file = tmp_path / "odd" / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: 96}))
+    with pytest.raises(UserError, match=rf"{field} is 96, but the text encoders give 2[04]"):
+        codec_of(CASES["sd3"], tmp_path / "odd")
+
+
+def test_tiles_of_an_image_are_those_of_the_vae(folders):
+    """Larger images are decoded in tiles that overlap, smaller ones whole."""
+    folder = folders["StableDiffusion3Pipeline"]
+    whole = codec_of(CASES["sd3"], folder)
+    tiled = SD3.codec(folder, torch.device("cpu"), EncoderConfig(vae_tile=64))
+    small, large = (torch.randn(1, 16, 1, n, n, generator=torch.Generator().manual_seed(n)) for n in (8, 12))
+    assert torch.equal(tiled.decode(small), whole.decode(small))
+    assert tiled.decode(large).shape == whole.decode(large).shape == (1, 3, 1, 96, 96)
+    assert not torch.allclose(tiled.decode(large), whole.decode(large), atol=1e-4)
 
 
 def test_statistics_of_latents_are_one_for_each_channel(tmp_path):
