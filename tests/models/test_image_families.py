@@ -402,15 +402,14 @@ def test_flops_are_those_that_the_meter_counts(case, folder):
         assert (planned.forward - planned.attention, planned.attention) == (products, size.attention)
 
 
-@pytest.mark.parametrize("method", ["dance_grpo", "dmd2"])
-def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(qwen, prompts, tmp_path, capsys, method):
-    run = parse(words(method, qwen, prompts, tmp_path / "run"))
+def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(qwen, prompts, tmp_path, capsys):
+    run = parse(words("dance_grpo", qwen, prompts, tmp_path / "run"))
     found, network = architecture_of("student", str(qwen), run), model_of(QWEN_IMAGE, qwen).network
     assert found.size.parameters == sum(p.numel() for p in network.parameters())
     assert found.size.block == sum(p.numel() for p in network.transformer_blocks[0].parameters())
     assert (found.text_tokens, found.latent_shape(1, *SIDES)) == (24, QWEN_IMAGE.latent_shape(qwen, 1, *SIDES))
     assert architecture_of("student", "Qwen/Qwen-Image", run).size.parameters == 20_430_401_088
-    given = words(method, qwen, prompts, tmp_path / "run")
+    given = words("dance_grpo", qwen, prompts, tmp_path / "run")
     assert main(["plan", *given, "--hardware", "2xH100"]) == 0
     assert main(["plan", *given, "--hardware", "H100", "--sampler.chunks.chunk-frames", "1"]) == 2
     assert "has no causal form" in capsys.readouterr().err
