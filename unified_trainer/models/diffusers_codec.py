@@ -1,4 +1,4 @@
-"""A text encoder of transformers and a VAE of diffusers as a codec: caches, padding, offload and normalisation."""
+"""Text encoders of transformers and a VAE of diffusers as a codec: caches, padding, offload and normalisation."""
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -11,15 +11,16 @@ import torch
 import transformers
 from diffusers import ModelMixin
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.input_files import Schema, read_as
+from unified_trainer.basics.input_files import Schema, read_as, read_json
 from unified_trainer.basics.types import DTYPES, Condition, Latents, Video
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.folder import check_described, fingerprint, load_strictly, outline, read_tokenizer
 from unified_trainer.models.frozen_network import FrozenNetwork, channels_last
+from unified_trainer.models.layout import reading_config
 from unified_trainer.models.prompt_embeddings import PromptEmbeddings
 from unified_trainer.parallel.device import rounds_products
 from unified_trainer.parallel.mesh import Mesh
@@ -28,17 +29,18 @@ DecodeNext = Callable[[Any, Latents], Video]  # (VAE, latents of the next chunk 
 
 
 class DiffusersCodec:
-    """Base of the codecs of a family: one text encoder and one VAE, both frozen.
+    """Base of the codecs of a family: text encoders, usually one, and one VAE, all frozen.
 
-    A family sets `name`, the classes, `text_schema` and `masked`, and defines `text_sizes`, `embed` and `latent_shape`;
+    A family sets `name`, the classes, `text_schema` and `masked`, and defines `embed` and `latent_shape`;
     the other functions below are Wan's and Qwen-Image's form of them. Latents, videos and conditions are float32 on the
     device. A condition is `text` [b, n, d], zero behind the last token of each prompt; with `masked` it has `text_mask`
-    [b, n] too, True at tokens.
+    [b, n] too, True at tokens. Several encoders lie in text_encoder, text_encoder_2, ..., their tokenizers in
+    tokenizer, tokenizer_2, ...; `joined` makes one matrix of what they give for a prompt, and `named` its tensors.
     """
 
     name: ClassVar[str]  # of the family, in fingerprints
-    text_class: ClassVar[type[PreTrainedModel]]
-    text_schema: ClassVar[type[Schema] | None] = None  # the fields of its config that count; None: all
+    text_classes: ClassVar[tuple[type[PreTrainedModel], ...]]  # in the order of the folders
+    text_schema: ClassVar[type[Schema] | None] = None  # the fields of their configs that count; None: all
     vae_class: ClassVar[type[ModelMixin]]
     vae_schema: ClassVar[type[Schema] | None] = None  # what its config must be, beside what the class takes
     longest_text: ClassVar[int] = 512  # tokens that conditions are padded to; a tokenizer may say less
@@ -48,36 +50,41 @@ class DiffusersCodec:
     def __init__(self, folder: Path, device: torch.device, config: EncoderConfig) -> None:
         """Open a pipeline folder, of which no weight is read yet; UserError for a folder that is not whole."""
         config = config.on(device.type)
-        vocabulary, self.text_width = self.text_sizes(folder)
         described: dict[str, Any] = {"weights": "model", "schema": self.text_schema, "inside": self.text_weight}
-        check_described(self.text_class, folder / "text_encoder", **described)
+        encoders = list(zip(self.text_classes, self._parts(folder, "text_encoder"), strict=True))
+        sizes = [self.text_sizes(kind, part / "config.json") for kind, part in encoders]
+        self.text_widths = [width for _, width in sizes]
+        self.text_width = max(self.text_widths)
+        for kind, part in encoders:
+            check_described(kind, part, **described)
         self.folder, self._device = folder, device
-        self._tokenizer = read_tokenizer(AutoTokenizer, folder / "tokenizer", vocabulary)
+        tokenizers = zip(self._parts(folder, "tokenizer"), sizes, strict=True)
+        self._tokenizers = [read_tokenizer(AutoTokenizer, part, vocabulary) for part, (vocabulary, _) in tokenizers]
         if self.vae_schema is not None:
             read_as(self.vae_schema, folder / "vae" / "config.json")
         self._outline = outline(self.vae_class, folder / "vae")
-        self._text_tokens = min(self.longest_text, self._tokenizer.model_max_length - self.template_tokens)
+        self._text_tokens = self.text_rows([self.tokens_of(tokenizer) for tokenizer in self._tokenizers])
         self._text_precision = config.text_precision
         self._vae_settings = config.vae_precision + (f" tiles {config.vae_tile}" if config.vae_tile else "")
         settings: tuple[str | int, ...] = (config.text_precision, device.type, self._text_tokens)
         settings += ("tf32",) if rounds_products() and config.text_precision == "fp32" else ()
-        self._embeddings = PromptEmbeddings(self._embed, f"{_identity(folder)} {settings}", self.text_width, config)
+        self._embeddings = PromptEmbeddings(self._embed, f"{self._identity()} {settings}", self.text_width, config)
         mean, std = self.statistics(self._outline.config)
         self._mean, self._std = torch.tensor([mean, std]).view(2, 1, -1, 1, 1, 1).to(device)
 
-        def text_encoder() -> PreTrainedModel:
+        def text_encoder() -> nn.ModuleList:
             dtype = DTYPES[config.text_precision]
-            return load_strictly(self.text_class, folder / "text_encoder", dtype=dtype, **described)
+            return nn.ModuleList(load_strictly(kind, part, dtype=dtype, **described) for kind, part in encoders)
 
         def vae() -> ModelMixin:
             network = load_strictly(self.vae_class, folder / "vae", dtype=DTYPES[config.vae_precision])
             if config.vae_slicing:
                 network.enable_slicing()
             if config.vae_tile:
-                network.enable_tiling(*[config.vae_tile] * 2, *[config.vae_tile * 3 // 4] * 2)
+                self.tile(network, config.vae_tile)
             return channels_last(network) if config.vae_channels_last else network
 
-        self._text_encoder = FrozenNetwork(text_encoder, device, offload=config.offload, pinned=False)
+        self._text_encoders = FrozenNetwork(text_encoder, device, offload=config.offload, pinned=False)
         self._vae = FrozenNetwork(vae, device, offload=config.offload)
 
     @classmethod
@@ -92,12 +99,14 @@ class DiffusersCodec:
 
     # What a family defines.
 
-    def text_sizes(self, folder: Path) -> tuple[int, int]:
-        """Return the vocabulary and the channels of the text encoder, from its config."""
-        raise NotImplementedError
+    def text_sizes(self, kind: type[PreTrainedModel], file: Path) -> tuple[int, int]:
+        """Return the vocabulary and the channels of a text encoder, from its config file."""
+        with reading_config(file, "text encoder"):
+            config = kind.config_class.from_dict(read_json(file)).get_text_config()
+            return config.vocab_size, config.hidden_size
 
     def text_weight(self, key: str) -> str:
-        """Return the text encoder's name of a weight that its files call `key`."""
+        """Return a text encoder's name of a weight that its files call `key`."""
         return key
 
     def cleaned(self, prompt: str) -> str:
@@ -105,8 +114,23 @@ class DiffusersCodec:
         return prompt
 
     def embed(self, encoder: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Float[Tensor, "n d"]:
-        """Return the embedding of a cleaned prompt, of at most `text_tokens` tokens, without padding."""
+        """Return the embedding of a cleaned prompt by one encoder, without padding; `tokens_of` bounds it."""
         raise NotImplementedError
+
+    def joined(self, embeddings: Sequence[Float[Tensor, "n d"]]) -> Float[Tensor, "n d"]:
+        """Return the embedding of a prompt, from those of all encoders in their order."""
+        return embeddings[0]
+
+    def text_rows(self, tokens: Sequence[int]) -> int:
+        """Return the rows that embeddings are padded to, from the most tokens of each encoder."""
+        return tokens[0]
+
+    def named(self, text: Float[Tensor, "b n d"]) -> dict[str, Tensor]:
+        """Return the tensors of a condition, from padded embeddings."""
+        if not self.masked:
+            return {"text": text}
+        # stored embeddings are padded: the last token is the last row that is not zero
+        return {"text": text, "text_mask": text.any(2).flip(1).cummax(1).values.flip(1)}
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         raise NotImplementedError
@@ -114,6 +138,14 @@ class DiffusersCodec:
     def statistics(self, config: Any) -> tuple[Sequence[float], Sequence[float]]:
         """Return mean and standard deviation of each channel of the latents, from the VAE's config."""
         return config.latents_mean, config.latents_std
+
+    def tile(self, vae: Any, size: int) -> None:
+        """Let the VAE work in tiles of `size` pixels a side that overlap by a quarter."""
+        vae.enable_tiling(size, size, size * 3 // 4, size * 3 // 4)
+
+    def encoded(self, vae: Any, video: Video) -> Latents:
+        """Return the posterior's mean of a video in [-1, 1], in the VAE's own units."""
+        return vae.encode(video).latent_dist.mean
 
     def decoded(self, vae: Any, raw: Latents) -> Video:
         """Return the video in [-1, 1] of latents in the VAE's own units."""
@@ -127,7 +159,7 @@ class DiffusersCodec:
 
     @cached_property
     def text_fingerprint(self) -> str:
-        files = fingerprint(self.folder / "text_encoder", self.folder / "tokenizer")
+        files = fingerprint(*self._text_parts())
         return f"{self.name} {self._text_precision} {self._text_tokens} tokens {files}"
 
     @cached_property
@@ -137,6 +169,10 @@ class DiffusersCodec:
     @property
     def text_tokens(self) -> int:
         return self._text_tokens
+
+    def tokens_of(self, tokenizer: PreTrainedTokenizerBase) -> int:
+        """Return the most tokens that a prompt has with this tokenizer."""
+        return int(min(self.longest_text, tokenizer.model_max_length - self.template_tokens))
 
     def embeddings(self, prompts: Sequence[str]) -> list[Float[Tensor, "n d"]]:
         return [row.float() for row in self._embeddings.rows([self.cleaned(prompt) for prompt in prompts])]
@@ -156,10 +192,7 @@ class DiffusersCodec:
         text = torch.zeros(len(embeddings), self._text_tokens, self.text_width, device=embeddings[0].device)
         for padded, row in zip(text, embeddings, strict=True):
             padded[: len(row)] = row
-        named = {"text": text}
-        if self.masked:  # stored embeddings are padded: the last token is the last row that is not zero
-            named["text_mask"] = text.any(2).flip(1).cummax(1).values.flip(1)
-        return Condition(named).map(lambda x: x.to(self._device, non_blocking=True))
+        return Condition(self.named(text)).map(lambda x: x.to(self._device, non_blocking=True))
 
     def text_difference(self, prompt: str, embedding: Tensor) -> float:
         own = self.embeddings([prompt])[0]
@@ -171,7 +204,7 @@ class DiffusersCodec:
     def encode_ahead(self, prompts: Sequence[str], mesh: Mesh) -> str:
         distinct = list(dict.fromkeys(self.cleaned(prompt) for prompt in prompts))
         counts = self._embeddings.encode_ahead(distinct, mesh)
-        self._text_encoder.free()
+        self._text_encoders.free()
         said = f"text encoder: {len(distinct)} distinct prompts, {counts.found} encoded before, {counts.encoded} now"
         rest = f"{counts.left} when they are drawn" if counts.left else "not in memory"
         return f"{said}, {rest}; embeddings in {self._embeddings.place}"
@@ -179,9 +212,10 @@ class DiffusersCodec:
     @torch.no_grad()
     def _embed(self, prompts: Sequence[str]) -> Generator[Tensor, None, None]:
         """Encode prompts one by one, because the rounding of a row can depend on the other rows of a batch."""
-        with self._text_encoder.in_use() as encoder:
+        with self._text_encoders.in_use() as encoders:
             for prompt in prompts:
-                yield self.embed(encoder, self._tokenizer, prompt).cpu()
+                parts = zip(encoders, self._tokenizers, strict=True)
+                yield self.joined([self.embed(encoder, tokenizer, prompt) for encoder, tokenizer in parts]).cpu()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -194,7 +228,7 @@ class DiffusersCodec:
     @torch.no_grad()
     def encode_raw(self, video: Video) -> Latents:
         with self._vae.in_use() as vae:
-            return vae.encode((video.to(self._device) * 2 - 1).to(vae.dtype)).latent_dist.mean.float()
+            return self.encoded(vae, (video.to(self._device) * 2 - 1).to(vae.dtype)).float()
 
     def normalise(self, raw: Latents) -> Latents:
         return (raw.to(self._mean) - self._mean) / self._std
@@ -218,9 +252,19 @@ class DiffusersCodec:
         """Undo `normalise`, on the device."""
         return latents.to(self._mean) * self._std + self._mean
 
+    def _parts(self, folder: Path, name: str) -> list[Path]:
+        """Return the folders of this name, one for each text encoder."""
+        return [
+            folder / (f"{name}_{number}" if number > 1 else name) for number in range(1, len(self.text_classes) + 1)
+        ]
 
-def _identity(folder: Path) -> str:
-    """Return what the embeddings of a prompt depend on: names, sizes and times of the files, and library versions."""
-    files = [file for part in ("text_encoder", "tokenizer") for file in (folder / part).rglob("*") if file.is_file()]
-    facts = [(str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, {facts}"
+    def _text_parts(self) -> list[Path]:
+        return [part for name in ("text_encoder", "tokenizer") for part in self._parts(self.folder, name)]
+
+    def _identity(self) -> str:
+        """Return what the embeddings of a prompt depend on: names, sizes and times of files, and library versions."""
+        files = [file for part in self._text_parts() for file in part.rglob("*") if file.is_file()]
+        facts = [
+            (str(file.relative_to(self.folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)
+        ]
+        return f"torch {torch.__version__}, transformers {transformers.__version__}, {facts}"

@@ -199,13 +199,14 @@ def read_weights(
 ) -> None:
     """Read the weights of an outline, each rank its own shards; all must be finite.
 
-    What `merged` gives is added in float32, and the sum is rounded once to the precision of the weight. Weights that
-    already have memory (of adapters) stay as they are. Those whose names end in one of `new` are zero if the folder has
-    none.
+    What `merged` gives is added in float32, and the sum is rounded once to the precision of the weight. Parameters that
+    already have memory (of adapters) stay as they are; buffers that the network saves are read. Weights whose names end
+    in one of `new` are zero if the folder has none.
     """
     _check_one_set(folder)
-    inside = {key: key.replace(".base_layer.", ".") for key, weight in network.state_dict().items() if weight.is_meta}
-    empty = {key: weight for key, weight in network.state_dict().items() if key in inside}
+    saved, tables = network.state_dict(), dict(network.named_buffers())
+    empty = {key: weight for key, weight in saved.items() if weight.is_meta or key in tables}
+    inside = {key: key.replace(".base_layer.", ".") for key in empty}
     device = storage_device(mesh)
     weights = {key: torch.empty_like(weight, device=device) for key, weight in empty.items()}
     changed = sorted(key for key in weights if merged is not None and inside[key] in merged.changed)

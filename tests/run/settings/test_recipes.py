@@ -42,6 +42,8 @@ SIZES = {
 SIZES["wan2.1-i2v-14b"] = (1, SIZES["wan2.1-14b"][1] | {"in_channels": 36, "image_dim": 1280})
 SIZES["wan2.2-i2v-a14b"] = (2, SIZES["wan2.2-a14b"][1] | {"in_channels": 36})
 SIZES["qwen-image"] = (1, {"num_layers": 60, "num_attention_heads": 24, "joint_attention_dim": 3584})
+SIZES["sd3.5-medium"] = (1, {"num_layers": 24, "num_attention_heads": 24, "joint_attention_dim": 4096})
+MAKE_IMAGES = ("qwen-image", "sd3.5-medium")
 TAKE_IMAGES = ("wan2.1-i2v-14b", "wan2.2-i2v-a14b")
 REAL = [recipe for recipe in settings.recipes() if not recipe.startswith("tiny")]
 
@@ -65,11 +67,18 @@ def model_folder(folder, networks: int, changes: dict[str, int]):
 
 
 def image_folder(folder, changes: dict[str, int]):
-    """The same of Qwen-Image."""
-    network = {"_class_name": "QwenImageTransformer2DModel", "in_channels": 64, "out_channels": 16} | changes
-    dynamic = {"use_dynamic_shifting": True, "max_image_seq_len": 8192, "max_shift": 0.9}
-    configs = {"transformer/config.json": network, "vae/config.json": {"_class_name": "AutoencoderKLQwenImage"}}
-    configs |= {"scheduler/scheduler_config.json": dynamic, "model_index.json": {"_class_name": "QwenImagePipeline"}}
+    """The same of Qwen-Image, and of Stable Diffusion 3.5."""
+    if changes["joint_attention_dim"] == 4096:
+        network, pipeline = {"_class_name": "SD3Transformer2DModel", "in_channels": 16}, "StableDiffusion3Pipeline"
+        vae = {"_class_name": "AutoencoderKL", "latent_channels": 16, "block_out_channels": [128, 256, 512, 512]}
+        vae |= {"scaling_factor": 1.5305, "shift_factor": 0.0609}
+        scheduler = {"shift": 3.0}
+    else:
+        network, pipeline = {"_class_name": "QwenImageTransformer2DModel", "in_channels": 64}, "QwenImagePipeline"
+        vae = {"_class_name": "AutoencoderKLQwenImage"}
+        scheduler = {"use_dynamic_shifting": True, "max_image_seq_len": 8192, "max_shift": 0.9}
+    configs = {"transformer/config.json": network | {"out_channels": 16} | changes, "vae/config.json": vae}
+    configs |= {"scheduler/scheduler_config.json": scheduler, "model_index.json": {"_class_name": pipeline}}
     for name, config in configs.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(json.dumps(config))
@@ -162,7 +171,7 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
         with pytest.raises(ConfigError, match=IMAGELESS[method]):
             check(run, ALONE)
         return
-    if recipe == "qwen-image" and method == "self_forcing":
+    if recipe in MAKE_IMAGES and method == "self_forcing":
         with pytest.raises(ConfigError, match="has no causal form"):
             check(run, ALONE)
         return
@@ -176,7 +185,8 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
         assert [request.text for request in plan.requests] == ([] if method in OF_CLIPS else ["a cat", "a dog"])
     assert 4 <= run.steps / run.checkpoint_every <= 20
     assert 10 <= run.steps / run.validate_every <= 40
-    assert run.sampler.negative_prompt[:4] == (" " if recipe == "qwen-image" else "色调艳丽")
+    negative = {"qwen-image": " ", "sd3.5-medium": ""}.get(recipe, "色调艳丽")
+    assert run.sampler.negative_prompt[:4] == negative
     if method in ("dance_grpo", "dance_ppo", "diffusion_nft", "awm", "online_dpo"):
         assert run.algorithm.plan().table(8)["optimizer updates"] == 1
         assert run.algorithm.rollout_batch == run.algorithm.update_batch
@@ -371,7 +381,8 @@ def test_a_path_in_a_config_file_needs_a_recipe_too(models, tmp_path):
 def test_a_model_that_no_recipe_fits_is_told_all(tmp_path):
     folder = model_folder(tmp_path / "odd", 1, {"num_layers": 7})
     with pytest.raises(
-        ConfigError, match=r"write your own, --recipe my_recipe\.yaml .* have qwen-image, .*wan2\.2-ti2v-5b$"
+        ConfigError,
+        match=r"write your own, --recipe my_recipe\.yaml .* have qwen-image, sd3.*wan2\.2-ti2v-5b$",
     ):
         check(parsed("--method", "dmd2", "--student.path", folder), ALONE)
 

@@ -1,16 +1,13 @@
 """Qwen-Image's text encoder (Qwen2.5-VL) and VAE as a codec."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 from diffusers import AutoencoderKLQwenImage
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
-from unified_trainer.basics.input_files import read_json
 from unified_trainer.models.diffusers_codec import DiffusersCodec
-from unified_trainer.models.layout import reading_config
 from unified_trainer.models.qwen_image.configs import ImageVAEConfig, latent_shape
 
 # The turns in which the model reads a prompt, as QwenImagePipeline writes them.
@@ -24,18 +21,12 @@ class QwenImageCodec(DiffusersCodec):
     """Qwen2.5-VL, of which the last hidden states after the template's first tokens are taken, and the VAE."""
 
     name = "qwen-image"
-    text_class = Qwen2_5_VLForConditionalGeneration
+    text_classes = (Qwen2_5_VLForConditionalGeneration,)
     vae_class = AutoencoderKLQwenImage
     vae_schema = ImageVAEConfig
     longest_text = 512  # what QwenImagePipeline takes
     template_tokens = 34  # of TEMPLATE, before the prompt
     masked = True
-
-    def text_sizes(self, folder: Path) -> tuple[int, int]:
-        file = folder / "text_encoder" / "config.json"
-        with reading_config(file, "text encoder"):
-            config = Qwen2_5_VLConfig.from_dict(read_json(file)).get_text_config()
-            return config.vocab_size, config.hidden_size
 
     def text_weight(self, key: str) -> str:
         """Published files have the names of earlier versions of transformers, which reads both."""

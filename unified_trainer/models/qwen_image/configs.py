@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import Schema, read_as
-from unified_trainer.basics.suggestions import multiples_near
+from unified_trainer.models.image_latents import image_latent_shape
 
 Size = Annotated[int, Field(ge=1, le=2**20)]
 PATCH = 2  # latents of a token along each side
@@ -58,15 +58,5 @@ def latent_shape(folder: Path, frames: int, height: int, width: int) -> tuple[in
     vae, channels = read_as(ImageVAEConfig, file), transformer_config(folder).in_channels // PATCH**2
     if vae.z_dim != channels:
         raise UserError(f"{file}: z_dim is {vae.z_dim}, but the transformer takes latents of {channels} channels")
-    if frames != 1:
-        raise UserError(f"video.frames must be 1, not {frames}: this model makes images")
     space = 2 ** len(vae.temperal_downsample)
-    unit = space * PATCH
-    for name, size in (("height", height), ("width", width)):
-        if size < unit or size % unit:
-            good = multiples_near(size, unit)
-            raise UserError(
-                f"video.{name} must be a multiple of {unit} for this VAE ({space}) and the transformer's patches "
-                f"({PATCH}), not {size}: set {good}"
-            )
-    return channels, 1, height // space, width // space
+    return image_latent_shape(channels, space, PATCH, frames, height, width)

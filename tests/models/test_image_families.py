@@ -1,12 +1,16 @@
-"""Qwen-Image: its folder is sampled as by diffusers, trained by every method, resumed and exported."""
+"""Qwen-Image and SD3.5: their folders are sampled as by diffusers, trained by every method, resumed and exported."""
 
 import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, StableDiffusion3Pipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from forked import program
 from helpers import (
@@ -24,16 +28,19 @@ from helpers import (
 )
 from PIL import Image
 from qwen_image_folder import qwen_image_folder
+from sd3_folder import sd3_folder
 from torch.utils.flop_counter import FlopCounterMode
 
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import make_batch
+from unified_trainer.models.base import Family
+from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.encoders import EncoderConfig
-from unified_trainer.models.qwen_image.codec import QwenImageCodec
 from unified_trainer.models.qwen_image.family import QWEN_IMAGE
 from unified_trainer.models.qwen_image.model import packed, unpacked
+from unified_trainer.models.sd3.family import SD3
 from unified_trainer.numerics.flow import shift_sigma
 from unified_trainer.roles import blocks
 from unified_trainer.roles.backbone import Backbone
@@ -61,16 +68,67 @@ OWN = {"dmd2": SINGLE | {"algorithm.student-every": 1}, "ode_init": SINGLE | {"a
 OWN |= dict.fromkeys(OF_SAMPLES, GROUPS)
 OWN["dance_ppo"] = GROUPS | {"algorithm.num-samples": 1, "algorithm.num-prompts": 2}
 CAUSAL = ("self_forcing",)
+TRAINED = [name for name in METHODS if name not in (*CAUSAL, "flow_dpo")]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family of images: its folder, and how its pipeline in diffusers is called."""
+
+    family: Family
+    write: Callable[[Path], Path]
+    pipeline: Any
+    guidance: str
+    first: str  # a weight that every method trains
+    packed: Callable[[torch.Tensor], torch.Tensor] = lambda x: x[:, :, 0]
+    unpacked: Callable[..., torch.Tensor] = lambda x, *_: x[:, :, None]
+    options: dict[str, object] = field(default_factory=dict)
+
+
+CASES = {
+    "qwen-image": Case(
+        QWEN_IMAGE,
+        qwen_image_folder,
+        QwenImagePipeline,
+        "true_cfg_scale",
+        "img_in.weight",
+        packed=packed,
+        unpacked=unpacked,
+    ),
+    "sd3": Case(
+        SD3,
+        sd3_folder,
+        StableDiffusion3Pipeline,
+        "guidance_scale",
+        "pos_embed.proj.weight",
+        options={"max_sequence_length": 14},
+    ),
+}
+
+
+@pytest.fixture(scope="session", params=list(CASES))
+def case(request) -> Case:
+    return CASES[request.param]
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> Path:
-    return qwen_image_folder(tmp_path_factory.mktemp("models") / "qwen")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    return {one.family.pipelines[0]: one.write(place / name) for name, one in CASES.items()}
 
 
-@pytest.fixture(scope="module")
-def codec(folder) -> QwenImageCodec:
-    return QWEN_IMAGE.codec(folder, torch.device("cpu"), EncoderConfig())
+@pytest.fixture
+def folder(case, folders) -> Path:
+    return folders[case.family.pipelines[0]]
+
+
+@pytest.fixture
+def qwen(folders) -> Path:
+    return folders["QwenImagePipeline"]
+
+
+def codec_of(case: Case, folder: Path) -> DiffusersCodec:
+    return case.family.codec(folder, torch.device("cpu"), EncoderConfig())
 
 
 @pytest.fixture(scope="module")
@@ -91,34 +149,38 @@ def prompts(tmp_path_factory) -> Path:
     return file
 
 
-def model_of(folder: Path):
-    model = QWEN_IMAGE.model(folder, "transformer")
+def model_of(family: Family, folder: Path):
+    model = family.model(folder, "transformer")
     model.read(ALONE)
     return model
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
-def test_diffusers_samples_as_we_do(folder, codec, scale):
+def test_diffusers_samples_as_we_do(case, folder, scale):
     """Latents and pixels, with prompts of different lengths and the pipeline's own rule of guidance."""
+    codec = codec_of(case, folder)
     sampler = SamplerConfig(num_steps=4, shift=3.0, guidance_scale=scale, negative_prompt="a blue square")
     shape = codec.latent_shape(1, *SIDES)
     noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1))
     uncond = codec.encode_text([sampler.negative_prompt])
     batch = make_batch(codec, Request.of(PROMPTS), uncond, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
-    teacher = Frozen("teacher", Backbone(QWEN_IMAGE.model(folder, "transformer"), ALONE), RoleConfig())
+    teacher = Frozen("teacher", Backbone(case.family.model(folder, "transformer"), ALONE), RoleConfig())
     ours = generate(teacher, noise, batch, sampler, lambda _: noise)
-    pipeline = QwenImagePipeline.from_pretrained(folder, scheduler=euler_scheduler(sampler, given=True))
-    options = {"prompt": list(PROMPTS), "negative_prompt": [sampler.negative_prompt] * 2, "true_cfg_scale": scale}
-    options |= {"height": SIDES[0], "width": SIDES[1], "num_inference_steps": 4, "latents": packed(noise)}
-    latents = unpacked(pipeline(**options, output_type="latent").images, *shape[2:])
+    scheduler = euler_scheduler(sampler, given=case.family.given_levels)
+    pipeline = case.pipeline.from_pretrained(folder, scheduler=scheduler)
+    options = {"prompt": list(PROMPTS), "negative_prompt": [sampler.negative_prompt] * 2, case.guidance: scale}
+    options |= {"height": SIDES[0], "width": SIDES[1], "num_inference_steps": 4, "latents": case.packed(noise)}
+    options |= case.options
+    latents = case.unpacked(pipeline(**options, output_type="latent").images, *shape[2:])
     torch.testing.assert_close(ours, latents, rtol=0, atol=1e-5)
     pixels = pipeline(**options, output_type="pt").images
     torch.testing.assert_close(codec.decode(ours)[:, :, 0], pixels, rtol=0, atol=1e-5)
 
 
-def test_padding_of_a_prompt_is_masked(folder, codec):
+def test_padding_of_a_prompt_is_masked(qwen):
     """The velocity is that of the unpadded embedding, and stored embeddings, which are padded, have the same mask."""
-    model, embeddings = model_of(folder), codec.embeddings(PROMPTS)
+    codec = codec_of(CASES["qwen-image"], qwen)
+    model, embeddings = model_of(QWEN_IMAGE, qwen), codec.embeddings(PROMPTS)
     x, sigma, _ = model.example()
     padded = codec.encode_text(PROMPTS)
     assert padded["text_mask"].sum(1).tolist() == [len(one) for one in embeddings] and len(embeddings[0]) < 24
@@ -131,9 +193,9 @@ def test_padding_of_a_prompt_is_masked(folder, codec):
             torch.testing.assert_close(model.velocity(x, sigma, padded.take([row])), expected, rtol=0, atol=1e-5)
 
 
-def test_guidance_keeps_the_norm_of_every_token(folder):
+def test_guidance_keeps_the_norm_of_every_token(qwen):
     cond, uncond = torch.randn(2, 2, 16, 1, 8, 4, generator=torch.Generator().manual_seed(0))
-    model = model_of(folder)
+    model = model_of(QWEN_IMAGE, qwen)
     guided = model.guide(cond, uncond, torch.tensor([1.0, 4.0]))
     torch.testing.assert_close(packed(guided).norm(dim=-1), packed(cond).norm(dim=-1))
     torch.testing.assert_close(guided[0], cond[0])
@@ -148,32 +210,34 @@ def words(method: str, folder: Path, data: Path, output: Path, **more: object) -
     return flags(named | {key.replace("__", "."): value for key, value in more.items()})
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in (*CAUSAL, "flow_dpo")])
-def test_every_method_trains_and_resumes_bit_for_bit(folder, prompts, pictures, tmp_path, method):
+@pytest.mark.parametrize("method", TRAINED)
+def test_every_method_trains_and_resumes_bit_for_bit(case, folder, prompts, pictures, tmp_path, method):
+    """Each method resumes with one of the families."""
     data = pictures if method in OF_CLIPS else prompts
     more = {"checkpoint_every": 1, "sampler__guidance_scale": 3.0} if method in ("dance_grpo", "finetune") else {}
     assert main(words(method, folder, data, tmp_path / "whole", **{"checkpoint-every": 1} | more)) == 0
-    assert main(["--resume", str(cut_off(tmp_path / "whole", tmp_path / "half", 1))]) == 0
-    whole, half = (checkpoint_of(tmp_path / name, 2) for name in ("whole", "half"))
-    assert_same(half, whole)
-    first = checkpoint_of(tmp_path / "whole", 1)["student/weights/img_in.weight"]
-    assert not torch.equal(first, whole["student/weights/img_in.weight"])
+    first, whole = (checkpoint_of(tmp_path / "whole", step) for step in (1, 2))
+    weight = f"student/weights/{case.first}"
+    assert not torch.equal(first[weight], whole[weight])
+    if (TRAINED.index(method) % 2 == 0) == (case.family is SD3):
+        assert main(["--resume", str(cut_off(tmp_path / "whole", tmp_path / "half", 1))]) == 0
+        assert_same(checkpoint_of(tmp_path / "half", 2), whole)
 
 
 @pytest.mark.parametrize("sides", [(512, 512), (1328, 1328), (256, 256)])
-def test_the_shift_of_a_size_is_the_pipelines_own(folder, sides):
+def test_the_shift_of_a_size_is_the_pipelines_own(qwen, sides):
     """The level that diffusers makes of 1/2 by its shift of that many tokens."""
-    tokens = QWEN_IMAGE.tokens(folder, QWEN_IMAGE.latent_shape(folder, 1, *sides))
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler", shift_terminal=None)
+    tokens = QWEN_IMAGE.tokens(qwen, QWEN_IMAGE.latent_shape(qwen, 1, *sides))
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(qwen / "scheduler", shift_terminal=None)
     config = scheduler.config
     mu = calculate_shift(
         tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
     )
     scheduler.set_timesteps(sigmas=[1.0, 0.5], mu=mu)
-    shift = shift_of_size(folder, tokens)
+    shift = shift_of_size(qwen, tokens)
     assert float(scheduler.sigmas[1]) == pytest.approx(shift_sigma(0.5, shift), abs=1e-6)
-    assert note_shift(folder, tokens, shift) == "" and shift_of_size(WAN, tokens) is None
-    assert f"the model's scheduler has {shift:.3f} for samples of {tokens} tokens" in note_shift(folder, tokens, 9.0)
+    assert note_shift(qwen, tokens, shift) == "" and shift_of_size(WAN, tokens) is None
+    assert f"the model's scheduler has {shift:.3f} for samples of {tokens} tokens" in note_shift(qwen, tokens, 9.0)
 
 
 def test_a_scheduler_whose_law_is_none_is_refused(tmp_path):
@@ -184,7 +248,7 @@ def test_a_scheduler_whose_law_is_none_is_refused(tmp_path):
         shift_of_size(tmp_path, 1024)
 
 
-def test_methods_that_make_no_sense_say_why(folder, prompts, tmp_path, capsys):
+def test_methods_that_make_no_sense_say_why(case, folder, prompts, tmp_path, capsys):
     """There is no causal form, an image has one frame, and its sides are whole tokens."""
     more = {"sampler__chunks.chunk-frames": 1}
     for method, changes, said in (
@@ -197,6 +261,32 @@ def test_methods_that_make_no_sense_say_why(folder, prompts, tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_an_image_of_more_tokens_than_positions_is_refused(folders):
+    with pytest.raises(UserError, match=r"video.width must be at most 192, the positions of this transformer, not 208"):
+        SD3.latent_shape(folders["StableDiffusion3Pipeline"], 1, 192, 208)
+
+
+@pytest.mark.parametrize("field", ["joint_attention_dim", "pooled_projection_dim"])
+def test_text_encoders_of_another_network_are_refused(folders, tmp_path, field):
+    """Before any weight is read."""
+    shutil.copytree(folders["StableDiffusion3Pipeline"], tmp_path / "odd")
+    file = tmp_path / "odd" / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: 96}))
+    with pytest.raises(UserError, match=rf"{field} is 96, but the text encoders give 2[04]"):
+        codec_of(CASES["sd3"], tmp_path / "odd")
+
+
+def test_tiles_of_an_image_are_those_of_the_vae(folders):
+    """Larger images are decoded in tiles that overlap, smaller ones whole."""
+    folder = folders["StableDiffusion3Pipeline"]
+    whole = codec_of(CASES["sd3"], folder)
+    tiled = SD3.codec(folder, torch.device("cpu"), EncoderConfig(vae_tile=64))
+    small, large = (torch.randn(1, 16, 1, n, n, generator=torch.Generator().manual_seed(n)) for n in (8, 12))
+    assert torch.equal(tiled.decode(small), whole.decode(small))
+    assert tiled.decode(large).shape == whole.decode(large).shape == (1, 3, 1, 96, 96)
+    assert not torch.allclose(tiled.decode(large), whole.decode(large), atol=1e-4)
+
+
 def test_statistics_of_latents_are_one_for_each_channel(tmp_path):
     (tmp_path / "vae").mkdir()
     config = {"_class_name": "AutoencoderKLQwenImage", "latents_std": [1.0] * 3}
@@ -205,7 +295,7 @@ def test_statistics_of_latents_are_one_for_each_channel(tmp_path):
         QWEN_IMAGE.latent_shape(tmp_path, 1, *SIDES)
 
 
-def test_images_of_a_folder_are_clips_of_one_frame(folder, codec, pictures, tmp_path, capsys):
+def test_images_of_a_folder_are_clips_of_one_frame(folder, pictures, tmp_path, capsys):
     """preprocess encodes them, and a training on the encoded ones has the losses of one on the images."""
     for name in ("0.png", "0.txt"):
         (tmp_path / "one").mkdir(exist_ok=True)
@@ -227,18 +317,20 @@ def test_images_of_a_folder_are_clips_of_one_frame(folder, codec, pictures, tmp_
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("memory", ["full", "selective", "compiled"])
-def test_recomputed_and_compiled_blocks_give_the_same_gradient(folder, codec, monkeypatch, memory):
+def test_recomputed_and_compiled_blocks_give_the_same_gradient(case, folder, monkeypatch, memory):
     monkeypatch.setattr(blocks, "BACKEND", "aot_eager")
+    codec = codec_of(case, folder)
     cond, found = codec.encode_text(PROMPTS), []
     x = torch.randn(2, *codec.latent_shape(1, *SIDES), generator=torch.Generator().manual_seed(0))
     for kind in ("none", memory):
         how = {"compile": True} if kind == "compiled" else {"recompute": kind}
-        backbone = Backbone(QWEN_IMAGE.model(folder, "transformer"), ALONE, trained=True, **how)
+        backbone = Backbone(case.family.model(folder, "transformer"), ALONE, trained=True, **how)
         with backbone.running("student") as model:
             model.velocity(x, torch.tensor([0.3, 0.9]), cond).square().mean().backward()
         found.append(gradients(backbone.model.network))
     unused = {name: found[1].pop(name) for name in found[1].keys() - found[0].keys()}
-    assert all("transformer_blocks.1." in name and not bool(x.any()) for name, x in unused.items())  # of the last text
+    last = f"transformer_blocks.{len(backbone.model.blocks) - 1}."
+    assert all(last in name and not bool(x.any()) for name, x in unused.items())  # of the last text
     assert_near(found[1], found[0])
 
 
@@ -253,7 +345,7 @@ def test_two_ranks_share_the_weights(folder, prompts, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_diffusers_samples_an_export_as_we_do(folder, prompts, pictures, tmp_path, rank):
+def test_diffusers_samples_an_export_as_we_do(case, folder, prompts, pictures, tmp_path, rank):
     """Up to rounding; a published adapter is loaded on the base, and samples are images."""
     more = {"student__adapter.rank": rank, "sampler__guidance-scale": 3.0, "validate-every": 2}
     more |= {"student__adapter.alpha": 4} if rank else {}
@@ -272,23 +364,23 @@ def test_diffusers_samples_an_export_as_we_do(folder, prompts, pictures, tmp_pat
     torch.testing.assert_close(picture, ours[1], rtol=0, atol=1 / 255)
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     about = json.loads((tmp_path / "out" / "unified_trainer.json").read_text())
-    assert "num_inference_steps=3, true_cfg_scale=3.0 and the run's negative_prompt" in about["how"]
+    assert f"num_inference_steps=3, {case.guidance}=3.0 and the run's negative_prompt" in about["how"]
     assert "pipeline_tag: text-to-image" in (tmp_path / "out" / "README.md").read_text()
-    made = [QwenImagePipeline.from_pretrained(tmp_path / "out")]
+    made = [case.pipeline.from_pretrained(tmp_path / "out")]
     if rank:
         assert main(["export", str(run), str(tmp_path / "lora"), "--adapter", "published"]) == 0
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "out" / "scheduler")
-        made.append(QwenImagePipeline.from_pretrained(folder, scheduler=scheduler))
+        made.append(case.pipeline.from_pretrained(folder, scheduler=scheduler))
         made[1].load_lora_weights(tmp_path / "lora", weight_name="model.safetensors")
-    size = {"height": SIDES[0], "width": SIDES[1], "num_inference_steps": 3, "true_cfg_scale": 3.0}
+    size = {"height": SIDES[0], "width": SIDES[1], "num_inference_steps": 3, case.guidance: 3.0} | case.options
     for pipeline in made:
         noise = [torch.Generator().manual_seed(5 + i) for i in range(2)]
         images = pipeline(list(PROMPTS), negative_prompt="", generator=noise, output_type="pt", **size).images
         torch.testing.assert_close(images, ours, rtol=0, atol=2e-5)
 
 
-def test_flops_are_those_that_the_meter_counts(folder):
-    model = model_of(folder)
+def test_flops_are_those_that_the_meter_counts(case, folder):
+    model = model_of(case.family, folder)
     x, sigma, cond = model.example()
     counter, seen = FlopCounterMode(display=False), []
 
@@ -300,23 +392,24 @@ def test_flops_are_those_that_the_meter_counts(folder):
         model.velocity(x, sigma, cond)
     size, products = seen[0], 0
     for name, layer in model.network.named_modules():
-        if isinstance(layer, torch.nn.Linear):
+        if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d):
             products += 2 * layer.weight.numel() * size.rows[model.layer_kind(name)]
     assert counter.get_total_flops() == products  # it knows no attention of a CPU
-    planned = image_flops(QwenImageSize.of(model.network.config), 4, 4)
-    assert (planned.forward - planned.attention, planned.attention) == (products, size.attention)
-    assert size.tokens == 4 and size.attention == 4 * 24 * 2 * (4 + 4) ** 2
+    alone = 4**2 if case.family is SD3 else 0  # one block whose image attends to itself too
+    assert size.tokens == 4 and size.attention == 4 * 24 * (len(model.blocks) * (4 + 4) ** 2 + alone)
+    if case.family is QWEN_IMAGE:
+        planned = image_flops(QwenImageSize.of(model.network.config), 4, 4)
+        assert (planned.forward - planned.attention, planned.attention) == (products, size.attention)
 
 
-@pytest.mark.parametrize("method", ["dance_grpo", "dmd2"])
-def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(folder, prompts, tmp_path, capsys, method):
-    run = parse(words(method, folder, prompts, tmp_path / "run"))
-    found, network = architecture_of("student", str(folder), run), model_of(folder).network
+def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(qwen, prompts, tmp_path, capsys):
+    run = parse(words("dance_grpo", qwen, prompts, tmp_path / "run"))
+    found, network = architecture_of("student", str(qwen), run), model_of(QWEN_IMAGE, qwen).network
     assert found.size.parameters == sum(p.numel() for p in network.parameters())
     assert found.size.block == sum(p.numel() for p in network.transformer_blocks[0].parameters())
-    assert (found.text_tokens, found.latent_shape(1, *SIDES)) == (24, QWEN_IMAGE.latent_shape(folder, 1, *SIDES))
+    assert (found.text_tokens, found.latent_shape(1, *SIDES)) == (24, QWEN_IMAGE.latent_shape(qwen, 1, *SIDES))
     assert architecture_of("student", "Qwen/Qwen-Image", run).size.parameters == 20_430_401_088
-    given = words(method, folder, prompts, tmp_path / "run")
+    given = words("dance_grpo", qwen, prompts, tmp_path / "run")
     assert main(["plan", *given, "--hardware", "2xH100"]) == 0
     assert main(["plan", *given, "--hardware", "H100", "--sampler.chunks.chunk-frames", "1"]) == 2
     assert "has no causal form" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""Stable Diffusion 3's transformer as a `VideoModel` (arXiv:2403.03206): images are videos of one frame."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor, nn
+
+from unified_trainer.basics.types import Condition, Latents, PerSample
+from unified_trainer.models.base import PassSize
+from unified_trainer.models.diffusers_model import DiffusersModel
+
+
+class SD3Model(DiffusersModel):
+    """A SD3Transformer2DModel; its time is 1000 sigma, and it takes the tokens and the summary of a text."""
+
+    network_class = SD3Transformer2DModel
+    # those of the joint attention, as Flow-GRPO trains them (arXiv:2505.05470)
+    adapter_layers = tuple(
+        f"attn.{layer}"
+        for layer in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+    )
+
+    def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
+        v = self.network(
+            hidden_states=x_t[:, :, 0],
+            timestep=1000 * sigma.float().to(x_t.device, non_blocking=True),
+            encoder_hidden_states=cond["text"],
+            pooled_projections=cond["pooled"],
+            return_dict=False,
+        )[0]
+        return v.float()[:, :, None]
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return tuple(self.network.transformer_blocks)
+
+    @property
+    def feature_size(self) -> int:
+        return self.network.inner_dim
+
+    def whole(self, tokens: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the tokens of the image, of text and image that a block returns."""
+        return tokens[1]
+
+    def layer_kind(self, layer: str) -> str:
+        if layer == "proj_out":
+            return "output"
+        if layer.startswith(("time_text_embed.", "norm_out.")) or ".norm1" in layer:
+            return "times"
+        return "text" if layer == "context_embedder" or ".ff_context." in layer or "add_" in layer else "tokens"
+
+    def pass_size(self, *_: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, **_named: Tensor) -> PassSize:
+        (count, _, height, width), text = hidden_states.shape, encoder_hidden_states.shape[1]
+        tokens = height * width // self.network.config.patch_size**2
+        rows = {"tokens": count * tokens, "output": count * tokens, "text": count * text, "times": count}
+        alone = sum(block.use_dual_attention for block in self.blocks)  # blocks whose image attends to itself too
+        pairs = len(self.blocks) * (tokens + text) ** 2 + alone * tokens**2
+        return PassSize(count * tokens, rows, 4 * self.feature_size * count * pairs)
+
+    def example(self) -> tuple[Latents, PerSample, Condition]:
+        config, draw = self.network.config, torch.Generator().manual_seed(0)
+        x_t = torch.randn(1, config.in_channels, 1, 2 * config.patch_size, 2 * config.patch_size, generator=draw)
+        text = torch.randn(1, 4, config.joint_attention_dim, generator=draw)
+        pooled = torch.randn(1, config.pooled_projection_dim, generator=draw)
+        device = next(self.network.parameters()).device
+        cond = Condition({"text": text, "pooled": pooled}).map(lambda x: x.to(device))
+        return x_t.to(device), torch.full((1,), 0.5, device=device), cond
