@@ -282,6 +282,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path, capsys, words, message)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_run_resumes_bit_for_bit_and_its_export_is_sampled_alike(tmp_path, monkeypatch, capsys, rank):
     """The share rises in the first update; the export has FastWan's names, and its pipeline.py samples as we do."""
