@@ -5,6 +5,7 @@ spend seconds on it before they start.
 """
 
 import gc
+import logging
 import os
 import sys
 import tempfile
@@ -24,6 +25,7 @@ LONGEST = {
 }
 
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")  # where trust is remembered
+logging.disable(logging.DEBUG)  # torch notes every call of its checkpoints there, thousands in a run
 gc.disable()  # until everything is imported: it would look at the same objects over and over
 checking.install()  # before the first import of the product
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)

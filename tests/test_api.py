@@ -53,6 +53,7 @@ assert not {"pyarrow", "av", "peft", "diffusers", "torch._dynamo"} & sys.modules
 """
 
 
+@pytest.mark.slow
 def test_a_part_of_the_package_imports_no_more_than_it_needs():
     subprocess.run([sys.executable, "-c", IMPORTS], env=environment(), check=True, timeout=120)
 

@@ -231,6 +231,7 @@ def test_a_fraction_and_a_range_of_the_levels():
     assert min(abs(level - sigma) for sigma in SIGMAS[:2]) < 1e-6
 
 
+@pytest.mark.slow
 def test_learning_makes_the_pairs_preferred(tmp_path):
     """Of a run that trains on, most pairs come to be told apart as the reward tells them; nothing is at its start."""
     run = ["--method", "online_dpo", *SMALL["dance_grpo"][2:], "--steps", "6", "--student.learning-rate", "3e-4"]

@@ -13,7 +13,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import dynamic_modules_utils
 from forked import program
-from helpers import ALONE, WAN, assert_one_training, assert_same, checkpoint_of
+from helpers import ALONE, WAN, assert_one_training, assert_same, checkpoint_of, cut_off
 from helpers import flags as words_of
 from i2v_folder import i2v_folder
 from safetensors.torch import load_file, save_file
@@ -282,6 +282,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path, capsys, words, message)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_run_resumes_bit_for_bit_and_its_export_is_sampled_alike(tmp_path, monkeypatch, capsys, rank):
     """The share rises in the first update; the export has FastWan's names, and its pipeline.py samples as we do."""
@@ -290,11 +291,10 @@ def test_a_run_resumes_bit_for_bit_and_its_export_is_sampled_alike(tmp_path, mon
         "student.ema-decay": 0.5,
         "student.adapter.rank": rank,
     }
-    assert main(flags(SIZE | more | {"output": tmp_path / "whole"})) == 0
+    assert main(flags(SIZE | more | {"output": tmp_path / "whole", "checkpoint-every": 1})) == 0
     line = "student.sparse_attention: plain torch, which computes all pairs of tokens."
     assert f"{line} The kernels of fastvideo-kernel do not run: the device is cpu" in capsys.readouterr().out
-    assert main(flags(SIZE | more | {"output": tmp_path / "half", "steps": 1})) == 0
-    assert main(["--resume", str(tmp_path / "half"), "--steps", "2"]) == 0
+    assert main(["--resume", str(cut_off(tmp_path / "whole", tmp_path / "half", 1))]) == 0
     whole = checkpoint_of(tmp_path / "whole", 2)
     assert_same(checkpoint_of(tmp_path / "half", 2), whole)
     gate = "blocks.0.to_gate_compress.weight"
@@ -317,14 +317,22 @@ def test_a_run_resumes_bit_for_bit_and_its_export_is_sampled_alike(tmp_path, mon
     assert main(flags(again | {"critic.path": "tiny", "output": tmp_path / "again"})) == 0
 
 
+RANKS = SIZE | SPARSE | {"device": "cpu", "student.learning-rate": 1e-4, "steps": 1}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    output = tmp_path_factory.mktemp("one") / "run"
+    assert main(flags(RANKS | {"output": output})) == 0
+    return output
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", [{}, {"parallel.sequence": 2}])
-def test_two_ranks_learn_what_one_does(tmp_path, mesh):
-    words = SIZE | SPARSE | {"device": "cpu", "student.learning-rate": 1e-4}
-    assert main(flags(words | {"output": tmp_path / "one"})) == 0
-    done = program("-m", "unified_trainer", *flags(words | mesh | {"output": tmp_path / "two"}), ranks=2)
+def test_two_ranks_learn_what_one_does(one_rank, tmp_path, mesh):
+    done = program("-m", "unified_trainer", *flags(RANKS | mesh | {"output": tmp_path / "two"}), ranks=2)
     assert done.returncode == 0, done.stderr
-    assert_one_training(tmp_path / "one", tmp_path / "two", 2)
+    assert_one_training(one_rank, tmp_path / "two", 1)
 
 
 def test_the_kernels_get_padded_tiles_and_give_what_the_mask_gives(stand_in):

@@ -63,16 +63,15 @@ METHODS = (
     "dance_ppo adapters",
     "dance_grpo in chunks",
 )
+# Sharded alone: those that test_two_ranks.py and OPTIONS do not have.
 ON_TWO = (
-    *itertools.product(("sharded", "sequence"), METHODS[:-1]),
+    *itertools.product(["sharded"], ("dmd2 adapters", "self_forcing", "dance_ppo adapters")),
     *itertools.product(["replicated"], ("finetune", "dmd2 adapters", "dance_grpo")),
-    ("sequence", METHODS[-1]),
+    *itertools.product(["sequence"], METHODS),
 )
 ON_FOUR = (
     ("replicated and sharded", "finetune"),
-    ("replicated and sharded", "dance_grpo"),
     ("sharded and sequence", "dance_ppo"),
-    ("sharded and sequence", "dmd2"),
     ("sharded and sequence", "dmd2 adapters"),
     ("sharded and sequence", "self_forcing"),
 )

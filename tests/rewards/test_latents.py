@@ -88,6 +88,7 @@ def test_videos_alone_are_refused(codec):
         one.parts(torch.rand(3, 3, 1, 8, 8), PROMPTS, ["level"])
 
 
+@pytest.mark.slow
 def test_a_run_decodes_in_validations_alone(tmp_path):
     """The time of decoding is logged where something was decoded: a rollout that is scored by its latents has none."""
     (tmp_path / "level.py").write_text(PLUG_IN)

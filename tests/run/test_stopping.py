@@ -42,24 +42,42 @@ def terminal():
     signal.signal(signal.SIGHUP, previous)
 
 
+THREE_STEPS = ["--steps", "3", "--algorithm.rollout-batch", "2"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """For each method its run without a signal."""
+    folder = tmp_path_factory.mktemp("whole")
+    for method in ("dance_grpo", "dance_ppo"):
+        quiet = scorer(folder / "scorer", 0, "pass")
+        assert main([*SMALL[method], *THREE_STEPS, *quiet, "--output", str(folder / method)]) == 0
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("terminal")
-@pytest.mark.parametrize("every", [0, 1])  # whether the step before is saved already
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("method", ["dance_grpo", "dance_ppo"])
-def test_a_step_that_is_still_sampling_is_dropped(tmp_path, capsys, method, number, every):
+@pytest.mark.parametrize(
+    ("method", "number", "every"),  # every pair of values; `every` says whether the step before is saved already
+    [
+        ("dance_grpo", signal.SIGTERM, 0),
+        ("dance_grpo", signal.SIGHUP, 1),
+        ("dance_ppo", signal.SIGHUP, 0),
+        ("dance_ppo", signal.SIGTERM, 1),
+    ],
+)
+def test_a_step_that_is_still_sampling_is_dropped(whole, tmp_path, capsys, method, number, every):
     """The signal comes while half of the samples of step 2 are scored; the resumed run is that of no signal."""
-    words = [*SMALL[method], "--steps", "3", "--algorithm.rollout-batch", "2", "--checkpoint-every", str(every)]
-    quiet, asking = scorer(tmp_path / "a", 0, "pass"), scorer(tmp_path / "b", 3, f"os.kill({os.getpid()}, {number})")
-    assert main([*words, *quiet, "--output", str(tmp_path / "whole")]) == 0
+    words = [*SMALL[method], *THREE_STEPS, "--checkpoint-every", str(every)]
+    asking = scorer(tmp_path / "b", 3, f"os.kill({os.getpid()}, {number})")
     assert main([*words, *asking, "--output", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "step 2 was dropped before it changed anything" in said and "stopped after step 1; continue with:" in said
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
-    (tmp_path / "b" / "red.py").write_text((tmp_path / "a" / "red.py").read_text())
+    scorer(tmp_path / "b", 0, "pass")
     assert main(["--resume", str(tmp_path / "run")]) == 0
-    assert_same(*(checkpoint_of(tmp_path / run, 3) for run in ("run", "whole")))
-    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+    assert_same(checkpoint_of(tmp_path / "run", 3), checkpoint_of(whole / method, 3))
+    assert metrics_of(tmp_path / "run") == metrics_of(whole / method)
 
 
 @pytest.mark.slow

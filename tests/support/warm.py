@@ -7,6 +7,7 @@ One JSON line in, one out: {"start": flags, "ranks": n, "port": p, "log": file} 
 import functools
 import gc
 import json
+import logging
 import os
 import sys
 import traceback
@@ -25,6 +26,7 @@ from unified_trainer.tools.report import after_training  # noqa: F401  (all that
 def warm(folder: str) -> None:
     """Load what no run changes, once: the text encoder, the VAE and the scorer. The runs then find it loaded."""
     torch.set_num_threads(1)
+    logging.disable(logging.DEBUG)  # as tests/conftest.py does
     diffusers_codec.load_strictly = functools.cache(diffusers_codec.load_strictly)
     hpsv3.HPSv3.load = functools.cache(hpsv3.HPSv3.load)
     one = WanCodec.load(Path(folder), torch.device("cpu"), EncoderConfig())

@@ -80,10 +80,10 @@ def test_what_cannot_be_is_refused_before_training(own, message):
 
 @pytest.mark.slow
 def test_the_plan_counts_validations_at_their_size():
-    words = ["--recipe", "wan2.1-1.3b", "--method", "dance_grpo", "--reward.no-offload"]
+    words = ["--recipe", "tiny", "--method", "dance_grpo", "--reward.no-offload"]
     small, large = (
-        estimate(parse([*words, *own]), 8)
-        for own in ([], ["--validation.frames", "81", "--validation.height", "480", "--validation.width", "832"])
+        estimate(parse([*words, *own]), 1)
+        for own in ([], ["--validation.frames", "17", "--validation.height", "128", "--validation.width", "128"])
     )
     phases = [one.memory.total("validation") - sum(one.memory.always.values()) for one in (small, large)]
     assert phases[1] > 3 * phases[0]

@@ -118,6 +118,7 @@ def test_a_model_of_unknown_size_is_refused(capsys):
     assert "no sizes are known for it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plan_takes_the_whole_command_line_of_a_run(tmp_path, capsys):
     words = ["--method", "dmd2", "--hardware", "H100", *SMALL, *SINGLE]
     assert main(["plan", *words, "--json"]) == 0
