@@ -56,7 +56,13 @@ DYING = """
 import os, signal
 from pathlib import Path
 
+import ray
+
 def score(video, prompts):
+    for scheduler in Path(__file__).parent.glob("scheduler"):
+        scheduler.unlink()
+        (name,) = (name for name in ray.util.list_named_actors() if name.startswith("scheduler"))
+        ray.kill(ray.get_actor(name), no_restart=False)
     for death in Path(__file__).parent.glob("death-*"):  # the next one, which is then over
         death.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -66,25 +72,28 @@ def score(video, prompts):
 
 @pytest.fixture
 def dying(tmp_path):
-    """A scorer that ends its process once for each death that is planned: dying.plan(3)."""
+    """A scorer that ends its process once for each death that is planned, or the scheduler: dying(3), dying(0, ...)."""
     (tmp_path / "scorer.py").write_text(DYING)
 
-    def plan(deaths: int) -> None:
-        for number in range(deaths):
-            (tmp_path / f"death-{number}").touch()
+    def plan(deaths: int, *, scheduler: bool = False) -> None:
+        for name in [f"death-{number}" for number in range(deaths)] + ["scheduler"] * scheduler:
+            (tmp_path / name).touch()
 
     plan.flags = ["--reward.scorers.mean.kind", f"{tmp_path / 'scorer.py'}:score"]
-    plan.over = lambda: not list(tmp_path.glob("death-*"))
+    plan.over = lambda: not [*tmp_path.glob("death-*"), *tmp_path.glob("scheduler")]
     return plan
 
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_workers_change_no_number(ray, tmp_path, dying, kind):
-    """Two rollout workers and a reward worker, which dies at work, against one process; else one worker."""
+    """Two rollout workers and a reward worker, which dies at work, against one process; else one worker.
+
+    With adapters the scheduler dies while it waits for a worker.
+    """
     words = [*RUNS[kind], *dying.flags]
     alone = run(words, tmp_path / "alone")
     deaths = 1 if kind == "dance_grpo" else 0
-    dying(deaths)
+    dying(deaths, scheduler=kind == "adapter")
     settings = {"rollouts.workers": 2 if deaths else 1, "rollouts.reward-workers": int(kind == "dance_grpo")}
     there = run(words, tmp_path / "workers", **settings)
     assert dying.over()
@@ -111,8 +120,9 @@ def test_workers_read_condition_images(ray, tmp_path):
 
 
 def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dying):
-    """One worker, against a run that goes on with two, of which one dies."""
+    """One worker, with a scheduler that dies, against a run that goes on with two, of which one dies."""
     words = [*GRPO, *dying.flags, *flags({"rollouts.ahead": 1})]
+    dying(0, scheduler=True)
     first = run(words, tmp_path / "first", **{"rollouts.workers": 1})
     lag = [row.get("train/lag") for row in metrics_of(first)]
     assert lag == [None, 1.0, 1.0]  # the first step, and the step after it, take the weights that the run starts with

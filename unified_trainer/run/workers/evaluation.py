@@ -76,7 +76,7 @@ class RemoteValidation:
         except RayTaskError as error:
             raise cause(error) from error
         except RayActorError as error:
-            raise RuntimeError("the scheduler of the workers died; continue the run with --resume") from error
+            raise RuntimeError("the scheduler of the workers cannot start again; continue with --resume") from error
         for name, spent in seconds.items():
             took[name] = took.get(name, 0.0) + spent
         return Measured(arrays.to_columns(columns, self._mesh.device), clips)

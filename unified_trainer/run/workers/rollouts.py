@@ -152,7 +152,7 @@ class RemoteRollouts:
             if version == step and self._past:
                 self._past = [cpu_copy(weights), *self._past[:-1]]
             if self._mesh.is_main:
-                ray.get(self._group.scheduler.publish.remote(version, [sent], step, oldest))
+                self._group.scheduler.publish.remote(version, [sent], step, oldest)
         self._published = version
 
     def _order(self, step: int, version: int, asked: Asked) -> Ordered:
@@ -174,7 +174,7 @@ class RemoteRollouts:
         except RayTaskError as error:
             raise cause(error) from error
         except RayActorError as error:
-            raise RuntimeError("the scheduler of the workers died; continue the run with --resume") from error
+            raise RuntimeError("the scheduler of the workers cannot start again; continue with --resume") from error
         self._received += len(item.prompts)
         for name, spent in (seconds | {"samples_gib": arrays.size(rollout, scores) / 2**30}).items():
             self._metrics[name] = self._metrics.get(name, 0.0) + spent
