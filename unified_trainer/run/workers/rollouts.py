@@ -1,12 +1,13 @@
 """Samples from rollout workers, begun with weights that are always the same number of training steps old."""
 
+import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 from torch import Tensor
 
 from unified_trainer.basics.requests import Request
@@ -159,7 +160,9 @@ class RemoteRollouts:
         requests, prompt_ids, sample_ids = asked
         parts = [slice(i, i + self._size) for i in range(0, len(requests), self._size)]
         items = [WorkItem(step, version, requests[part], prompt_ids[part], sample_ids[part]) for part in parts]
-        return [(item, self._group.scheduler.make.remote(item)) for item in items]
+        ordered = [(item, self._group.scheduler.make.remote(item)) for item in items]
+        threading.Thread(target=_fetch, args=([reply for _, reply in ordered],), daemon=True).start()
+        return ordered
 
     def _receive(self, item: WorkItem, reply: Any) -> tuple[KeptRollout, Scores, str]:
         """Return samples, scores and the worker that sampled."""
@@ -185,3 +188,11 @@ class RemoteRollouts:
         else:
             made = arrays.to_rollout(rollout, device)
         return made, arrays.to_scores(scores, device), maker
+
+
+def _fetch(replies: Sequence[Any]) -> None:
+    """Copy samples and scores to this machine as soon as they are made, while training goes on."""
+    with suppress(RayError):  # which who receives them is told
+        for reply in replies:
+            references, *_ = ray.get(reply)
+            ray.wait(references, num_returns=len(references), fetch_local=True)
