@@ -147,14 +147,23 @@ class WorkerGroup:
 
     @classmethod
     def start(
-        cls, run: RunConfig, build: Build, build_evaluation: BuildEvaluation, requests: Sequence[Request], mesh: Mesh
+        cls,
+        run: RunConfig,
+        build: Build,
+        build_evaluation: BuildEvaluation,
+        requests: Sequence[Request],
+        mesh: Mesh,
+        *,
+        store: int,
     ) -> "WorkerGroup":
         """Start the workers on the main rank; all ranks must call it, connected to the cluster.
 
-        The workers load while training loads. `requests` are those of validation.
+        The workers load while training loads. `requests` are those of validation, and Ray's object store must have room
+        for `store` bytes.
         """
         needs, config = worker_needs(run, mesh.device.type), run.rollouts
         cluster.wait_for_room(run.ray, needs)
+        cluster.check_store(store)
         name, scheduler, workers = mesh.broadcast(f"scheduler-{uuid.uuid4()}"), None, {}
         if mesh.is_main:
             scorers_begin, last = config.workers, config.workers + config.reward_workers
