@@ -312,6 +312,31 @@ def test_a_node_may_be_lost(warm, tmp_path, waiting):
     assert_equal_runs(run(words, tmp_path / "alone"), there, step=6)
 
 
+@pytest.mark.kill
+def test_a_run_goes_on_without_the_node_of_a_lost_rank(warm, tmp_path, waiting):
+    """Two ranks on a node each; the second node goes in step 2. One rank goes on from step 1, within rounding."""
+    from ray.cluster_utils import Cluster
+
+    words, there = [*GRPO, *waiting.flags, "--algorithm.update-batch", "1"], tmp_path / "there"
+    with nodes(Cluster) as (cluster, second):
+        settings = {"launcher": "ray", "ray.ranks": 2, "ray.least-ranks": 1, "ray.address": cluster.address}
+        settings |= {"checkpoint-every": 1, "validate-every": 0}
+        with started(warm, [*words, "--output", str(there)], **settings) as one:
+            waiting.go("calls", 2)  # step 1
+            waiting.begun(4)  # both ranks are in step 2
+            assert (there / "checkpoints" / "step_1").is_dir()
+            own = [p.pid for p in warm.processes() if "TrainingProcess" in title(p)]
+            cluster.remove_node(second, allow_graceful=False)
+            assert len(own) == 2 and one_ends(own, 60)
+            waiting.go("calls")
+            said, errors = one.communicate(timeout=240)
+    assert one.returncode == 0, said + errors
+    assert "the cluster has room for 1 of 2 training processes: the run goes on with them" in errors
+    alone = run([*words, "--validate-every", "0"], tmp_path / "alone")
+    for expected, row in zip(metrics_of(alone), metrics_of(there), strict=True):
+        assert row == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
 @contextmanager
 def nodes(kind):
     """A cluster of two nodes with one core each, and its second node."""
