@@ -1,4 +1,4 @@
-"""What Ray's object store must hold at a time for the workers of a run, from its settings and the configs of models."""
+"""The bytes that Ray's object store holds at a time for the workers of a run, by settings and configs of models."""
 
 import math
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 from torch import Tensor
 
 from unified_trainer.basics.requests import Request
@@ -27,7 +27,7 @@ from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.workers import arrays
 from unified_trainer.run.workers.scheduler import WorkItem
 from unified_trainer.run.workers.weights import WeightSender
-from unified_trainer.run.workers.workers import WorkerGroup, cause
+from unified_trainer.run.workers.workers import WorkerGroup, received
 
 Asked = tuple[tuple[Request, ...], tuple[int, ...], tuple[int, ...]]  # with prompt ids and sample ids
 Ordered = list[tuple[WorkItem, Any]]  # a work item, and the scheduler's reply to come
@@ -166,18 +166,8 @@ class RemoteRollouts:
 
     def _receive(self, item: WorkItem, reply: Any) -> tuple[KeptRollout, Scores, str]:
         """Return samples, scores and the worker that sampled."""
-        try:
-            while True:
-                references, seconds, maker = ray.get(reply)
-                try:
-                    rollout, scores = ray.get(references)
-                    break
-                except ObjectLostError:  # with the machine that held them
-                    reply = self._group.scheduler.make_again.remote(item)
-        except RayTaskError as error:
-            raise cause(error) from error
-        except RayActorError as error:
-            raise RuntimeError("the scheduler of the workers cannot start again; continue with --resume") from error
+        scheduler = self._group.scheduler
+        (rollout, scores), seconds, maker = received(reply, lambda: scheduler.make_again.remote(item))
         self._received += len(item.prompts)
         for name, spent in (seconds | {"samples_gib": arrays.size(rollout, scores) / 2**30}).items():
             self._metrics[name] = self._metrics.get(name, 0.0) + spent

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
@@ -129,6 +129,24 @@ def cause(error: Exception) -> Exception:
     while isinstance(error, RayTaskError):
         error = error.cause
     return error
+
+
+def received(reply: Any, again: Callable[[], Any]) -> tuple[Any, ...]:
+    """Return the results that a reply of the scheduler refers to, and what else it says.
+
+    Where they were lost with the machine that held them, `again` asks anew.
+    """
+    try:
+        while True:
+            references, *said = ray.get(reply)
+            try:
+                return ray.get(references), *said
+            except ObjectLostError:
+                reply = again()
+    except RayTaskError as error:
+        raise cause(error) from error
+    except RayActorError as error:
+        raise RuntimeError("the scheduler of the workers cannot start again; continue with --resume") from error
 
 
 def place() -> str:
