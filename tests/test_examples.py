@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from safetensors.torch import load_file
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
 from unified_trainer.rewards.scorers import check_reward, load_scorers
+from unified_trainer.run.settings.auto_resume import without_auto
+from unified_trainer.run.settings.batch import starts_on
+from unified_trainer.run.settings.command_line import parse
 
 EXAMPLES = REPO / "examples"
 SHORT = ["--steps", "1", "--validate-every", "1", "--validation.num-samples", "2", "--device", "cpu"]
@@ -63,6 +67,20 @@ def test_every_script_is_tested_and_explained():
     for path in EXAMPLES.glob("*.sh"):
         text = path.read_text()
         assert text.startswith("#!/usr/bin/env bash\n# ") and "set -euo pipefail" in text and os.access(path, os.X_OK)
+
+
+def test_the_job_of_kuberay_starts_what_its_cluster_has_room_for():
+    """Its command line is one of this program, which continues by itself; nodes have the cards of all ranks."""
+    job = yaml.safe_load((EXAMPLES / "rayjob.yaml").read_text())["spec"]
+    words = shlex.split(job["entrypoint"])
+    run = parse(without_auto(words[3:]))
+    assert words[:3] == ["python", "-m", "unified_trainer"] and run.launcher == "ray" and run.ray.address == "auto"
+    assert job["backoffLimit"] > 0 and words[-2:] == ["--resume", "auto"]
+    (group,) = job["rayClusterSpec"]["workerGroupSpecs"]
+    (pod,) = group["template"]["spec"]["containers"]
+    on_node = int(pod["resources"]["limits"]["nvidia.com/gpu"])
+    assert run.ray.ranks == group["replicas"] * on_node and run.ray.least_ranks == on_node
+    assert all(starts_on(run, ranks) for ranks in (run.ray.ranks, run.ray.least_ranks))
 
 
 @pytest.mark.ranks

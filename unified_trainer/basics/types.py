@@ -185,7 +185,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rollout:
-    """The s stochastic transitions of b samples and their final latents, in float32; log_probs in the widest dtype of
+    """The s kept transitions of b samples and their final latents, in float32; log_probs in the widest dtype of
     the device: float64, on an NPU float32.
     """
 

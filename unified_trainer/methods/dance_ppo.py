@@ -60,6 +60,9 @@ class DancePPOConfig(PolicyConfig):
     """For samples that older weights made: largest importance ratio with which a transition hands on the corrections of
     later ones (V-trace)."""
 
+    def kept(self, sampler: SamplerConfig, window: range) -> range:
+        return window  # every state has a value
+
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
         if self.num_prompts * self.num_samples < 2:

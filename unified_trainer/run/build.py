@@ -46,6 +46,7 @@ from unified_trainer.run.guards.responses import Guards
 from unified_trainer.run.guards.teacher_probe import TeacherProbe
 from unified_trainer.run.load_roles import load_roles
 from unified_trainer.run.plan.plan import RunPlan, check
+from unified_trainer.run.plan.store import store_bytes
 from unified_trainer.run.settings.code import code_of
 from unified_trainer.run.settings.config import RunConfig, plain
 from unified_trainer.run.stop_signal import safe_point
@@ -96,7 +97,7 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     codec = plan.family.codec(plan.folder, mesh.device, run.encoders)
     _require_memory(run, plan, codec, mesh)
     source, requests = _requests(run, plan, codec)
-    workers = _start_workers(run, requests, mesh)
+    workers = _start_workers(run, plan, requests, mesh)
     scorers, features = load_scorers(run.reward, mesh.device) if plan.scores_here else ({}, None)
     reward = reward_of(scorers, codec, run.reward) if plan.scores_here else RewardSum(run.reward)
     roles = _load_roles(run, plan, mesh)
@@ -158,14 +159,15 @@ def _requests(run: RunConfig, plan: RunPlan, codec: Codec) -> tuple[Source, Sequ
     return source, plan.validation_requests or [source.request(i) for i in range(count)]
 
 
-def _start_workers(run: RunConfig, requests: Sequence[Request], mesh: Mesh) -> "WorkerGroup | None":
+def _start_workers(run: RunConfig, plan: RunPlan, requests: Sequence[Request], mesh: Mesh) -> "WorkerGroup | None":
     """Start the workers of a run that has some; they load while training loads."""
     if not (run.rollouts.workers or run.rollouts.evaluation_workers):
         return None
-    cluster.connect(run.ray, run.rollouts.cores, mesh)
+    needed = store_bytes(plan)
+    cluster.connect(run.ray, run.rollouts.cores, mesh, store=needed)
     from unified_trainer.run.workers.workers import WorkerGroup
 
-    return WorkerGroup.start(run, build_sampling, build_evaluation, tuple(requests), mesh)
+    return WorkerGroup.start(run, build_sampling, build_evaluation, tuple(requests), mesh, store=needed)
 
 
 def _load_roles(run: RunConfig, plan: RunPlan, mesh: Mesh) -> dict[str, Role]:

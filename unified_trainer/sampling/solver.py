@@ -161,17 +161,18 @@ def rollout(
     draw: Draw,
     *,
     equal: EqualRows | None = None,
+    kept: range | None = None,
 ) -> Rollout:
     """Sample with the policy's noise in the transitions of `window` and none elsewhere, and keep those transitions.
 
-    `draw(s)` is the noise of transition s. The last transition goes to the clean prediction without noise: it has no
-    density and cannot be in the window. A causal student samples every chunk so; state s then joins all chunks at their
-    step s.
+    `kept` are fewer of them to keep. `draw(s)` is the noise of transition s. The last transition goes to the clean
+    prediction without noise: it has no density and cannot be in the window. A causal student samples every chunk so;
+    state s then joins all chunks at their step s.
 
     Rows that are `equal`, of one noise and condition, stay so until the window's first transition adds its noise: up to
     there, and for a causal student in the first chunk, a call is made once for all of them.
     """
-    walk = functools.partial(_policy_walk, sampler=sampler, policy=policy, window=window)
+    walk = functools.partial(_policy_walk, sampler=sampler, policy=policy, window=window, kept=kept or window)
     share = functools.partial(shared_velocity, role, batch, equal, window.start + 1)
     if not sampler.chunks.causal:
         return walk(share(functools.partial(_velocity_of, role, sampler)), noise, draw=draw)
@@ -259,6 +260,7 @@ def _policy_walk(
     sampler: SamplerConfig,
     policy: Policy,
     window: range,
+    kept: range,
     draw: Draw,
 ) -> Rollout:
     sigmas, states, log_probs = sampler.sigmas(), [], []
@@ -272,12 +274,13 @@ def _policy_walk(
             x0_before = x0_from_velocity(x_t, v, sigmas[s]) if in_tail else None
             x_t = x_next
             continue
-        if not states:
+        if s == kept.start:
             states.append(x_t)
         mean, std = policy.step(s, x_t, v)
         x_t = mean + std * draw(s).to(mean)
-        states.append(x_t)
-        log_probs.append(policy.log_prob(x_t, mean, std))
+        if s in kept:
+            states.append(x_t)
+            log_probs.append(policy.log_prob(x_t, mean, std))
     detail(f"step {sampler.num_steps}/{sampler.num_steps}")
     x0 = x0_from_velocity(x_t, velocity(x_t, sigmas[-2]), sigmas[-2])
     return Rollout(torch.stack(states, 1), torch.stack(log_probs, 1), x0)

@@ -8,6 +8,7 @@ from helpers import assert_near, dance_grpo, setup_of, small_batch
 from policy_case import CONFIG, ODE, SDE, SIGMAS, STEPS, A, Case, log_ratios
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.methods.dance_ppo import DancePPOConfig
 from unified_trainer.methods.rl.policy import sample_policy
 from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.parallel.random import Streams
@@ -94,10 +95,24 @@ def test_a_wrong_setting_names_its_key(changes, message):
 
 
 def test_the_states_that_are_kept_of_a_sample():
-    """Those of the longest window, and x0; the memory of a training step is checked with them."""
+    """Those of the longest window that may be trained, and x0; the memory of a training step is checked with them."""
     assert CONFIG.kept_states(NINE) == 8 + 2
     windowed = dataclasses.replace(CONFIG, window=WindowConfig(size=3))
-    for config, states in ((CONFIG, 10), (windowed, 3 + 2)):
+    early = dataclasses.replace(CONFIG, trained_steps=(1, 3))
+    of_all = dataclasses.replace(early, kl_in="reward")
+    for config, states in ((CONFIG, 10), (windowed, 3 + 2), (early, 3 + 2), (of_all, 10)):
         one = dance_grpo(config, sampler=NINE)
         made = sample_policy(config, NINE, one.roles["student"], small_batch(2), 0, Streams(0, 0), same_noise=False)
         assert config.kept_states(NINE) == states == made.states.shape[1] + 1
+
+
+def test_states_that_no_update_reads_change_no_other():
+    """Bit for bit the states, log-densities and ends of a rollout that keeps all of them; values of PPO are of all."""
+    early = dataclasses.replace(CONFIG, trained_steps=(1, 3))
+    role, given = dance_grpo(CONFIG, sampler=NINE).roles["student"], (small_batch(2), 0)
+    whole, part = (
+        sample_policy(config, NINE, role, *given, Streams(0, 0), same_noise=True) for config in (CONFIG, early)
+    )
+    assert part.states.equal(whole.states[:, 1:5]) and part.log_probs.equal(whole.log_probs[:, 1:4])
+    assert part.x0.equal(whole.x0)
+    assert DancePPOConfig(trained_steps=(1, 3)).kept_states(NINE) == 10

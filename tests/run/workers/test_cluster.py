@@ -1,16 +1,24 @@
 """What processes on an existing cluster get from the shell, and how room is asked for."""
 
+import math
 import re
+import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import unlike_on_ray
-from helpers import REPO
+from helpers import ALONE, REPO, SMALL
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.run.build import build
+from unified_trainer.run.plan.plan import check
+from unified_trainer.run.plan.store import store_bytes
+from unified_trainer.run.settings.command_line import parse
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.settings.workers import RayConfig
 from unified_trainer.run.workers import cluster, launch, workers
+from unified_trainer.run.workers.weights import buckets_of
 
 SHELL = {"WANDB_API_KEY": "k", "HF_HOME": "/shared/hf", "NCCL_SOCKET_IFNAME": "eth1", "http_proxy": "p:1"}
 
@@ -43,6 +51,44 @@ def test_a_training_process_has_the_variables(ray, monkeypatch):
     monkeypatch.setattr(launch, "TrainingProcess", unlike_on_ray.ReadsShell)
     with launch._processes(RunConfig(ray=RayConfig()), {"CPU": 1}) as processes:
         assert ray.get(processes[0].where.remote())[0] == "of the shell"
+
+
+GRPO = [*SMALL["dance_grpo"], "--rollouts.workers", "1"]
+
+
+def needed(*words: object) -> int:
+    return store_bytes(check(parse([*GRPO, *map(str, words)]), ALONE))
+
+
+def test_the_bytes_of_samples_and_weights_on_their_way():
+    """The weights of the tiny student that workers copy, and the states of every sample, as training receives them."""
+    run = parse([*GRPO, "--device", "cpu", "--rollouts.workers", "0"])
+    student = build(run, ALONE).trainer.roles["student"]
+    weights = sum(bucket.size for bucket in buckets_of(student.weights))
+    samples = run.algorithm.num_prompts * run.algorithm.num_samples
+    made = samples * run.algorithm.kept_states(run.sampler) * 4 * math.prod(check(run, ALONE).latent_shape)
+    assert needed() == pytest.approx(made + weights, rel=1e-3)  # a buffer is filled up to whole words
+    assert needed("--rollouts.ahead", 2) == 3 * needed()
+    assert needed("--rollouts.evaluation-workers", 1, "--validate-every", 1) == made + 2 * (needed() - made)
+    assert needed("--rollouts.transport", "nixl") == made
+    assert needed("--student.adapter.rank", 1) < made + weights / 10
+
+
+def test_an_object_store_that_is_too_small_is_refused(ray):
+    room = int(ray.cluster_resources()["object_store_memory"])
+    cluster.check_store(room)
+    with pytest.raises(UserError, match=f"`ray start --object-store-memory {4 * room}` .*rollouts.ahead"):
+        cluster.check_store(4 * room)
+
+
+def test_ray_of_this_run_alone_gets_the_object_store_that_it_needs(monkeypatch):
+    given = []
+    monkeypatch.setattr(cluster, "_init", lambda address, **how: given.append(how.get("object_store_memory")))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
+    share = psutil.virtual_memory().total * cluster.OF_MEMORY
+    for store in (1, int(share / 2), int(2 * share)):
+        cluster.connect(RayConfig(), 1, store=store)
+    assert given == [None, None, int(2 * share)]
 
 
 def test_a_placement_group_asks_for_room_while_the_run_waits(ray, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import queue
 
 import numpy as np
 import pytest
@@ -98,6 +99,21 @@ def test_samples_are_always_as_many_steps_old(ray, ahead, trajectories):
     metrics = run.rollouts.metrics()  # of four samples in two work items, with scores of 4 + 8 bytes and no states
     assert metrics["worker_seconds/rollout"] == 1.0 and metrics["worker_samples_per_second"] == 4.0
     assert metrics["samples_gib"] * 2**30 == 4 * (4 * math.prod(LATENT_SHAPE) + 4 + 8)
+
+
+@pytest.mark.slow
+def test_samples_of_the_next_step_come_to_this_machine_while_this_one_trains(ray, monkeypatch):
+    """Nobody asks for step 1 yet: its two work items are fetched as those of step 0 are."""
+    fetched, made = queue.Queue(), {}
+    monkeypatch.setattr(ray, "wait", lambda references, **how: fetched.put((references[0], how["fetch_local"])))
+    run = Run(ray, 1)
+    run.scheduler.make = Now(
+        ray, lambda item: made.setdefault(item.step, []).append(x := run.scheduler._make(item)) or x
+    )
+    run.step(0)
+    seen = dict(fetched.get(timeout=60) for _ in range(4))
+    assert [len(parts) for parts in made.values()] == [2, 2] and all(seen.values())
+    assert seen.keys() == {references[0] for parts in made.values() for references, *_ in parts}
 
 
 @pytest.mark.slow

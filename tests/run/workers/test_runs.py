@@ -56,7 +56,13 @@ DYING = """
 import os, signal
 from pathlib import Path
 
+import ray
+
 def score(video, prompts):
+    for scheduler in Path(__file__).parent.glob("scheduler"):
+        scheduler.unlink()
+        (name,) = (name for name in ray.util.list_named_actors() if name.startswith("scheduler"))
+        ray.kill(ray.get_actor(name), no_restart=False)
     for death in Path(__file__).parent.glob("death-*"):  # the next one, which is then over
         death.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -66,25 +72,28 @@ def score(video, prompts):
 
 @pytest.fixture
 def dying(tmp_path):
-    """A scorer that ends its process once for each death that is planned: dying.plan(3)."""
+    """A scorer that ends its process once for each death that is planned, or the scheduler: dying(3), dying(0, ...)."""
     (tmp_path / "scorer.py").write_text(DYING)
 
-    def plan(deaths: int) -> None:
-        for number in range(deaths):
-            (tmp_path / f"death-{number}").touch()
+    def plan(deaths: int, *, scheduler: bool = False) -> None:
+        for name in [f"death-{number}" for number in range(deaths)] + ["scheduler"] * scheduler:
+            (tmp_path / name).touch()
 
     plan.flags = ["--reward.scorers.mean.kind", f"{tmp_path / 'scorer.py'}:score"]
-    plan.over = lambda: not list(tmp_path.glob("death-*"))
+    plan.over = lambda: not [*tmp_path.glob("death-*"), *tmp_path.glob("scheduler")]
     return plan
 
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_workers_change_no_number(ray, tmp_path, dying, kind):
-    """Two rollout workers and a reward worker, which dies at work, against one process; else one worker."""
+    """Two rollout workers and a reward worker, which dies at work, against one process; else one worker.
+
+    With adapters the scheduler dies while it waits for a worker.
+    """
     words = [*RUNS[kind], *dying.flags]
     alone = run(words, tmp_path / "alone")
     deaths = 1 if kind == "dance_grpo" else 0
-    dying(deaths)
+    dying(deaths, scheduler=kind == "adapter")
     settings = {"rollouts.workers": 2 if deaths else 1, "rollouts.reward-workers": int(kind == "dance_grpo")}
     there = run(words, tmp_path / "workers", **settings)
     assert dying.over()
@@ -111,8 +120,9 @@ def test_workers_read_condition_images(ray, tmp_path):
 
 
 def test_ahead_of_training_a_run_is_a_function_of_its_settings(ray, tmp_path, dying):
-    """One worker, against a run that goes on with two, of which one dies."""
+    """One worker, with a scheduler that dies, against a run that goes on with two, of which one dies."""
     words = [*GRPO, *dying.flags, *flags({"rollouts.ahead": 1})]
+    dying(0, scheduler=True)
     first = run(words, tmp_path / "first", **{"rollouts.workers": 1})
     lag = [row.get("train/lag") for row in metrics_of(first)]
     assert lag == [None, 1.0, 1.0]  # the first step, and the step after it, take the weights that the run starts with
@@ -300,6 +310,31 @@ def test_a_node_may_be_lost(warm, tmp_path, waiting):
     assert one.returncode == 0, said + errors
     assert metrics_of(there)[-1]["train/worker_deaths"] == 1
     assert_equal_runs(run(words, tmp_path / "alone"), there, step=6)
+
+
+@pytest.mark.kill
+def test_a_run_goes_on_without_the_node_of_a_lost_rank(warm, tmp_path, waiting):
+    """Two ranks on a node each; the second node goes in step 2. One rank goes on from step 1, within rounding."""
+    from ray.cluster_utils import Cluster
+
+    words, there = [*GRPO, *waiting.flags, "--algorithm.update-batch", "1"], tmp_path / "there"
+    with nodes(Cluster) as (cluster, second):
+        settings = {"launcher": "ray", "ray.ranks": 2, "ray.least-ranks": 1, "ray.address": cluster.address}
+        settings |= {"checkpoint-every": 1, "validate-every": 0}
+        with started(warm, [*words, "--output", str(there)], **settings) as one:
+            waiting.go("calls", 2)  # step 1
+            waiting.begun(4)  # both ranks are in step 2
+            assert (there / "checkpoints" / "step_1").is_dir()
+            own = [p.pid for p in warm.processes() if "TrainingProcess" in title(p)]
+            cluster.remove_node(second, allow_graceful=False)
+            assert len(own) == 2 and one_ends(own, 60)
+            waiting.go("calls")
+            said, errors = one.communicate(timeout=240)
+    assert one.returncode == 0, said + errors
+    assert "the cluster has room for 1 of 2 training processes: the run goes on with them" in errors
+    alone = run([*words, "--validate-every", "0"], tmp_path / "alone")
+    for expected, row in zip(metrics_of(alone), metrics_of(there), strict=True):
+        assert row == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 @contextmanager

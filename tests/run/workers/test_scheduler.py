@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from toy import ToyWorker, rollout_of, scores_of
 
 from unified_trainer.basics.requests import Request
+from unified_trainer.run.workers import scheduler as module
 from unified_trainer.run.workers.scheduler import (
     DEATHS,
     KNOWN,
@@ -187,24 +188,31 @@ class Called:
         return [told, result[1]]
 
 
-def test_an_item_waits_for_its_weights_and_is_made_once(tmp_path, unchecked):
+def test_an_item_waits_for_its_weights_and_is_made_once(tmp_path, unchecked, monkeypatch):
+    toy = ToyWorker(str(tmp_path))
+    workers = {"toy": SimpleNamespace(make=Called(toy.make), score=Called(toy.score))}
+    monkeypatch.setattr(module, "get_actor", workers.__getitem__)
+
     async def run() -> None:
-        toy = ToyWorker(str(tmp_path))
-        scheduler = Scheduler([SimpleNamespace(make=Called(toy.make), score=Called(toy.score))], [], [], 60.0)
+        scheduler = Scheduler(["toy"], [], [], 60.0)
         late = [asyncio.create_task(scheduler.make(item(0, version=3))) for _ in range(2)]  # of a sequence group
         await settle()
         assert not late[0].done() and not late[1].done()
-        await scheduler.publish(3, [7.0], 0, 0)
+        published = asyncio.create_task(scheduler.publish(3, [7.0], 0, 0))
         (first, *_), (second, *_) = await asyncio.gather(*late)
         assert first[0] is second[0]  # the same samples
         assert_right([item(0)], [first], 7.0)
         again, *_ = await scheduler.make_again(item(0, version=3))
         assert again[0] is not first[0] and np.array_equal(again[0]["x0"], first[0]["x0"])
-        await scheduler.publish(9, [8.0], 9, 9)  # forgets version 3
+        assert not published.done()  # an open call, which Ray repeats after a restart
+        later = asyncio.create_task(scheduler.publish(9, [8.0], 9, 9))  # forgets version 3
+        await published
+        assert not later.done()
         forgotten = asyncio.create_task(scheduler.make(item(9, version=3)))
         await settle()
         assert not forgotten.done()
-        forgotten.cancel()
+        for task in (forgotten, later):
+            task.cancel()
 
     asyncio.run(run())
 
@@ -218,11 +226,11 @@ def group(ray, tmp_path):
     started = []
 
     def start(rollout: int, reward: int = 0, timeout: float = 60.0, evaluation: int = 0):
-        kind = ray.remote(ToyWorker).options(num_cpus=0, max_restarts=-1)
-        workers = [kind.remote(str(tmp_path)) for _ in range(rollout + reward + evaluation)]
+        kind, names = ray.remote(ToyWorker), [str(uuid.uuid4()) for _ in range(rollout + reward + evaluation)]
+        workers = [kind.options(name=name, num_cpus=0, max_restarts=-1).remote(str(tmp_path)) for name in names]
         ray.get([worker.ready.remote() for worker in workers])
         options = {"num_cpus": 0, "max_concurrency": 1000, "name": str(uuid.uuid4())}
-        pools = (workers[:rollout], workers[rollout : rollout + reward], workers[rollout + reward :])
+        pools = (names[:rollout], names[rollout : rollout + reward], names[rollout + reward :])
         scheduler = ray.remote(Scheduler).options(**options).remote(*pools, timeout)
         started.extend([*workers, scheduler])
         return scheduler
@@ -233,7 +241,7 @@ def group(ray, tmp_path):
 
 
 def publish(ray, scheduler, version: int, weights: float, step: int = 0, oldest: int = 0) -> None:
-    ray.get(scheduler.publish.remote(version, [ray.put(weights)], step, oldest))
+    scheduler.publish.remote(version, [ray.put(weights)], step, oldest)
 
 
 def made(ray, scheduler, items) -> list:

@@ -96,8 +96,19 @@ class PolicyConfig(TrainedStepsConfig):
         places = self._places(sampler)
         return [places[window.start : window.stop] for window in self.window.all(len(places))]
 
+    def kept(self, sampler: SamplerConfig, window: range) -> range:
+        """Return the transitions of a window that a rollout keeps: from the first that may be trained to the last.
+
+        All of them where a KL of the whole rollout reads them.
+        """
+        if self.kl_in == "reward":
+            return window
+        read = [s for s in self.candidates(sampler, sampler.num_steps - 1) if s in window]
+        return range(read[0], read[-1] + 1)
+
     def kept_states(self, sampler: SamplerConfig) -> int:
-        return 2 + max(map(len, self.windows(sampler)))  # both ends of the window's transitions, and x0
+        kept = (self.kept(sampler, window) for window in self.windows(sampler))
+        return 2 + max(map(len, kept))  # both ends of the transitions, and x0
 
     def _places(self, sampler: SamplerConfig) -> range:
         """The transitions that windows lie in; without a window size all of them, wherever they are trained."""
@@ -199,10 +210,11 @@ def sample_policy(
     Its samples are then equal until the window begins, and the calls before its first noise are made once.
     """
     window = config.window_at(step, sampler, rng.shared)
+    kept = config.kept(sampler, window)
     noise, equal = initial_noise(rng, batch, same=same_noise)
     draw = partial(transition_noise, rng, batch)
     policy = config.policy(sampler)
-    return rollout(role, noise.to(role.device), batch, sampler, policy, window, draw, equal=equal)
+    return rollout(role, noise.to(role.device), batch, sampler, policy, window, draw, equal=equal, kept=kept)
 
 
 def initial_noise(rng: Streams, batch: Batch, *, same: bool) -> tuple[Latents, EqualRows | None]:

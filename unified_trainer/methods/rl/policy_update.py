@@ -86,7 +86,9 @@ class PolicyUpdate:
 
     def trajectories(self, samples: ScoredSamples, step: int, window: range, rng: Streams) -> Trajectories:
         """Return samples of training step `step`, to be replayed."""
-        return Trajectories.of(samples, step, window, rng, same_noise=self._same_noise)
+        kept = self.config.kept(self.sampler, window)
+        same_noise = self._same_noise and kept.start == window.start
+        return Trajectories.of(samples, step, kept, rng, same_noise=same_noise)
 
     @torch.no_grad()
     def check_worker(self, samples: ScoredSamples, rng: Streams, maker: str) -> None:

@@ -30,11 +30,11 @@ class Transition(NamedTuple):
 
 @dataclass(frozen=True)
 class Trajectories:
-    """This rank's rollout: batch, states and log-probs of the window's transitions, RNG that redraws their noise."""
+    """This rank's rollout: batch, states and log-probs of the kept transitions, RNG that redraws their noise."""
 
     batch: Batch
     rollout: KeptRollout
-    window: range  # the stochastic transitions, which the rollout holds
+    window: range  # the transitions that the rollout holds: stochastic ones
     rng: Streams
     lags: Int[Tensor, " b"]  # training steps between the weights that made a sample and the present ones; CPU
     start_log_probs: Float[Tensor, "b s"]  # log-densities at the start of the training step, where they are computed
@@ -50,7 +50,7 @@ class Trajectories:
         return cls(samples.batch, samples.rollout, window, rng, lags, samples.rollout.log_probs, state)
 
     def index(self, s: int) -> int:
-        """Return the column of transition s among those of the window."""
+        """Return the column of transition s among those of the rollout."""
         return s - self.window.start
 
     def equal_rows(self, rows: Tensor, s: int) -> EqualRows | None:

@@ -22,6 +22,7 @@ from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.settings.workers import RayConfig
 
 NAMESPACE = "unified-trainer"
+OF_MEMORY = 0.3  # of a machine's memory is the object store that Ray takes by itself
 # What Ray is told by environment variables before it starts; a variable of the user's wins.
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # 15 by default: workers would yield to every other process of the machine
@@ -40,11 +41,12 @@ Needs = Mapping[str, float]  # resources by Ray's names
 LATER = threading.Event()  # never set
 
 
-def connect(config: RayConfig, cores: float, mesh: Mesh | None = None) -> None:
+def connect(config: RayConfig, cores: float, mesh: Mesh | None = None, *, store: int = 0) -> None:
     """Connect this process to the cluster, unless it is; all ranks must call it, before they import Ray.
 
     Without an address the main rank starts Ray on this machine, for all ranks, with as many CPU cores as the machine
-    has, or as the run counts: cores are only counted, so that a small machine can try a run with many processes.
+    has, or as the run counts: cores are only counted, so that a small machine can try a run with many processes. Its
+    object store has `store` bytes where these are more than Ray would take.
     """
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return
@@ -61,7 +63,8 @@ def connect(config: RayConfig, cores: float, mesh: Mesh | None = None) -> None:
     if is_main and address:
         _init(address)
     elif is_main:
-        _init("local", num_cpus=max(psutil.cpu_count() or 1, math.ceil(cores)), include_dashboard=False)
+        more = {"object_store_memory": store} if store > OF_MEMORY * psutil.virtual_memory().total else {}
+        _init("local", num_cpus=max(psutil.cpu_count() or 1, math.ceil(cores)), include_dashboard=False, **more)
     if mesh is not None and not alone:
         address = mesh.broadcast(_address() if is_main else "")
         if not is_main:
@@ -117,6 +120,22 @@ def wait_for_room(config: RayConfig, needs: Sequence[Needs]) -> None:
             if time.monotonic() >= end:
                 raise UserError(_no_room(needs, lacking))
             LATER.wait(1.0)  # a node may join
+
+
+def check_store(needed: int) -> None:
+    """Raise UserError unless the object stores of the cluster hold so many bytes: Ray would write the rest to disk.
+
+    It is a lower bound, because samples and weights may be on several nodes at a time.
+    """
+    import ray
+
+    if (there := ray.cluster_resources().get("object_store_memory", 0)) < needed:
+        raise UserError(
+            f"samples and weights on their way between training and workers take {needed / 2**30:.3g} GiB, but Ray's "
+            f"object store has {there / 2**30:.3g}: start Ray with `ray start --object-store-memory {needed}` and as "
+            "much in /dev/shm, and give ray.address; or lower algorithm.num_prompts, algorithm.num_samples or "
+            "rollouts.ahead"
+        )
 
 
 def has_room(needs: Sequence[Needs]) -> bool:

@@ -3,11 +3,11 @@
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.meter import phase
@@ -18,7 +18,7 @@ from unified_trainer.run.validation.samples import Measured, batches
 from unified_trainer.run.workers import arrays
 from unified_trainer.run.workers.scheduler import ValidationBatch
 from unified_trainer.run.workers.weights import WeightSender
-from unified_trainer.run.workers.workers import WorkerGroup, cause
+from unified_trainer.run.workers.workers import WorkerGroup, received
 
 
 class RemoteValidation:
@@ -65,18 +65,7 @@ class RemoteValidation:
 
     def _receive(self, item: ValidationBatch, reply: Any, took: dict[str, float]) -> Measured:
         """Return what was measured of a batch, and add the worker's seconds to `took`."""
-        try:
-            while True:
-                reference, seconds = ray.get(reply)
-                try:
-                    columns, clips = ray.get(reference)
-                    break
-                except ObjectLostError:  # with the machine that held it
-                    reply = self._ask(item)
-        except RayTaskError as error:
-            raise cause(error) from error
-        except RayActorError as error:
-            raise RuntimeError("the scheduler of the workers died; continue the run with --resume") from error
+        (columns, clips), seconds = received(reply, partial(self._ask, item))
         for name, spent in seconds.items():
             took[name] = took.get(name, 0.0) + spent
         return Measured(arrays.to_columns(columns, self._mesh.device), clips)

@@ -1,12 +1,13 @@
 """Samples from rollout workers, begun with weights that are always the same number of training steps old."""
 
+import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import RayError
 from torch import Tensor
 
 from unified_trainer.basics.requests import Request
@@ -26,7 +27,7 @@ from unified_trainer.roles.weight_copy import WeightCopy
 from unified_trainer.run.workers import arrays
 from unified_trainer.run.workers.scheduler import WorkItem
 from unified_trainer.run.workers.weights import WeightSender
-from unified_trainer.run.workers.workers import WorkerGroup, cause
+from unified_trainer.run.workers.workers import WorkerGroup, received
 
 Asked = tuple[tuple[Request, ...], tuple[int, ...], tuple[int, ...]]  # with prompt ids and sample ids
 Ordered = list[tuple[WorkItem, Any]]  # a work item, and the scheduler's reply to come
@@ -152,29 +153,21 @@ class RemoteRollouts:
             if version == step and self._past:
                 self._past = [cpu_copy(weights), *self._past[:-1]]
             if self._mesh.is_main:
-                ray.get(self._group.scheduler.publish.remote(version, [sent], step, oldest))
+                self._group.scheduler.publish.remote(version, [sent], step, oldest)
         self._published = version
 
     def _order(self, step: int, version: int, asked: Asked) -> Ordered:
         requests, prompt_ids, sample_ids = asked
         parts = [slice(i, i + self._size) for i in range(0, len(requests), self._size)]
         items = [WorkItem(step, version, requests[part], prompt_ids[part], sample_ids[part]) for part in parts]
-        return [(item, self._group.scheduler.make.remote(item)) for item in items]
+        ordered = [(item, self._group.scheduler.make.remote(item)) for item in items]
+        threading.Thread(target=_fetch, args=([reply for _, reply in ordered],), daemon=True).start()
+        return ordered
 
     def _receive(self, item: WorkItem, reply: Any) -> tuple[KeptRollout, Scores, str]:
         """Return samples, scores and the worker that sampled."""
-        try:
-            while True:
-                references, seconds, maker = ray.get(reply)
-                try:
-                    rollout, scores = ray.get(references)
-                    break
-                except ObjectLostError:  # with the machine that held them
-                    reply = self._group.scheduler.make_again.remote(item)
-        except RayTaskError as error:
-            raise cause(error) from error
-        except RayActorError as error:
-            raise RuntimeError("the scheduler of the workers died; continue the run with --resume") from error
+        scheduler = self._group.scheduler
+        (rollout, scores), seconds, maker = received(reply, lambda: scheduler.make_again.remote(item))
         self._received += len(item.prompts)
         for name, spent in (seconds | {"samples_gib": arrays.size(rollout, scores) / 2**30}).items():
             self._metrics[name] = self._metrics.get(name, 0.0) + spent
@@ -185,3 +178,11 @@ class RemoteRollouts:
         else:
             made = arrays.to_rollout(rollout, device)
         return made, arrays.to_scores(scores, device), maker
+
+
+def _fetch(replies: Sequence[Any]) -> None:
+    """Copy samples and scores to this machine as soon as they are made, while training goes on."""
+    with suppress(RayError):  # which who receives them is told
+        for reply in replies:
+            references, *_ = ray.get(reply)
+            ray.wait(references, num_returns=len(references), fetch_local=True)

@@ -1,7 +1,8 @@
 """The actor that hands out work: it imports no model and never holds a tensor.
 
 It leads every work item through the rollout workers and the reward workers, every batch of a validation to an
-evaluation worker, and gives the work of a dead worker to another one.
+evaluation worker, and gives the work of a dead worker to another one. Its state is that of its open calls: Ray repeats
+them from the process that made them when the scheduler itself has died and was started again.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ray import ObjectRef, kill
+from ray import ObjectRef, get_actor, kill
 from ray.exceptions import ObjectLostError, RayActorError
 
 from unified_trainer.basics.requests import Request
@@ -201,11 +202,11 @@ async def _answer(reference: ObjectRef) -> Any:
 class Scheduler:
     """Knows the weights of the versions in use and makes every work item once, whoever asks for it."""
 
-    def __init__(self, rollout: list[Any], reward: list[Any], evaluation: list[Any], timeout: float) -> None:
-        """Take the workers of each kind; without reward workers the rollout workers score."""
-        self._makers = Pool("rollout", rollout, timeout)
-        self._scorers = Pool("reward", reward, timeout) if reward else self._makers
-        self._evaluators = Pool("evaluation", evaluation, timeout)
+    def __init__(self, rollout: list[str], reward: list[str], evaluation: list[str], timeout: float) -> None:
+        """Take the names of the workers of each kind; without reward workers the rollout workers score."""
+        self._makers = Pool("rollout", list(map(get_actor, rollout)), timeout)
+        self._scorers = Pool("reward", list(map(get_actor, reward)), timeout) if reward else self._makers
+        self._evaluators = Pool("evaluation", list(map(get_actor, evaluation)), timeout)
         self._weights: dict[int, ObjectRef] = {}
         self._made: dict[WorkItem, asyncio.Task[Made]] = {}
         self._published = asyncio.Condition()
@@ -214,12 +215,16 @@ class Scheduler:
         """Answer once the scheduler has started."""
 
     async def publish(self, version: int, weights: list[ObjectRef], step: int, oldest: int) -> None:
-        """Take the weights of a version; forget those older than `oldest` and the samples of steps before `step`."""
+        """Take the weights of a version; forget those older than `oldest` and the samples of steps before `step`.
+
+        The call answers when the version is forgotten: an open call is repeated after a restart, with its weights.
+        """
+        self._made = {item: task for item, task in self._made.items() if item.step >= step}
         async with self._published:
             self._weights[version] = weights[0]
             self._weights = {v: reference for v, reference in self._weights.items() if v >= oldest}
             self._published.notify_all()
-        self._made = {item: task for item, task in self._made.items() if item.step >= step}
+            await self._published.wait_for(lambda: version not in self._weights)
 
     async def make(self, item: WorkItem) -> Made:
         """Return references to the samples and the scores of a work item, what parts of it took, and who sampled."""
@@ -240,6 +245,14 @@ class Scheduler:
         """Return a reference to what was measured of a batch with these weights, and the worker's seconds by phase."""
         took, (measured,) = await self._evaluators.run(item, partial(_measure, item=item, weights=weights[0]))
         return measured, took
+
+    async def end(self) -> None:
+        """Answer the open calls of weights and work items, so that Ray repeats none; the run is over."""
+        for task in self._made.values():
+            task.cancel()
+        async with self._published:
+            self._weights = {}
+            self._published.notify_all()
 
     async def _make(self, item: WorkItem) -> Made:
         async with self._published:

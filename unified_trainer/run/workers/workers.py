@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
@@ -35,6 +35,7 @@ from unified_trainer.run.workers.weights import Signature, Weights, check_equal,
 Build = Callable[[RunConfig, torch.device, bool, bool], Sampling]  # run, device, whether it samples, whether it scores
 # Run, device and requests of validation -> the student, and what makes and measures its samples.
 BuildEvaluation = Callable[[RunConfig, torch.device, Sequence[Request]], tuple[WeightCopy, SampleMaker]]
+LAST_ANSWER = 10.0  # seconds that the scheduler gets to end its open calls
 CALLS = 10_000  # requests that the scheduler leads at a time
 
 
@@ -130,6 +131,24 @@ def cause(error: Exception) -> Exception:
     return error
 
 
+def received(reply: Any, again: Callable[[], Any]) -> tuple[Any, ...]:
+    """Return the results that a reply of the scheduler refers to, and what else it says.
+
+    Where they were lost with the machine that held them, `again` asks anew.
+    """
+    try:
+        while True:
+            references, *said = ray.get(reply)
+            try:
+                return ray.get(references), *said
+            except ObjectLostError:
+                reply = again()
+    except RayTaskError as error:
+        raise cause(error) from error
+    except RayActorError as error:
+        raise RuntimeError("the scheduler of the workers cannot start again; continue with --resume") from error
+
+
 def place() -> str:
     """Return the machine and the devices of this process, in words."""
     context = ray.get_runtime_context()
@@ -146,29 +165,44 @@ class WorkerGroup:
 
     @classmethod
     def start(
-        cls, run: RunConfig, build: Build, build_evaluation: BuildEvaluation, requests: Sequence[Request], mesh: Mesh
+        cls,
+        run: RunConfig,
+        build: Build,
+        build_evaluation: BuildEvaluation,
+        requests: Sequence[Request],
+        mesh: Mesh,
+        *,
+        store: int,
     ) -> "WorkerGroup":
         """Start the workers on the main rank; all ranks must call it, connected to the cluster.
 
-        The workers load while training loads. `requests` are those of validation.
+        The workers load while training loads. `requests` are those of validation, and Ray's object store must have room
+        for `store` bytes.
         """
         needs, config = worker_needs(run, mesh.device.type), run.rollouts
         cluster.wait_for_room(run.ray, needs)
+        cluster.check_store(store)
         name, scheduler, workers = mesh.broadcast(f"scheduler-{uuid.uuid4()}"), None, {}
         if mesh.is_main:
             scorers_begin, last = config.workers, config.workers + config.reward_workers
-            scores = not config.reward_workers
-            makers = [_worker(Worker, run, need, build, True, scores) for need in needs[:scorers_begin]]
-            scorers = [_worker(Worker, run, need, build, False, True) for need in needs[scorers_begin:last]]
-            evaluators = [_worker(EvaluationWorker, run, need, build_evaluation, requests) for need in needs[last:]]
-            pools = {"rollout": makers, "reward": scorers, "evaluation": evaluators}
-            workers = {f"{kind} worker {i}": worker for kind, pool in pools.items() for i, worker in enumerate(pool)}
+
+            def pool(kind: str, own: Sequence[cluster.Needs], *how: Any) -> dict[str, Any]:
+                names = [f"{kind} worker {i}" for i in range(len(own))]
+                return {one: _worker(f"{one} of {name}", run, need, *how) for one, need in zip(names, own, strict=True)}
+
+            pools = [
+                pool("rollout", needs[:scorers_begin], Worker, build, True, not config.reward_workers),
+                pool("reward", needs[scorers_begin:last], Worker, build, False, True),
+                pool("evaluation", needs[last:], EvaluationWorker, build_evaluation, requests),
+            ]
+            workers = pools[0] | pools[1] | pools[2]
+            names = [[f"{worker} of {name}" for worker in own] for own in pools]
             # On this node, because an actor without needs may be put on any, and the run cannot go on without it.
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             options = {"num_cpus": 0, "max_concurrency": CALLS, "name": name, "runtime_env": _environment()}
-            options["scheduling_strategy"] = here
+            options |= {"scheduling_strategy": here, "max_restarts": -1, "max_task_retries": -1}  # of all open calls
             timeout = 60 * config.timeout_minutes
-            scheduler = ray.remote(Scheduler).options(**options).remote(*pools.values(), timeout)
+            scheduler = ray.remote(Scheduler).options(**options).remote(*names, timeout)
             ray.get(scheduler.ready.remote())
         mesh.barrier()
         return cls(scheduler or ray.get_actor(name, cluster.NAMESPACE), workers)
@@ -196,6 +230,8 @@ class WorkerGroup:
 
     def stop(self) -> None:
         """End the workers and the scheduler."""
+        if self._workers:
+            ray.wait([self.scheduler.end.remote()], timeout=LAST_ANSWER)
         for actor in [*self._workers.values(), *([self.scheduler] if self._workers else [])]:
             ray.kill(actor)
 
@@ -210,10 +246,10 @@ def worker_needs(run: RunConfig, kind: str) -> list[cluster.Needs]:
     return [needs for needs, count in counts for _ in range(count)]
 
 
-def _worker(kind: type, run: RunConfig, needs: cluster.Needs, build: Any, *rest: Any) -> Any:
+def _worker(name: str, run: RunConfig, needs: cluster.Needs, kind: type, build: Any, *rest: Any) -> Any:
     environment = _environment()  # where weights do not arrive, the pool restarts the worker, before Ray gives up
     environment["env_vars"]["RAY_rdt_fetch_fail_timeout_milliseconds"] = f"{60_000 * run.rollouts.timeout_minutes:.0f}"
-    options = {"max_restarts": -1, "max_task_retries": 0, "runtime_env": environment}
+    options = {"name": name, "max_restarts": -1, "max_task_retries": 0, "runtime_env": environment}
     actor = ray.remote(kind).options(**cluster.options(needs), **options)
     return actor.remote(build, placed(run, needs), str(Path.cwd()), torch.get_num_threads(), *rest)
 

@@ -1,0 +1,26 @@
+"""The bytes that Ray's object store holds at a time for the workers of a run, by settings and configs of models."""
+
+import math
+
+from unified_trainer.methods.rl.rollout_config import RolloutConfig
+from unified_trainer.run.plan.plan import RunPlan
+from unified_trainer.run.plan.roles import weight_shapes
+
+
+def store_bytes(plan: RunPlan) -> int:
+    """Return the bytes of samples and weights of `rollouts.ahead` + 1 training steps, and of one validation.
+
+    Samples are float32 states and ends. Scores, log-densities and videos are small beside them and are left out.
+    """
+    run, config = plan.run, plan.run.rollouts
+    steps, total = config.ahead + 1, 0
+    if config.workers and isinstance(run.algorithm, RolloutConfig):
+        samples = plan.batch.prompts * plan.batch.num_samples
+        states = max(1, run.algorithm.kept_states(run.sampler))
+        total += 4 * steps * samples * states * math.prod(plan.latent_shape)
+    copied = steps * bool(config.workers) * (2 if config.send == "bf16" else 4)  # bytes of a number in all versions
+    sent = [(plan.method.sampled_by or "student", copied), ("student", 4 * bool(config.evaluation_workers))]
+    for name, size in sent if config.transport == "object_store" else ():
+        if size:
+            total += size * sum(map(math.prod, weight_shapes(name, plan.roles[name]).values()))
+    return total
