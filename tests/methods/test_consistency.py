@@ -121,7 +121,7 @@ def test_one_step_comes_near_to_the_law_of_the_exact_teacher():
     ("changes", "sampler", "message"),
     [
         ({}, dataclasses.replace(FEW_STEPS, guidance_scale=3.0), "sampler.guidance_scale must be 1, not 3.0"),
-        ({}, dataclasses.replace(FEW_STEPS, chunks=ChunkConfig(1)), "chunk_frames must be 0"),
+        ({}, dataclasses.replace(FEW_STEPS, chunks=ChunkConfig(1, context_noise=0.1)), "context_noise must be 0"),
     ],
 )
 def test_a_wrong_setting_names_its_key(changes, sampler, message):

@@ -56,6 +56,8 @@ class RoleSpec:
     starts_from: str = ""  # role whose folder it takes when its own path is empty; "" is the first role of the method
     copy_of: str = ""  # trained role whose weights and settings it copies; it then has no settings of its own
     when: Callable[[Any], bool] = lambda config: True  # from the method's settings: whether the role is needed
+    # from the method's settings: whether it generates in the chunks of a causal student, as copies of the student do
+    in_chunks: Callable[[Any], bool] = lambda config: False
 
     @property
     def config_class(self) -> type[RoleConfig] | None:
@@ -68,9 +70,9 @@ def trained(kind: type[Trainable] = Trainable, *, starts_from: str = "") -> Role
     return RoleSpec(kind, starts_from)
 
 
-def frozen(*, starts_from: str = "") -> RoleSpec:
-    """Declare a role whose weights never change, such as a teacher."""
-    return RoleSpec(Frozen, starts_from)
+def frozen(*, starts_from: str = "", in_chunks: Callable[[Any], bool] = lambda config: False) -> RoleSpec:
+    """Declare a role whose weights never change, such as a teacher; `in_chunks` says when it is causal."""
+    return RoleSpec(Frozen, starts_from, in_chunks=in_chunks)
 
 
 def initial_copy(of: str, *, when: Callable[[Any], bool] = lambda config: True) -> RoleSpec:
@@ -78,9 +80,9 @@ def initial_copy(of: str, *, when: Callable[[Any], bool] = lambda config: True) 
     return RoleSpec(Frozen, of, copy_of=of, when=when)
 
 
-def updated_copy(of: str) -> RoleSpec:
+def updated_copy(of: str, *, when: Callable[[Any], bool] = lambda config: True) -> RoleSpec:
     """Declare a copy of a trained role that the method updates with `update_from`, such as an old policy."""
-    return RoleSpec(WeightCopy, of, copy_of=of)
+    return RoleSpec(WeightCopy, of, copy_of=of, when=when)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from unified_trainer.methods.base import Loss, Method, MethodSetup, SingleUpdate
 from unified_trainer.numerics.flow import ShiftedUniform, add_noise
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
-from unified_trainer.roles.causal import Causal
+from unified_trainer.roles.causal import Causal, by_chunk
 from unified_trainer.roles.role import Trainable, TrainableConfig
 
 Forcing = Literal["none", "diffusion", "teacher"]  # diffusion forcing: arXiv:2407.01392
@@ -80,7 +80,4 @@ class Finetune(Method):
         law = self.config.sigma_law
         if self.config.forcing == "none":
             return self.student.draw_noise_levels("sigma", batch.sample_ids, rng, law)
-        ranges = self.sampler.chunks.ranges(batch.latent_shape[1])
-        levels = [rng.uniform(f"sigma {i}", batch.sample_ids) for i in range(len(ranges))]
-        frames = [level for level, (start, stop) in zip(levels, ranges, strict=True) for _ in range(start, stop)]
-        return law(torch.stack(frames, 1)), 1.0
+        return law(by_chunk("sigma", batch, rng, self.sampler.chunks)), 1.0

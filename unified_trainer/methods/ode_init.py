@@ -15,7 +15,7 @@ from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import Causal
 from unified_trainer.roles.role import Frozen, Trainable
 from unified_trainer.sampling.solver import SamplerConfig
-from unified_trainer.sampling.teacher_ode import TeacherODE
+from unified_trainer.sampling.teacher_ode import CausalTeacherODE, TeacherODE
 
 ROUNDING = 1e-9  # noise levels that are no further apart are one: they were computed in different ways
 
@@ -28,12 +28,19 @@ class ODEInitConfig(SingleUpdateConfig):
     """Euler steps of the teacher; the student's noise levels are added to them."""
     teacher_shift: Shift = 3.0
     """Shift of the teacher's noise levels towards noise."""
+    causal_teacher: bool = False
+    """The teacher of a causal student is causal too: it solves its ODE chunk by chunk, after its own finished chunks
+    (arXiv:2602.02214)."""
     passes: Count = 1
     """Times each trajectory is trained on; the student takes one optimizer step per noise level and pass."""
 
     def check(self, setup: MethodSetup) -> None:
         if setup.sampler.chunks.context_noise:
             raise UserError("sampler.chunks.context_noise must be 0 for ode_init: its chunks attend to clean chunks")
+        if self.causal_teacher and not setup.sampler.chunks.causal:
+            raise UserError(
+                "algorithm.causal_teacher needs a causal student: set sampler.chunks.chunk_frames, or leave it out"
+            )
         setup.sampler.check_unguided()
         if "teacher" in setup.layouts:  # its trajectories are not stored
             setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)
@@ -44,6 +51,8 @@ class ODEInitConfig(SingleUpdateConfig):
         levels, table = sampler.sigmas()[:-1], sigma_table(self.teacher_steps, self.teacher_shift)
         further = (table[:, None] - levels).abs().amin(1) > ROUNDING
         sigmas = torch.cat([table[further & (table < levels[0])], levels]).sort().values.flip(0)
+        if self.causal_teacher:
+            return CausalTeacherODE("teacher", sigmas, levels, self.guidance_scale, sampler.chunks)
         return TeacherODE("teacher", sigmas, levels, self.guidance_scale)
 
 
@@ -54,7 +63,7 @@ class ODEInit(Method):
     """
 
     config_class = ODEInitConfig
-    roles = {"student": trained(), "teacher": frozen()}
+    roles = {"student": trained(), "teacher": frozen(in_chunks=lambda config: config.causal_teacher)}
     trained_for_sampler = True
 
     def __init__(

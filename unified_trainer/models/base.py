@@ -49,7 +49,7 @@ class VideoModel(Protocol):
         """Predict velocity = noise - x0, in float32."""
         ...
 
-    def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample) -> Latents:
+    def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample | PerFrame) -> Latents:
         """Return the velocity that guidance makes of both; the family's own rule, usually that of `flow.guide`."""
         ...
 

@@ -11,7 +11,7 @@ from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.types import Latents, PerSample
+from unified_trainer.basics.types import Latents, PerFrame, PerSample
 from unified_trainer.models.adapter_file import AdapterFile
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.folder import outline, read_weights
@@ -50,7 +50,7 @@ class DiffusersModel:
                 for name, table in list(module.named_buffers(recurse=False)):
                     setattr(module, name, table.to(mesh.device))
 
-    def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample) -> Latents:
+    def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample | PerFrame) -> Latents:
         return guide(cond, uncond, guidance_scale)
 
     @property

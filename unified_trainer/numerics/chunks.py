@@ -3,10 +3,11 @@
 A causal student generates a video chunk by chunk. Each chunk attends to itself and to earlier frames in the KV cache.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
@@ -58,6 +59,11 @@ class ChunkConfig:
             )
         starts = range(first, frames, self.chunk_frames)
         return [(0, 1)] * first + [(start, start + self.chunk_frames) for start in starts]
+
+    def by_frame(self, values: Sequence[Float[Tensor, " b"]], frames: int) -> Float[Tensor, "b t"]:
+        """Repeat the value of each chunk for all of its frames."""
+        sizes = [stop - start for start, stop in self.ranges(frames)]
+        return torch.stack(list(values), 1).repeat_interleave(torch.tensor(sizes), 1)
 
     def kept(self, resident: list[int]) -> list[int]:
         """Return which of the cached latent frames stay: the sink, and the newest that fit into the window."""

@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
+from unified_trainer.basics.types import Batch, Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import Cache, CausalVideoModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import GuidanceScale
+from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.experts import Expert, Pick, expert_at, route
 from unified_trainer.roles.role import Frozen, Role, Trainable
 from unified_trainer.roles.weight_copy import WeightCopy
@@ -46,6 +47,10 @@ class Causal(Role):
                 return (model.velocity_masked(pick(x_t), pick(sigma), cond.map(pick), chunks, past),)
 
         return route(self._row_masks(sigma), call)[0]
+
+    def attending_to(self, clean: Latents, chunks: ChunkConfig) -> "TeacherForced":
+        """Return this role with chunks that attend to the clean chunks before them, in one masked pass."""
+        return TeacherForced(self, clean, chunks)
 
     def open_cache(
         self,
@@ -82,6 +87,34 @@ class Causal(Role):
         return size
 
 
+class TeacherForced:
+    """A causal role given the clean chunks of its samples, with the velocities of a bidirectional role."""
+
+    def __init__(self, role: Causal, clean: Latents, chunks: ChunkConfig) -> None:
+        self._role, self._clean, self._chunks = role, clean, chunks
+
+    def velocity(self, x_t: Latents, sigma: PerSample | PerFrame, cond: Condition) -> Latents:
+        """Return the velocity of all chunks, each at its own noise level if `sigma` has one per frame."""
+        return self._role.masked_velocity(x_t, sigma, cond, self._chunks, self._clean)
+
+    def guided_velocity(
+        self,
+        x_t: Latents,
+        sigma: PerSample | PerFrame,
+        cond: Condition,
+        uncond: Condition,
+        guidance_scale: GuidanceScale,
+    ) -> Latents:
+        """Return uncond + w (cond - uncond), both from one batched pass; w = 1 runs cond alone."""
+        if guidance_scale == 1:
+            return self.velocity(x_t, sigma, cond)
+        both = TeacherForced(self._role, torch.cat([self._clean] * 2), self._chunks).velocity(
+            torch.cat([x_t, x_t]), torch.cat([sigma, sigma]), cond.cat(uncond)
+        )
+        conditional, unconditional = both.chunk(2)
+        return self._role.guide(conditional, unconditional, self._role.scale(sigma, guidance_scale))
+
+
 class CausalStudent(Causal, Trainable):
     """A trainable causal role."""
 
@@ -99,6 +132,13 @@ def causal_form(kind: type[Role]) -> type[Causal]:
     if issubclass(kind, Causal):
         return kind
     return {Trainable: CausalStudent, Frozen: CausalFrozen, WeightCopy: CausalWeightCopy}[kind]
+
+
+def by_chunk(name: str, batch: Batch, rng: Streams, chunks: ChunkConfig) -> PerFrame:
+    """Draw a uniform number in [0, 1) for each chunk of each sample, as one value per latent frame."""
+    frames = batch.latent_shape[1]
+    drawn = [rng.uniform(f"{name} {i}", batch.sample_ids) for i in range(len(chunks.ranges(frames)))]
+    return chunks.by_frame(drawn, frames)
 
 
 class KVCache:

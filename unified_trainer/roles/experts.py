@@ -145,9 +145,9 @@ def _scatter(result: Shaped[Tensor, "m ..."], mask: RowMask, rows: Int[Tensor, "
 
 
 def scale_at(
-    guidance_scale: GuidanceScale, sigma: PerSample, boundary: float | None, role: str
-) -> float | Float[Tensor, " b"]:
-    """Return the guidance scale of each sample: one number, or one for each expert."""
+    guidance_scale: GuidanceScale, sigma: PerSample | PerFrame, boundary: float | None, role: str
+) -> float | PerSample | PerFrame:
+    """Return the guidance scale at each noise level: one number, or one for each expert."""
     if not isinstance(guidance_scale, tuple):
         return guidance_scale
     if boundary is None:

@@ -166,11 +166,11 @@ class Role:
         conditional, unconditional = both.chunk(2)
         return self.guide(conditional, unconditional, scale)
 
-    def guide(self, cond: Latents, uncond: Latents, scale: float | PerSample) -> Latents:
+    def guide(self, cond: Latents, uncond: Latents, scale: float | PerSample | PerFrame) -> Latents:
         """Return the velocity that the model's rule of guidance makes of both, with a scale of `scale`."""
         return self._backbones[self.experts[0]].model.guide(cond, uncond, scale)
 
-    def scale(self, sigma: PerSample, guidance_scale: GuidanceScale) -> float | PerSample:
+    def scale(self, sigma: PerSample | PerFrame, guidance_scale: GuidanceScale) -> float | PerSample | PerFrame:
         """Return the guidance scale at these noise levels; each expert may have its own."""
         return scale_at(guidance_scale, sigma, self.boundary, self.name)
 

@@ -230,13 +230,8 @@ def policy_velocity(
     level = sigma.expand(len(batch))
     if x0 is None or not sampler.chunks.causal:
         return role.guided_velocity(x_t, level, batch.cond, batch.uncond, sampler.guidance_scale)
-    student = of_kind(Causal, role)
-    if sampler.guidance_scale == 1:
-        return student.masked_velocity(x_t, level, batch.cond, sampler.chunks, x0)
-    x_both, x0_both, cond = torch.cat([x_t, x_t]), torch.cat([x0, x0]), batch.cond.cat(batch.uncond)
-    both = student.masked_velocity(x_both, torch.cat([level, level]), cond, sampler.chunks, x0_both)
-    conditional, unconditional = both.chunk(2)
-    return role.guide(conditional, unconditional, role.scale(level, sampler.guidance_scale))
+    student = of_kind(Causal, role).attending_to(x0, sampler.chunks)
+    return student.guided_velocity(x_t, level, batch.cond, batch.uncond, sampler.guidance_scale)
 
 
 def _sample_to_step(velocity: Velocity, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:

@@ -46,6 +46,19 @@ def test_calls_and_flops_are_those_of_a_real_step(method):
 
 
 @pytest.mark.slow
+def test_the_chunks_and_the_kv_cache_of_a_causal_teacher_are_counted():
+    """Its cache holds cond and uncond; that of the student, which makes validations, one of them."""
+    flags = ["--method", "ode_init", *SMALL, *OWN["ode_init"], "--sampler.chunks.chunk-frames", "1"]
+    flags += ["--algorithm.causal-teacher"]
+    real = bench_plan.measure(flags, 0, memory=False)
+    computed, passes = bench_plan.predicted(flags, 0)
+    assert passes == real.passes
+    assert computed.model_flops == pytest.approx(real.flops, rel=1e-9)
+    phases = computed.memory.phases
+    assert phases["rollout"]["KV cache"] == 2 * phases["update of student"]["KV cache"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["finetune, adapter", "dmd2"])
 def test_memory_is_within_a_tenth_of_a_real_step(name, tmp_path):
     flags = bench_plan.flags_of(name, tmp_path)

@@ -212,6 +212,21 @@ def test_stored_states_give_the_losses_of_the_teacher(stored, words, size, toler
     torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=0)
 
 
+def test_stored_states_of_a_causal_teacher_give_its_losses(tmp_path):
+    """And what the folder says of them names its chunks, so that those of another teacher are not added."""
+    words = [*CAUSAL, "--algorithm.causal-teacher"]
+    folder = written(tmp_path, *words)
+    test_stored_states_give_the_losses_of_the_teacher(folder, words, 1, 0.0)
+    with pytest.raises(UserError, match="holds other encoded clips: their chunks is"):
+        preprocess(
+            tmp_path / "prompts.txt",
+            folder,
+            trajectories=True,
+            settings=tuple([*flags(SMALL), *CAUSAL]),
+            rows_per_file=2,
+        )
+
+
 def test_states_stay_with_their_prompts_in_any_order_of_rows(stored, tmp_path):
     one, other = source(stored), source(copied(stored, tmp_path / "b", lambda table: table.take([2, 0, 3, 1])))
     assert [other.request(i).text for i in range(4)] == [CAPTIONS[i] for i in (2, 0, 3, 1)]

@@ -8,7 +8,7 @@ from diffusers import QwenImageTransformer2DModel
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.basics.types import Condition, Latents, PerSample
+from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import PassSize
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.qwen_image.configs import PATCH
@@ -33,7 +33,7 @@ class QwenImageModel(DiffusersModel):
         )[0]
         return unpacked(v.float(), height, width)
 
-    def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample) -> Latents:
+    def guide(self, cond: Latents, uncond: Latents, guidance_scale: float | PerSample | PerFrame) -> Latents:
         """Return the guided velocity with the norm of `cond` in each token, as QwenImagePipeline does."""
         _, _, _, height, width = cond.shape
         guided = packed(guide(cond, uncond, guidance_scale))

@@ -23,6 +23,7 @@ from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
 from unified_trainer.run.checkpoint.mirror import check_mirror
+from unified_trainer.run.plan.causal_teacher import check_causal_teacher
 from unified_trainer.run.plan.data import SETS, check_captions, note_lanes, prompt_files, read_clips
 from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
@@ -148,6 +149,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         _misfit(run, method),
         without_adapter(roles),
         left_at_base(run, roles),
+        check_causal_teacher(run, roles),
         sparse_note,
         *(file.note for file in prompts.values()),
         clips.stored.image_note if clips.stored else "",

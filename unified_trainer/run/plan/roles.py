@@ -68,7 +68,7 @@ def plan_roles(run: RunConfig, method: type[Method], *, starting: bool = True) -
         config, path, kind = run.roles[spec.copy_of or name], role_path(run, method, name), spec.kind
         if spec.copy_of and kind is Frozen and (run.init_from or config.boundary or config.trains_on_adapter):
             kind = WeightCopy  # the trained role starts with other weights, or networks, than those of its folder
-        if run.sampler.chunks.causal and (name == "student" or spec.copy_of == "student"):
+        if run.sampler.chunks.causal and ("student" in (name, spec.copy_of) or spec.in_chunks(run.algorithm)):
             kind = causal_form(kind)
         layout = layout_for(name, kind, config, path)
         adapters = adapters_of(spec.copy_of or name, kind, config, path, layout, starting=starting)

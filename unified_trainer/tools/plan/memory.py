@@ -113,7 +113,7 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
         memory.phases["rollout"] = {
             "activations": max(max(one.peak for one in silent), part),  # the states of a part are joined at its end
             "gathered weights": gathered,
-            "KV cache": _cache(sizes, counts),
+            "KV cache": _cache(sizes, counts, _cached(sizes.run)),
             "rollouts": rollouts + part,
             "prompts and clips": parts + data + (prompts if counts.kept else 0.0),
         }
@@ -336,15 +336,21 @@ def _kinds(losses: list[list[Pass]]) -> list[list[Pass]]:
     return list({tuple((p.role, p.samples, p.tokens, p.gradient) for p in loss): loss for loss in losses}.values())
 
 
-def _cache(sizes: Sizes, counts: Counts) -> float:
-    """The KV cache of a causal student for the samples of a rollout."""
-    run, size = sizes.run, sizes.models["student"].size
+def _cached(run: RunConfig) -> str:
+    """Return the role that makes samples: a causal teacher that solves its ODE, or else the student."""
+    ode = run.algorithm.teacher_ode(run.sampler)
+    return ode.role if ode is not None and ode.made_in is not None and run.needs_role(ode.role) else "student"
+
+
+def _cache(sizes: Sizes, counts: Counts, role: str = "student") -> float:
+    """The KV cache of a causal role for the samples of a rollout."""
+    run, size = sizes.run, sizes.models[role].size
     if not run.sampler.chunks.causal:
         return 0.0
-    samples = max(call.samples for call in counts.passes if call.role.startswith("student"))
+    samples = max(call.samples for call in counts.passes if call.role.startswith(role))
     frames = min(sizes.latent[1], run.sampler.chunks.window_frames or sizes.latent[1])
     tokens = frames * sizes.latent[2] * sizes.latent[3] // size.patch
-    width = BF16 if run.roles["student"].precision == "bf16" else FP32
+    width = BF16 if run.roles[role].precision == "bf16" else FP32
     return 2.0 * size.layers * samples * tokens * size.width * width / run.parallel.sequence
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,7 @@ def _about(plan: RunPlan, ode: TeacherODE, codec: Codec) -> dict[str, Any]:
         "sigmas": ode.sigmas.tolist(),
         "levels": ode.levels.tolist(),
         "seed": run.seed,
+        "chunks": None if ode.made_in is None else asdict(ode.made_in),
     }
 
 
