@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ALONE, REPO
+from helpers import ALONE, REPO, shell
 
 sys.path.insert(0, str(REPO / "scripts"))
 import bench_gpu
@@ -75,6 +75,25 @@ def test_sections_that_fail_do_not_end_the_others(tmp_path, monkeypatch):
         ("works", 3, None),
     ]
     assert "stopped at its time limit" in (tmp_path / "bench.md").read_text()
+
+
+UNUSED = ("pyarrow", "av", "plotly", "starlette", "uvicorn", "ray", "nixl")
+BLOCKED = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {UNUSED}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Blocked())
+sys.path.insert(0, "scripts")
+import bench_gpu
+"""
+
+
+@pytest.mark.slow
+def test_it_needs_no_package_that_it_does_not_use():
+    done = shell(sys.executable, "-c", BLOCKED)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_section_is_named(tmp_path):
