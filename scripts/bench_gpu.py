@@ -1,7 +1,7 @@
 """This script measures the trainer on the accelerator that it finds, with random weights of Wan2.1-1.3B's architecture.
 
     python scripts/bench_gpu.py --out DIR
-    python scripts/bench_gpu.py --out DIR --only network attention
+    python scripts/bench_gpu.py --out DIR --only forward attention
     python scripts/bench_gpu.py --toy --out DIR
 
 It needs no network, no checkpoint and no data. Every section is one part of the table and runs in its own process with
