@@ -1,13 +1,14 @@
 """This script measures the trainer on the accelerator that it finds, with random weights of Wan2.1-1.3B's architecture.
 
     python scripts/bench_gpu.py --out DIR
-    python scripts/bench_gpu.py --out DIR --only network attention
+    python scripts/bench_gpu.py --out DIR --only forward attention
     python scripts/bench_gpu.py --toy --out DIR
 
-It needs no network, no checkpoint and no data. Every section is one part of the table; one that does not fit in memory
-or fails is marked, and the others still run. `--minutes` ends the script between two rows. DIR gets bench.json, which
-is written anew after every row, and bench.md, the table for docs/performance.md. `--toy` does the same with a narrow
-network and small videos, for a CPU.
+It needs no network, no checkpoint and no data. Every section is one part of the table and runs in its own process with
+a time limit, the most useful section first. A row or a section that fails is marked, and the others still run. No row
+begins after `--minutes`, and one that still runs GRACE seconds later is stopped. DIR gets bench.json, which is written
+anew after every row, and bench.md, the table for docs/performance.md. `--toy` does the same with a narrow network and
+small videos, for a CPU.
 
 Model FLOPs are those of the forward and backward passes without recomputation; MFU divides them by the time and by the
 device's published dense bf16 rate.
@@ -16,6 +17,8 @@ device's published dense bf16 rate.
 import gc
 import json
 import math
+import multiprocessing
+import os
 import shlex
 import sys
 import tempfile
@@ -67,6 +70,8 @@ from unified_trainer.run.tracking.environment import environment
 
 ROUNDS = 3  # measured repetitions of a pass, of which the fastest counts
 LATENT_CHANNELS, TIME_STRIDE, SPACE_STRIDE = 16, 4, 8
+GRACE = 20.0  # seconds that a section has to end the row that it measures
+START = "spawn"  # how its process starts: CUDA cannot be used after a fork
 QUADRATIC_TOKENS = 10_000  # beyond them the math kernel's matrix of all pairs does not fit
 
 
@@ -121,6 +126,7 @@ STEPS = {
     "diffusion_nft": ("diffusion_nft", f"{GROUPS} 4", f"{GROUPS} 2"),
     "self_forcing": ("self_forcing", None, MATCHING),
 }
+COMPILED = {"uncompiled": False, "compiled": True}
 RECOMPUTE: tuple[Recomputed, ...] = ("none", "selective", "full")
 
 
@@ -134,7 +140,7 @@ class Bench:
     mesh: Mesh
     end: float  # when no further row is begun
     environment: dict[str, Any]
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)  # those of earlier sections too
 
     def row(self, section: str, name: str, measure: Callable[[], dict[str, Any]]) -> None:
         """Measure one row and write all rows; a failure becomes the row's result."""
@@ -151,8 +157,7 @@ class Bench:
                 found = {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         self.rows.append({"section": section, "name": name, **found})
         Console().print(f"{section}: {name}: {_in_words(found)}", markup=False, highlight=False, soft_wrap=True)
-        (self.out / "bench.json").write_text(json.dumps({"environment": self.environment, "rows": self.rows}, indent=1))
-        (self.out / "bench.md").write_text(markdown(self.environment, self.rows))
+        _write(self.out, self.environment, self.rows)
 
     def rate(self, seconds: float, flops: float, tokens: float) -> dict[str, Any]:
         """Return a row of what took these seconds."""
@@ -164,6 +169,15 @@ class Bench:
             "tokens_per_second": tokens / seconds,
             "peak_gib": peak_memory(self.mesh.device),
         }
+
+
+def _write(out: Path, facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Write bench.json and bench.md; a process that is stopped meanwhile leaves the files of before."""
+    texts = {"bench.json": json.dumps({"environment": facts, "rows": rows}, indent=1)}
+    texts["bench.md"] = markdown(facts, rows) if facts else ""
+    for name, text in texts.items():
+        (out / f"{name}.new").write_text(text)
+        os.replace(out / f"{name}.new", out / name)
 
 
 def _forget_peak(device: torch.device) -> None:
@@ -188,14 +202,20 @@ def fastest(device: torch.device, work: Callable[[], object]) -> float:
     return min(seconds(device, work) for _ in range(ROUNDS))
 
 
-def network(bench: Bench) -> None:
-    """Forward, and forward with backward, of the bare transformer, by recomputation."""
+def forward(bench: Bench) -> None:
+    """A forward pass of the transformer as it is, and with compiled blocks."""
     for video in (bench.scale.small, bench.scale.large):
-        for recompute in RECOMPUTE:
-            rows = _Passes(bench, video, recompute)
-            if recompute == "none":
-                bench.row("network", f"{video}, forward", rows.forward)
-            bench.row("network", f"{video}, forward and backward, recomputing {recompute}", rows.both)
+        for name, compile in COMPILED.items():
+            bench.row("forward", f"{video}, {name}", _Passes(bench, video, compile=compile).forward)
+
+
+def backward(bench: Bench) -> None:
+    """Forward and backward of the transformer, by recomputation, as it is and with compiled blocks."""
+    for video in (bench.scale.small, bench.scale.large):
+        for name, compile in COMPILED.items():
+            for recompute in RECOMPUTE[compile:]:  # a compiler chooses itself what it keeps
+                passes = _Passes(bench, video, recompute, compile=compile)
+                bench.row("forward and backward", f"{video}, {name}, recomputing {recompute}", passes.both)
 
 
 def attention(bench: Bench) -> None:
@@ -207,15 +227,6 @@ def attention(bench: Bench) -> None:
         for kernel in (*_kernels(bench, video), *others):
             with _attention_kernel(bench, kernel):
                 bench.row("attention", f"{video}, forward, {kernel}", _Passes(bench, video).forward)
-
-
-def compiled(bench: Bench) -> None:
-    """Passes of the network with compiled blocks."""
-    for video in (bench.scale.small, bench.scale.large):
-        bench.row("compile", f"{video}, forward", _Passes(bench, video, compile=True).forward)
-        for recompute in RECOMPUTE[1:]:
-            rows = _Passes(bench, video, recompute, compile=True)
-            bench.row("compile", f"{video}, forward and backward, recomputing {recompute}", rows.both)
 
 
 def methods(bench: Bench) -> None:
@@ -245,7 +256,8 @@ def log_ratio(bench: Bench) -> None:
             bench.row("log-ratio", name, lambda f=flags: _log_ratio(bench, f.split()))
 
 
-SECTIONS = {f.__name__: f for f in (network, attention, methods, vae, log_ratio, compiled)}
+SECTIONS = {f.__name__: f for f in (log_ratio, forward, attention, methods, backward, vae)}  # most useful first
+MINUTES = {"log_ratio": 1.5, "forward": 1.5, "attention": 1.0, "methods": 2.5, "backward": 1.5, "vae": 0.5}
 
 
 class _Passes:
@@ -422,29 +434,68 @@ def markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(out: Path, toy: bool = False, only: tuple[str, ...] = (), minutes: float = 8.0) -> None:
+def prepare(out: Path, model: Path, scale: Scale, command: str) -> None:
+    """Write the random weights, and the facts about this machine into bench.json."""
+    mesh = Mesh.join("auto")
+    facts = environment([], 0, 0, mesh)
+    facts |= {"command": command, "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    _write(out, facts, [])
+    write(model, scale.architecture, mesh.device)
+
+
+def measure(section: str, out: Path, model: Path, scale: Scale, end: float) -> None:
+    """Add the rows of one section to bench.json."""
+    mesh = Mesh.join("auto")
+    use_attention("auto", mesh.device)
+    facts, rows = _read(out)
+    SECTIONS[section](Bench(out, model, scale, mesh, end, facts, rows))
+
+
+def _read(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    held = json.loads((out / "bench.json").read_text())
+    return held["environment"], held["rows"]
+
+
+def _in_process(section: str, out: Path, end: float, work: Callable[..., None], *arguments: object) -> bool:
+    """Run the work in a process of its own; if it does not end well and in time, add a row that says so."""
+    process = multiprocessing.get_context(START).Process(target=work, args=arguments)
+    process.start()
+    process.join(max(0.0, end + GRACE - time.monotonic()))
+    late = process.is_alive()
+    if late:
+        process.kill()
+        process.join()
+    if process.exitcode == 0:
+        return True
+    failure = "stopped at its time limit" if late else f"its process ended with exit code {process.exitcode}"
+    facts, rows = _read(out)
+    _write(out, facts, [*rows, {"section": section, "name": "the rest of the section", "failed": failure}])
+    Console().print(f"{section}: {failure}", markup=False, highlight=False, soft_wrap=True)
+    return False
+
+
+def main(out: Path, toy: bool = False, only: tuple[str, ...] = (), minutes: float = 7.0) -> None:
     """Measure the trainer on this machine's accelerator.
 
     Args:
         out: Folder for bench.json and bench.md.
         toy: Take a narrow network and small videos.
-        only: Sections to run, of network, attention, methods, vae, log_ratio and compiled; all by default.
         minutes: Time after which no further row is begun.
     """
+    if unknown := sorted(set(only) - set(SECTIONS)):
+        sys.exit(f"--only {' '.join(unknown)}: the sections are {', '.join(SECTIONS)}")
     end = time.monotonic() + 60 * minutes
     out.mkdir(parents=True, exist_ok=True)
-    mesh, scale = Mesh.join("auto"), SMALL if toy else FULL
-    facts = environment([], 0, 0, mesh)
-    facts["command"] = shlex.join(["python", "scripts/bench_gpu.py", *sys.argv[1:]])
-    facts["time"] = datetime.now(UTC).isoformat(timespec="seconds")
-    use_attention("auto", mesh.device)
+    scale = SMALL if toy else FULL
+    command = shlex.join(["python", "scripts/bench_gpu.py", *sys.argv[1:]])
+    _write(out, {}, [])
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "wan"
-        write(model, scale.architecture, mesh.device)
-        bench = Bench(out, model, scale, mesh, end, facts)
-        for section in only or SECTIONS:
-            SECTIONS[section](bench)
-    if any("failed" in row for row in bench.rows):
+        if _in_process("weights", out, end, prepare, out, model, scale, command):
+            for section in only or SECTIONS:
+                until = min(end, time.monotonic() + 60 * MINUTES[section])
+                _in_process(section, out, until, measure, section, out, model, scale, until)
+    if any("failed" in row for row in _read(out)[1]):
         sys.exit(1)
 
 

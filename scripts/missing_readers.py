@@ -1,9 +1,13 @@
 """Imported first, this stands in for readers of files that are not installed and that a benchmark does not use."""
 
-import importlib.util
+import importlib
 import sys
+from importlib.machinery import ModuleSpec
 from unittest.mock import MagicMock
 
 for name in ("pyarrow", "pyarrow.parquet", "av"):
-    if importlib.util.find_spec(name.partition(".")[0]) is None:
+    try:
+        importlib.import_module(name)
+    except ImportError:
         sys.modules[name] = MagicMock()
+        sys.modules[name].__spec__ = ModuleSpec(name, None)  # transformers and diffusers ask for it

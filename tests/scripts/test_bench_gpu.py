@@ -2,11 +2,13 @@
 
 import json
 import math
+import os
+import signal
 import sys
 
 import pytest
 import torch
-from helpers import ALONE, REPO
+from helpers import ALONE, REPO, shell
 
 sys.path.insert(0, str(REPO / "scripts"))
 import bench_gpu
@@ -42,6 +44,63 @@ def test_no_row_begins_after_the_time(tmp_path):
     assert late.rows == [{"section": "step", "name": "late", "skipped": "no time left"}]
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_sections_that_fail_do_not_end_the_others(tmp_path, monkeypatch):
+    """One ends its process, one never ends, one raises; the rows that they measured before stay."""
+
+    def dies(measured):
+        measured.row("dies", "before", lambda: {"ms": 1})
+        os._exit(3)
+
+    def hangs(measured):
+        measured.row("hangs", "before", lambda: {"ms": 2})
+        signal.pause()
+
+    def works(measured):
+        measured.row("works", "row", lambda: {"ms": 3})
+
+    monkeypatch.setattr(bench_gpu, "START", "fork")  # the process gets what is replaced here
+    monkeypatch.setattr(bench_gpu, "write", lambda *_: None)
+    monkeypatch.setattr(bench_gpu, "SECTIONS", {"dies": dies, "hangs": hangs, "works": works})
+    monkeypatch.setattr(bench_gpu, "MINUTES", {"dies": 1, "hangs": 1 / 60, "works": 1})
+    monkeypatch.setattr(bench_gpu, "GRACE", 0.0)
+    with pytest.raises(SystemExit):
+        bench_gpu.main(tmp_path, toy=True)
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [(row["section"], row.get("ms"), row.get("failed")) for row in rows] == [
+        ("dies", 1, None),
+        ("dies", None, "its process ended with exit code 3"),
+        ("hangs", 2, None),
+        ("hangs", None, "stopped at its time limit"),
+        ("works", 3, None),
+    ]
+    assert "stopped at its time limit" in (tmp_path / "bench.md").read_text()
+
+
+UNUSED = ("pyarrow", "av", "plotly", "starlette", "uvicorn", "ray", "nixl")
+BLOCKED = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {UNUSED}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Blocked())
+sys.path.insert(0, "scripts")
+import bench_gpu
+"""
+
+
+@pytest.mark.slow
+def test_it_needs_no_package_that_it_does_not_use():
+    done = shell(sys.executable, "-c", BLOCKED)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_section_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="network: the sections are log_ratio, forward"):
+        bench_gpu.main(tmp_path, only=("network",))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch: a slower kernel
 def test_the_toy_run(tmp_path, monkeypatch):
@@ -51,11 +110,15 @@ def test_the_toy_run(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_gpu, "ROUNDS", 1)
     repeat = recorded_calls.Call.repeat
     monkeypatch.setattr(recorded_calls.Call, "repeat", lambda call: (seen.append(call), repeat(call)))
-    bench_gpu.main(tmp_path, toy=True, only=("network", "attention", "methods", "vae", "log_ratio"))
+    monkeypatch.setattr(bench_gpu, "COMPILED", {"uncompiled": False})
+    model = tmp_path / "wan"
+    bench_gpu.prepare(tmp_path, model, bench_gpu.SMALL, "python scripts/bench_gpu.py")
+    for section in bench_gpu.SECTIONS:
+        bench_gpu.measure(section, tmp_path, model, bench_gpu.SMALL, math.inf)
     written = json.loads((tmp_path / "bench.json").read_text())
     rows = {row["name"]: row for row in written["rows"]}
     assert not any("failed" in row for row in written["rows"])
-    forward, both = rows["32x32x5, forward"], rows["32x32x5, forward and backward, recomputing full"]
+    forward, both = rows["32x32x5, uncompiled"], rows["32x32x5, uncompiled, recomputing full"]
     # MATH: products of the input's layers have no gradient of their input counted apart, so a pass is exactly thrice.
     assert both["model_tflop"] == pytest.approx(3 * forward["model_tflop"])
     assert rows["decode 32x32x5, bf16, channels last"]["ms"] > 0
