@@ -255,6 +255,7 @@ def test_an_adapter_trains_the_layer_beside_it():
     ("words", "message"),
     [
         ({"student.no-flow-map": True}, "student.flow_map must be True"),
+        ({"student.boundary": 0.9, "student.low.no-trained": True}, "student.low.trained must be True"),
         ({"algorithm.equal-share": 0.9}, "must sum to at most 1"),
         ({"sampler.guidance-scale": 3}, "sampler.guidance_scale must be 1"),
         ({"sampler.chunks.chunk-frames": 1}, "a causal student is no flow map"),

@@ -48,6 +48,12 @@ class FlowMapConfig(SingleUpdateConfig):
             raise UserError("student.flow_map must be True: flow_map trains a network with a second noise level")
         if self.equal_share + self.clean_share > 1:
             raise UserError("algorithm.equal_share and algorithm.clean_share must sum to at most 1")
+        layout = setup.layouts["student"]
+        if len(layout.trained) < len(layout.components):
+            raise UserError(
+                "student.high.trained and student.low.trained must be True: a step may lead from one expert to the "
+                "other, and one that is not trained predicts the velocity of no step"
+            )
         setup.sampler.check_unguided()
         setup.check_guidance("teacher", "algorithm.guidance_scale", self.guidance_scale)
         setup.check_noise_levels("student", self.law, "teacher")
