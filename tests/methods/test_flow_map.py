@@ -123,6 +123,13 @@ def test_the_target_is_that_of_the_paper_to_first_order_in_the_teachers_step():
     assert torch.equal(mean_flow_target(here, there, v, t, t_next, r)[2], v[2])
 
 
+def test_a_frame_that_is_known_has_no_part_in_the_target_of_a_step_to_clean_latents():
+    """The velocity of TI2V's first frame is 0 / 0 at noise level 0, where the teacher's step ends too."""
+    u, u_next, v = torch.randn(3, 1, *SHAPE, generator=torch.Generator().manual_seed(0))
+    u_next[:] = torch.nan
+    assert torch.equal(mean_flow_target(u, u_next, v, levels(0.1), levels(0.0), levels(0.0)), v)
+
+
 def gaussian(x, t, r, s=0.5):
     """Mean velocity from t to r for x0 ~ N(0, s^2): x_r = x_t std(r) / std(t), std(t)^2 = (1 - t)^2 s^2 + t^2."""
     std = [((1 - level) ** 2 * s**2 + level**2).sqrt() for level in (t, r)]

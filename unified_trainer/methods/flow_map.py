@@ -111,4 +111,5 @@ def mean_flow_target(u: Latents, u_next: Latents, v: Latents, t: PerSample, t_ne
     target is v.
     """
     steps = torch.where(t_next > r, (t_next - r) / (t - t_next), 0.0)
-    return v - per_sample(steps, u) * (u - u_next)
+    slope = torch.where(per_sample(steps, u) > 0, u - u_next, 0.0)  # a known frame has no velocity at noise level 0
+    return v - per_sample(steps, u) * slope

@@ -15,13 +15,14 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.flow_map import end_of
 from unified_trainer.models.folder import outline
-from unified_trainer.models.wan.model import WanModel, network_time
+from unified_trainer.models.wan.image_model import FirstFrameWanModel
+from unified_trainer.models.wan.model import network_time
 
 LAYER = "span_proj"
 
 
-class FlowMapWanModel(WanModel):
-    """A Wan transformer of text alone, whose velocity is the mean one of a step that its condition ends."""
+class FlowMapWanModel(FirstFrameWanModel):
+    """A Wan transformer of text, or of TI2V, whose velocity is the mean one of a step that its condition ends."""
 
     new_layers = (f"{LAYER}.weight", f"{LAYER}.bias")
 
@@ -51,4 +52,5 @@ class FlowMapWanModel(WanModel):
 
     def _add_span(self, embedder: nn.Module, inputs: tuple[Any, ...], embedded: Tensor) -> Tensor:
         waves = self.network.condition_embedder.timesteps_proj(self._span).to(inputs[0])
-        return embedded + self._layer(embedder.forward(waves))
+        added = self._layer(embedder.forward(waves))
+        return embedded + (added if embedded.ndim == 2 else added[:, None])  # one time for each sample, or token
