@@ -6,7 +6,7 @@ from unified_trainer.methods import METHODS
 from unified_trainer.methods.base import Method
 from unified_trainer.roles.causal import Causal
 from unified_trainer.run.plan.roles import RolePlan
-from unified_trainer.run.registry import method_named, open_model
+from unified_trainer.run.registry import family_of, method_named
 from unified_trainer.run.settings.config import ConfigError, RunConfig
 
 
@@ -24,5 +24,8 @@ def check_flow_maps(run: RunConfig, method: type[Method], roles: Mapping[str, Ro
             )
         if issubclass(role.kind, Causal):
             raise ConfigError(f"{key}: a causal student is no flow map, set sampler.chunks.chunk_frames 0")
-        for component in role.layout.components.values():
-            open_model(name, role.path, component, causal=False, flow_map=True)
+        family, folder = family_of(name, role.path)
+        if family.flow_map is None:
+            raise ConfigError(f"{key}: {folder} is of a family without flow maps, leave it out")
+        if family.images(folder)[0]:
+            raise ConfigError(f"{key}: {folder} reads an image as channels, and no such network is a flow map")
