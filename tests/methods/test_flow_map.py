@@ -15,6 +15,7 @@ from helpers import (
     assert_one_training,
     assert_same,
     checkpoint_of,
+    cut_off,
     flags,
     frozen,
     metrics_of,
@@ -43,6 +44,7 @@ from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.run.trainer import Trainer
 from unified_trainer.sampling.solver import SamplerConfig, generate
 
+LAYER = "student/weights/condition_embedder.span_proj.weight"
 SHAPE = (2, 1, 2, 2)  # of one sample of the tests by formula
 CONFIG = FlowMapConfig(batch_size=4, micro_batch=4, teacher_steps=6)
 SAMPLER = SamplerConfig(num_steps=3, shift=5.0, guidance_scale=1.0)
@@ -285,25 +287,28 @@ def test_networks_that_read_images_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_run_resumes_bit_for_bit_and_a_policy_starts_from_it(tmp_path, capsys, rank):
-    """Its validation has another number of steps; dance_grpo trains its steps on; no export is written."""
-    more = {"student.adapter.rank": rank, "validation.sampler.num-steps": 1, "validation.num-samples": 2}
-    more |= {"validate-every": 2}
-    assert main(flags(RUN | more | {"output": tmp_path / "whole"})) == 0
-    assert main(flags(RUN | more | {"output": tmp_path / "half", "steps": 1})) == 0
-    assert main(["--resume", str(tmp_path / "half"), "--steps", "2"]) == 0
+def test_a_run_resumes_bit_for_bit(tmp_path, rank):
+    more = RUN | {"student.adapter.rank": rank, "checkpoint-every": 1}
+    assert main(flags(more | {"output": tmp_path / "whole"})) == 0
+    assert main(["--resume", str(cut_off(tmp_path / "whole", tmp_path / "half", 1))]) == 0
     whole = checkpoint_of(tmp_path / "whole", 2)
     assert_same(checkpoint_of(tmp_path / "half", 2), whole)
-    layer = "student/weights/condition_embedder.span_proj.weight"
-    assert whole[layer].ne(0).any()
-    policy = {"method": "dance_grpo", "student.flow-map": True, "init-from": tmp_path / "whole", "steps": 1}
+    assert whole[LAYER].ne(0).any()
+
+
+def test_a_policy_starts_from_a_flow_map_which_is_validated_in_one_step_and_not_exported(tmp_path, capsys):
+    flow = RUN | {"validation.sampler.num-steps": 1, "validation.num-samples": 2, "validate-every": 1, "steps": 1}
+    assert main(flags(flow | {"output": tmp_path / "flow"})) == 0
+    assert "validation/reward" in metrics_of(tmp_path / "flow")[-1]
+    policy = {"method": "dance_grpo", "student.flow-map": True, "init-from": tmp_path / "flow", "steps": 1}
     policy |= {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
-    policy |= {"validate-every": 0, "student.adapter.rank": rank, "algorithm.kl-coefficient": 0.1}
+    policy |= {"validate-every": 0, "algorithm.kl-coefficient": 0.1}
     assert main(flags(policy | {"output": tmp_path / "policy"})) == 0
     (update,) = metrics_of(tmp_path / "policy")
     assert update["train/log_ratio_abs_max"] == 0 and update["train/kl"] == 0  # rollout, replay and reference agree
-    assert not torch.equal(checkpoint_of(tmp_path / "policy", 1)[layer], whole[layer])
-    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "out")]) == 2
+    before, after = (checkpoint_of(tmp_path / name, 1)[LAYER] for name in ("flow", "policy"))
+    assert not torch.equal(before, after)
+    assert main(["export", str(tmp_path / "flow"), str(tmp_path / "out")]) == 2
     assert "is a flow map, which diffusers cannot sample" in " ".join(capsys.readouterr().err.split())
 
 
