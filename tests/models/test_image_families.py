@@ -68,7 +68,7 @@ OWN = {"dmd2": SINGLE | {"algorithm.student-every": 1}, "ode_init": SINGLE | {"a
 OWN |= dict.fromkeys(OF_SAMPLES, GROUPS)
 OWN["dance_ppo"] = GROUPS | {"algorithm.num-samples": 1, "algorithm.num-prompts": 2}
 CAUSAL = ("self_forcing",)
-TRAINED = [name for name in METHODS if name not in (*CAUSAL, "flow_dpo")]
+TRAINED = [name for name in METHODS if name not in (*CAUSAL, "flow_dpo", "flow_map")]
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,7 @@ class Method:
     roles: ClassVar[Mapping[str, RoleSpec]] = {}
     uses_reward: ClassVar[bool] = False  # the reward and the data loader are constructor arguments
     sampled_by: ClassVar[str] = ""  # the role that makes the samples of `rollouts`, a constructor argument then
+    trains_flow_maps: ClassVar[bool] = False  # the student may be a flow map: `flow_map` of its settings
     trained_for_sampler: ClassVar[bool] = False  # the student fits the run's sampler alone: checkpoints keep it
 
     def __init_subclass__(cls, *, shared: bool = False) -> None:

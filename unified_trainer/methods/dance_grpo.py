@@ -22,6 +22,8 @@ class DanceGRPOConfig(PolicyConfig, GroupConfig):
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
+        if self.window.tail == "second_order" and setup.roles["student"].is_flow_map:
+            raise UserError("algorithm.window.tail must be euler for a flow map, whose steps have no curvature to use")
         if self.kl_in == "reward" and self.advantage == "gdpo":
             raise UserError(
                 "algorithm.kl_in must be loss for algorithm.advantage gdpo, which compares each reward alone"
@@ -32,6 +34,7 @@ class DanceGRPO(PolicyMethod):
     """Roll out, score, compare within the group, and raise the density of the better samples."""
 
     config_class = DanceGRPOConfig
+    trains_flow_maps = True
     roles = {
         "student": trained(),
         "reference": initial_copy("student", when=lambda config: config.kl_coefficient > 0),

@@ -319,3 +319,5 @@ class Family:
     exported_pipeline: Path | None = None
     # (folder, component, settings) -> as `model`, with sparse self-attention; None: no sparse form
     sparse: Callable[[Path, str, SparseAttentionConfig], SparseVideoModel] | None = None
+    # (folder, component) -> as `model`, a flow map; None: the family has none
+    flow_map: Callable[[Path, str], VideoModel] | None = None

@@ -71,6 +71,11 @@ class RoleConfig:
         return DENSE
 
     @property
+    def is_flow_map(self) -> bool:
+        """Whether its network predicts the mean velocity of a step; a role that is never trained does not."""
+        return False
+
+    @property
     def experts(self) -> Mapping[Expert, FrozenExpertConfig]:
         """The settings of two experts by name, high noise first."""
         return {"high": self.high, "low": self.low}
@@ -83,6 +88,9 @@ class TrainableConfig(LearnerConfig, RoleConfig):
     of matrix products and attention, at almost no extra FLOPs. full: everything, a third more FLOPs. A number n:
     full in the first n blocks of a network, selective in the others; the command plan names the n that fits."""
     sparse_attention: SparseAttentionConfig = field(default_factory=SparseAttentionConfig)
+    flow_map: bool = False
+    """Give the network a second noise level, at which its step ends: it predicts the step's mean velocity, as students
+    of flow_map do."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     high: ExpertConfig = field(default_factory=ExpertConfig)
     low: ExpertConfig = field(default_factory=ExpertConfig)
@@ -101,6 +109,10 @@ class TrainableConfig(LearnerConfig, RoleConfig):
         return self.sparse_attention
 
     @property
+    def is_flow_map(self) -> bool:
+        return self.flow_map
+
+    @property
     def experts(self) -> Mapping[Expert, ExpertConfig]:
         return {"high": self.high, "low": self.low}
 
@@ -112,6 +124,8 @@ class TrainableConfig(LearnerConfig, RoleConfig):
                 "learning rate"
             )
         self.sparse_attention.check(f"{role}.sparse_attention")
+        if self.flow_map and self.sparse.share:
+            raise UserError(f"{role}.flow_map: no flow map has sparse attention, leave {role}.sparse_attention out")
 
     def of(self, expert: Expert) -> "TrainableConfig":
         """Return the settings of one expert, or of a role's only network."""
@@ -354,8 +368,8 @@ class Trainable(Role):
     def _check_alone(self, expert: Expert) -> None:
         if self._backbones[expert].model.new_layers:
             raise UserError(
-                f"{self.name} trains gates of its sparse attention beside its adapter, which no layout of adapters "
-                "holds: write both with --adapter merge"
+                f"{self.name} trains layers that its base lacks beside its adapter, which no layout of adapters holds: "
+                "write both with --adapter merge"
             )
         if merged := self._backbones[expert].merged:
             raise UserError(

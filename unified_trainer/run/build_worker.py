@@ -89,7 +89,9 @@ def _bytes(name: str, plan: RolePlan) -> int:
     causal = issubclass(plan.kind, Causal)
     total = 0
     for expert, component in plan.layout.components.items():
-        network = open_model(name, plan.path, component, causal=causal, sparse=plan.config.sparse).network
+        network = open_model(
+            name, plan.path, component, causal=causal, sparse=plan.config.sparse, flow_map=plan.config.is_flow_map
+        ).network
         changes = expert in plan.layout.trained and not (plan.trainable and plan.trainable.adapter.rank)
         size = 2 if plan.config.precision == "bf16" and not changes else 4
         total += size * sum(p.numel() for p in network.parameters())

@@ -22,23 +22,24 @@ def load_roles(plans: Mapping[str, RolePlan], mesh: Mesh, *, half: bool = True) 
     With `half`, frozen base weights are held in the precision of their roles. Without it they are float32 and not
     shared, so that the caller may change them, as export does.
     """
-    # key: path, component, adapter that is merged into it, sparse attention, and the owner of a network that is not
-    # shared: one whose own weights are trained, such as the gates of sparse attention
-    users: dict[tuple[str, str, str, SparseAttentionConfig, str], list[tuple[str, Expert]]] = {}
+    # key: path, component, adapter that is merged into it, sparse attention, whether it is a flow map, and the owner of
+    # a network that is not shared: one whose own weights are trained, such as the gates of sparse attention
+    users: dict[tuple[str, str, str, SparseAttentionConfig, bool, str], list[tuple[str, Expert]]] = {}
     for name, plan in plans.items():
         for expert, component in plan.layout.components.items():
-            sparse = plan.config.sparse
-            alone = not half or (expert in plan.layout.trained and (plan.own_adapter is None or sparse != DENSE))
+            sparse, flow_map = plan.config.sparse, plan.config.is_flow_map
+            own = plan.own_adapter is None or sparse != DENSE or flow_map
+            alone = not half or (expert in plan.layout.trained and own)
             merged = plan.merged[expert].name if expert in plan.merged else ""
-            key = (plan.path, component, merged, sparse, f"{name} {expert}" if alone else "")
+            key = (plan.path, component, merged, sparse, flow_map, f"{name} {expert}" if alone else "")
             users.setdefault(key, []).append((name, expert))
     backbones: dict[tuple[str, Expert], Backbone] = {}
     for (path, component, *_), seats in users.items():
         backbones |= dict.fromkeys(seats, _load_backbone(path, component, seats, plans, mesh, half=half))
     roles: dict[str, Role] = {}
     for name, plan in plans.items():
-        own = [backbones[name, expert] for expert in plan.layout.components]
-        roles[name] = plan.kind(name, _networks(own, plan.layout.boundary), plan.config)
+        networks = [backbones[name, expert] for expert in plan.layout.components]
+        roles[name] = plan.kind(name, _networks(networks, plan.layout.boundary), plan.config)
         if plan.config.sparse.warmup_updates:
             raise_share(of_kind(Trainable, roles[name]))
     return roles
@@ -67,7 +68,8 @@ def _load_backbone(
     adapters = {Role.key(*seat): own for seat in training if (own := plans[seat[0]].own_adapter) is not None}
     owned = bool(training) and not adapters
     causal = any(issubclass(plans[name].kind, Causal) for name in names)
-    model = open_model(names[0], path, component, causal=causal, sparse=plans[names[0]].config.sparse)
+    config = plans[names[0]].config
+    model = open_model(names[0], path, component, causal=causal, sparse=config.sparse, flow_map=config.is_flow_map)
     recompute = [plans[name].recomputed(len(model.blocks)) for name in names]
     half_passes = half and all(plans[name].config.precision == "bf16" for name in names)
     return Backbone(

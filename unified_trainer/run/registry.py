@@ -86,10 +86,20 @@ def family_of(role: str, path: str) -> tuple[Family, Path]:
 
 
 def open_model(
-    role: str, path: str, component: str, *, causal: bool, sparse: SparseAttentionConfig = DENSE
+    role: str,
+    path: str,
+    component: str,
+    *,
+    causal: bool,
+    sparse: SparseAttentionConfig = DENSE,
+    flow_map: bool = False,
 ) -> VideoModel:
-    """Open a network of a role's path, causal, sparse or neither; its weights are read later, shard by shard."""
+    """Open a network of a role's path in one of its forms; its weights are read later, shard by shard."""
     family, folder = family_of(role, path)
+    if flow_map:
+        if family.flow_map is None:
+            raise UserError(f"{role}.flow_map: {folder} is of a family without flow maps, leave it out")
+        return family.flow_map(folder, component)
     if sparse.share:
         if family.sparse is None:
             raise UserError(f"{role}.sparse_attention: {folder} is of a family without sparse attention, leave it out")

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import NetworkCalls, PositiveFraction, Shift
 from unified_trainer.basics.types import Batch, Condition, Latents, Rollout, of_kind
+from unified_trainer.models.flow_map import ending_at
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.numerics.flow import (
     GuidanceScale,
@@ -227,11 +228,21 @@ def policy_velocity(
     if equal and equal.any:
         once = policy_velocity(role, equal.reduce(x_t), sigma, batch.take(equal.first), sampler)
         return equal.spread(once)
+    if role.config.is_flow_map:
+        batch = _with_ends(batch, sampler)
     level = sigma.expand(len(batch))
     if x0 is None or not sampler.chunks.causal:
         return role.guided_velocity(x_t, level, batch.cond, batch.uncond, sampler.guidance_scale)
     student = of_kind(Causal, role).attending_to(x0, sampler.chunks)
     return student.guided_velocity(x_t, level, batch.cond, batch.uncond, sampler.guidance_scale)
+
+
+def _with_ends(batch: Batch, sampler: SamplerConfig) -> Batch:
+    """Tell a flow map where its steps end: at the sampler's next level, or at the x0 that the sde renoises."""
+    sigmas = sampler.sigmas()
+    ends = sigmas[-1:] if sampler.solver == "sde" else sigmas[1:]
+    cond, uncond = (ending_at(each, ends.expand(len(batch), -1)) for each in (batch.cond, batch.uncond))
+    return replace(batch, cond=cond, uncond=uncond)
 
 
 def _sample_to_step(velocity: Velocity, x_t: Latents, sampler: SamplerConfig, draw: Draw, step: int) -> Latents:

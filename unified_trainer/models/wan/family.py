@@ -13,6 +13,7 @@ from unified_trainer.models.wan import exported_pipeline
 from unified_trainer.models.wan.causal import CausalWanModel
 from unified_trainer.models.wan.codec import WanCodec, latent_shape
 from unified_trainer.models.wan.configs import EXPERTS, INDEX, ModelIndex, check_folder, transformer_config, vae_outline
+from unified_trainer.models.wan.flow_map import FlowMapWanModel
 from unified_trainer.models.wan.image_model import FirstFrameWanModel, ImageChannelsWanModel
 from unified_trainer.models.wan.lora import published_adapter, published_layer
 from unified_trainer.models.wan.model import WanModel
@@ -124,4 +125,5 @@ WAN = Family(
     adapter_files=("high_noise_model", "low_noise_model"),  # as Wan2.2-Lightning names them
     exported_pipeline=Path(exported_pipeline.__file__),
     sparse=SparseWanModel.open_with,
+    flow_map=FlowMapWanModel.open,
 )

@@ -51,7 +51,9 @@ def adapters_of(
         number = ("high", "low").index(expert) if expert and key == f"{name}.adapter.path" else None
         places[expert] = locate(Path(source), key, number, family.experts, family.adapter_files)
         component = layout.components[expert]
-        networks[expert] = open_model(name, path, component, causal=False, sparse=config.sparse).network
+        networks[expert] = open_model(
+            name, path, component, causal=False, sparse=config.sparse, flow_map=config.is_flow_map
+        ).network
         files[expert] = open_adapter(places[expert], networks[expert], family.experts, family.published_layer)
     config = _with_checksum(name, config, places.values())
     starts = {expert: files[expert] for expert in trained}

@@ -26,6 +26,7 @@ from unified_trainer.run.checkpoint.mirror import check_mirror
 from unified_trainer.run.plan.causal_teacher import check_causal_teacher
 from unified_trainer.run.plan.data import SETS, check_captions, note_lanes, prompt_files, read_clips
 from unified_trainer.run.plan.faults import with_others
+from unified_trainer.run.plan.flow_maps import check_flow_maps
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
 from unified_trainer.run.plan.images import check_images, conditions_on_first_frame, has_images
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
@@ -142,6 +143,7 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_sampling(run, latent_shape)
     check_sampling(shown, validation_shape)
     sparse_note = check_sparse(run, method, roles, mesh)
+    check_flow_maps(run, method, roles)
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type, family.tile_unit)
     notes = (

@@ -140,7 +140,9 @@ def weight_shapes(name: str, role: RolePlan) -> dict[str, tuple[int, ...]]:
 def _open(name: str, role: RolePlan, expert: Expert) -> VideoModel:
     """Return a network of a role, without its weights."""
     causal, component = issubclass(role.kind, Causal), role.layout.components[expert]
-    return open_model(name, role.path, component, causal=causal, sparse=role.config.sparse)
+    return open_model(
+        name, role.path, component, causal=causal, sparse=role.config.sparse, flow_map=role.config.is_flow_map
+    )
 
 
 def without_adapter(roles: Mapping[str, RolePlan]) -> str:

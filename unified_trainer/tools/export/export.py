@@ -67,6 +67,11 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise OutputExistsError(f"{out} exists and is not an empty folder; choose another one or remove it")
     loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False)
+    if loaded.role.config.is_flow_map:
+        raise UserError(
+            f"{run} is a flow map, which diffusers cannot sample: its network has a layer more and reads where a step "
+            "ends. sample, evaluate and serve run it as it is"
+        )
     if adapter != "merge" and not loaded.role.config.adapter.rank:
         raise UserError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
     with writing(out), scratch_folder(out.parent, out.name, out.name, say) as scratch:
