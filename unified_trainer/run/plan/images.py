@@ -43,7 +43,9 @@ def check_images(
     if not _has_images(run, *folders["student"], prompts):
         return
     if run.algorithm.needs_pairs:
-        raise ConfigError(f"--method {run.method}: pairs of clips have two first frames: the student can take no image")
+        raise ConfigError(
+            f"--method {run.method} needs a student without condition images: the clips of a pair differ in theirs"
+        )
     takes = {name: family.images(folder) for name, (family, folder) in folders.items()}
     needs_pixels = any(fewest for fewest, _ in takes.values())
     if clips.stored is not None and needs_pixels:

@@ -249,8 +249,8 @@ def check_sampling(run: RunConfig, latent_shape: Shape) -> None:
         run.sampler.chunks.ranges(latent_shape[1])
     if run.parallel.attention == "sage" and isinstance(run.algorithm, RolloutConfig):
         raise ConfigError(
-            "parallel.attention sage rounds to 8 bits in the rollout and not in the update, which would train on other "
-            "samples than the policy's: take flash_3, or leave it at auto"
+            "parallel.attention sage rounds to 8 bits in the rollout and not in the update: the samples would come "
+            "from another policy than the one that is trained. Set flash_3 or auto"
         )
 
 
@@ -263,9 +263,9 @@ def check_complete(run: RunConfig) -> None:
         if fitting := recipe_to_add(name, path):
             raise ConfigError(f"--{name}.path {path} needs a recipe: {fitting}")
         raise ConfigError(
-            f"--{name}.path {path} needs a --recipe, and none was made for this model: write your own, --recipe "
-            "my_recipe.yaml (CONTRIBUTING.md), or look at the settings of one for another model, which is taken with a "
-            f"warning: have {', '.join(recipes())}"
+            f"--{name}.path {path} needs a --recipe, and none was made for this model. Write your own and give "
+            "--recipe my_recipe.yaml (CONTRIBUTING.md); a recipe for another model also runs, with a warning: have "
+            f"{', '.join(recipes())}"
         )
     wanted: list[tuple[str, str, object]] = [("--student.path", "a diffusers pipeline folder", paths["student"])]
     if method.uses_reward:
