@@ -129,7 +129,7 @@ OWN |= dict.fromkeys(OF_SAMPLES, GROUPS | REWARD)
 OWN["dance_ppo"] = OWN["dance_ppo"] | {"algorithm.num-samples": 1, "algorithm.num-prompts": 2}
 OWN |= dict.fromkeys(OF_CLIPS, SINGLE | {"data.num-clips": 2, "video.frames": 17, "data.first-frame": True})
 REFUSED = {
-    "flow_dpo": "pairs of clips have two first frames",
+    "flow_dpo": "needs a student without condition images",
     "self_forcing": "a causal student takes no condition image",
 }
 

@@ -179,8 +179,8 @@ def test_an_expert_that_is_not_trained_has_its_adapter_merged(two, files):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--student.adapter.rank=4"], "student.adapter.rank is 4, but that of .* is 3: leave it out; to train a new"),
-        (["--student.adapter.alpha=4"], "student.adapter.alpha is 4, but that of .* is 2: leave it out"),
+        (["--student.adapter.rank=4"], "student.adapter.rank is 4, but .* has rank 3: leave it out; to train a new"),
+        (["--student.adapter.alpha=4"], "student.adapter.alpha is 4, but .* has alpha 2: leave it out"),
         (["--student.adapter.layers", "to_q"], "student.adapter.layers to_q are not those of .*: leave them out"),
         (["--student.adapter.sha256=ab"], "changed: SHA-256 is .*, but student.adapter.sha256 is ab"),
         (["--student.high.adapter.path=x"], "settings of two experts, but tiny holds one network"),
@@ -217,7 +217,7 @@ def test_adapters_that_cannot_be_trained_on(given, tmp_path, capsys, run_folder)
     rank = {layer: 2 for layer in mixed if layer not in given}
     folder = peft(tmp_path / "mixed", mixed, ALPHA, rank_pattern=rank)
     said = refused(capsys, *SMALL["finetune"], "--student.adapter.path", folder, "--output", run_folder)
-    assert "layers of ranks 2, 3 are not one adapter; set student.adapter.merge" in said
+    assert "layers have different ranks (2, 3); set student.adapter.merge" in said
 
 
 def test_init_from_and_an_adapter_exclude_each_other(adapter, tmp_path, capsys):

@@ -29,8 +29,8 @@ class EncoderConfig:
     """Hold the VAE's convolutions with channels last in memory, the order that most convolution kernels work in; auto
     does on CUDA. Values change by rounding. Not for an NPU."""
     offload: Annotated[bool, MAY_CHANGE] = False
-    """Keep text encoder and VAE in CPU memory, copied to the device while they are used: the VAE once for all
-    samples that a training step scores, which are then all made first. Changes no result."""
+    """Keep text encoder and VAE in CPU memory, and copy them to the device while they are used. A training step then
+    makes all samples before it scores any, so that the VAE is copied once. Changes no result."""
     cache: Annotated[str, MAY_CHANGE] = ""
     """Folder for the embeddings of prompts on a disk that all ranks share; several runs may share it too. By default
     prompt_embeddings in the run directory."""

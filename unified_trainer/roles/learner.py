@@ -40,8 +40,8 @@ class LearnerConfig:
     min_lr_ratio: Fraction = 0.0
     """Lowest learning rate as a fraction of learning_rate."""
     ema_decay: Decay = 0.0
-    """Decay of the exponential moving average (EMA) of the weights, per update; 0 keeps none. In float32 it stays up to
-    6e-8 / (1 - decay) of a weight behind a weight that rests: 6e-4 at .9999."""
+    """Decay of the exponential moving average (EMA) of the weights, per update; 0 keeps none. Rounding to float32
+    leaves it up to 6e-8 / (1 - decay) of a weight behind a weight that no longer changes: 6e-4 at .9999."""
     ema_start: PeriodOrZero = 0
     """Updates after which the averaging starts; until then the EMA weights are the weights."""
     ema_device: Literal["same", "cpu"] = "same"

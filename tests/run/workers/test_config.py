@@ -27,7 +27,7 @@ BESIDE = ["--rollouts.evaluation-workers", "1", "--validate-every", "2", "--stud
         (["--rollouts.evaluation-workers", "1"], "rollouts.evaluation_workers has nothing to validate"),
         (["--rollouts.evaluation-lag", "1"], "rollouts.evaluation_lag needs rollouts.evaluation_workers above 0"),
         ([*BESIDE, "--rollouts.evaluation-lag", "3"], "must be at most validate_every (2)"),
-        ([*BESIDE, "--hacking-monitor.action", "roll_back"], "cannot take back what workers make beside training"),
+        ([*BESIDE, "--hacking-monitor.action", "roll_back"], "cannot recall samples that workers have begun"),
         (["--launcher", "ray", "--ray.ranks", "0"], "ray.ranks must be from 1 to 1000000, not 0"),
     ],
 )

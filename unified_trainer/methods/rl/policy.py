@@ -53,13 +53,13 @@ class PolicyConfig(TrainedStepsConfig):
     step (decoupled, one more network call per trained transition), around one interpolated by lag (loglinear), or not
     at all (truncated), and weigh samples by importance. Samples of the present weights need none."""
     weight_density: WeightDensity = "mean"
-    """Density that the importance weight of a correction is a ratio of: mean over elements, which is near 1, or joint
-    over all elements, which is unbiased and only useful while lag and latents are small."""
+    """Densities that the importance weight of a correction compares: their mean over elements, which keeps the weight
+    near 1, or joint over all elements, which is unbiased and only useful while lag and latents are small."""
     weight_max: Annotated[float, at_least(1)] = 2.0
     """Largest importance weight; larger ones are truncated."""
     ess_floor: Fraction = 0.0
-    """Share of samples that a step's gradient must come from (metric ess) while samples lag; below it the run says so
-    and makes samples less ahead. 0 never does."""
+    """Smallest ess, the share of samples that a step's gradient comes from, while samples lag. Below it the run warns
+    and makes samples one step less ahead; 0 is no limit."""
     guard: bool = False
     """Centre the log-ratio on 0 with one spread at all steps, as GRPO-Guard does (experimental)."""
     trust_region: NonNegative = 0.0

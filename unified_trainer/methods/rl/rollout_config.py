@@ -26,8 +26,8 @@ class RolloutConfig(MethodConfig):
     update_batch: Annotated[Count, MAY_CHANGE] = 32
     """Samples per backward pass, at most: a rank takes the largest size that divides its share of an update."""
     trajectories: Annotated[TrajectoryPlace, MAY_CHANGE] = "device"
-    """Where the latents of a rollout are kept until its updates have read them: on the device, or in pinned CPU memory,
-    from where those of a backward pass are copied while the pass before runs. Changes no result."""
+    """Where the latents of a rollout are kept until its updates read them: on the device, or in pinned CPU memory. The
+    latents of a backward pass are then copied while the pass before it runs. Changes no result."""
     init_same_noise: bool = False
     """Start all samples of a prompt from one initial noise instead of one each."""
     advantage_clip: Positive = 5.0

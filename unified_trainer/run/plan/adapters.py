@@ -107,16 +107,16 @@ def _of_files(
     ranks, scales = {layer.rank for layer in every}, {layer.scale for layer in every}
     shown = ", ".join(str(file.file) for file in files.values())
     if len(ranks) > 1:
-        raise ConfigError(f"{shown}: layers of ranks {', '.join(map(str, sorted(ranks)))} are not one adapter; {merge}")
+        raise ConfigError(f"{shown}: layers have different ranks ({', '.join(map(str, sorted(ranks)))}); {merge}")
     rank = ranks.pop()
     alpha = rank * scales.pop() if len(scales) == 1 else 0.0  # 0: any
     if config.rank not in (0, rank):
         raise ConfigError(
-            f"{name}.adapter.rank is {config.rank}, but that of {shown} is {rank}: leave it out; to train a new "
+            f"{name}.adapter.rank is {config.rank}, but {shown} has rank {rank}: leave it out; to train a new "
             f"adapter of rank {config.rank}, set {name}.adapter.merge"
         )
     if config.alpha and alpha and not math.isclose(config.alpha, alpha):
-        raise ConfigError(f"{name}.adapter.alpha is {config.alpha:g}, but that of {shown} is {alpha:g}: leave it out")
+        raise ConfigError(f"{name}.adapter.alpha is {config.alpha:g}, but {shown} has alpha {alpha:g}: leave it out")
     layers = [_short_names(file, networks[expert], merge) for expert, file in files.items()]
     if len({frozenset(one) for one in layers}) > 1:
         raise ConfigError(f"{shown}: the adapters of the two experts are on different layers; {merge}")

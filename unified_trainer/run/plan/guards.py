@@ -31,16 +31,16 @@ def check_guards(run: RunConfig, method: type[Method]) -> None:
             raise ConfigError(f"{key}.action roll_back needs checkpoints to go back to: set checkpoint_every")
         if run.checkpoint_minutes:
             raise ConfigError(
-                f"{key}.action roll_back would go back to where a clock says: set checkpoint_minutes 0, and "
-                "checkpoint_every to so many steps"
+                f"{key}.action roll_back needs checkpoints at fixed steps, so that the run can be repeated: set "
+                "checkpoint_minutes 0, and checkpoint_every to a number of steps"
             )
         student = run.roles["student"]
         if not (isinstance(student, TrainableConfig) and student.ema_decay):
             raise ConfigError(f"{key}.action roll_back goes on from EMA weights: set student.ema_decay")
         if run.rollouts.workers or run.rollouts.evaluation_workers:
             raise ConfigError(
-                f"{key}.action roll_back cannot take back what workers make beside training: set rollouts.workers 0 "
-                "and rollouts.evaluation_workers 0"
+                f"{key}.action roll_back cannot recall samples that workers have begun: set rollouts.workers 0 and "
+                "rollouts.evaluation_workers 0"
             )
 
 
@@ -51,7 +51,8 @@ def check_workers(run: RunConfig, method: type[Method]) -> None:
         raise ConfigError("validation.sets needs rollouts.evaluation_workers 0: workers validate one set of prompts")
     if run.rollouts.send == "bf16" and run.roles["student"].precision != "bf16":
         raise ConfigError(
-            "rollouts.send bf16 needs student.precision bf16: else workers compute otherwise than training"
+            "rollouts.send bf16 needs student.precision bf16: otherwise workers have rounded weights and "
+            "training has not"
         )
 
 

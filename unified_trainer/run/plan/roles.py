@@ -216,4 +216,7 @@ def _check_networks(roles: Mapping[str, RolePlan], mesh: Mesh) -> None:
                 f"{name}.{waiting[0]}.offload needs more than one rank: a single process keeps its weights in place"
             )
     if len(set(channels.values())) > 1:
-        raise ConfigError(f"roles must share one latent space, but their channels are {channels}: set their paths")
+        numbers = ", ".join(f"{count} ({name})" for name, count in channels.items())
+        raise ConfigError(
+            f"roles must share one latent space, but their latents have {numbers} channels: set their paths"
+        )
