@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from streams import DEVICE, SimulatedStreams, Stream
+from streams import DEVICE, SimulatedStream, SimulatedStreams
 
 from unified_trainer.basics.types import Rollout
 from unified_trainer.methods.rl import kept_rollout
@@ -51,14 +51,15 @@ def test_every_access_of_a_rollout_in_pinned_memory_is_ordered(device):
     ],
 )
 def test_each_wait_of_the_queue_is_needed(device, monkeypatch, stream, lost, fault):
-    def is_lost(waiting: Stream) -> bool:
-        return (waiting is device.current_stream()) == (stream == "sampling")
-
-    owner = Stream if lost == "wait_stream" else torch.Tensor
+    owner = SimulatedStream if lost == "wait_stream" else torch.Tensor
     whole = getattr(owner, lost)
-    monkeypatch.setattr(
-        owner, lost, lambda one, other: None if is_lost(one if owner is Stream else other) else whole(one, other)
-    )
+
+    def without(one, other):
+        waiting = one if lost == "wait_stream" else other
+        if (waiting is device.current_stream()) != (stream == "sampling"):
+            whole(one, other)
+
+    monkeypatch.setattr(owner, lost, without)
     use()
     assert any(fault in found for found in device.faults)
 

@@ -18,16 +18,16 @@ DEVICE = torch.device("meta")
 Clock = defaultdict[int, int]  # by stream: how many of its operations are done
 
 
-class Stream:
+class SimulatedStream:
     """A stream of the device; number 0 is the program itself."""
 
     def __init__(self, number: int) -> None:
         self.number, self.clock = number, Clock(int)
 
-    def wait_stream(self, other: "Stream") -> None:
+    def wait_stream(self, other: "SimulatedStream") -> None:
         self.follow(other)
 
-    def follow(self, other: "Stream") -> None:
+    def follow(self, other: "SimulatedStream") -> None:
         for number, time in other.clock.items():
             self.clock[number] = max(self.clock[number], time)
 
@@ -49,19 +49,19 @@ class SimulatedStreams(TorchDispatchMode):
         self._accesses: dict[int, list[Access]] = {}  # by memory
         self._recorded: dict[int, set[int]] = {}  # by memory of the device: streams that its release waits for
 
-    def Stream(self, _device: object = None) -> Stream:
-        return Stream(next(self._numbers))
+    def Stream(self, _device: object = None) -> SimulatedStream:
+        return SimulatedStream(next(self._numbers))
 
-    def current_stream(self, _device: object = None) -> Stream:
+    def current_stream(self, _device: object = None) -> SimulatedStream:
         return self._current
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
         before, self._current = self._current, stream
         yield
         self._current = before
 
-    def record_stream(self, x: torch.Tensor, stream: Stream) -> None:
+    def record_stream(self, x: torch.Tensor, stream: SimulatedStream) -> None:
         self._recorded[_memory(x)].add(stream.number)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -81,18 +81,18 @@ class SimulatedStreams(TorchDispatchMode):
                 self._access(place, stream, name, writes=place in written)
         return found
 
-    def _allocate(self, x: torch.Tensor, stream: Stream) -> None:
+    def _allocate(self, x: torch.Tensor, stream: SimulatedStream) -> None:
         place = _memory(x)
         self._accesses[place], self._recorded[place] = [], set()
         weakref.finalize(x.untyped_storage(), self._free, place, stream, x.device == DEVICE)
 
-    def _access(self, place: int, stream: Stream, name: str, *, writes: bool) -> None:
+    def _access(self, place: int, stream: SimulatedStream, name: str, *, writes: bool) -> None:
         for before in self._accesses.setdefault(place, []):
             if (writes or before.writes) and stream.clock[before.stream] < before.time:
                 self.faults.append(f"{name} does not wait for an access by another stream")
         self._accesses[place].append(Access(stream.number, stream.clock[stream.number], writes))
 
-    def _free(self, place: int, owner: Stream, on_device: bool) -> None:
+    def _free(self, place: int, owner: SimulatedStream, on_device: bool) -> None:
         """Memory of the device is used again by the stream that allocated it; torch looks after pinned memory."""
         recorded = self._recorded.pop(place)
         for access in self._accesses.pop(place):
