@@ -18,6 +18,7 @@ SHAPES = [  # height, width -> height, width: of videos that HPSv3 reads, and of
     ((53, 37), (20, 37)),
     ((1, 9), (1, 4)),
     ((7, 5), (7, 5)),
+    ((480, 3), (30, 3)),
 ]
 
 
@@ -39,3 +40,10 @@ def test_images_of_a_batch_are_resized_apart():
     images = torch.randint(0, 256, (3, 2, 20, 30), generator=torch.Generator().manual_seed(0)).float()
     together = resize_8bit(images, 11, 40)
     assert all(torch.equal(part, resize_8bit(image, 11, 40)) for part, image in zip(together, images, strict=True))
+
+
+def test_values_are_the_same_within_autocast():
+    image = torch.randint(0, 256, (3, 48, 80), generator=torch.Generator().manual_seed(0)).float()
+    exact = resize_8bit(image, 30, 112)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(resize_8bit(image, 30, 112), exact)

@@ -82,6 +82,13 @@ def test_vae_and_scorer_are_on_the_device_only_while_the_samples_are_scored_and_
         assert offloaded["scores"] == there["scores"]
 
 
+def test_images_are_prepared_for_hpsv3_on_the_device(folder):
+    """A batch waits once, to know whether its values lie in [0, 1]."""
+    prepared = json.loads((folder / "prepared.json").read_text(encoding="utf-8"))
+    assert [kind for _phase, kind, _line, _count in prepared["waits"]] == ["read by nonzero", "tolist"]
+    assert prepared["float64"] == 0 and prepared["same"]
+
+
 def test_a_rollout_in_cpu_memory_leaves_the_device(folder):
     """Four samples of four states and an x0 of 256 bytes each; two rows of a state are read."""
     phases = json.loads((folder / "phases.json").read_text(encoding="utf-8"))

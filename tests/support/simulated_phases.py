@@ -16,6 +16,8 @@ from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.parallel.random import Streams
 from unified_trainer.rewards.base import NetworkScorer, RewardConfig
+from unified_trainer.rewards.hpsv3 import EMBEDDED, HPSv3
+from unified_trainer.rewards.hpsv3_preprocessing import as_bytes
 from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.run.registry import TINY
@@ -114,6 +116,20 @@ def step(place: str, *, offload: bool) -> dict[str, object]:
 def _noted(part, noted: list[int], now, *given):
     noted.append(now())
     return part(*given)
+
+
+def prepared() -> dict[str, object]:
+    """Prepare three images for HPSv3 a second time: the waits, the operations in float64, and the first image."""
+    images = torch.rand(3, 3, 48, 80, generator=torch.Generator().manual_seed(0))
+    hpsv3 = HPSv3.load(EMBEDDED, "cpu", torch.float32)
+    on_device = images.to(NPU)
+    hpsv3.preprocessor.patches(as_bytes(on_device)[0])
+    simulated_npu.waits.clear()
+    simulated_npu.float64.clear()
+    patches = [hpsv3.preprocessor.patches(image)[0] for image in as_bytes(on_device)]
+    waits = [[*key, count] for key, count in simulated_npu.waits.items()]
+    exact = hpsv3.preprocessor.patches(as_bytes(images)[0])[0]
+    return {"waits": waits, "float64": len(simulated_npu.float64), "same": torch.equal(patches[0].raw, exact)}
 
 
 def phases() -> dict[str, dict[str, object]]:

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import interpolate
 from transformers import CLIPModel, CLIPTokenizer
 
 from unified_trainer.basics.errors import UserError
@@ -20,6 +19,7 @@ from unified_trainer.basics.input_files import Schema, read_as
 from unified_trainer.basics.types import PerSample
 from unified_trainer.models.folder import load_strictly, read_tokenizer
 from unified_trainer.models.hub import component
+from unified_trainer.numerics.resize import resize
 from unified_trainer.rewards.base import NetworkScorer, Scorer, ScorerConfig, ScorerKind, check_path, of_images
 
 SETTINGS = "preprocessor_config.json"
@@ -101,14 +101,12 @@ class CLIP:
     def fit(self, images: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b 3 s s"]:
         """Resize (bicubic, antialiased) to the shorter side, and crop the middle."""
         height, width = images.shape[2:]
-        size = self.crop
+        target = self.crop
         if self.shortest is not None:
             short = min(height, width)
-            size = tuple(side * self.shortest // short for side in (height, width))
-        small = images
-        for shape in ((height, size[1]), size):  # width first, each clipped: as PIL does it
-            small = interpolate(small, shape, mode="bicubic", antialias=True).clamp(0, 1)
-        top, left = ((side - cut) // 2 for side, cut in zip(size, self.crop, strict=True))
+            target = (height * self.shortest // short, width * self.shortest // short)
+        small = resize(images, *target)
+        top, left = ((side - cut) // 2 for side, cut in zip(target, self.crop, strict=True))
         return small[:, :, top : top + self.crop[0], left : left + self.crop[1]]
 
     def _text(self, prompts: list[str]) -> dict[str, Tensor]:

@@ -11,14 +11,12 @@ import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
-from torch.nn.functional import interpolate
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as
-from unified_trainer.basics.types import WITHOUT_FLOAT64
 from unified_trainer.models.folder import read_tokenizer
-from unified_trainer.numerics.resize import resize_8bit
+from unified_trainer.numerics.resize import resize, resize_8bit
 from unified_trainer.rewards.chat_template import check_template
 from unified_trainer.rewards.hpsv3_folder import (
     REWARD_TOKEN,
@@ -136,20 +134,17 @@ class Preprocessor:
         """
         rows, columns = image.shape[1:]
         height, width = fit(rows, columns, self.pixels, self.patch_size * self.merge_size)
-        return self._normalised(resize_8bit(image, height, width).float() / 255)
+        return self._normalised(resize_8bit(image, height, width) / 255)
 
     def patches_of_floats(self, image: Float[Tensor, "3 h w"]) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:
         """Resize and cut an image in [0, 1] as `patches` does, without rounding, with a gradient to it."""
         rows, columns = image.shape[1:]
         height, width = fit(rows, columns, self.pixels, self.patch_size * self.merge_size)
-        small = image[None].float()
-        for shape in ((rows, width), (height, width)):  # width first, each clipped: as PIL does it
-            small = interpolate(small, shape, mode="bicubic", antialias=True).clamp(0, 1)
-        return self._normalised(small[0])
+        return self._normalised(resize(image[None].float(), height, width)[0])
 
     def _normalised(self, image: Float[Tensor, "3 h w"]) -> tuple[Float[Tensor, "p d"], tuple[int, int, int]]:
         p, m = self.patch_size, self.merge_size
-        mean, std = (torch.tensor(values).to(image) for values in (self.mean, self.std))
+        mean, std = (torch.tensor(values).to(image, non_blocking=True) for values in (self.mean, self.std))
         scaled = (image.movedim(0, -1) - mean) / std
         rows, columns = scaled.shape[0] // p, scaled.shape[1] // p
         tiles = scaled.reshape(rows // m, m, p, columns // m, m, p, 3)
@@ -200,8 +195,7 @@ def as_bytes(images: Images) -> Sequence[Bytes]:
     if images.ndim != 4 or images.shape[1] != 3:
         raise ValueError(f"HPSv3: images of shape {tuple(images.shape)}, expected [b, 3, h, w]")
     _refuse_outside(images)
-    on_device = images.cpu() if images.device.type in WITHOUT_FLOAT64 else images
-    return (on_device.float() * 255).round().unbind()
+    return (images.float() * 255).round().unbind()
 
 
 def _refuse_outside(images: Float[Tensor, "b 3 h w"]) -> None:
