@@ -226,6 +226,7 @@ WITHOUT_BOUNDS = {  # any number is sound, or what it counts is in the folder
     "rollout_folder.RolloutSize": dict.fromkeys(("frames", "height", "width"), "maximum"),
     "folder.TokenizerConfig": {"model_max_length": "maximum"},
     "configs.VAEConfig": {"attn_scales": "minimum, maximum"},
+    "causal_teacher.SampledAs": {"chunk_frames": "minimum, maximum"},
 }
 
 

@@ -131,6 +131,7 @@ OWN |= dict.fromkeys(OF_CLIPS, SINGLE | {"data.num-clips": 2, "video.frames": 17
 REFUSED = {
     "flow_dpo": "needs a student without condition images",
     "self_forcing": "a causal student takes no condition image",
+    "flow_map": "reads an image as channels, and no such network is a flow map",
 }
 
 

@@ -74,7 +74,8 @@ NUMERICS = sorted((PACKAGE / "numerics").glob("*.py"))
 
 @each(NUMERICS, name_of)
 def test_formulas_need_torch_only(path):
-    allowed = {"torch", "torch.nn.functional", "jaxtyping", "math", "typing", "dataclasses", "collections.abc"}
+    allowed = {"torch", "torch.nn.functional", "jaxtyping", "math", "typing", "dataclasses"}
+    allowed |= {"collections.abc", "functools"}
     allowed |= {"unified_trainer.basics.errors", "unified_trainer.basics.ranges", "unified_trainer.basics.types"}
     assert {name for name in imports_of(path) if not name.startswith("unified_trainer.numerics.")} <= allowed
 

@@ -52,7 +52,7 @@ from unified_trainer.run.settings.config import RunConfig, plain
 from unified_trainer.run.stop_signal import safe_point
 from unified_trainer.run.summary import summary
 from unified_trainer.run.trainer import Trainer
-from unified_trainer.run.validation.distances import distances_of
+from unified_trainer.run.validation.real_clips import distances_of
 from unified_trainer.run.validation.report import Validation, ValidationSource
 from unified_trainer.run.validation.sets import ValidationSets
 from unified_trainer.run.workers import cluster

@@ -44,7 +44,7 @@ from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
 from unified_trainer.run.settings.config import ConfigError, RunConfig, load_recipe, recipes
 from unified_trainer.run.tracking.external import check_tracking
 from unified_trainer.run.tracking.rollouts import check_rollouts
-from unified_trainer.run.validation.distances import check_distances
+from unified_trainer.run.validation.real_clips import check_distances
 
 
 @dataclass(frozen=True)
