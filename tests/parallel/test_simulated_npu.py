@@ -94,6 +94,8 @@ def test_a_rollout_in_cpu_memory_leaves_the_device(folder):
     phases = json.loads((folder / "phases.json").read_text(encoding="utf-8"))
     device, cpu = (phases[f"{place}, there"] for place in ("device", "cpu"))
     assert device["after"] - cpu["after"] == 4 * 5 * 256
+    kept = 3 + 1 + 3 + 3 * 64  # log-densities, a score, statistics of pixels and the thumbnail: no decoded frame
+    assert cpu["after"] == 4 * 4 * kept
     assert cpu["read"] == 2 * 256 and cpu["rows"] == device["rows"] and cpu["scores"] == device["scores"]
     parts = device["sample"]  # before each part is made: the whole is there once, and the part before
     assert parts[0] == 0 and max(parts) < 2 * 4 * 5 * 256

@@ -25,9 +25,9 @@ class SimulatedStream:
         self.number, self.clock = number, Clock(int)
 
     def wait_stream(self, other: "SimulatedStream") -> None:
-        self.wait_for(other)
+        self.join(other)
 
-    def wait_for(self, other: "SimulatedStream") -> None:
+    def join(self, other: "SimulatedStream") -> None:
         for number, time in other.clock.items():
             self.clock[number] = max(self.clock[number], time)
 
@@ -74,7 +74,7 @@ class SimulatedStreams(TorchDispatchMode):
             if _memory(x) not in self._accesses:
                 self._allocate(x, stream)
         if not op.is_view and name != "aten::empty":
-            stream.wait_for(self.program)
+            stream.join(self.program)
             stream.clock[stream.number] += 1
             written = {_memory(x) for x in outputs}
             for place in written | {_memory(x) for x in inputs}:
