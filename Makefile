@@ -2,6 +2,7 @@
 # make check     lint, import layers, types and the fast tests, in about a minute: run it before every commit
 # make test      the whole suite
 # make fake-cuda the tests of tests/fake_cuda on a GPU without memory: 4 GB of downloads, no GPU, not part of make test
+# make lowest    the fast tests and the benchmark's toy size with the lowest versions that pyproject.toml allows
 # make mutants   plant known faults into a copy of the package and run the tests that must find them
 #
 # Every target sets up its own venv first. The tests come in tiers, by marker:
@@ -17,7 +18,7 @@ JOBS ?= 2
 # Compiled modules and tests are kept whatever the environment says: collecting takes a third less time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo check test fake-cuda mutants setup
+.PHONY: demo check test fake-cuda lowest mutants setup
 
 demo: setup
 	$(VENV)/bin/python -m unified_trainer --method dance_grpo
@@ -45,6 +46,22 @@ $(CUDA_VENV)/ready:
 	$(CUDA_VENV)/bin/python -m pip install --quiet torch==$(CUDA_TORCH)
 	$(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])" > \
 	  $$($(CUDA_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/others.pth
+	touch $@
+
+LOWEST_VENV ?= .venv-lowest
+LOWEST_TORCH ?= 2.11.0
+
+lowest: $(LOWEST_VENV)/ready
+	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest -q -n $(JOBS) --dist load -m "not slow and not ranks and not kill"
+	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python scripts/bench_gpu.py --toy --out $(LOWEST_VENV)/bench
+
+# What only tests need has its newest version.
+$(LOWEST_VENV)/ready: pyproject.toml scripts/install_torch.sh
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	scripts/install_torch.sh $(LOWEST_VENV)/bin/python $(LOWEST_TORCH)
+	$(LOWEST_VENV)/bin/python -m pip install --quiet uv
+	$(LOWEST_VENV)/bin/python -m uv pip install --python $(LOWEST_VENV)/bin/python --resolution lowest-direct --editable .
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --editable '.[test]'
 	touch $@
 
 mutants: setup

@@ -49,15 +49,37 @@ def fake_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patches, FakeTensorMode():
         patches.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
         patches.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
-        patches.setattr(masked_attention, "scaled_dot_product_attention", _flash)
+        patches.setattr(masked_attention, "scaled_dot_product_attention", _attention)
+        patches.setattr(torch.nn.functional, "scaled_dot_product_attention", _autocast)
         patches.setattr(_Connected, "apply", _leaves)
         yield
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: None = None) -> torch.Tensor:
-    """Call FlashAttention: without a driver torch would choose the math kernel."""
-    assert attn_mask is None
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Call the kernel that CUDA has for it: without a driver torch would choose the one of plain products."""
+    assert dropout_p == 0 and not is_causal and not enable_gqa
+    if attn_mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)[0]
+    bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    kept = torch.is_grad_enabled()
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, kept, scale=scale)[0]
+
+
+def _autocast(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Bring the inputs to the dtype of autocast before, as CUDA's autocast does for attention."""
+    if torch.is_autocast_enabled("cuda"):
+        query, key, value = (part.to(torch.get_autocast_dtype("cuda")) for part in (query, key, value))
+    return _attention(query, key, value, **options)
 
 
 def _leaves(copies: Sequence[torch.Tensor], *_weights: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -358,10 +358,10 @@ def test_passes_in_bf16_run_on_the_kernels_where_they_can(stand_in, monkeypatch)
     plain = sparse_model(config)
     monkeypatch.setattr(sparse_attention, "KERNEL_HEADS", (24,))
     model = sparse_model(config)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         assert torch.equal(model.velocity(*inputs()), plain.velocity(*inputs()))
     assert not any("fastvideo_kernel" in event.name for event in profile.events())
-    with torch.autocast("cpu", torch.bfloat16), torch.profiler.profile() as profile:
+    with torch.autocast("cpu", torch.bfloat16), torch.profiler.profile(acc_events=True) as profile:
         ours, theirs = model.velocity(*inputs()), plain.velocity(*inputs())
     runs = [event for event in profile.events() if event.name == "fastvideo_kernel::block_sparse_attn_triton"]
     assert len(runs) == len(model.blocks)

@@ -1,0 +1,117 @@
+"""Two blocks of every published network at real size on a fake GPU: devices, dtypes, and kernels of attention.
+
+A device that differs, or a number that is read from the device, is an error of the fake device.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel, SD3Transformer2DModel, WanTransformer3DModel
+
+if torch.version.cuda is None:
+    pytest.skip("needs the CUDA build of torch: make fake-cuda", allow_module_level=True)
+
+from fake import CUDA, Kernels, fake_cuda, moved
+
+from unified_trainer.basics.types import Condition
+from unified_trainer.models.qwen_image.model import QwenImageModel
+from unified_trainer.models.sd3.model import SD3Model
+from unified_trainer.models.wan.image_model import FirstFrameWanModel, ImageChannelsWanModel
+from unified_trainer.models.wan.model import WanModel
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.role import Trainable, TrainableConfig
+from unified_trainer.tools.plan.architecture import PUBLISHED
+from unified_trainer.tools.plan.flops import CLIP_TOKENS
+
+LAYERS = 2
+SD3_MEDIUM = {"sample_size": 128, "num_attention_heads": 24, "attention_head_dim": 64, "joint_attention_dim": 4096}
+SD3_MEDIUM |= {"caption_projection_dim": 1536, "pooled_projection_dim": 2048, "pos_embed_max_size": 384}
+SD3_MEDIUM |= {"qk_norm": "rms_norm", "dual_attention_layers": (0,)}  # of the first 13 of 24 blocks; here of one of two
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network and what a sample of it reads: shapes without the axis of samples."""
+
+    network: type[Any]
+    model: Callable[[Any], Any]
+    config: dict[str, Any]
+    latents: tuple[int, ...]
+    condition: dict[str, tuple[int, ...]]
+    attentions: int  # calls of a pass
+
+    def student(self) -> Trainable:
+        """The architecture with fewer blocks, trained in bf16."""
+        sizes = {key: value for key, value in self.config.items() if not key.startswith("_")}
+        with torch.device("meta"):
+            network = moved(self.network(**sizes | {"num_layers": LAYERS}))
+        backbone = Backbone(self.model(network), Mesh(CUDA), trained=True, half_passes=True)
+        return Trainable("student", backbone, TrainableConfig(precision="bf16"))
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, Condition]:
+        held = {key: torch.empty(2, *shape, device=CUDA) for key, shape in self.condition.items()}
+        held |= {key: value.bool() for key, value in held.items() if key.endswith("_mask")}
+        sigma = torch.empty(2, dtype=torch.float64)  # noise levels are on the CPU
+        return torch.empty(2, *self.latents, device=CUDA), sigma, Condition(held)
+
+
+def wan(
+    name: str, model: type[WanModel], latents: tuple[int, ...], attentions: int = 2, **held: tuple[int, ...]
+) -> Case:
+    config = PUBLISHED[f"Wan-AI/{name}-Diffusers"][0]
+    return Case(WanTransformer3DModel, model, config, latents, {"text": (512, 4096), **held}, attentions * LAYERS)
+
+
+OF_480P, OF_5B = (16, 21, 60, 104), (48, 31, 44, 80)
+CLIP = {"image": OF_480P, "clip": (CLIP_TOKENS, 1280)}
+CASES = {
+    "Wan2.1-T2V-14B": wan("Wan2.1-T2V-14B", WanModel, OF_480P),
+    "Wan2.1-I2V-14B": wan("Wan2.1-I2V-14B-480P", ImageChannelsWanModel, OF_480P, **CLIP),
+    "Wan2.2-T2V-A14B": wan("Wan2.2-T2V-A14B", WanModel, OF_480P),
+    "Wan2.2-I2V-A14B": wan("Wan2.2-I2V-A14B", ImageChannelsWanModel, OF_480P, image=OF_480P),
+    "Wan2.2-TI2V-5B of text": wan("Wan2.2-TI2V-5B", FirstFrameWanModel, OF_5B),
+    "Wan2.2-TI2V-5B of an image": wan("Wan2.2-TI2V-5B", FirstFrameWanModel, OF_5B, image=(48, 1, 44, 80)),
+    "Qwen-Image": Case(
+        QwenImageTransformer2DModel,
+        QwenImageModel,
+        PUBLISHED["Qwen/Qwen-Image"][0],
+        (16, 1, 166, 166),
+        {"text": (512, 3584), "text_mask": (512,)},
+        LAYERS,
+    ),
+    "SD3.5-medium": Case(
+        SD3Transformer2DModel,
+        SD3Model,
+        SD3_MEDIUM,
+        (16, 1, 128, 128),
+        {"text": (333, 4096), "pooled": (2048,)},
+        LAYERS + 1,
+    ),
+}
+
+
+def passed(case: Case, role: Trainable, *, gradient: bool) -> Kernels:
+    """What a pass launches."""
+    with torch.set_grad_enabled(gradient), Kernels() as seen:
+        velocity = role.velocity(*case.inputs())
+    assert velocity.device == CUDA and velocity.dtype == torch.float32 and velocity.shape[1:] == case.latents
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rollout_and_update_launch_the_same_kernels(name):
+    """Without gradient and with it: as many kernels, the same calls of attention in bf16, and no cast of a weight."""
+    case = CASES[name]
+    with fake_cuda():
+        role = case.student()
+        passed(case, role, gradient=False)  # rounds the weights
+        rollout, update = (passed(case, role, gradient=gradient) for gradient in (False, True))
+    assert rollout.attention == update.attention and rollout.launched == update.launched
+    assert rollout.casts == update.casts == []
+    assert len(update.attention) == case.attentions
+    for _, *tensors in update.attention:
+        assert {dtype for dtype, *_ in tensors[:3]} == {torch.bfloat16}
