@@ -49,7 +49,7 @@ def main() -> None:
     console.print("| --- | --- | --- | --- | --- |")
     for run in arguments.runs:
         one = student(run)
-        short = made(one, list(captions))
+        short = made(of_length(one, FRAMES, None, None, BATCH), list(captions))
         long = of_length(one, LONG * (FRAMES - 1) + 1, arguments.window_frames, arguments.sink_frames, BATCH)
         video = made(long, [" | ".join([here, there(here), here]) for here in captions])
         thirds = [accuracy(part, captions, turned=i == 1) for i, part in enumerate(split(video))]

@@ -60,7 +60,7 @@ GROUPS |= {"algorithm.rollout-batch": 2, "algorithm.update-batch": 2}
 OWN = {"dmd2": SINGLE | {"algorithm.student-every": 1}, "ode_init": SINGLE | {"algorithm.teacher-steps": 3}}
 OWN |= dict.fromkeys(OF_SAMPLES, GROUPS)
 OWN["dance_ppo"] = GROUPS | {"algorithm.num-samples": 1, "algorithm.num-prompts": 2}
-CAUSAL = ("self_forcing",)
+CAUSAL = ("self_forcing", "long_self_forcing")
 
 
 @pytest.fixture(scope="session")
