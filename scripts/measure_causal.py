@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Video
 from unified_trainer.data.prompts import validation_captions
 from unified_trainer.data.tiny_world import FRAMES, SUBJECT_OF_CAPTION, Subject, check_attributes, draw_clip, render
@@ -49,7 +50,7 @@ def main() -> None:
     console.print("| --- | --- | --- | --- | --- |")
     for run in arguments.runs:
         one = student(run)
-        short = made(one, list(captions))
+        short = made(of_length(one, FRAMES, None, None, BATCH), list(captions))
         long = of_length(one, LONG * (FRAMES - 1) + 1, arguments.window_frames, arguments.sink_frames, BATCH)
         video = made(long, [" | ".join([here, there(here), here]) for here in captions])
         thirds = [accuracy(part, captions, turned=i == 1) for i, part in enumerate(split(video))]
@@ -78,7 +79,8 @@ def there(caption: str) -> str:
 
 def made(one: LoadedRole, prompts: list[str]) -> Video:
     by_chunk = one.run.sampler.chunks.causal
-    return torch.cat([torch.cat(list(parts), 2) for parts in pieces(one, prompts, 0, BATCH, by_chunk=by_chunk)])
+    requests = Request.of(prompts)
+    return torch.cat([torch.cat(list(parts), 2) for parts in pieces(one, requests, 0, BATCH, by_chunk=by_chunk)])
 
 
 def turning(captions: tuple[str, ...]) -> Video:
@@ -114,7 +116,7 @@ def accuracy(video: Video, captions: tuple[str, ...], *, turned: bool = False) -
 
 def speeds(causal: LoadedRole, whole: LoadedRole) -> list[str]:
     """Measure frames per second and the latency of the first frames of both students, timed in turn."""
-    prompt = [validation_captions(1)[0]]
+    prompt = Request.of(validation_captions(1))
     seconds: dict[str, list[float]] = {"causal": [], "first": [], "whole": []}
     for _ in range(REPEATS + 1):  # the first warms up
         for name, one in (("causal", causal), ("whole", whole)):

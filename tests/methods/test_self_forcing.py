@@ -134,7 +134,7 @@ def test_the_mean_is_over_the_chunks_that_have_a_graph():
 
 def test_exits_are_uniform():
     method = trainer().method
-    exits = [method._exits(5, Streams(0, step))[0] for step in range(400)]
+    exits = [method.config.exits(method.student, method.sampler, 5, Streams(0, step))[0] for step in range(400)]
     counts = torch.bincount(torch.tensor(exits), minlength=4)
     assert counts.min() > 70 and counts.max() < 130
 

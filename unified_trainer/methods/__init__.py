@@ -11,6 +11,7 @@ METHODS = {  # as text: `registry.method_named` imports the one that is asked fo
     "finetune": "unified_trainer.methods.finetune:Finetune",
     "flow_dpo": "unified_trainer.methods.flow_dpo:FlowDPO",
     "flow_map": "unified_trainer.methods.flow_map:FlowMap",
+    "long_self_forcing": "unified_trainer.methods.long_self_forcing:LongSelfForcing",
     "ode_init": "unified_trainer.methods.ode_init:ODEInit",
     "online_dpo": "unified_trainer.methods.flow_dpo:OnlineDPO",
     "reward_gradient": "unified_trainer.methods.reward_gradient:RewardGradient",

@@ -25,7 +25,7 @@ from unified_trainer.sampling.solver import SamplerConfig
 from unified_trainer.sampling.teacher_ode import TeacherODE
 
 Metrics = dict[str, float]  # of one training step; noted where they are computed
-PARTS = ("reward", "loader", "rollouts")  # constructor arguments besides roles: see `Method.parts`
+PARTS = ("reward", "loader", "rollouts", "codec")  # constructor arguments besides roles: see `Method.parts`
 
 
 class DeclarationError(UserError):
@@ -171,8 +171,9 @@ class Method:
     """An algorithm: roles in, a generator of losses out.
 
     A subclass sets `config_class` and `roles` and defines `step`; everything else has a default. Its constructor
-    takes the settings, the sampler and, by name, its roles (and `reward` and `loader` if it sets `uses_reward`, and
-    `rollouts` if it sets `sampled_by`); without a constructor of its own they become attributes.
+    takes the settings, the sampler and, by name, its roles (and `reward` and `loader` if it sets `uses_reward`,
+    `rollouts` if it sets `sampled_by`, `codec` if it sets `uses_codec`); without a constructor of its own they become
+    attributes.
     """
 
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
@@ -180,6 +181,7 @@ class Method:
     uses_reward: ClassVar[bool] = False  # the reward and the data loader are constructor arguments
     sampled_by: ClassVar[str] = ""  # the role that makes the samples of `rollouts`, a constructor argument then
     trains_flow_maps: ClassVar[bool] = False  # the student may be a flow map: `flow_map` of its settings
+    uses_codec: ClassVar[bool] = False  # the codec, which decodes and encodes videos, is a constructor argument
     trained_for_sampler: ClassVar[bool] = False  # the student fits the run's sampler alone: checkpoints keep it
 
     def __init_subclass__(cls, *, shared: bool = False) -> None:
@@ -195,7 +197,13 @@ class Method:
     @classmethod
     def parts(cls) -> tuple[str, ...]:
         """Return the names of the constructor arguments besides settings, sampler and roles."""
-        return (("reward", "loader") if cls.uses_reward else ()) + (("rollouts",) if cls.sampled_by else ())
+        given = {
+            "reward": cls.uses_reward,
+            "loader": cls.uses_reward,
+            "rollouts": cls.sampled_by,
+            "codec": cls.uses_codec,
+        }
+        return tuple(name for name in PARTS if given[name])
 
     @staticmethod
     def sample(config: Any, sampler: SamplerConfig, role: Role, batch: Batch, step: int, rng: Streams) -> Rollout:

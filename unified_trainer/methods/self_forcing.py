@@ -3,48 +3,26 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Frames
 from unified_trainer.basics.types import Batch, Latents
-from unified_trainer.methods.base import Loss, Method, MethodSetup, frozen, trained
-from unified_trainer.methods.distribution_matching import MatchingConfig, matching_losses
+from unified_trainer.methods.base import Loss, Method, frozen, trained
+from unified_trainer.methods.chunk_matching import ChunkMatchingConfig, trained_frames
+from unified_trainer.methods.distribution_matching import matching_losses
 from unified_trainer.methods.score_directions import matching_of
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
 from unified_trainer.roles.role import Frozen
-from unified_trainer.sampling.solver import SamplerConfig, predict_chunks, trainable_steps
+from unified_trainer.sampling.solver import SamplerConfig, predict_chunks
 
 
 @dataclass(frozen=True)
-class SelfForcingConfig(MatchingConfig):
-    same_step_across_chunks: bool = True
-    """Draw one exit step for all chunks of a rollout instead of one for each."""
-    last_step_only: bool = False
-    """Every chunk exits at the sampler's last step."""
-    gradient_frames: Frames = 21
-    """Latent frames at the end whose chunks are trained; earlier chunks are context only."""
-
+class SelfForcingConfig(ChunkMatchingConfig):
     @property
     def needs_clips(self) -> bool:
         return self.gan_weight > 0
-
-    def check(self, setup: MethodSetup) -> None:
-        super().check(setup)
-        if not setup.sampler.chunks.causal:
-            raise UserError("sampler.chunks.chunk_frames must be at least 1: self_forcing trains a causal student")
-        least = setup.sampler.chunks.chunk_frames
-        if self.gradient_frames < least:
-            raise UserError(
-                f"algorithm.gradient_frames must be at least sampler.chunks.chunk_frames ({least}), so that a chunk is "
-                f"trained, not {self.gradient_frames}"
-            )
-        if self.last_step_only:
-            setup.require_trained("student", [setup.sampler.sigmas()[-2:-1].tolist()], "algorithm.last_step_only")
 
 
 class SelfForcing(Method):
@@ -75,22 +53,10 @@ class SelfForcing(Method):
 
         frames = batch.latent_shape[1]
         first = frames - self.config.gradient_frames
-        return predict_chunks(self.student, draw("noise"), batch, self.sampler, draw, self._exits(frames, rng), first)
-
-    def _exits(self, frames: int, rng: Streams) -> list[int]:
-        """The sampling step at which each chunk stops, equal on all ranks."""
-        count, calls = len(self.sampler.chunks.ranges(frames)), trainable_steps(self.student, self.sampler)
-        if self.config.last_step_only:
-            return [self.sampler.num_steps - 1] * count
-        if self.config.same_step_across_chunks:
-            return [calls[int(rng.shared.integers(len(calls)))]] * count
-        return [calls[i] for i in rng.shared.integers(len(calls), size=count)]
+        exits = self.config.exits(self.student, self.sampler, frames, rng)
+        return predict_chunks(self.student, draw("noise"), batch, self.sampler, draw, exits, first)
 
     def _trained_frames(self, x0: Latents) -> Tensor | None:
         """The frames whose chunks have gradient, or None for all."""
         frames = x0.shape[2]
-        first = frames - self.config.gradient_frames
-        if first <= 0:
-            return None
-        trained = [start >= first for start, stop in self.sampler.chunks.ranges(frames) for _ in range(start, stop)]
-        return torch.tensor(trained, device=x0.device)[:, None, None]
+        return trained_frames(self.sampler.chunks, frames, frames - self.config.gradient_frames, x0.device)

@@ -113,7 +113,9 @@ def build(run: RunConfig, mesh: Mesh, output: Path | None = None) -> Built:
     )
     places = _check_workers(run, plan, roles, workers)
     rollouts = _rollouts(run, plan, roles, reward, loader, mesh, workers)
-    trainer = _trainer(run, plan, roles, reward, loader, rollouts, _guards(run, plan, roles, codec, requests, mesh))
+    trainer = _trainer(
+        run, plan, roles, reward, codec, loader, rollouts, _guards(run, plan, roles, codec, requests, mesh)
+    )
     validation = _validation(run, plan, codec, reward, features, requests, mesh, workers)
     # Last, so that a folder of weights that is not whole is refused before any file is written.
     encoded = _encode(run, plan, codec, source, loader, requests if validation else (), mesh)
@@ -241,12 +243,14 @@ def _trainer(
     plan: RunPlan,
     roles: Mapping[str, Role],
     reward: RewardSum,
+    codec: Codec,
     loader: Loader,
     rollouts: Rollouts | None,
     guards: Guards,
 ) -> Trainer:
     parts: dict[str, Any] = {"reward": reward, "loader": loader} if plan.method.uses_reward else {}
     parts |= {} if rollouts is None else {"rollouts": rollouts}
+    parts |= {"codec": codec} if plan.method.uses_codec else {}
     copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
     return Trainer(
         plan.method(run.algorithm, run.sampler, **roles, **parts),

@@ -120,10 +120,13 @@ def test_every_real_recipe_has_a_published_size():
     assert set(REAL) == set(SIZES)
 
 
+CAUSAL = ("self_forcing", "long_self_forcing")
+
+
 def given(recipe: str, method: str, folder, prompts) -> list[str]:
     """The flags of a run that has everything it needs."""
     words = ["--recipe", recipe, "--method", method, "--student.path", folder]
-    if recipe == "wan2.1-1.3b" and method == "self_forcing":  # its teacher and its critic are on the hub
+    if recipe == "wan2.1-1.3b" and method in CAUSAL:  # its teacher and its critic are on the hub
         words += ["--teacher.path", folder.with_name("wan2.1-14b"), "--critic.path", folder]
     config = method_named(method).config_class
     words += ["--data.path", prompts.parent] if config().needs_clips else ["--prompts", prompts]
@@ -140,7 +143,7 @@ def prompts(tmp_path):
 
 IMAGELESS = {
     "flow_dpo": "needs a student without condition images",
-    "self_forcing": "a causal student takes no condition image",
+    **dict.fromkeys(CAUSAL, "a causal student takes no condition image"),
     "finetune": "clips in parquet files hold no first frames",
     "consistency": "clips in parquet files hold no first frames",
     "flow_map": "clips in parquet files hold no first frames",
@@ -172,7 +175,7 @@ def test_every_method_of_every_recipe_passes_all_checks(models, prompts, recipe,
         with pytest.raises(ConfigError, match=IMAGELESS[method]):
             check(run, ALONE)
         return
-    refused = {"self_forcing": "has no causal form", "flow_map": "is of a family without flow maps"}
+    refused = {**dict.fromkeys(CAUSAL, "has no causal form"), "flow_map": "is of a family without flow maps"}
     if recipe in MAKE_IMAGES and method in refused:
         with pytest.raises(ConfigError, match=refused[method]):
             check(run, ALONE)

@@ -242,7 +242,7 @@ class _Batches(Loader):
 
 @dataclass(frozen=True)
 class _Codec(Codec):
-    """Decodes latents to eight pixels a frame, and notes it."""
+    """Decodes latents to eight pixels a frame, and notes it; an image is encoded without a note."""
 
     counts: Counts
     folder = Path()
@@ -255,6 +255,12 @@ class _Codec(Codec):
     def decode(self, latents: Latents) -> Video:
         self.counts.decoded.append((len(latents), latents.shape[2], latents.requires_grad))
         return latents[:, :3].expand(-1, -1, -1, 8, 8).sigmoid()
+
+    def decoder(self) -> Callable[[Latents], Video]:
+        return self.decode
+
+    def encode(self, video: Video) -> Latents:
+        return video.new_zeros(len(video), CHANNELS, video.shape[2], 1, 1)
 
 
 class _Rollouts(LocalRollouts):
@@ -284,7 +290,7 @@ def _trainer(
     latent_shape: tuple[int, int, int, int],
     counts: Counts,
 ) -> Trainer:
-    codec = _Codec(counts)  # type: ignore[abstract]  # it decodes, and nothing else
+    codec = _Codec(counts)  # type: ignore[abstract]  # it has what a step calls
     algorithm = cast(Any, run.algorithm)
     loader = _Batches(_Prompts(), codec, run.algorithm.plan(), latent_shape, "", run.seed, mesh)
     loader.use(run, latent_shape)
@@ -296,6 +302,7 @@ def _trainer(
         sample: Callable[..., Any] = partial(method.sample, run.algorithm, run.sampler, roles[method.sampled_by])
         parts["rollouts"] = _Rollouts(sample, reward, algorithm.rollout_batch)
         parts["rollouts"].counts = counts
+    parts |= {"codec": codec} if method.uses_codec else {}
     copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}
     return Trainer(
         method(run.algorithm, run.sampler, **roles, **parts),

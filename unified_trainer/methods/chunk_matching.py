@@ -1,0 +1,57 @@
+"""A causal student's rollouts in the methods that match them: settings, exit steps, and the frames with a gradient."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Frames
+from unified_trainer.methods.base import MethodSetup
+from unified_trainer.methods.distribution_matching import MatchingConfig
+from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.causal import CausalStudent
+from unified_trainer.sampling.solver import SamplerConfig, trainable_steps
+
+
+@dataclass(frozen=True)
+class ChunkMatchingConfig(MatchingConfig):
+    """Settings of the methods that match a causal student's own rollouts."""
+
+    same_step_across_chunks: bool = True
+    """Draw one exit step for all chunks of a rollout instead of one for each."""
+    last_step_only: bool = False
+    """Every chunk exits at the sampler's last step."""
+    gradient_frames: Frames = 21
+    """Latent frames at the end whose chunks are trained; earlier chunks are context only."""
+
+    def check(self, setup: MethodSetup) -> None:
+        super().check(setup)
+        if not setup.sampler.chunks.causal:
+            raise UserError("sampler.chunks.chunk_frames must be at least 1: this method trains a causal student")
+        least = setup.sampler.chunks.chunk_frames
+        if self.gradient_frames < least:
+            raise UserError(
+                f"algorithm.gradient_frames must be at least sampler.chunks.chunk_frames ({least}), so that a chunk is "
+                f"trained, not {self.gradient_frames}"
+            )
+        if self.last_step_only:
+            setup.require_trained("student", [setup.sampler.sigmas()[-2:-1].tolist()], "algorithm.last_step_only")
+
+    def exits(self, student: CausalStudent, sampler: SamplerConfig, frames: int, rng: Streams) -> list[int]:
+        """Return the sampling step at which each chunk of so many frames stops, equal on all ranks."""
+        count, calls = len(sampler.chunks.ranges(frames)), trainable_steps(student, sampler)
+        if self.last_step_only:
+            return [sampler.num_steps - 1] * count
+        if self.same_step_across_chunks:
+            return [calls[int(rng.shared.integers(len(calls)))]] * count
+        return [calls[i] for i in rng.shared.integers(len(calls), size=count)]
+
+
+def trained_frames(chunks: ChunkConfig, frames: int, first: int, device: torch.device) -> Tensor | None:
+    """Return the mask [t, 1, 1] of the frames whose chunk starts at frame `first` or later, or None for all."""
+    if first <= 0:
+        return None
+    trained = [start >= first for start, stop in chunks.ranges(frames) for _ in range(start, stop)]
+    return torch.tensor(trained, device=device)[:, None, None]

@@ -1,0 +1,136 @@
+"""Self-forcing beyond the clip: videos longer than the teacher knows are matched in windows (arXiv:2506.08009)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.ranges import Frames
+from unified_trainer.basics.types import Batch, Latents
+from unified_trainer.methods.base import Loss, Method, MethodConfig, MethodSetup, frozen, trained
+from unified_trainer.methods.chunk_matching import ChunkMatchingConfig, trained_frames
+from unified_trainer.methods.distribution_matching import matching_losses
+from unified_trainer.methods.score_directions import matching_of
+from unified_trainer.models.base import Codec
+from unified_trainer.parallel.mesh import Mesh
+from unified_trainer.parallel.meter import phase
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.causal import CausalStudent
+from unified_trainer.roles.critic import Critic
+from unified_trainer.roles.role import Frozen
+from unified_trainer.sampling.solver import SamplerConfig, predict_chunks
+
+
+@dataclass(frozen=True)
+class LongSelfForcingConfig(ChunkMatchingConfig):
+    teacher_frames: Frames = 21
+    """Latent frames of the clips that teacher and critic know: the longest part of a video that they see."""
+
+    teacher_guidance = MethodConfig.teacher_guidance  # no guard: its teacher would make videos of video.frames
+
+    def check(self, setup: MethodSetup) -> None:
+        super().check(setup)
+        if self.gan_weight:
+            raise UserError(
+                "algorithm.gan_weight must be 0 with long_self_forcing, whose windows are no clips: leave it "
+                "out, or train with self_forcing"
+            )
+        chunks = setup.sampler.chunks
+        first = 1 if chunks.independent_first_frame else 0
+        chunk, more = chunks.chunk_frames, (self.teacher_frames - first) % chunks.chunk_frames
+        if self.teacher_frames <= chunk or more:
+            below = self.teacher_frames - more
+            good = " or ".join(str(frames) for frames in (below, below + chunk) if frames > chunk)
+            raise UserError(
+                f"algorithm.teacher_frames must be whole chunks and more frames than sampler.chunks.chunk_frames "
+                f"({chunk}), so that a chunk fits behind an image latent, not {self.teacher_frames}: set "
+                f"{good or 2 * chunk + first}"
+            )
+
+
+class LongSelfForcing(Method):
+    """Generate up to the end of a drawn window, and match the teacher's distribution over the window."""
+
+    config_class = LongSelfForcingConfig
+    roles = {"student": trained(), "teacher": frozen(), "critic": trained(Critic, starts_from="teacher")}
+    uses_codec = True
+    trained_for_sampler = True
+
+    def __init__(
+        self,
+        config: LongSelfForcingConfig,
+        sampler: SamplerConfig,
+        *,
+        student: CausalStudent,
+        teacher: Frozen,
+        critic: Critic,
+        codec: Codec,
+    ) -> None:
+        self.config, self.sampler, self.student, self.codec = config, sampler, student, codec
+        self.matching = matching_of(config, teacher, critic)
+
+    def step(self, batch: Batch, step: int, rng: Streams, mesh: Mesh) -> Iterator[Loss]:
+        channels, frames, *size = batch.latent_shape
+        known = min(self.config.teacher_frames, frames)
+        stop = self._draw_end(frames, rng)
+        seen = replace(batch, latent_shape=(channels, known, *size))
+        sample = partial(self._sample, of_video=batch, stop=stop)
+        yield from matching_losses(
+            self.config, self.matching, step, seen, rng, sample, partial(self._trained_frames, stop=stop)
+        )
+
+    def _draw_end(self, frames: int, rng: Streams) -> int:
+        """Draw the frame at which the window ends, a chunk's end, equal on all ranks.
+
+        The first window is as long as a clip. Nothing is drawn for a video that is no longer than that.
+        """
+        known = min(self.config.teacher_frames, frames)
+        ends = [stop for _, stop in self.sampler.chunks.ranges(frames) if stop >= known]
+        return ends[int(rng.shared.integers(len(ends)))] if len(ends) > 1 else ends[0]
+
+    def _sample(self, seen: Batch, rng: Streams, purpose: str, *, of_video: Batch, stop: int) -> Latents:
+        """Generate frames 0 to `stop` and return the window that ends there, as teacher and critic see it."""
+        shape = of_video.latent_shape
+
+        def draw(name: str | int) -> Latents:
+            return rng.noise(f"{purpose} {name}", seen.sample_ids, shape).to(self.student.device)
+
+        exits, first = self.config.exits(self.student, self.sampler, stop, rng), self._first_trained(stop)
+        noise = draw("noise")[:, :, :stop]
+        return self._window(predict_chunks(self.student, noise, seen, self.sampler, draw, exits, first))
+
+    def _window(self, x0: Latents) -> Float[Tensor, "b c seen h w"]:
+        """Return the newest `teacher_frames` latent frames of a video; of a longer one, the first is an image latent.
+
+        A clip's first latent frame is that of one pixel frame, which the frames of a video are not.
+        """
+        behind = self.config.teacher_frames - 1
+        if x0.shape[2] <= behind + 1:
+            return x0
+        before, newest = x0.split([x0.shape[2] - behind, behind], 2)
+        return torch.cat([self._image_latent(before).to(newest), newest], 2)
+
+    @torch.no_grad()
+    def _image_latent(self, x0: Latents) -> Float[Tensor, "b c 1 h w"]:
+        """Decode latent frames [b, c, t, h, w] and encode the last pixel frame, as a clip's first one."""
+        with phase("decode"), self.codec.in_use():
+            decode = self.codec.decoder()
+            for part in x0.split(self.sampler.chunks.chunk_frames, 2):  # in parts: all pixels are never in memory
+                video = decode(part)
+            return self.codec.encode(video[:, :, -1:])
+
+    def _first_trained(self, stop: int) -> int:
+        """Return the frame from which on chunks are trained in a video of `stop` frames; 0 or less trains all."""
+        known = self.config.teacher_frames
+        return stop - min(self.config.gradient_frames, known if stop <= known else known - 1)
+
+    def _trained_frames(self, x0: Latents, *, stop: int) -> Tensor | None:
+        """Return which frames of a window have a gradient, or None for all; an image latent has none."""
+        mask = trained_frames(self.sampler.chunks, stop, self._first_trained(stop), x0.device)
+        if mask is None or stop <= self.config.teacher_frames:
+            return mask
+        return mask[stop - x0.shape[2] :]
