@@ -59,11 +59,10 @@ class Case:
         return torch.empty(2, *self.latents, device=CUDA), sigma, Condition(held)
 
 
-def wan(
-    name: str, model: type[WanModel], latents: tuple[int, ...], attentions: int = 2, **held: tuple[int, ...]
-) -> Case:
-    config = PUBLISHED[f"Wan-AI/{name}-Diffusers"][0]
-    return Case(WanTransformer3DModel, model, config, latents, {"text": (512, 4096), **held}, attentions * LAYERS)
+def wan(name: str, model: type[WanModel], latents: tuple[int, ...], **held: tuple[int, ...]) -> Case:
+    config, cond = PUBLISHED[f"Wan-AI/{name}-Diffusers"][0], {"text": (512, 4096), **held}
+    attentions = LAYERS * (3 if "clip" in held else 2)
+    return Case(WanTransformer3DModel, model, config, latents, cond, attentions)
 
 
 OF_480P, OF_5B = (16, 21, 60, 104), (48, 31, 44, 80)
