@@ -11,8 +11,10 @@ from helpers import ALONE, CPU, SMALL
 
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.captioned import CaptionedVideo
+from unified_trainer.data.prompts import PromptFile
 from unified_trainer.parallel.agreement import assert_equal, differences, files_in_words, flat
 from unified_trainer.parallel.mesh import Mesh, RanksDivergedError
+from unified_trainer.run.plan.data import Clips
 from unified_trainer.run.plan.plan import check
 from unified_trainer.run.settings.command_line import minutes_to_meet, parse
 
@@ -175,16 +177,15 @@ def test_what_a_run_reads_is_compared(tmp_path):
     found = plan.compared()
     assert {"prompts", "validation.prompts", "student.adapter", "student.path"} <= found.keys()
     assert re.fullmatch(r"1 files of \d+ bytes \(sha256 \w{12}\)", found["student.path"])
-    assert (
-        replace(plan, requests=Request.of("ab")).compared()["prompts"]
-        != replace(plan, requests=Request.of("ba")).compared()["prompts"]
-    )
+    files = [plan.prompts | {"--prompts": PromptFile(Request.of(texts))} for texts in ("ab", "ba")]
+    first, second = (replace(plan, prompts=prompts).compared()["prompts"] for prompts in files)
+    assert first != second
 
     def data(folder: str, size: int, caption: str) -> str:
         file = tmp_path / folder / "a.mp4"
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"x" * size)
-        return replace(plan, videos=(CaptionedVideo("a", file, caption),)).compared()["data.path"]
+        return replace(plan, clips=Clips(videos=(CaptionedVideo("a", file, caption),))).compared()["data.path"]
 
     assert data("one", 3, "a") == data("two", 3, "a")
     assert len({data("one", 3, "a"), data("one", 4, "a"), data("one", 3, "b")}) == 3

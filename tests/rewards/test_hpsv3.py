@@ -225,7 +225,7 @@ def test_settings_without_a_key_are_refused(damaged):
 
 
 def test_import_refuses_a_folder_with_something_in_it(folder):
-    with pytest.raises(FileExistsError, match="choose another --out"):
+    with pytest.raises(FileExistsError, match="is not an empty folder; choose another one"):
         import_hpsv3(base=GOLDEN / "base", checkpoint=GOLDEN / CHECKPOINT, out=folder)
 
 

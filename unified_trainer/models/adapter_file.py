@@ -6,8 +6,8 @@ lora_up, alpha); layers may have the network's own names or those that its famil
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,68 +91,88 @@ def open_adapter(
     and their number, if keys fit no layer, lack their partner, or have other shapes than the network's weights.
     """
     names = _Names(network, published)
-    factors: dict[str, dict[str, str]] = {}
-    alphas: dict[str, str] = {}
-    differences: dict[str, str] = {}
-    unknown: list[str] = []
-    twice: list[str] = []
     with opened(place.file) as held:
         shapes = {key: tuple(held.get_slice(key).get_shape()) for key in held.offset_keys()}
-        parts = [prefix for prefix in components if any(key.startswith(f"{prefix}.") for key in shapes)]
+        keys = _Keys.of(shapes, place, components, names)
+        refuse_other_types(place.file, held, keys.read())
+        several = [key for key in keys.alphas.values() if math.prod(shapes[key]) != 1]
+        _refuse(place.file, several, "are alphas, but not one number")
+        alphas = {layer: float(held.get_tensor(key)) for layer, key in keys.alphas.items()}
+        settings = _settings(place, held.metadata() or {})
+    keys.check(place.file)
+    _check_shapes(place.file, keys, shapes, names)
+    layers = {}
+    for layer, pair in keys.factors.items():
+        rank = shapes[pair["down"]][0]
+        scale = _scale(place.file, layer, rank, alphas.get(layer), settings)
+        layers[layer] = LowRank(pair["down"], pair["up"], rank, scale)
+    return AdapterFile(place.file, place.component, layers, keys.differences)
+
+
+@dataclass
+class _Keys:
+    """The keys of a file by what they are of which layer or weight of the network."""
+
+    factors: dict[str, dict[str, str]] = field(default_factory=dict)  # up and down of a layer
+    alphas: dict[str, str] = field(default_factory=dict)
+    differences: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    twice: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, keys: Collection[str], place: Location, components: Sequence[str], names: "_Names") -> "_Keys":
+        """Sort the keys of one network; UserError if they are of two and none is named."""
+        parts = [prefix for prefix in components if any(key.startswith(f"{prefix}.") for key in keys)]
         if not place.component and len(parts) > 1:
             raise UserError(f"{place.file} holds adapters of two networks, {' and '.join(parts)}, but one is wanted")
-        for key in shapes:
+        kinds = cls()
+        for key in keys:
             inner = _inside(key, place.component, components)
-            if inner is None:
-                continue  # of the other expert
-            if (match := FACTOR.fullmatch(inner)) and (layer := names.layer(match[1])):
-                pair = factors.setdefault(layer, {})
-                if pair.setdefault("down" if match[2] in DOWN else "up", key) != key:
-                    twice.append(key)
-            elif (match := ALPHA.fullmatch(inner)) and (layer := names.layer(match[1])):
-                alphas[layer] = key
-            elif (match := DIFFERENCE.fullmatch(inner)) and (weight := names.weight(match[1], match[2])):
-                differences[weight] = key
-            else:
-                unknown.append(key)
-        read = [*(key for pair in factors.values() for key in pair.values()), *alphas.values(), *differences.values()]
-        refuse_other_types(place.file, held, read)
-        _refuse(
-            place.file,
-            [key for key in alphas.values() if math.prod(shapes[key]) != 1],
-            "are alphas, but not one number",
-        )
-        given = {layer: float(held.get_tensor(key)) for layer, key in alphas.items()}
-        settings = _settings(place, held.metadata() or {})
-    _refuse(place.file, unknown, "fit no layer of the network")
-    _refuse(place.file, twice, "are further factors of a layer that has both")
-    _refuse(place.file, [alphas[layer] for layer in alphas.keys() - factors.keys()], "are of layers without factors")
-    alone = [key for pair in factors.values() if len(pair) == 1 for key in pair.values()]
-    _refuse(place.file, alone, "lack the other factor of their layer")
-    if not factors and not differences:
-        raise UserError(f"{place.file} holds no adapter: no key such as lora_A.weight or lora_down.weight")
+            if inner is not None:  # else it is of the other expert
+                kinds._add(key, inner, names)
+        return kinds
+
+    def _add(self, key: str, inner: str, names: "_Names") -> None:
+        if (match := FACTOR.fullmatch(inner)) and (layer := names.layer(match[1])):
+            pair = self.factors.setdefault(layer, {})
+            if pair.setdefault("down" if match[2] in DOWN else "up", key) != key:
+                self.twice.append(key)
+        elif (match := ALPHA.fullmatch(inner)) and (layer := names.layer(match[1])):
+            self.alphas[layer] = key
+        elif (match := DIFFERENCE.fullmatch(inner)) and (weight := names.weight(match[1], match[2])):
+            self.differences[weight] = key
+        else:
+            self.unknown.append(key)
+
+    def read(self) -> list[str]:
+        """Return the keys whose tensors are read."""
+        factors = [key for pair in self.factors.values() for key in pair.values()]
+        return [*factors, *self.alphas.values(), *self.differences.values()]
+
+    def check(self, file: Path) -> None:
+        """Raise UserError for keys that are of nothing, and for factors that are not a pair."""
+        _refuse(file, self.unknown, "fit no layer of the network")
+        _refuse(file, self.twice, "are further factors of a layer that has both")
+        lonely = [self.alphas[layer] for layer in self.alphas.keys() - self.factors.keys()]
+        _refuse(file, lonely, "are of layers without factors")
+        alone = [key for pair in self.factors.values() if len(pair) == 1 for key in pair.values()]
+        _refuse(file, alone, "lack the other factor of their layer")
+        if not self.factors and not self.differences:
+            raise UserError(f"{file} holds no adapter: no key such as lora_A.weight or lora_down.weight")
+
+
+def _check_shapes(file: Path, keys: _Keys, shapes: Mapping[str, tuple[int, ...]], names: "_Names") -> None:
+    """Raise UserError for factors and differences that do not have the shapes of the network's weights."""
     wrong = []
-    for layer, pair in factors.items():
+    for layer, pair in keys.factors.items():
         (rank, *width), (height, *inner_rank) = shapes[pair["down"]] or (0,), shapes[pair["up"]] or (0,)
         out, *rest = names.shapes[f"{layer}.weight"]
         if (height, math.prod(inner_rank), math.prod(width)) != (out, rank, math.prod(rest)):
             wrong.append(f"{pair['up']} {shapes[pair['up']]} x {shapes[pair['down']]} of {(out, *rest)}")
-    wrong += [
-        f"{key} {shapes[key]} of {names.shapes[weight]}"
-        for weight, key in differences.items()
-        if shapes[key] != names.shapes[weight]
-    ]
-    _refuse(place.file, wrong, "have another shape than the network's weights")
-    layers = {
-        layer: LowRank(
-            pair["down"],
-            pair["up"],
-            shapes[pair["down"]][0],
-            _scale(place.file, layer, shapes[pair["down"]][0], given.get(layer), settings),
-        )
-        for layer, pair in factors.items()
-    }
-    return AdapterFile(place.file, place.component, layers, differences)
+    for weight, key in keys.differences.items():
+        if shapes[key] != names.shapes[weight]:
+            wrong.append(f"{key} {shapes[key]} of {names.shapes[weight]}")
+    _refuse(file, wrong, "have another shape than the network's weights")
 
 
 class _Names:

@@ -333,14 +333,15 @@ def _source(run: RunConfig, plan: RunPlan, codec: Codec) -> Source:
     if run.data.path == "tiny":
         pairs = run.algorithm.needs_pairs
         return render_clips(run.data, codec, run.video, run.seed, pairs=pairs, first_frames=plan.first_frames)
-    if plan.stored is None:
+    stored, rejected = plan.clips.stored, plan.clips.rejected
+    if stored is None:
         return encode_videos(Path(run.data.path), codec, run.video, first_frames=plan.first_frames)
-    lanes = plan.stored.lanes(plan.batch.prompts, run.data.window_gib)
-    if plan.rejected is not None:
-        return ParquetPairs(plan.stored, plan.rejected, codec, lanes)
+    lanes = stored.lanes(plan.batch.prompts, run.data.window_gib)
+    if rejected is not None:
+        return ParquetPairs(stored, rejected, codec, lanes)
     clips = ParquetFirstFrames if plan.first_frames else ParquetClips
     kind = clips if run.trains_on == "clips" else ParquetTrajectories
-    return kind(plan.stored, codec, lanes)
+    return kind(stored, codec, lanes)
 
 
 def _encode_ahead(

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,32 @@ from typing import Any
 from unified_trainer.basics.errors import OutputExistsError, writing
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.own_files import without_link
+from unified_trainer.basics.terminal import say
 from unified_trainer.run.checkpoint.run_lock import LOCK
+
+
+def check_empty(folder: Path) -> None:
+    """Raise OutputExistsError unless the folder is absent or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputExistsError(f"{folder} exists and is not an empty folder; choose another one or remove it")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a new folder that takes the place `out`, absent or empty, once all of it is written."""
+    with writing(out), scratch_folder(out.parent, out.name, out.name) as scratch:
+        folder = scratch / out.name
+        folder.mkdir()
+        yield folder
+        folder.replace(out)
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Make a hard link where the file system allows one, else a copy; symbolic links (a hub cache) are followed."""
+    try:
+        os.link(Path(source).resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def check_output(folder: Path, about: str, what: str) -> None:
@@ -57,7 +82,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 @contextmanager
-def scratch_folder(parent: Path, prefix: str, name: str, say: Callable[[str], None]) -> Iterator[Path]:
+def scratch_folder(parent: Path, prefix: str, name: str) -> Iterator[Path]:
     """Yield a new folder `.PREFIX-xxxxxxxx` in `parent`, in which a folder `name` is built; it is removed at the end.
 
     Such folders of processes that were killed are removed and said: nothing locks them, and they hold nothing else.

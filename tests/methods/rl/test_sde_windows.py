@@ -28,12 +28,6 @@ def test_a_stride_ends_at_the_last_place_also_where_it_does_not_divide():
     assert firsts(WindowConfig(size=2, every=1, stride=2), range(5), 7) == [0, 2, 4, 5, 0]
 
 
-def test_decay_holds_later_places_for_shorter():
-    """ceil(4 exp(-.7 max(0, p - 1))) for places 0..3: 4, 4, 2, 1."""
-    config = WindowConfig(size=2, schedule="decay", every=4, decay=0.7, decay_from=1)
-    assert firsts(config, range(12), 5) == [0] * 4 + [1] * 4 + [2] * 2 + [3] + [0]
-
-
 def test_random_covers_all_places_and_depends_on_the_step():
     config = WindowConfig(size=2, schedule="random", every=10)
     places = firsts(config, range(60), 5)
@@ -45,7 +39,7 @@ def test_random_covers_all_places_and_depends_on_the_step():
     size=st.integers(1, 9),
     every=st.integers(1, 5),
     stride=st.integers(1, 4),
-    schedule=st.sampled_from(["progressive", "random", "decay"]),
+    schedule=st.sampled_from(["progressive", "random"]),
     step=st.integers(0, 500),
 )
 def test_a_window_never_leaves_the_table(size, every, stride, schedule, step):

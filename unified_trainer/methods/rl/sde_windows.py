@@ -1,19 +1,16 @@
 """Windows of stochastic transitions in a training step (MixGRPO, arXiv:2507.21802).
 
 `progressive` moves from the noisiest transitions to the data and then starts over; `random` draws a place in each
-training step; `decay` moves as `progressive` does, with ever fewer training steps at a place.
+training step.
 """
 
-import bisect
-import itertools
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Count, CountOrZero, NonNegative, Period
+from unified_trainer.basics.ranges import Count, CountOrZero, Period
 from unified_trainer.numerics.kernels import Tail
 
 
@@ -22,17 +19,12 @@ class WindowConfig:
     size: CountOrZero = 0
     """Stochastic transitions of a training step, which alone are stored and which are all trained; others are Euler
     steps. 0: all transitions are stochastic, and algorithm.timestep_fraction of them are trained."""
-    schedule: Literal["progressive", "random", "decay"] = "progressive"
-    """Where the window is: from noise to data (progressive), anywhere (random), or ever faster to data (decay). random
-    and decay are experimental."""
+    schedule: Literal["progressive", "random"] = "progressive"
+    """Where the window is: moving from noise to data (progressive), or anywhere (random, experimental)."""
     every: Period = 25
     """Training steps at one place."""
     stride: Count = 1
     """Transitions from one place to the next."""
-    decay: NonNegative = 0.1
-    """With schedule decay, place p is kept every x exp(-decay (p - decay_from)) steps, and at least one."""
-    decay_from: CountOrZero = 0
-    """With schedule decay, the last transition whose place is kept for `every` steps."""
     tail: Tail = "euler"
     """Steps after the window: Euler, or second order (DPM-Solver++) from the second one on."""
 
@@ -54,8 +46,7 @@ class WindowConfig:
             first = int(shared.integers(last + 1)) if last else 0
             return range(first, first + size)
         places = self._places(last)
-        ends = list(itertools.accumulate(self._held(place) for place in places))
-        place = places[bisect.bisect_right(ends, step % ends[-1])]
+        place = places[step // self.every % len(places)]
         return range(place, place + size)
 
     def all(self, transitions: int) -> list[range]:
@@ -67,9 +58,3 @@ class WindowConfig:
 
     def _places(self, last: int) -> list[int]:
         return sorted({*range(0, last, self.stride), last})
-
-    def _held(self, place: int) -> int:
-        """Training steps at a place."""
-        if self.schedule == "progressive":
-            return self.every
-        return math.ceil(self.every * math.exp(-self.decay * max(0, place - self.decay_from)))

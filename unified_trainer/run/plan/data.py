@@ -13,6 +13,7 @@ from unified_trainer.data.prompts import PromptFile, prompts_of, training_captio
 from unified_trainer.data.raw_clips import checked_videos, holds_videos
 from unified_trainer.data.row_kinds import ClipRows, RowKind, Shape, TrajectoryRows
 from unified_trainer.methods.base import Method
+from unified_trainer.parallel.agreement import files_in_words
 from unified_trainer.rewards.scorers import check_prompts
 from unified_trainer.run.settings.config import RunConfig
 
@@ -28,6 +29,17 @@ class Clips:
     @property
     def captions(self) -> Sequence[str]:
         return self.stored.captions if self.stored is not None else tuple(video.caption for video in self.videos)
+
+    def in_words(self) -> dict[str, str]:
+        """Return the files with their names, sizes and captions, which must be equal on all ranks."""
+        stored = {"data.path": self.stored, "data.rejected": self.rejected}
+        words = {
+            key: files_in_words([clips.file for clips in files.files], files.captions)
+            for key, files in stored.items()
+            if files is not None
+        }
+        videos = {"data.path": files_in_words([clips.file for clips in self.videos], self.captions)}
+        return words | (videos if self.videos else {})
 
     def place(self, number: int) -> str:
         """Return where the caption of this number stands."""
@@ -98,17 +110,25 @@ def check_captions(run: RunConfig, method: type[Method], clips: Clips, validates
     check_prompts(run.reward, (captions, lambda number: f"data.path: {clips.place(number)}"))
 
 
-def note_lanes(run: RunConfig, batch: BatchPlan, clips: Clips, ranks: int, counts: dict[str, int | str]) -> str:
-    """Count the row groups that parquet files are read from; return a warning if they are fewer than the ranks."""
+def count_lanes(run: RunConfig, batch: BatchPlan, clips: Clips) -> dict[str, int]:
+    """Return the number of row groups that parquet files are read from at a time, a row of the table at the start."""
     if clips.stored is None:
-        return ""
-    counts["row groups read from"] = lanes = clips.stored.lanes(batch.prompts, run.data.window_gib)
-    if lanes >= ranks:
-        return ""
-    return (
-        f"warning: {ranks} ranks read from {lanes} row groups at a time, several from the same one: raise "
-        "data.window_gib, or write smaller row groups"
-    )
+        return {}
+    return {"row groups read from": clips.stored.lanes(batch.prompts, run.data.window_gib)}
+
+
+def note_files(run: RunConfig, batch: BatchPlan, prompts: PromptFiles, clips: Clips, ranks: int) -> list[str]:
+    """Return warnings of files that can be read, but not as their user may expect."""
+    notes = [file.note for file in prompts.values()]
+    if clips.stored is not None:
+        notes.append(clips.stored.image_note)
+    for lanes in count_lanes(run, batch, clips).values():
+        if lanes < ranks:
+            notes.append(
+                f"warning: {ranks} ranks read from {lanes} row groups at a time, several from the same one: raise "
+                "data.window_gib, or write smaller row groups"
+            )
+    return notes
 
 
 def _row_kind(run: RunConfig, latent_shape: Shape) -> RowKind:

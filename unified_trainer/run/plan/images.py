@@ -5,7 +5,7 @@ from pathlib import Path
 
 from unified_trainer.data.prompts import PromptFile
 from unified_trainer.models.base import Family
-from unified_trainer.run.plan.data import Clips
+from unified_trainer.run.plan.data import Clips, PromptFiles
 from unified_trainer.run.plan.roles import RolePlan
 from unified_trainer.run.registry import family_of
 from unified_trainer.run.settings.config import ConfigError, RunConfig
@@ -13,11 +13,8 @@ from unified_trainer.run.settings.config import ConfigError, RunConfig
 TABLE = "give a table (.jsonl, .csv or .parquet) with the columns prompt and image"
 
 
-def has_images(run: RunConfig, family: Family, folder: Path, prompts: Mapping[str, PromptFile]) -> bool:
-    """Return whether samples of the run have condition images; ConfigError for a number of them that cannot be.
-
-    `prompts` are the files of prompts by the flags that name them.
-    """
+def _has_images(run: RunConfig, family: Family, folder: Path, prompts: PromptFiles) -> bool:
+    """Return whether samples have condition images; ConfigError for a number of them that the student cannot take."""
     fewest, most = family.images(folder)
     counts = {flag: _count(flag, file, fewest, most) for flag, file in prompts.items() if file.requests}
     if run.trains_on == "clips":
@@ -35,14 +32,19 @@ def conditions_on_first_frame(run: RunConfig, family: Family, folder: Path) -> b
     return bool(fewest) or run.data.first_frame
 
 
-def check_images(run: RunConfig, roles: Mapping[str, RolePlan], clips: Clips, *, scores: bool) -> None:
-    """Raise ConfigError for what samples with condition images cannot be trained with.
+def check_images(
+    run: RunConfig, roles: Mapping[str, RolePlan], prompts: PromptFiles, clips: Clips, *, scores: bool
+) -> None:
+    """Raise ConfigError for condition images that the student does not take, or that samples cannot be trained with.
 
     `scores` says whether the run scores samples, in training or in validations.
     """
+    folders = _folders(roles)
+    if not _has_images(run, *folders["student"], prompts):
+        return
     if run.algorithm.needs_pairs:
         raise ConfigError(f"--method {run.method}: pairs of clips have two first frames: the student can take no image")
-    takes = {name: family.images(folder) for name, (family, folder) in _folders(roles).items()}
+    takes = {name: family.images(folder) for name, (family, folder) in folders.items()}
     needs_pixels = any(fewest for fewest, _ in takes.values())
     if clips.stored is not None and needs_pixels:
         raise ConfigError("data.path: clips in parquet files hold no first frames: give the videos themselves")

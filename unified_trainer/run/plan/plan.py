@@ -9,8 +9,6 @@ from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.batch_plan import BatchPlan
-from unified_trainer.data.captioned import CaptionedVideo
-from unified_trainer.data.parquet_files import StoredFiles
 from unified_trainer.data.row_kinds import Shape
 from unified_trainer.methods.base import Method, MethodSetup
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
@@ -23,10 +21,19 @@ from unified_trainer.roles.role import RoleConfig, TrainableConfig
 from unified_trainer.run.checkpoint import manifest
 from unified_trainer.run.checkpoint.manager import Keep
 from unified_trainer.run.checkpoint.mirror import check_mirror
-from unified_trainer.run.plan.data import SETS, check_captions, note_lanes, prompt_files, read_clips
+from unified_trainer.run.plan.data import (
+    SETS,
+    Clips,
+    PromptFiles,
+    check_captions,
+    count_lanes,
+    note_files,
+    prompt_files,
+    read_clips,
+)
 from unified_trainer.run.plan.faults import with_others
 from unified_trainer.run.plan.guards import check_guards, check_worker_packages, check_workers
-from unified_trainer.run.plan.images import check_images, conditions_on_first_frame, has_images
+from unified_trainer.run.plan.images import check_images, conditions_on_first_frame
 from unified_trainer.run.plan.roles import RolePlan, check_roles, left_at_base, plan_roles, role_path, without_adapter
 from unified_trainer.run.plan.shift import note_shift
 from unified_trainer.run.plan.sparse import check_sparse
@@ -47,19 +54,31 @@ class RunPlan:
     roles: Mapping[str, RolePlan]
     batch: BatchPlan
     counts: dict[str, int | str]  # of one training step's batch
-    requests: tuple[Request, ...]  # to train on; none for a method that takes the captions of its clips
-    validation_requests: tuple[Request, ...]  # none: the first of training
-    validation_sets: Mapping[str, tuple[Request, ...]]  # further ones of validations, by name
+    prompts: PromptFiles
+    clips: Clips
+    first_frames: bool  # whether the first frame of a clip is its condition image
     notes: tuple[str, ...]  # warnings that do not stop the run
     keep: Keep
     family: Family  # of the student
     folder: Path  # of the student
-    latent_shape: tuple[int, int, int, int]  # channels, latent frames, height, width
-    validation_shape: tuple[int, int, int, int]  # of the videos of validations
-    stored: StoredFiles | None  # parquet files to train on, if any
-    videos: tuple[CaptionedVideo, ...] = ()  # to train on
-    first_frames: bool = False  # whether the first frame of a clip is its condition image
-    rejected: StoredFiles | None = None  # parquet files of the rejected clips, for a method of pairs
+    latent_shape: Shape
+    validation_shape: Shape  # of the videos of validations
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The prompts to train on; none for a method that takes the captions of its clips."""
+        return self.prompts["--prompts"].requests
+
+    @property
+    def validation_requests(self) -> tuple[Request, ...]:
+        """The prompts of validations; none stands for the first of training."""
+        return self.prompts["--validation.prompts"].requests
+
+    @property
+    def validation_sets(self) -> dict[str, tuple[Request, ...]]:
+        """The further sets of validation prompts, by name."""
+        files = self.prompts.items()
+        return {flag.removeprefix(SETS): file.requests for flag, file in files if flag.startswith(SETS)}
 
     @property
     def scores_here(self) -> bool:
@@ -75,20 +94,8 @@ class RunPlan:
             parts = [folder / part for part in role.layout.components.values()]
             files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
             inputs[f"{name}.path"] = files_in_words(files)
-        inputs["prompts"] = _in_words(self.requests)
-        inputs["validation.prompts"] = _in_words(self.validation_requests)
-        inputs |= {f"validation.sets.{name}": _in_words(requests) for name, requests in self.validation_sets.items()}
-        if self.stored is not None:
-            inputs["data.path"] = files_in_words([clips.file for clips in self.stored.files], self.stored.captions)
-        if self.rejected is not None:
-            inputs["data.rejected"] = files_in_words(
-                [clips.file for clips in self.rejected.files], self.rejected.captions
-            )
-        if self.videos:
-            inputs["data.path"] = files_in_words(
-                [clips.file for clips in self.videos], [clips.caption for clips in self.videos]
-            )
-        return inputs
+        inputs |= {flag.removeprefix("--"): _in_words(file.requests) for flag, file in self.prompts.items()}
+        return inputs | self.clips.in_words()
 
 
 def _in_words(requests: tuple[Request, ...]) -> str:
@@ -123,23 +130,15 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
     check_settings(run, method)
     _check_packages(run, mesh)
     run, fitted = with_fitting_batch(run, mesh.data_size)
-    batch = batch_of(run)
-    roles = _roles(run, method, mesh)
-    counts: dict[str, int | str] = {**batch.table(mesh.data_size)}
+    batch, roles = batch_of(run), _roles(run, method, mesh)
     family, folder = family_of("student", roles["student"].path)
-    shown = run.validated()
-    latent_shape, validation_shape = (
-        family.latent_shape(folder, video.frames, video.height, video.width) for video in (run.video, shown.video)
-    )
+    latent_shape, validation_shape = _latent_shapes(run, family, folder)
     prompts = prompt_files(run, images=family.images(folder)[1] > 0)
     clips = read_clips(run, latent_shape)
-    if has_images(run, family, folder, prompts):
-        check_images(run, roles, clips, scores=method.uses_reward or run.validate_every > 0)
+    check_images(run, roles, prompts, clips, scores=method.uses_reward or run.validate_every > 0)
     check_captions(run, method, clips, bool(prompts["--validation.prompts"].requests))
     shown_prompts = prompts["--validation.prompts"].requests or prompts["--prompts"].requests
-    check_distances(run.validation, shown.video, shown_prompts)
-    check_sampling(run, latent_shape)
-    check_sampling(shown, validation_shape)
+    check_distances(run.validation, run.validated().video, shown_prompts)
     sparse_note = check_sparse(run, method, roles, mesh)
     check_roles(run, roles, mesh)
     run.encoders.check(mesh.device.type, family.tile_unit)
@@ -149,33 +148,34 @@ def _checked(run: RunConfig, mesh: Mesh) -> RunPlan:
         without_adapter(roles),
         left_at_base(run, roles),
         sparse_note,
-        *(file.note for file in prompts.values()),
-        clips.stored.image_note if clips.stored else "",
         note_shift(folder, family.tokens(folder, latent_shape), run.sampler.shift),
-        note_lanes(run, batch, clips, mesh.data_size, counts),
+        *note_files(run, batch, prompts, clips, mesh.data_size),
     )
     return RunPlan(
         run=_with_roles(run, method, roles),
         method=method,
         roles=roles,
         batch=batch,
-        counts=counts,
-        requests=prompts["--prompts"].requests,
-        validation_requests=prompts["--validation.prompts"].requests,
-        validation_sets={
-            flag.removeprefix(SETS): file.requests for flag, file in prompts.items() if flag.startswith(SETS)
-        },
+        counts={**batch.table(mesh.data_size), **count_lanes(run, batch, clips)},
+        prompts=prompts,
+        clips=clips,
+        first_frames=run.trains_on == "clips" and conditions_on_first_frame(run, family, folder),
         notes=tuple(filter(None, notes)),
         keep=keep_of(run),
         family=family,
         folder=folder,
         latent_shape=latent_shape,
         validation_shape=validation_shape,
-        stored=clips.stored,
-        videos=clips.videos,
-        first_frames=run.trains_on == "clips" and conditions_on_first_frame(run, family, folder),
-        rejected=clips.rejected,
     )
+
+
+def _latent_shapes(run: RunConfig, family: Family, folder: Path) -> tuple[Shape, Shape]:
+    """Return the latent shapes of training and of validations; UserError for sizes that the student cannot make."""
+    runs = (run, run.validated())
+    shapes = [family.latent_shape(folder, own.video.frames, own.video.height, own.video.width) for own in runs]
+    for own, shape in zip(runs, shapes, strict=True):
+        check_sampling(own, shape)
+    return shapes[0], shapes[1]
 
 
 def _check_packages(run: RunConfig, mesh: Mesh) -> None:

@@ -11,7 +11,7 @@ import tyro
 from peft import LoraConfig, PeftModel
 from torch import Tensor
 
-from unified_trainer.basics.errors import OutputExistsError, UserError, writing
+from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import DTYPES
@@ -23,8 +23,7 @@ from unified_trainer.run.settings import config as settings
 from unified_trainer.tools.export.model_card import AdapterFile, write_model_card
 from unified_trainer.tools.export.scheduler import SAMPLER, euler_scheduler, sampler_file
 from unified_trainer.tools.load_run import LoadedRole, load_role
-from unified_trainer.tools.output_folder import scratch_folder
-from unified_trainer.tools.prepare.import_hpsv3 import link_or_copy
+from unified_trainer.tools.output_folder import check_empty, link_or_copy, new_folder
 
 ABOUT = "unified_trainer.json"
 MERGED, WRITTEN = 1e-3, 1e-5  # largest change of the example's velocity, relative to its largest value
@@ -64,14 +63,11 @@ def export(
         max_shard_size: Largest size of one file of weights.
         base: Pipeline folder that the role started from, if it is no longer where the run found it.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputExistsError(f"{out} exists and is not an empty folder; choose another one or remove it")
+    check_empty(out)
     loaded = load_role(run, role, base, Mesh(torch.device("cpu")), causal=False)
     if adapter != "merge" and not loaded.role.config.adapter.rank:
         raise UserError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
-    with writing(out), scratch_folder(out.parent, out.name, out.name, say) as scratch:
-        folder = scratch / out.name
-        folder.mkdir()
+    with new_folder(out) as folder:
         _write_scheduler(loaded, folder)
         adapters = []
         if adapter == "peft":
@@ -85,7 +81,6 @@ def export(
         about = _about(loaded, role, run)
         (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         write_model_card(loaded, Spec.of(run), folder, out.name, dtype, adapters)
-        folder.replace(out)
     say(f"{out}: {loaded.said}. {about['how']}")
 
 
@@ -202,7 +197,7 @@ def _write_components(loaded: LoadedRole, folder: Path, how: Literal["link", "co
     place = link_or_copy if how == "link" else shutil.copyfile
     for name in present:
         if not (folder / name).exists():
-            shutil.copytree(loaded.base / name, folder / name, copy_function=lambda a, b: place(Path(a), Path(b)))
+            shutil.copytree(loaded.base / name, folder / name, copy_function=place)
 
 
 def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:

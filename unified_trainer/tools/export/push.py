@@ -54,7 +54,7 @@ def push(
 def _export_and_upload(api: HfApi, run: str, name: str, private: bool, revision: str) -> CommitInfo:
     find(run)
     name_of_folder = name.rpartition("/")[2]
-    with writing(Spec.of(run).run), scratch_folder(Spec.of(run).run, "push", name_of_folder, say) as scratch:
+    with writing(Spec.of(run).run), scratch_folder(Spec.of(run).run, "push", name_of_folder) as scratch:
         folder = scratch / name_of_folder
         export(run, folder)
         return _upload(api, folder, name, private, revision)

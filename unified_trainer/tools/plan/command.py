@@ -102,6 +102,21 @@ def _print(
     screen = console()
     if not screen.is_terminal:
         screen.width = WIDTH
+    screen.print(_overview(planned, machine, mfu, fits=fits))
+    screen.print(_memory(planned))
+    screen.print(_calls(planned))
+    for note in assumptions(planned, machine, mfu):
+        say(note)
+    memory = planned.memory
+    needs = f"{memory.peak} needs {_gib(memory.total(memory.peak))} of {_gib(machine.usable)} GiB"
+    if fits:
+        say(f"fits {machine.count} x {machine.name}: {needs}")
+    else:
+        say(f"does not fit {machine.count} x {machine.name}, because {needs}")
+        _say_better(machine, alone, together)
+
+
+def _overview(planned: Estimate, machine: Hardware, mfu: float | None, *, fits: bool) -> Table:
     memory, run, video, counts = planned.memory, planned.run, planned.run.video, planned.table
     seconds, hours = planned.seconds(machine, mfu), planned.hours(machine, mfu)
     need, have = _gib(memory.total(memory.peak)), _gib(machine.usable)
@@ -126,24 +141,29 @@ def _print(
     rows.add_row("checkpoint, computed", f"{_gib(planned.checkpoint)} GiB")
     for name, source in planned.sources.items():
         rows.add_row(f"{name}, {_size(planned.parameters[name])}", printable(source))
-    screen.print(rows)
+    return rows
+
+
+def _memory(planned: Estimate) -> Table:
+    memory = planned.memory
     table = Table("phase", "GiB", "of which", title=f"computed memory of one rank of {planned.ranks}")
     table.add_row("always", _gib(sum(memory.always.values())), _parts(memory.always))
     for phase, parts in memory.phases.items():
         table.add_row(phase + (" (peak)" if phase == memory.peak else ""), _gib(memory.total(phase)), _parts(parts))
-    screen.print(table)
+    return table
+
+
+def _calls(planned: Estimate) -> Table:
     calls = Table("role", "parameters", "calls with gradient", "without", "samples", title="computed calls of a rank")
     for name, row in planned.calls.items():
         numbers = [f"{row[key]:g}" for key in ("with gradient", "without gradient", "samples")]
         size = planned.parameters.get(name) or planned.parameters[name.rpartition("_")[0]]
         calls.add_row(name, _size(size), *numbers)
-    screen.print(calls)
-    for note in assumptions(planned, machine, mfu):
-        say(note)
-    if fits:
-        say(f"fits {machine.count} x {machine.name}: {memory.peak} needs {need} of {have} GiB")
-        return
-    say(f"does not fit {machine.count} x {machine.name}, because {memory.peak} needs {need} of {have} GiB")
+    return calls
+
+
+def _say_better(machine: Hardware, alone: list[Better], together: Better | None) -> None:
+    """Say which settings lower the peak, each alone and together."""
     for flags, lower in alone:
         say(f"  {flags}: peak {_gib(lower)} GiB")
     if not any(better.peak <= machine.usable for better in alone):

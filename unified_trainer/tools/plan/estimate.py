@@ -1,6 +1,6 @@
 """The whole estimate of a run: memory by phase, calls and FLOPs of a step, time, bytes between ranks, checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -15,7 +15,7 @@ from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.batch import batch_of, with_fitting_batch
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import samples_of_rank
-from unified_trainer.tools.plan.architecture import HPSV3_WEIGHTS, architecture_of
+from unified_trainer.tools.plan.architecture import HPSV3_WEIGHTS, Architecture, architecture_of
 from unified_trainer.tools.plan.cost import Work, decode_work, pass_work, score_work, seconds_sent
 from unified_trainer.tools.plan.flops import PassFLOPs, pass_flops
 from unified_trainer.tools.plan.hardware import NODE, Hardware
@@ -94,43 +94,23 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
     UserError for settings that no run could have, such as a batch that the ranks do not divide.
     """
     method, (run, assumed) = method_named(run.method), _with_scorer(run)
-    degrees = run.parallel.degrees(ranks)
-    data_ranks = ranks // degrees.sequence
+    sequence = run.parallel.degrees(ranks).sequence
+    data_ranks = ranks // sequence
     run, fitted = with_fitting_batch(run, data_ranks)
-    paths = paths_of(run)
-    models = {name: architecture_of(name, path, run) for name, path in paths.items()}
-    for name in models:
-        if run.roles[method.roles[name].copy_of or name].sparse.share:
-            models[name] = replace(models[name], gates=1)
     check_settings(run, method)
     run = replace(run, encoders=run.encoders.on(CARD_KIND if run.device == "auto" else run.device))
-    for name, model in models.items():
-        check_heads(name, model.heads, degrees.sequence)
-        if model.makes_images and run.sampler.chunks.causal:
-            raise UserError(f"{name}: this network has no causal form; set sampler.chunks.chunk_frames 0")
+    models = _models(run, sequence)
+    frames, shown_frames = (_latent_frames(own, models["student"]) for own in (run, run.validated()))
     table = batch_of(run).table(data_ranks)
-    video = run.video
-    latent_shape = models["student"].latent_shape(video.frames, video.height, video.width)
-    check_sampling(run, latent_shape)
-    _, frames, height, width = latent_shape
-    patch = models["student"].size.patch
-    if height * width % patch:
-        raise UserError(f"video.height and video.width {video.height} x {video.width}: patches do not divide them")
-    boundaries = {paths[name]: model.boundary for name, model in models.items()}
+    boundaries = {path: models[name].boundary for name, path in paths_of(run).items()}
     steps = steps or (1 if method.sampled_by else STEPS)
     first = first if first >= 0 else run.steps // 2
-    shown = run.validated()
-    shown_shape = models["student"].latent_shape(shown.video.frames, shown.video.height, shown.video.width)
-    check_sampling(shown, shown_shape)
-    counts = rehearse(run, frames, data_ranks, boundaries, first=first, steps=steps, shown_frames=shown_shape[1])
+    counts = rehearse(run, frames, data_ranks, boundaries, first=first, steps=steps, shown_frames=shown_frames)
     scorers, notes = _scorers(run)
     sizes = Sizes(run, models, ranks, scorers, table["samples per rank"], table["accumulation"])
-    share, frame_tokens = counts.repeats / counts.steps, height * width // patch
-    passes = [(call, _flops(call, sizes, counts, frame_tokens)) for call in counts.passes]
-    held = held_networks(counts, sizes)
+    share = counts.repeats / counts.steps
+    passes = [(call, _flops(call, sizes, counts)) for call in counts.passes]
     inside, across = _sent(counts, sizes)
-    sequence = degrees.sequence
-    work = sum((_pass_work(call, flops, sizes, counts) for call, flops in passes), Work()).times(1 / sequence)
     prompts = table["prompts"] / data_ranks * run.steps if run.trains_on == "prompts" else 0
     return Estimate(
         run=run,
@@ -141,17 +121,42 @@ def estimate(run: RunConfig, ranks: int, *, first: int = -1, steps: int = 0) -> 
         counts=counts,
         sizes=sizes,
         calls=counts.calls(),
-        tokens=data_ranks * share * sum(call.tokens * frame_tokens for call, _ in passes),
+        tokens=data_ranks * share * sum(call.tokens * sizes.frame_tokens for call in counts.passes),
         model_flops=data_ranks * share * sum(f.trained if call.gradient else f.forward for call, f in passes),
         executed_flops=data_ranks * share * sum(f.executed if call.gradient else f.forward for call, f in passes),
-        work=(work + _seen(sizes, counts)).times(share),
+        work=(_work(passes, sizes, counts).times(1 / sequence) + _seen(sizes, counts)).times(share),
         validation=_validation(sizes, counts, data_ranks),
         encoded=prompts * models["student"].encode_flops,
         inside=inside,
         across=across,
-        checkpoint=sum(network.stored for network in held.values()),
+        checkpoint=sum(network.stored for network in held_networks(counts, sizes).values()),
         notes=(*filter(None, [fitted]), *assumed, *notes),
     )
+
+
+def _models(run: RunConfig, sequence: int) -> dict[str, Architecture]:
+    """Return the model of each role; UserError for one that `sequence` ranks or a causal sampler cannot have."""
+    method, models = method_named(run.method), dict[str, Architecture]()
+    for name, path in paths_of(run).items():
+        model = architecture_of(name, path, run)
+        sparse = run.roles[method.roles[name].copy_of or name].sparse
+        models[name] = replace(model, gates=1) if sparse.share else model
+    for name, model in models.items():
+        check_heads(name, model.heads, sequence)
+        if model.makes_images and run.sampler.chunks.causal:
+            raise UserError(f"{name}: this network has no causal form; set sampler.chunks.chunk_frames 0")
+    return models
+
+
+def _latent_frames(run: RunConfig, student: Architecture) -> int:
+    """Return the number of latent frames of a video; UserError for a size that the student cannot make."""
+    video = run.video
+    latent_shape = student.latent_shape(video.frames, video.height, video.width)
+    check_sampling(run, latent_shape)
+    _, frames, height, width = latent_shape
+    if height * width % student.size.patch:
+        raise UserError(f"video.height and video.width {video.height} x {video.width}: patches do not divide them")
+    return frames
 
 
 def _scorers(run: RunConfig) -> tuple[float, tuple[str, ...]]:
@@ -173,10 +178,14 @@ def _with_scorer(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     return replace(run, reward=replace(run.reward, kind="hpsv3")), (note,)
 
 
-def _pass_work(call: Pass, flops: PassFLOPs, sizes: Sizes, counts: Counts) -> Work:
-    name, expert = seat_of(counts, call)
-    layers = sizes.models[name].size.layers
-    return pass_work(flops, recompute_of(name, expert, counts, sizes), layers, gradient=call.gradient)
+def _work(passes: Iterable[tuple[Pass, PassFLOPs]], sizes: Sizes, counts: Counts) -> Work:
+    """Return the work of passes of networks on one rank, if no other ranks share their tokens."""
+    work = Work()
+    for call, flops in passes:
+        name, expert = seat_of(counts, call)
+        recompute, layers = recompute_of(name, expert, counts, sizes), sizes.models[name].size.layers
+        work += pass_work(flops, recompute, layers, gradient=call.gradient)
+    return work
 
 
 def _seen(sizes: Sizes, counts: Counts) -> Work:
@@ -198,17 +207,16 @@ def _validation(sizes: Sizes, counts: Counts, ranks: int) -> Work:
     if not counts.validation or run.rollouts.evaluation_workers:
         return Work()
     _, frames, height, width = shown.latent
-    tokens = height * width // shown.models["student"].size.patch
-    passes = [(call, _flops(call, shown, counts, tokens)) for call in counts.validation]
-    total = sum((_pass_work(call, flops, shown, counts) for call, flops in passes), Work())
-    total = total.times(own / min(run.validation.batch, own) / run.parallel.sequence)
+    passes = [(call, _flops(call, shown, counts)) for call in counts.validation]
+    total = _work(passes, shown, counts).times(own / min(run.validation.batch, own) / run.parallel.sequence)
     half = run.encoders.vae_precision == "bf16"
     total += decode_work(shown.models["student"].vae, (frames, height, width), own, half=half, gradient=False)
     return total + score_work(run.reward.named().values(), run.video.frames, own, gradient=False)
 
 
-def _flops(call: Pass, sizes: Sizes, counts: Counts, frame: int) -> PassFLOPs:
-    """Return the FLOPs of a pass of the rehearsal at the real sizes, `frame` tokens for each latent frame."""
+def _flops(call: Pass, sizes: Sizes, counts: Counts) -> PassFLOPs:
+    """Return the FLOPs of a pass of the rehearsal at the real sizes."""
+    frame = sizes.frame_tokens
     name, expert = seat_of(counts, call)
     model, config = sizes.models[name], sizes.run.roles.get(name)
     trained = expert in counts.plans[name].layout.trained

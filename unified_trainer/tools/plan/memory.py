@@ -5,7 +5,7 @@ the activations of the passes that run together.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from unified_trainer.methods.rl.rollout_config import RolloutConfig
 from unified_trainer.parallel.meter import Pass
@@ -77,17 +77,27 @@ class Sizes:
         return self.models["student"].latent_shape(video.frames, video.height, video.width)
 
     @property
+    def frame_tokens(self) -> int:
+        """Tokens of one latent frame."""
+        _, _, height, width = self.latent
+        return height * width // self.models["student"].size.patch
+
+    @property
     def latent_bytes(self) -> int:
         channels, frames, height, width = self.latent
         return FP32 * channels * frames * height * width
 
 
-@dataclass
+Networks = Mapping[tuple[str, Expert], Held]  # by the role that trains a network, or else the first that runs it
+Phases = dict[str, dict[str, float]]  # bytes by phase and part
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes of one rank: what is there in every phase, and each phase's own."""
 
-    always: dict[str, float] = field(default_factory=dict)
-    phases: dict[str, dict[str, float]] = field(default_factory=dict)
+    always: dict[str, float]
+    phases: Phases
 
     def total(self, phase: str) -> float:
         return sum(self.always.values()) + sum(self.phases[phase].values())
@@ -101,65 +111,94 @@ class Memory:
 def memory_of(counts: Counts, sizes: Sizes) -> Memory:
     """Return the memory of one rank."""
     held = held_networks(counts, sizes)
-    memory = Memory(_always(held.values(), sizes))
-    run, student = sizes.run, sizes.models["student"]
-    gathered = max(one.gathered for one in held.values())
-    text = FP32 * student.text_tokens * student.size.text_width
-    rollouts, part = _rollouts(counts, sizes)
-    data = float(sizes.samples * (sizes.latent_bytes if run.trains_on == "clips" else 0))
-    prompts, parts = float(sizes.samples * text), 2.0 * sizes.samples * text
-    silent = [_without(counts, sizes, one) for one in _distinct(counts.passes) if not one.gradient]
-    if silent:
-        memory.phases["rollout"] = {
-            "activations": max(max(one.peak for one in silent), part),  # the states of a part are joined at its end
-            "gathered weights": gathered,
-            "KV cache": _cache(sizes, counts),
-            "rollouts": rollouts + part,
-            "prompts and clips": parts + data + (prompts if counts.kept else 0.0),
-        }
-    if counts.decoded:
-        samples, frames, gradient = max(counts.decoded, key=lambda one: (one[2], one[0] * one[1]))
-        memory.phases["reward"] = {
-            "VAE": _decoding(sizes, samples, frames, gradient=gradient),
-            "scorers": sizes.scorers if run.reward.offload else 0.0,
-            "rollouts": rollouts,
-            "prompts and clips": parts + data + (prompts if counts.kept else 0.0),
-        }
+    phases = _sampling(counts, sizes, held) | _scoring(counts, sizes)
     for name, role in counts.roles.items():
-        if not isinstance(role, Trainable):
-            continue
-        losses = [one for one in counts.losses if _trains(name, one)]
-        if not losses:
-            continue
-        own = [one for (user, _), one in held.items() if user == name]
-        largest = max((_activations(counts, sizes, one) for one in _kinds(losses)), key=lambda pair: pair[0])
-        memory.phases[f"update of {name}"] = {
-            "activations": largest[0],
-            "gradients": max(0.0, largest[1] + (sum(one.gradients for one in own) if sizes.accumulation > 1 else 0.0)),
-            "gathered weights and gradients": gathered + max(one.unsharded for one in own),
-            "KV cache": _cache(sizes, counts) if name == "student" else 0.0,
-            "rollouts": rollouts,
-            "prompts and clips": (prompts if counts.kept else parts) + data,
-        }
-        memory.phases[f"optimizer of {name}"] = {
-            "gradients": sum(one.gradients for one in own),
-            "temporary": _temporary(sizes, name, sum(one.trained for one in own)),
-            "rollouts": rollouts,
-            "prompts and clips": (prompts if counts.kept else parts) + data,
-        }
-    if run.validate_every and counts.validation and not run.rollouts.evaluation_workers:
-        share = samples_of_rank(run.validation.num_samples, max(1, sizes.ranks // run.parallel.sequence))
-        batch = min(run.validation.batch, share)
-        shown = replace(sizes, run=run.validated())
-        frame = FP32 * 3.0 * shown.run.video.height * shown.run.video.width * shown.run.video.frames
-        passes = [_without(counts, shown, one) for one in _distinct(counts.validation)]
-        decode = _decoding(shown, batch, shown.latent[1], gradient=False)
-        memory.phases["validation"] = {
-            "activations or VAE": max(max(one.peak for one in passes) + gathered + _cache(shown, counts), decode),
-            "videos": batch * frame,
-            "scorers": sizes.scorers if run.reward.offload else 0.0,
-        }
-    return memory
+        losses = [loss for loss in counts.losses if _trains(name, loss)]
+        if isinstance(role, Trainable) and losses:
+            phases |= _training(name, losses, counts, sizes, held)
+    if sizes.run.validate_every and counts.validation and not sizes.run.rollouts.evaluation_workers:
+        phases["validation"] = _validating(counts, sizes, held)
+    return Memory(_always(held.values(), sizes), phases)
+
+
+def _sampling(counts: Counts, sizes: Sizes, held: Networks) -> Phases:
+    """The phase in which samples are made, of a method that makes some."""
+    passes = [_without(counts, sizes, call) for call in _distinct(counts.passes) if not call.gradient]
+    if not passes:
+        return {}
+    rollouts, part = _rollouts(counts, sizes)
+    rollout = {
+        "activations": max(max(one.peak for one in passes), part),  # the states of a part are joined at its end
+        "gathered weights": _gathered(held),
+        "KV cache": _cache(sizes, counts),
+        "rollouts": rollouts + part,
+        "prompts and clips": _inputs(counts, sizes, in_parts=True),
+    }
+    return {"rollout": rollout}
+
+
+def _scoring(counts: Counts, sizes: Sizes) -> Phases:
+    """The phase in which samples are decoded and scored, of a method that learns from rewards."""
+    if not counts.decoded:
+        return {}
+    samples, frames, gradient = max(counts.decoded, key=lambda one: (one[2], one[0] * one[1]))
+    reward = {
+        "VAE": _decoding(sizes, samples, frames, gradient=gradient),
+        "scorers": sizes.scorers if sizes.run.reward.offload else 0.0,
+        "rollouts": _rollouts(counts, sizes)[0],
+        "prompts and clips": _inputs(counts, sizes, in_parts=True),
+    }
+    return {"reward": reward}
+
+
+def _training(name: str, losses: list[list[Pass]], counts: Counts, sizes: Sizes, held: Networks) -> Phases:
+    """The phases in which a role is trained: the largest of its losses, and the step of its optimizer."""
+    own = [network for (user, _), network in held.items() if user == name]
+    gradients = sum(network.gradients for network in own)
+    activations, added = max((_activations(counts, sizes, loss) for loss in _kinds(losses)), key=lambda pair: pair[0])
+    kept = {
+        "rollouts": _rollouts(counts, sizes)[0],
+        "prompts and clips": _inputs(counts, sizes, in_parts=not counts.kept),
+    }
+    update = {
+        "activations": activations,
+        "gradients": max(0.0, added + (gradients if sizes.accumulation > 1 else 0.0)),
+        "gathered weights and gradients": _gathered(held) + max(network.unsharded for network in own),
+        "KV cache": _cache(sizes, counts) if name == "student" else 0.0,
+    }
+    optimizer = {
+        "gradients": gradients,
+        "temporary": _temporary(sizes, name, sum(network.trained for network in own)),
+    }
+    return {f"update of {name}": update | kept, f"optimizer of {name}": optimizer | kept}
+
+
+def _validating(counts: Counts, sizes: Sizes, held: Networks) -> dict[str, float]:
+    run = sizes.run
+    share = samples_of_rank(run.validation.num_samples, max(1, sizes.ranks // run.parallel.sequence))
+    batch = min(run.validation.batch, share)
+    shown = replace(sizes, run=run.validated())
+    video = shown.run.video
+    peak = max(_without(counts, shown, call).peak for call in _distinct(counts.validation))
+    decode = _decoding(shown, batch, shown.latent[1], gradient=False)
+    return {
+        "activations or VAE": max(peak + _gathered(held) + _cache(shown, counts), decode),
+        "videos": batch * FP32 * 3.0 * video.height * video.width * video.frames,
+        "scorers": sizes.scorers if run.reward.offload else 0.0,
+    }
+
+
+def _gathered(held: Networks) -> float:
+    """The weights of other ranks while the network that gathers most runs."""
+    return max(network.gathered for network in held.values())
+
+
+def _inputs(counts: Counts, sizes: Sizes, *, in_parts: bool) -> float:
+    """The prompts and clips of a step: whole where a rollout keeps them, and twice where they are cut into parts."""
+    student = sizes.models["student"]
+    prompts = float(sizes.samples * FP32 * student.text_tokens * student.size.text_width)
+    clips = float(sizes.samples * sizes.latent_bytes) if sizes.run.trains_on == "clips" else 0.0
+    return clips + (prompts if counts.kept else 0.0) + (2 * prompts if in_parts else 0.0)
 
 
 def held_networks(counts: Counts, sizes: Sizes) -> dict[tuple[str, Expert], Held]:

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
-from unified_trainer.basics.errors import MissingFileError, OutputExistsError, UserError
+from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import read_as
 from unified_trainer.basics.terminal import say
 from unified_trainer.models import hub
@@ -19,6 +18,7 @@ from unified_trainer.models.folder import read_pretrained, read_tokenizer
 from unified_trainer.models.layout import reading_config
 from unified_trainer.models.tensor_file import floating_shapes, write_tensors
 from unified_trainer.rewards.clip import SETTINGS, NetworkConfig
+from unified_trainer.tools.output_folder import check_empty, new_folder
 
 BASE = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # hub id
 BASE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", SETTINGS)
@@ -51,8 +51,7 @@ def import_hpsv2(out: Path, checkpoint: Path, base: Path = Path(BASE)) -> None:
         base: Folder or hub id of CLIP ViT-H/14 as transformers has it: config, tokenizer and image settings; its
             weights are not read.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputExistsError(f"{out} exists and is not an empty folder; choose another --out or remove it")
+    check_empty(out)
     if hub.is_hub_id(str(base)):
         base = hub.download(str(base), "--base", BASE_FILES)
     missing = [str(path) for path in (base / "config.json", base / SETTINGS, checkpoint) if not path.is_file()]
@@ -65,15 +64,11 @@ def import_hpsv2(out: Path, checkpoint: Path, base: Path = Path(BASE)) -> None:
     floating_shapes(checkpoint)
     tensors = converted(load_file(checkpoint))
     _check(tensors, config, base, checkpoint)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
-        folder = Path(scratch) / out.name
-        folder.mkdir()
+    with new_folder(out) as folder:
         tokenizer.save_pretrained(folder)
         config.save_pretrained(folder)
         shutil.copyfile(base / SETTINGS, folder / SETTINGS)
         write_tensors(folder / "model.safetensors", tensors)
-        folder.replace(out)
     say(f"wrote {out}: --reward.scorers.hpsv2.path {out}")
 
 

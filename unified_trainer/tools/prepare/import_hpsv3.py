@@ -3,14 +3,12 @@
 import ast
 import importlib.util
 import json
-import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from transformers import Qwen2Tokenizer, Qwen2VLConfig
 
-from unified_trainer.basics.errors import MissingFileError, MissingPackageError, OutputExistsError, UserError
+from unified_trainer.basics.errors import MissingFileError, MissingPackageError, UserError
 from unified_trainer.basics.input_files import read_as
 from unified_trainer.models import hub
 from unified_trainer.models.folder import read_pretrained, read_tokenizer
@@ -19,6 +17,7 @@ from unified_trainer.models.tensor_file import floating_shapes
 from unified_trainer.rewards.hpsv3_folder import CHECKPOINT, REWARD_TOKEN, SETTINGS, BaseConfig, check_folder
 from unified_trainer.rewards.hpsv3_network import skeleton
 from unified_trainer.rewards.hpsv3_preprocessing import Preprocessor
+from unified_trainer.tools.output_folder import check_empty, link_or_copy, new_folder
 
 PACKAGE = "hpsv3"
 PROMPT_SOURCE = "dataset/data_collator_qwen.py"
@@ -38,8 +37,7 @@ def import_hpsv3(out: Path, base: Path = Path(BASE), checkpoint: Path = Path(WEI
         checkpoint: Official HPSv3.safetensors, or hub id of a repository that holds it; it is hard-linked where
             possible, else copied.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputExistsError(f"{out} exists and is not an empty folder; choose another --out or remove it")
+    check_empty(out)
     strings = package_strings()
     sources = {}
     if hub.is_hub_id(name := str(base)):
@@ -56,10 +54,7 @@ def import_hpsv3(out: Path, base: Path = Path(BASE), checkpoint: Path = Path(WEI
     tokenizer.add_special_tokens({"extra_special_tokens": [REWARD_TOKEN]}, replace_extra_special_tokens=False)
     config = checked_config(base, checkpoint, len(tokenizer))
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
-        folder = Path(scratch) / out.name
-        folder.mkdir()
+    with new_folder(out) as folder:
         tokenizer.save_pretrained(folder)
         config.save_pretrained(folder)
         for name in COPIED:
@@ -74,7 +69,6 @@ def import_hpsv3(out: Path, base: Path = Path(BASE), checkpoint: Path = Path(WEI
         link_or_copy(checkpoint, folder / CHECKPOINT)
         check_folder(folder)
         Preprocessor.load(folder, config)
-        folder.replace(out)
 
 
 def package_strings() -> dict[str, str]:
@@ -115,11 +109,3 @@ def checked_config(base: Path, checkpoint: Path, tokens: int) -> Qwen2VLConfig:
         )
     skeleton(config, base / "config.json", checkpoint)
     return config
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Make a hard link where the file system allows one, else a copy; symbolic links (a hub cache) are followed."""
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)

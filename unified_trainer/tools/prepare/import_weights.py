@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from unified_trainer.basics.errors import MissingFileError, OutputExistsError, UserError, writing
+from unified_trainer.basics.errors import MissingFileError, UserError
 from unified_trainer.basics.input_files import check_file, read_json
 from unified_trainer.basics.terminal import say
 from unified_trainer.basics.types import DTYPES
@@ -23,8 +23,7 @@ from unified_trainer.models.folder import listed_files
 from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.models.tensor_file import opened
 from unified_trainer.run.registry import family_of
-from unified_trainer.tools.output_folder import scratch_folder
-from unified_trainer.tools.prepare.import_hpsv3 import link_or_copy
+from unified_trainer.tools.output_folder import check_empty, link_or_copy, new_folder
 
 INDEX, WEIGHTS, GATE = "model_index.json", "diffusion_pytorch_model", ".to_gate_compress."
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -73,8 +72,7 @@ def import_weights(
         component: Network of the pipeline that is replaced: transformer, or transformer_2 of low noise.
         dtype: Precision of the written weights.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputExistsError(f"{out} exists and is not an empty folder; choose another one or remove it")
+    check_empty(out)
     family, folder = family_of("base", base)
     if component not in (named := read_json(folder / INDEX)):
         raise UserError(f"--component {component}: {folder / INDEX} names no such network")
@@ -99,15 +97,13 @@ def import_weights(
             raise UserError(f"{source}: {name} holds a value that is no finite floating-point number")
         weights[ours] = weight.float()
     model.network.load_state_dict(weights, assign=True)
-    with writing(out), scratch_folder(out.parent, out.name, out.name, say) as scratch:
-        built = scratch / out.name
+    with new_folder(out) as built:
         model.save(built, component, DTYPES[dtype], "10GB")
         for name, entry in named.items():
             if name != component and isinstance(entry, list) and entry[0] is not None:
-                shutil.copytree(folder / name, built / name, copy_function=lambda a, b: link_or_copy(Path(a), Path(b)))
+                shutil.copytree(folder / name, built / name, copy_function=link_or_copy)
         named.pop("_name_or_path", None)
         (built / INDEX).write_text(json.dumps(named, indent=2) + "\n", encoding="utf-8")
-        built.replace(out)
     of_part = f" of {prefix.rstrip('.')}" if prefix else ""
     say(f"{out}: {len(weights)} weights{of_part} from {source}, by {layout} names" + ", with sparse attention" * sparse)
 

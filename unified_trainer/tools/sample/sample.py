@@ -14,7 +14,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from unified_trainer.basics.errors import OutputExistsError, UserError, writing
+from unified_trainer.basics.errors import UserError, writing
 from unified_trainer.basics.own_files import without_link
 from unified_trainer.basics.ranges import Count, FramesOrZero, Seed
 from unified_trainer.basics.requests import Image, Request
@@ -33,6 +33,7 @@ from unified_trainer.run.build import cache_memory
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.sampling.solver import Draw, generate, stream_chunks
 from unified_trainer.tools.load_run import LoadedRole, load_role
+from unified_trainer.tools.output_folder import check_empty
 
 SHOWN = 64  # most videos on the contact sheet, whose frames stay in memory until the end
 LONGEST_NAME = 255  # bytes
@@ -75,8 +76,7 @@ def sample(
         device: Device to run on.
         base: Pipeline folder that the student started from, if it is no longer where the run found it.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise OutputExistsError(f"{output} exists and is not an empty folder; choose another one or remove it")
+    check_empty(output)
     given = () if image is None else (Image.read(image, "--image"),)
     lines = read_lines(prompts)
     loaded = load_role(run, "student", base, Mesh.join(device), causal=True)
