@@ -36,7 +36,8 @@ from unified_trainer.sampling.solver import SamplerConfig, generate
 from unified_trainer.tools.export.scheduler import euler_scheduler
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.plan.architecture import architecture_of
-from unified_trainer.tools.plan.flops import TransformerSize, pass_flops
+from unified_trainer.tools.plan.flops import pass_flops
+from unified_trainer.tools.plan.network_size import measured
 from unified_trainer.tools.sample.sample import read_lines, videos, with_images
 from unified_trainer.tools.serve.remote_student import RemoteStudent
 from unified_trainer.tools.serve.student_service import student_service
@@ -187,25 +188,24 @@ def test_an_export_makes_the_videos_of_sample(folders, table, tmp_path, monkeypa
 
 
 def test_published_sizes_of_networks_with_images_are_known():
-    """Weights and FLOPs in closed form are those of the network; plan knows both models by their recipes."""
+    """Plan knows both models by their recipes."""
     for recipe, parameters in (("wan2.1-i2v-14b", 16_394_878_784), ("wan2.2-i2v-a14b", 14_288_901_184)):
-        size = architecture_of("student", "", parse(["--method", "dmd2", "--recipe", recipe])).size
-        assert (size.parameters, size.channels, size.inputs) == (parameters, 16, 36)
+        found = architecture_of("student", "", parse(["--method", "dmd2", "--recipe", recipe]))
+        assert (found.size.parameters, found.latent_shape(81, 480, 832)) == (parameters, (16, 21, 60, 104))
 
 
 def test_flops_with_tokens_of_clip_are_those_that_the_meter_counts(folders):
     model = WAN.model(folders["i2v with clip"], "transformer")
     model.read(ALONE)
     x, sigma, cond = model.example()
-    size = TransformerSize.of(model.network.config)
-    tokens = x.shape[2:].numel() // size.patch
+    tokens = x.shape[2:].numel() // 4
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         model.velocity(x, sigma, cond)
     counted = model.pass_size(torch.cat([x, x, x[:, :4]], 1), 1000 * sigma, cond["text"], cond["clip"])
     few = cond["clip"].shape[1]
     assert counted.rows["clip"] == few and counted.tokens == tokens
-    flops = pass_flops(size, tokens, cond["text"].shape[1], clip_tokens=few)
+    flops = pass_flops(measured(model), counted)
     assert counter.get_total_flops() == flops.forward - flops.attention  # it knows no attention of a CPU
     assert counted.attention == flops.attention
 

@@ -52,7 +52,8 @@ from unified_trainer.sampling.solver import SamplerConfig, generate
 from unified_trainer.tools.export.scheduler import euler_scheduler
 from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.plan.architecture import architecture_of
-from unified_trainer.tools.plan.image_size import QwenImageSize, image_flops
+from unified_trainer.tools.plan.flops import decode_flops, encode_flops, pass_flops
+from unified_trainer.tools.plan.network_size import frozen_config, measured
 from unified_trainer.tools.sample.sample import videos
 
 pytestmark = pytest.mark.slow
@@ -80,6 +81,8 @@ class Case:
     pipeline: Any
     guidance: str
     first: str  # a weight that every method trains
+    published: str  # a model of the hub whose sizes are known
+    parameters: int  # of its network
     packed: Callable[[torch.Tensor], torch.Tensor] = lambda x: x[:, :, 0]
     unpacked: Callable[..., torch.Tensor] = lambda x, *_: x[:, :, None]
     options: dict[str, object] = field(default_factory=dict)
@@ -92,6 +95,8 @@ CASES = {
         QwenImagePipeline,
         "true_cfg_scale",
         "img_in.weight",
+        "Qwen/Qwen-Image",
+        20_430_401_088,
         packed=packed,
         unpacked=unpacked,
     ),
@@ -101,6 +106,8 @@ CASES = {
         StableDiffusion3Pipeline,
         "guidance_scale",
         "pos_embed.proj.weight",
+        "stabilityai/stable-diffusion-3.5-medium",
+        2_243_171_520,
         options={"max_sequence_length": 14},
     ),
 }
@@ -397,19 +404,42 @@ def test_flops_are_those_that_the_meter_counts(case, folder):
     assert counter.get_total_flops() == products  # it knows no attention of a CPU
     alone = 4**2 if case.family is SD3 else 0  # one block whose image attends to itself too
     assert size.tokens == 4 and size.attention == 4 * 24 * (len(model.blocks) * (4 + 4) ** 2 + alone)
-    if case.family is QWEN_IMAGE:
-        planned = image_flops(QwenImageSize.of(model.network.config), 4, 4)
-        assert (planned.forward - planned.attention, planned.attention) == (products, size.attention)
+    planned = pass_flops(measured(model), size)
+    assert (planned.forward - planned.attention, planned.attention) == (products, size.attention)
 
 
-def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(qwen, prompts, tmp_path, capsys):
-    run = parse(words("dance_grpo", qwen, prompts, tmp_path / "run"))
-    found, network = architecture_of("student", str(qwen), run), model_of(QWEN_IMAGE, qwen).network
-    assert found.size.parameters == sum(p.numel() for p in network.parameters())
-    assert found.size.block == sum(p.numel() for p in network.transformer_blocks[0].parameters())
-    assert (found.text_tokens, found.latent_shape(1, *SIDES)) == (24, QWEN_IMAGE.latent_shape(qwen, 1, *SIDES))
-    assert architecture_of("student", "Qwen/Qwen-Image", run).size.parameters == 20_430_401_088
-    given = words("dance_grpo", qwen, prompts, tmp_path / "run")
+def test_flops_of_encoders_and_decoder_are_those_of_the_layers_that_run(case, folder):
+    """A tower of vision and a head of the vocabulary do not; torch counts the middle's attention of the VAE too."""
+    codec, configs = codec_of(case, folder), []
+    ran: list[torch.nn.Linear] = []
+    codec.encode_text(PROMPTS[:1])
+    with codec._text_encoders.in_use() as encoders:
+        for encoder, tokenizer in zip(encoders, codec._tokenizers, strict=True):
+            layers = [layer for layer in encoder.modules() if isinstance(layer, torch.nn.Linear)]
+            hooks = [layer.register_forward_hook(lambda layer, *_: ran.append(layer)) for layer in layers]
+            codec.embed(encoder, tokenizer, PROMPTS[0])
+            for hook in hooks:
+                hook.remove()
+            configs.append(frozen_config(json.loads(encoder.config.to_json_string())))
+    tokens = (1,) * len(configs)
+    assert encode_flops(type(codec), tuple(configs), tokens) == 2 * sum(layer.weight.numel() for layer in ran)
+    with codec._vae.in_use() as vae, FlopCounterMode(display=False) as counter, torch.no_grad():
+        codec.decoded(vae, torch.zeros(1, 16, 1, 8, 4))
+    config = json.loads((folder / "vae" / "config.json").read_text())
+    assert decode_flops(type(codec), config, 1, 8, 4) == pytest.approx(counter.get_total_flops(), rel=0.03)
+
+
+def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(case, folder, prompts, tmp_path, capsys):
+    given = words("dance_grpo", folder, prompts, tmp_path / "run")
+    run = parse(given)
+    found, model = architecture_of("student", str(folder), run), model_of(case.family, folder)
+    codec = codec_of(case, folder)
+    assert found.size.parameters == sum(p.numel() for p in model.network.parameters())
+    assert found.size.blocks == tuple(sum(p.numel() for p in block.parameters()) for block in model.blocks)
+    assert (found.text_tokens, found.text_width) == (codec.text_tokens, codec.text_width)
+    assert found.latent_shape(1, *SIDES) == case.family.latent_shape(folder, 1, *SIDES)
+    assert found.pass_size(found.latent_shape(1, *SIDES)).tokens == 8
+    assert architecture_of("student", case.published, run).size.parameters == case.parameters
     assert main(["plan", *given, "--hardware", "2xH100"]) == 0
     assert main(["plan", *given, "--hardware", "H100", "--sampler.chunks.chunk-frames", "1"]) == 2
     assert "has no causal form" in capsys.readouterr().err

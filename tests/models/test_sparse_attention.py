@@ -7,6 +7,7 @@ import math
 import shutil
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ from unified_trainer.parallel.meter import Meter
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.tools.load_run import load_role
-from unified_trainer.tools.plan.flops import TransformerSize, pass_flops
+from unified_trainer.tools.plan.flops import pass_flops
+from unified_trainer.tools.plan.network_size import measured
 from unified_trainer.tools.sample.sample import videos
 
 SMALL = SparseAttentionConfig(share=0.5, tile=(2, 2, 2))
@@ -227,16 +229,18 @@ def test_an_adapter_trains_the_gates_beside_it():
     assert model.network.blocks[0].attn1.to_q.base_layer.weight.grad is None
 
 
-def test_flops_of_the_meter_are_those_of_the_closed_form():
+def test_flops_of_the_meter_are_those_of_the_sizes_of_the_dense_network():
     model = sparse_model()
     backbone, meter = Backbone(model, ALONE, trained=True), Meter(torch.device("cpu"))
     with meter.measure(), backbone.running(""):
         model.velocity(*inputs()).square().mean().backward()
-    size = TransformerSize.of(model.network.config)
-    size = TransformerSize(**{**vars(size), "gates": 1})
+    dense = FAMILY.model(WAN, "transformer")
+    size = replace(measured(dense), gates=1)
     pairs = SMALL.pairs((5, 4, 4), 0.5)
     assert pairs == 80 * 80 // 2 + 12 * 12
-    assert meter.flops == 2 * pass_flops(size, 80, 7, pairs=pairs).trained
+    whole = dense.pass_size(inputs()[0][:1], torch.zeros(1), torch.zeros(1, 7, 32))
+    passed = replace(whole, attention=whole.attention + 4 * size.width * size.layers * (pairs - 80 * 80))
+    assert meter.flops == 2 * pass_flops(size, passed).trained
     assert size.parameters == backbone.parameters
 
 

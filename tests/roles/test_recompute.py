@@ -11,12 +11,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.wan.causal import CausalWanModel
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.blocks import GRAPHS, compiles, may_compile, prepare_blocks, widest
 from unified_trainer.roles.recompute import Recompute, selective_policy
 from unified_trainer.roles.role import Trainable, TrainableConfig
-from unified_trainer.tools.plan.passes import Network, frozen_config, pass_bytes
+from unified_trainer.tools.plan.network_size import frozen_config
+from unified_trainer.tools.plan.passes import Network, pass_bytes
 from unified_trainer.tools.plan.tracing import LiveBytes, quiet_norms
 
 GIB = 2**30
@@ -72,7 +74,8 @@ def test_kept_activations_take_the_memory_that_was_computed():
             velocity = student.velocity(x, sigma, Condition({"text": text}))
             held = live.now
         assert velocity.requires_grad
-        network = Network(frozen_config(dict(model.network.config)), "bf16", False, trained=True, recompute=recompute)
+        config = frozen_config(dict(model.network.config))
+        network = Network(WanModel, config, "bf16", False, trained=True, recompute=recompute)
         computed = pass_bytes(network, (16, 4, 12, 12), 16, 1, gradient=True, fresh=False).kept
         assert held == pytest.approx(computed, rel=0.1), recompute
         taken[recompute.others, recompute.full] = held

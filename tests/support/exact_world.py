@@ -123,7 +123,7 @@ class Model:
     def pass_size(self, x_t, sigma, label):
         return PassSize(len(x_t), {"samples": len(x_t)}, 0)
 
-    def example(self):
+    def example(self, shape=None, samples=1, text_tokens=4):
         raise NotImplementedError
 
     def save(self, folder, dtype, max_shard_size):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -18,6 +18,10 @@ from unified_trainer.models.sparse_attention import SparseAttentionConfig
 from unified_trainer.numerics.chunks import ChunkConfig
 from unified_trainer.parallel.mesh import Mesh
 
+if TYPE_CHECKING:
+    from unified_trainer.models.blueprint import Blueprint
+
+Shape = tuple[int, int, int, int]
 EXPERTS = ("transformer", "transformer_2")  # of high and of low noise; a folder of one network has the first alone
 
 
@@ -84,8 +88,13 @@ class VideoModel(Protocol):
         """Spread every sample's tokens over the sequence ranks of the mesh; inputs and outputs stay whole samples."""
         ...
 
-    def example(self) -> tuple[Latents, PerSample, Condition]:
-        """Return a small input, always the same, on which two copies of the network can be compared."""
+    def example(
+        self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4
+    ) -> tuple[Latents, PerSample, Condition]:
+        """Return an input that is always the same: by default a small one, on which two copies can be compared.
+
+        `shape` is that of a sample's latents [c, t, h, w], and `text_tokens` the rows of a text embedding.
+        """
         ...
 
     def save(self, folder: Path, component: str, dtype: torch.dtype, max_shard_size: str) -> None:
@@ -317,6 +326,8 @@ class Family:
     published_layer: Callable[[str], str | None] = lambda layer: None
     # module that an export carries as pipeline.py: a diffusers pipeline that reads scheduler/sampler.json
     exported_pipeline: Path | None = None
+    # the classes of the components, by which `plan` counts memory and FLOPs; None: it refuses the family
+    blueprint: "Blueprint | None" = None
     # (folder, component, settings) -> as `model`, with sparse self-attention; None: no sparse form
     sparse: Callable[[Path, str, SparseAttentionConfig], SparseVideoModel] | None = None
     # (folder, component) -> as `model`, a flow map; None: the family has none

@@ -1,7 +1,7 @@
 """Text encoders of transformers and a VAE of diffusers as a codec: caches, padding, offload and normalisation."""
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -51,14 +51,14 @@ class DiffusersCodec:
         """Open a pipeline folder, of which no weight is read yet; UserError for a folder that is not whole."""
         config = config.on(device.type)
         described: dict[str, Any] = {"weights": "model", "schema": self.text_schema, "inside": self.text_weight}
-        encoders = list(zip(self.text_classes, self._parts(folder, "text_encoder"), strict=True))
+        encoders = list(zip(self.text_classes, self.parts(folder, "text_encoder"), strict=True))
         sizes = [self.text_sizes(kind, part / "config.json") for kind, part in encoders]
         self.text_widths = [width for _, width in sizes]
         self.text_width = max(self.text_widths)
         for kind, part in encoders:
             check_described(kind, part, **described)
         self.folder, self._device = folder, device
-        tokenizers = zip(self._parts(folder, "tokenizer"), sizes, strict=True)
+        tokenizers = zip(self.parts(folder, "tokenizer"), sizes, strict=True)
         self._tokenizers = [read_tokenizer(AutoTokenizer, part, vocabulary) for part, (vocabulary, _) in tokenizers]
         if self.vae_schema is not None:
             read_as(self.vae_schema, folder / "vae" / "config.json")
@@ -121,7 +121,8 @@ class DiffusersCodec:
         """Return the embedding of a prompt, from those of all encoders in their order."""
         return embeddings[0]
 
-    def text_rows(self, tokens: Sequence[int]) -> int:
+    @classmethod
+    def text_rows(cls, tokens: Sequence[int]) -> int:
         """Return the rows that embeddings are padded to, from the most tokens of each encoder."""
         return tokens[0]
 
@@ -135,9 +136,20 @@ class DiffusersCodec:
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         raise NotImplementedError
 
-    def statistics(self, config: Any) -> tuple[Sequence[float], Sequence[float]]:
+    @classmethod
+    def statistics(cls, config: Any) -> tuple[Sequence[float], Sequence[float]]:
         """Return mean and standard deviation of each channel of the latents, from the VAE's config."""
         return config.latents_mean, config.latents_std
+
+    @classmethod
+    def scales(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the frames and the pixels a side of a latent, from the VAE's config."""
+        return vae.get("scale_factor_temporal", 4), vae.get("scale_factor_spatial", 8)
+
+    @classmethod
+    def text_layers(cls, encoder: Any) -> nn.Module:
+        """Return the part of a text encoder that reads a prompt."""
+        return encoder
 
     def tile(self, vae: Any, size: int) -> None:
         """Let the VAE work in tiles of `size` pixels a side that overlap by a quarter."""
@@ -147,7 +159,8 @@ class DiffusersCodec:
         """Return the posterior's mean of a video in [-1, 1], in the VAE's own units."""
         return vae.encode(video).latent_dist.mean
 
-    def decoded(self, vae: Any, raw: Latents) -> Video:
+    @classmethod
+    def decoded(cls, vae: Any, raw: Latents) -> Video:
         """Return the video in [-1, 1] of latents in the VAE's own units."""
         return vae.decode(raw).sample
 
@@ -252,14 +265,13 @@ class DiffusersCodec:
         """Undo `normalise`, on the device."""
         return latents.to(self._mean) * self._std + self._mean
 
-    def _parts(self, folder: Path, name: str) -> list[Path]:
+    @classmethod
+    def parts(cls, folder: Path, name: str) -> list[Path]:
         """Return the folders of this name, one for each text encoder."""
-        return [
-            folder / (f"{name}_{number}" if number > 1 else name) for number in range(1, len(self.text_classes) + 1)
-        ]
+        return [folder / (f"{name}_{number}" if number > 1 else name) for number in range(1, len(cls.text_classes) + 1)]
 
     def _text_parts(self) -> list[Path]:
-        return [part for name in ("text_encoder", "tokenizer") for part in self._parts(self.folder, name)]
+        return [part for name in ("text_encoder", "tokenizer") for part in self.parts(self.folder, name)]
 
     def _identity(self) -> str:
         """Return what the embeddings of a prompt depend on: names, sizes and times of files, and library versions."""

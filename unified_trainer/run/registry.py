@@ -73,16 +73,21 @@ def family_of(role: str, path: str) -> tuple[Family, Path]:
                 f"a pipeline folder with `python -m unified_trainer export {path} DIR` and give that"
             ) from error
         raise MissingFileError(f"{error}: {role}.path must be a diffusers pipeline folder") from error
+    return family_named(name, str(index)), folder
+
+
+def family_named(name: str, where: str) -> Family:
+    """Return the family of a pipeline class; UserError, which says where it is named, for one that is not known."""
     if name not in FAMILIES:
         offered = installed("families")
         if name not in offered:
             have = ", ".join(sorted({*FAMILIES, *offered}))
-            raise UserError(f"{index}: {name} is not supported; have {have}, or name a family of yours by --families")
+            raise UserError(f"{where}: {name} is not supported; have {have}, or name a family of yours by --families")
         FAMILIES[name] = offered[name].load()
     family = FAMILIES[name]
     if isinstance(family, str):
         family = FAMILIES[name] = load_object(family, "the model family")
-    return family, folder
+    return family
 
 
 def open_model(

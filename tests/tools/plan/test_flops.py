@@ -1,6 +1,4 @@
-"""FLOPs in closed form agree with the meter, which agrees with torch's own counter, and with numbers counted once."""
-
-from dataclasses import replace
+"""FLOPs of sizes agree with the meter, which agrees with torch's own counter, and with numbers counted once."""
 
 import pytest
 import torch
@@ -11,14 +9,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from unified_trainer.models.wan.codec import WanCodec
+from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.meter import Meter
 from unified_trainer.tools.plan.architecture import PUBLISHED, WAN
-from unified_trainer.tools.plan.flops import BACKWARD, TransformerSize, decode_flops, pass_flops
-from unified_trainer.tools.plan.passes import Network, _inputs, _role, frozen_config
+from unified_trainer.tools.plan.flops import BACKWARD, decode_flops
+from unified_trainer.tools.plan.flops import pass_flops as flops_of
+from unified_trainer.tools.plan.network_size import frozen_config, measured, pass_size, size_of, with_layers
+from unified_trainer.tools.plan.passes import Network, role_of
 from unified_trainer.tools.plan.tracing import quiet_norms
 
-WAN_1_3B = TransformerSize(1536, 30, 8960)
-WAN_14B = TransformerSize(5120, 40, 13824)
+OF_1_3B = frozen_config(PUBLISHED["Wan-AI/Wan2.1-T2V-1.3B-Diffusers"].transformer)
+OF_14B = frozen_config(PUBLISHED["Wan-AI/Wan2.1-T2V-14B-Diffusers"].transformer)
+WAN_1_3B, WAN_14B = (size_of(WanModel, config) for config in (OF_1_3B, OF_14B))
+SHAPES = {5460: (16, 14, 30, 52), 32760: (16, 21, 60, 104)}  # by tokens
+
+
+def pass_flops(config, tokens: int, **options):
+    return flops_of(size_of(WanModel, config), pass_size(WanModel, config, SHAPES[tokens], 512), **options)
 
 
 def test_parameters_are_those_of_the_published_networks():
@@ -33,33 +41,33 @@ def test_parameters_are_those_of_the_published_networks():
 )
 def test_a_pass_of_wan_takes_what_torch_counted(tokens, forward, backward):
     """FlopCounterMode counts the scores of attention again, and leaves out gradients of the network's inputs."""
-    found = pass_flops(WAN_1_3B, tokens)
+    found = pass_flops(OF_1_3B, tokens)
     inputs = 128 * tokens * 1536 + 512 * 1536 + 8192 * 512 * 1536
     assert found.forward == pytest.approx(forward, rel=5e-5)
     assert found.backward + found.flash - inputs == pytest.approx(backward, rel=5e-5)
 
 
 def test_recomputing_all_blocks_takes_their_forward_pass():
-    found = pass_flops(WAN_1_3B, 32760, repeated=1)
+    found = pass_flops(OF_1_3B, 32760, repeated=1)
     assert found.recompute / found.executed == pytest.approx(0.23, abs=0.01)
-    assert found.executed - pass_flops(WAN_1_3B, 32760).executed == found.recompute
+    assert found.executed - pass_flops(OF_1_3B, 32760).executed == found.recompute
     assert 0.98 * found.forward < found.recompute < found.forward
 
 
 def test_the_meter_counts_the_same():
     role, batch = trainable(), small_batch(4)
-    size = TransformerSize.of(small_model().network.config)
+    size = measured(small_model())
     x_t = torch.randn(4, *batch.latent_shape)
-    tokens = x_t[0, 0].numel() // size.patch
     meter = Meter(torch.device("cpu"))
     with meter.measure():
         role.velocity(x_t, torch.full((4,), 0.5), batch.cond).square().mean().backward()
     assert size.parameters == role.parameters
-    assert meter.flops == 4 * pass_flops(size, tokens, batch.cond["text"].shape[1]).trained
+    passed = small_model().pass_size(x_t[:1], torch.zeros(1), batch.cond["text"][:1])
+    assert meter.flops == 4 * flops_of(size, passed).trained
 
 
 def test_an_adapter_halves_the_backward_pass_of_the_matrices():
-    plain, adapted = pass_flops(WAN_14B, 32760), pass_flops(WAN_14B, 32760, rank=64)
+    plain, adapted = pass_flops(OF_14B, 32760), pass_flops(OF_14B, 32760, rank=64)
     of_adapter = adapted.forward - plain.forward
     assert 2 * adapted.backward - plain.backward == pytest.approx(2 * plain.attention + 4 * of_adapter)
     assert WAN_14B.adapter(64) == 306_708_480
@@ -88,10 +96,10 @@ class Traffic(TorchDispatchMode):
 def counted(layers: int) -> tuple[int, int]:
     """Bytes of the forward and of the backward pass of Wan2.1-1.3B with this many blocks over 5460 tokens."""
     config = {**WAN, "num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}
-    network = Network(frozen_config(config), "bf16", False, trained=True)
-    role, inputs = _role(network, layers), ((16, 14, 30, 52), 512, 1)
+    network = Network(WanModel, frozen_config(config), "bf16", False, trained=True)
+    role = role_of(network, layers)
     with FakeTensorMode(allow_non_fake_inputs=True), quiet_norms():
-        x = _inputs(network, *inputs)
+        x = role.backbones[""].model.example(SHAPES[5460], 1, 512)
         with Traffic() as forward:
             velocity = role.velocity(*x)
         with Traffic() as backward:
@@ -103,26 +111,25 @@ def test_traffic_of_a_block_is_what_its_operations_read_and_write():
     """The second block of 1.3B over 5460 tokens; rounding its weights, 6 bytes each, is no traffic of tokens."""
     few, more = counted(1), counted(2)
     forward, backward = (b - a for a, b in zip(few, more, strict=True))
-    block, more_blocks = (replace(WAN_1_3B, layers=layers) for layers in (1, 2))
-    forward -= 6 * (more_blocks.parameters - block.parameters)
-    assert forward == pytest.approx(pass_flops(block, 5460).traffic, rel=0.05)
+    forward -= 6 * WAN_1_3B.block
+    assert forward == pytest.approx(pass_flops(with_layers(OF_1_3B, 1), 5460).traffic, rel=0.05)
     assert backward / forward == pytest.approx(BACKWARD, rel=0.1)
 
 
 def test_traffic_of_a_pass_at_both_sizes():
     """353 x 1536 + 4 x 8960 bytes a token and block; fused blocks read and write a sixth of that."""
     for tokens, gigabytes in ((5460, 94.7), (32760, 568.1)):
-        assert pass_flops(WAN_1_3B, tokens).traffic == pytest.approx(1e9 * gigabytes, rel=1e-3)
-        assert pass_flops(WAN_1_3B, tokens, fused=True).traffic < pass_flops(WAN_1_3B, tokens).traffic / 5
+        assert pass_flops(OF_1_3B, tokens).traffic == pytest.approx(1e9 * gigabytes, rel=1e-3)
+        assert pass_flops(OF_1_3B, tokens, fused=True).traffic < pass_flops(OF_1_3B, tokens).traffic / 5
 
 
 @pytest.mark.parametrize("name", ["Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.2-TI2V-5B-Diffusers"])
 def test_decoding_takes_what_torch_counts(name):
     """On latents without memory. Torch also counts the middle's attention and the shortcuts, which are left out."""
-    config = PUBLISHED[name][2]
+    config = PUBLISHED[name].vae
     with torch.device("meta"):
         vae = AutoencoderKLWan.from_config(config)
         latents = torch.zeros(1, config.get("z_dim", 16), 3, 8, 8)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         vae.decode(latents)
-    assert counter.get_total_flops() == pytest.approx(decode_flops(config, 3, 8, 8), rel=0.03)
+    assert counter.get_total_flops() == pytest.approx(decode_flops(WanCodec, config, 3, 8, 8), rel=0.03)

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from diffusers import AutoencoderKLQwenImage
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
 from unified_trainer.models.diffusers_codec import DiffusersCodec
@@ -33,6 +33,11 @@ class QwenImageCodec(DiffusersCodec):
         if key.startswith("visual."):
             return f"model.{key}"
         return re.sub(r"^model\.(?!language_model\.|visual\.)", "model.language_model.", key)
+
+    @classmethod
+    def text_layers(cls, encoder: Any) -> nn.Module:
+        """Return the language model: texts pass by the vision tower and the vocabulary's head."""
+        return encoder.model.language_model
 
     def embed(self, encoder: Any, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Tensor:
         longest = self.template_tokens + self.text_tokens

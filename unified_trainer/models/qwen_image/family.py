@@ -3,6 +3,7 @@
 import math
 
 from unified_trainer.models.base import Family
+from unified_trainer.models.blueprint import Blueprint
 from unified_trainer.models.qwen_image.codec import QwenImageCodec
 from unified_trainer.models.qwen_image.configs import PATCH, latent_shape, transformer_config
 from unified_trainer.models.qwen_image.model import QwenImageModel
@@ -13,6 +14,7 @@ QWEN_IMAGE = Family(
     codec=QwenImageCodec.load,
     latent_channels=lambda folder: transformer_config(folder).in_channels // PATCH**2,
     latent_shape=latent_shape,
+    blueprint=Blueprint(lambda config: QwenImageModel, QwenImageCodec, images=True),
     tokens=lambda folder, shape: math.prod(shape[1:]) // PATCH**2,
     given_levels=True,
     guidance_argument="true_cfg_scale",  # in effect with a negative prompt, even an empty one

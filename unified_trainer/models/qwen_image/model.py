@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
-from unified_trainer.models.base import PassSize
+from unified_trainer.models.base import PassSize, Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.qwen_image.configs import PATCH
 from unified_trainer.numerics.flow import guide
@@ -65,13 +65,17 @@ class QwenImageModel(DiffusersModel):
         attention = 4 * self.feature_size * len(self.blocks) * count * (tokens + text) ** 2
         return PassSize(count * tokens, rows, attention)
 
-    def example(self) -> tuple[Latents, PerSample, Condition]:
+    def example(
+        self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4
+    ) -> tuple[Latents, PerSample, Condition]:
         config, draw = self.network.config, torch.Generator().manual_seed(0)
-        x_t = torch.randn(1, config.in_channels // PATCH**2, 1, 2 * PATCH, 2 * PATCH, generator=draw)
-        text = torch.randn(1, 4, config.joint_attention_dim, generator=draw)
+        shape = shape or (config.in_channels // PATCH**2, 1, 2 * PATCH, 2 * PATCH)
+        x_t = torch.randn(samples, *shape, generator=draw)
+        text = torch.randn(samples, text_tokens, config.joint_attention_dim, generator=draw)
+        mask = torch.arange(text_tokens).expand(samples, -1) < text_tokens - 1
         device = next(self.network.parameters()).device
-        cond = Condition({"text": text, "text_mask": torch.tensor([[True, True, True, False]])})
-        return x_t.to(device), torch.full((1,), 0.5, device=device), cond.map(lambda x: x.to(device))
+        cond = Condition({"text": text, "text_mask": mask})
+        return x_t.to(device), torch.full((samples,), 0.5, device=device), cond.map(lambda x: x.to(device))
 
 
 def packed(x: Latents) -> Float[Tensor, "b tokens d"]:

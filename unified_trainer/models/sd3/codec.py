@@ -1,6 +1,6 @@
 """The three text encoders (two CLIP, T5) and the VAE of Stable Diffusion 3 as a codec."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ class SD3Codec(DiffusersCodec):
         *clips, t5 = embeddings
         return torch.cat([pad(torch.cat(clips, 1), (0, t5.shape[1] - self._pooled)), t5])
 
-    def text_rows(self, tokens: Sequence[int]) -> int:
+    @classmethod
+    def text_rows(cls, tokens: Sequence[int]) -> int:
         return 1 + tokens[0] + tokens[2]
 
     def named(self, text: Tensor) -> dict[str, Tensor]:
@@ -65,9 +66,14 @@ class SD3Codec(DiffusersCodec):
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         return latent_shape(self.folder, frames, height, width)
 
-    def statistics(self, config: Any) -> tuple[list[float], list[float]]:
+    @classmethod
+    def statistics(cls, config: Any) -> tuple[list[float], list[float]]:
         channels = config.latent_channels
         return [config.shift_factor] * channels, [1 / config.scaling_factor] * channels
+
+    @classmethod
+    def scales(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
+        return 1, 2 ** (len(vae["block_out_channels"]) - 1)
 
     def tile(self, vae: Any, size: int) -> None:
         vae.tile_sample_min_size, vae.tile_overlap_factor = size, 0.25
@@ -77,5 +83,6 @@ class SD3Codec(DiffusersCodec):
     def encoded(self, vae: Any, video: Video) -> Latents:
         return vae.encode(video[:, :, 0]).latent_dist.mean[:, :, None]
 
-    def decoded(self, vae: Any, raw: Latents) -> Video:
+    @classmethod
+    def decoded(cls, vae: Any, raw: Latents) -> Video:
         return vae.decode(raw[:, :, 0]).sample[:, :, None]

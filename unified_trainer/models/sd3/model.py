@@ -8,7 +8,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from unified_trainer.basics.types import Condition, Latents, PerSample
-from unified_trainer.models.base import PassSize
+from unified_trainer.models.base import PassSize, Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 
 
@@ -59,11 +59,14 @@ class SD3Model(DiffusersModel):
         pairs = len(self.blocks) * (tokens + text) ** 2 + alone * tokens**2
         return PassSize(count * tokens, rows, 4 * self.feature_size * count * pairs)
 
-    def example(self) -> tuple[Latents, PerSample, Condition]:
+    def example(
+        self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4
+    ) -> tuple[Latents, PerSample, Condition]:
         config, draw = self.network.config, torch.Generator().manual_seed(0)
-        x_t = torch.randn(1, config.in_channels, 1, 2 * config.patch_size, 2 * config.patch_size, generator=draw)
-        text = torch.randn(1, 4, config.joint_attention_dim, generator=draw)
-        pooled = torch.randn(1, config.pooled_projection_dim, generator=draw)
+        shape = shape or (config.in_channels, 1, 2 * config.patch_size, 2 * config.patch_size)
+        x_t = torch.randn(samples, *shape, generator=draw)
+        text = torch.randn(samples, text_tokens, config.joint_attention_dim, generator=draw)
+        pooled = torch.randn(samples, config.pooled_projection_dim, generator=draw)
         device = next(self.network.parameters()).device
         cond = Condition({"text": text, "pooled": pooled}).map(lambda x: x.to(device))
-        return x_t.to(device), torch.full((1,), 0.5, device=device), cond
+        return x_t.to(device), torch.full((samples,), 0.5, device=device), cond

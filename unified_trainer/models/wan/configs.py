@@ -12,6 +12,7 @@ from unified_trainer.models.base import EXPERTS
 from unified_trainer.models.folder import outline
 
 INDEX = "model_index.json"
+CLIP_TOKENS = 257  # of a condition image: 16 x 16 patches and one for all of it
 MASK_CHANNELS = 4  # of a network with an image, beside latents and image latents: pixel frames of a latent frame
 
 Size = Annotated[int, Field(ge=1, le=2**20)]

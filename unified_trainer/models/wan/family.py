@@ -1,13 +1,16 @@
 """The Wan family: how a WanPipeline folder is opened, and what its configs say."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_as, read_json
 from unified_trainer.models.base import Family
+from unified_trainer.models.blueprint import Blueprint
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.wan import exported_pipeline
 from unified_trainer.models.wan.causal import CausalWanModel
@@ -38,6 +41,11 @@ def open_model(folder: Path, component: str) -> WanModel:
     check_dense(folder / component)
     kinds = {(0, 0): WanModel, (0, 1): FirstFrameWanModel, (1, 1): ImageChannelsWanModel}
     return kinds[images(folder)].open(folder, component)
+
+
+def model_class(config: Mapping[str, Any]) -> type[WanModel]:
+    """Return the class of a network by the channels of its config: of text, or of text and an image as channels."""
+    return WanModel if config["in_channels"] == config["out_channels"] else ImageChannelsWanModel
 
 
 def load_codec(folder: Path, device: torch.device, config: EncoderConfig) -> WanCodec:
@@ -118,6 +126,7 @@ WAN = Family(
     latent_shape=patched_latent_shape,
     tokens=tokens,
     attention_heads=attention_heads,
+    blueprint=Blueprint(model_class, WanCodec, heads=lambda config: config["num_attention_heads"]),
     networks=networks,
     experts=EXPERTS,
     published_adapter=published_adapter,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Condition, Latents, PerSample
-from unified_trainer.models.base import PassSize
+from unified_trainer.models.base import PassSize, Shape
 from unified_trainer.models.wan.attention import TEXT_TOKENS
-from unified_trainer.models.wan.configs import MASK_CHANNELS
+from unified_trainer.models.wan.configs import CLIP_TOKENS, MASK_CHANNELS
 from unified_trainer.models.wan.model import WanModel, network_time
 
 
@@ -71,12 +71,17 @@ class ImageChannelsWanModel(WanModel):
         attention = 4 * self.feature_size * len(self.blocks) * size.tokens * seen
         return PassSize(size.tokens, {**size.rows, "clip": len(x) * seen}, size.attention + attention)
 
-    def example(self) -> tuple[Latents, PerSample, Condition]:
-        config, (x, sigma, text) = self.network.config, super().example()
-        channels = config.out_channels
+    def example(
+        self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4
+    ) -> tuple[Latents, PerSample, Condition]:
+        config, channels = self.network.config, self.network.config.out_channels
+        whole = None if shape is None else (2 * channels, *shape[1:])
+        x, sigma, text = super().example(whole, samples, text_tokens)
         held = {"text": text["text"], "image": x[:, channels : 2 * channels]}
         if config.image_dim:
             draw = torch.Generator().manual_seed(1)
-            held["clip"] = torch.randn(1, 5, config.image_dim, generator=draw).to(x.device)
+            held["clip"] = torch.randn(samples, CLIP_TOKENS if shape else 5, config.image_dim, generator=draw).to(
+                x.device
+            )
             held["text"] = torch.nn.functional.pad(held["text"], (0, 0, 0, TEXT_TOKENS - held["text"].shape[1]))
         return x[:, :channels], sigma, Condition(held)

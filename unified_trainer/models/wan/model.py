@@ -10,7 +10,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample, widest
-from unified_trainer.models.base import PassSize
+from unified_trainer.models.base import PassSize, Shape
 from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.wan.attention import joined_inputs, set_attention
 from unified_trainer.models.wan.ulysses import SharedTokens
@@ -81,14 +81,16 @@ class WanModel(DiffusersModel):
     def whole(self, tokens: Tensor) -> Tensor:
         return self._shared.gather(tokens) if self._shared else tokens
 
-    def example(self) -> tuple[Latents, PerSample, Condition]:
+    def example(
+        self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4
+    ) -> tuple[Latents, PerSample, Condition]:
         config = self.network.config
-        time, height, width = (2 * size for size in config.patch_size)
+        shape = shape or (config.in_channels, *(2 * size for size in config.patch_size))
         draw = torch.Generator().manual_seed(0)
-        x_t = torch.randn(1, config.in_channels, time, height, width, generator=draw)
-        text = torch.randn(1, 4, config.text_dim, generator=draw)
+        x_t = torch.randn(samples, *shape, generator=draw)
+        text = torch.randn(samples, text_tokens, config.text_dim, generator=draw)
         device = next(self.network.parameters()).device
-        return x_t.to(device), torch.full((1,), 0.5, device=device), Condition({"text": text.to(device)})
+        return x_t.to(device), torch.full((samples,), 0.5, device=device), Condition({"text": text.to(device)})
 
     def compiled_inputs(self, *inputs: Any) -> tuple[Any, ...]:
         return joined_inputs(*inputs)

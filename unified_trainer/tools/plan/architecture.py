@@ -1,7 +1,7 @@
 """The sizes of the models that the recipes are made for: from a folder's configs, or as they were published.
 
-No file but a config.json is read. Sources of the published ones: config.json of the transformers, the text encoder and
-the VAE in the folders of `PUBLISHED` on the Hugging Face hub. HPSv3 (arXiv:2508.03789) is Qwen/Qwen2-VL-7B-Instruct
+No file but configs is read. Sources of the published ones: config.json of the transformers, the text encoders and the
+VAE in the folders of `PUBLISHED` on the Hugging Face hub. HPSv3 (arXiv:2508.03789) is Qwen/Qwen2-VL-7B-Instruct
 with a head in place of the vocabulary's.
 """
 
@@ -9,20 +9,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, UMT5Config, UMT5EncoderModel
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.input_files import read_json
 from unified_trainer.models import hub
-from unified_trainer.models.wan.configs import EXPERTS, INDEX
-from unified_trainer.run.registry import family_of
+from unified_trainer.models.base import EXPERTS, Family, PassSize, Shape
+from unified_trainer.models.blueprint import Blueprint
+from unified_trainer.run.registry import family_named, family_of
 from unified_trainer.run.settings.config import RunConfig, load_recipe
-from unified_trainer.tools.plan.flops import TransformerSize, encode_flops
-from unified_trainer.tools.plan.image_size import QwenImageSize, decoder_flops
+from unified_trainer.tools.plan.flops import decode_flops, encode_flops
+from unified_trainer.tools.plan.network_size import (
+    CodecKind,
+    ModelKind,
+    NetworkSize,
+    frozen_config,
+    outline_of,
+    pass_size,
+    size_of,
+)
 
 WAN = {"patch_size": [1, 2, 2], "attention_head_dim": 128, "in_channels": 16, "out_channels": 16, "text_dim": 4096}
 WAN |= {"freq_dim": 256, "rope_max_seq_len": 1024}
@@ -37,95 +44,143 @@ VAE_5B |= {"latents_mean": [0.0] * 48, "latents_std": [1.0] * 48}  # sizes do no
 QWEN_VL = {"text_config": {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944}}
 QWEN_VL["text_config"] |= {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
 QWEN_VL["vision_config"] = {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}
-QWEN_IMAGE = {"_class_name": "QwenImageTransformer2DModel", "num_layers": 60, "num_attention_heads": 24}
-QWEN_IMAGE |= {"attention_head_dim": 128, "in_channels": 64, "out_channels": 16, "joint_attention_dim": 3584}
-PUBLISHED: dict[str, tuple[dict[str, Any], float | None, dict[str, Any]]] = {
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (
-        {**WAN, "num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960},
-        None,
-        VAE,
+QWEN_IMAGE = {"num_layers": 60, "num_attention_heads": 24, "attention_head_dim": 128, "in_channels": 64}
+QWEN_IMAGE |= {"out_channels": 16, "joint_attention_dim": 3584}
+SD3_MEDIUM: dict[str, Any] = {"sample_size": 128, "patch_size": 2, "in_channels": 16, "num_layers": 24}
+SD3_MEDIUM |= {"num_attention_heads": 24}
+SD3_MEDIUM |= {"attention_head_dim": 64, "joint_attention_dim": 4096, "caption_projection_dim": 1536}
+SD3_MEDIUM |= {"pooled_projection_dim": 2048, "out_channels": 16, "pos_embed_max_size": 384, "qk_norm": "rms_norm"}
+SD3_MEDIUM |= {"dual_attention_layers": [*range(13)]}
+KL_VAE: dict[str, Any] = {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
+KL_VAE |= {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 16}
+KL_VAE |= {"scaling_factor": 1.5305, "shift_factor": 0.0609, "use_quant_conv": False, "use_post_quant_conv": False}
+CLIP_L = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+CLIP_L |= {"projection_dim": 768, "vocab_size": 49408, "max_position_embeddings": 77}
+CLIP_G = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20}
+CLIP_G |= {"projection_dim": 1280, "vocab_size": 49408, "max_position_embeddings": 77}
+T5_XXL = {**UMT5_XXL, "vocab_size": 32128, "feed_forward_proj": "gated-gelu"}
+
+
+@dataclass(frozen=True)
+class Published:
+    """The configs of a model's folder, as far as sizes depend on them."""
+
+    pipeline: str  # the class that model_index.json names
+    transformer: Mapping[str, Any]
+    vae: Mapping[str, Any]
+    text_encoders: tuple[Mapping[str, Any], ...] = (UMT5_XXL,)
+    boundary: float | None = None  # noise level at which two networks meet
+
+
+PUBLISHED = {
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Published(
+        "WanPipeline", {**WAN, "num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}, VAE
     ),
-    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (OF_14B, None, VAE),
-    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (OF_14B, 0.875, VAE),
-    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": (OF_5B, None, VAE_5B),
-    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": (
-        {**OF_14B, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
-        None,
-        VAE,
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": Published("WanPipeline", OF_14B, VAE),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Published("WanPipeline", OF_14B, VAE, boundary=0.875),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Published("WanPipeline", OF_5B, VAE_5B),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": Published(
+        "WanImageToVideoPipeline", {**OF_14B, "in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}, VAE
     ),
-    "Qwen/Qwen-Image": (QWEN_IMAGE, None, {"_class_name": "AutoencoderKLQwenImage"}),
-    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": ({**OF_14B, "in_channels": 36}, 0.9, VAE),
+    "Qwen/Qwen-Image": Published("QwenImagePipeline", QWEN_IMAGE, {}, (QWEN_VL,)),
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": Published(
+        "WanImageToVideoPipeline", {**OF_14B, "in_channels": 36}, VAE, boundary=0.9
+    ),
+    "stabilityai/stable-diffusion-3.5-medium": Published(
+        "StableDiffusion3Pipeline", SD3_MEDIUM, KL_VAE, (CLIP_L, CLIP_G, T5_XXL)
+    ),
 }
 HPSV3_WEIGHTS = 8.29e9 - 152064 * 3584 + 3584 * 1024 + 1024 * 16  # without the vocabulary's head, with its own
-NETWORK, IMAGE_NETWORK = "WanTransformer3DModel", "QwenImageTransformer2DModel"
-TEXT_TOKENS = 512  # that both families pad prompts to
-TEMPLATE_TOKENS = 34  # of Qwen-Image's prompts, which are no part of an embedding
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model of Wan or Qwen-Image: one or two transformers, a VAE and a text encoder."""
+    """A model of a family: one or two transformers, a VAE and text encoders."""
 
     source: str  # where the sizes come from
+    family: Family
     transformer: Mapping[str, Any]  # config
     boundary: float | None  # noise level at which two networks meet
     vae: Mapping[str, Any]  # config
-    text_encoder: Mapping[str, Any]  # config
-    text_tokens: int = TEXT_TOKENS
+    text_encoders: tuple[Mapping[str, Any], ...]  # configs
+    longest: tuple[int, ...]  # tokens of a prompt that each text encoder reads at most
     gates: int = 0  # layers of a block that the role's sparse attention adds
 
-    @cached_property
-    def size(self) -> TransformerSize | QwenImageSize:
-        if self.makes_images:
-            return QwenImageSize.of(self.transformer)
-        return replace(TransformerSize.of(self.transformer), gates=self.gates)
+    @property
+    def blueprint(self) -> Blueprint:
+        blueprint = self.family.blueprint
+        assert blueprint is not None  # `architecture_of` refuses families without one
+        return blueprint
 
     @property
-    def makes_images(self) -> bool:
-        """Whether the network is Qwen-Image's."""
-        return self.transformer.get("_class_name") == IMAGE_NETWORK
+    def codec(self) -> CodecKind:
+        """The class of the codec."""
+        return self.blueprint.codec
+
+    @property
+    def kind(self) -> ModelKind:
+        """The class of the network's model."""
+        return self.blueprint.model(self.transformer)
+
+    @cached_property
+    def size(self) -> NetworkSize:
+        return replace(size_of(self.kind, frozen_config(self.transformer)), gates=self.gates)
+
+    def pass_size(self, shape: Shape) -> PassSize:
+        """Return the size of a pass over one sample whose latents have this shape."""
+        return pass_size(self.kind, frozen_config(self.transformer), shape, self.text_tokens)
 
     @property
     def heads(self) -> int:
         """The heads of self-attention that sequence ranks divide; 1 where they cannot."""
-        return 1 if self.makes_images else int(self.transformer["num_attention_heads"])
+        return self.blueprint.heads(self.transformer)
+
+    @property
+    def text_tokens(self) -> int:
+        """The rows that the embedding of a prompt is padded to."""
+        return self.codec.text_rows(self.longest)
+
+    @property
+    def text_width(self) -> int:
+        """The channels of the embedding of a prompt."""
+        kinds = zip(self.codec.text_classes, self.text_encoders, strict=True)
+        configs = [kind.config_class.from_dict(dict(config)) for kind, config in kinds]
+        return max(config.get_text_config().hidden_size for config in configs)
 
     @property
     def encode_flops(self) -> float:
         """The FLOPs of encoding a prompt."""
-        count = decoder_flops if self.makes_images else encode_flops
-        return count(self.text_encoder, self.text_tokens)
+        return encode_flops(self.codec, tuple(map(frozen_config, self.text_encoders)), self.longest)
+
+    def decode_flops(self, frames: int, height: int, width: int) -> float:
+        """Return the FLOPs of decoding latents of this size."""
+        return decode_flops(self.codec, self.vae, frames, height, width)
 
     @cached_property
     def vae_weights(self) -> int:
         """The number of weights of the VAE, laid out without memory."""
-        kind = AutoencoderKLQwenImage if self.makes_images else AutoencoderKLWan
-        return _count(lambda: kind.from_config(dict(self.vae)))
+        with torch.device("meta"):
+            network = self.codec.vae_class.from_config(dict(self.vae))
+        return sum(p.numel() for p in network.parameters())
 
-    @cached_property
-    def text_weights(self) -> int:
-        """The number of weights of the text encoder, laid out without memory."""
-        if self.makes_images:
-            return _count(lambda: Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**self.text_encoder)))
-        return _count(lambda: UMT5EncoderModel(UMT5Config(**self.text_encoder)))
-
-    def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return channels, latent frames, height and width of a video's latents."""
-        if self.makes_images and frames != 1:
+    def latent_shape(self, frames: int, height: int, width: int) -> Shape:
+        """Return channels, latent frames, height and width of a video; UserError for one that patches do not divide."""
+        if self.blueprint.images and frames != 1:
             raise UserError(f"video.frames must be 1, not {frames}: this model makes images")
-        time, space = self.vae.get("scale_factor_temporal", 4), self.vae.get("scale_factor_spatial", 8)
-        return self.size.channels, (frames - 1) // time + 1, height // space, width // space
-
-
-def _count(make: Any) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in make().parameters())
+        time, space = self.codec.scales(self.vae)
+        model = outline_of(self.kind, frozen_config(self.transformer))
+        x_t, _, _ = model.example()
+        patch = cast(Any, model.network).config.patch_size
+        *_, high, wide = patch if isinstance(patch, list | tuple) else (patch, patch)
+        if height // space % high or width // space % wide:
+            raise UserError(f"video.height and video.width {height} x {width}: patches do not divide them")
+        return x_t.shape[1], (frames - 1) // time + 1, height // space, width // space
 
 
 def architecture_of(role: str, path: str, run: RunConfig) -> Architecture:
     """Return the sizes of the model in a role's path; an empty path is the model that the recipe was made for.
 
-    UserError for a model that is neither published with these sizes nor in a folder.
+    UserError for a model that is neither published with these sizes nor in a folder of a family with a blueprint.
     """
     if path and path != "tiny" and hub.is_hub_id(path) and not Path(path).exists():
         name = path.partition("@")[0]
@@ -136,31 +191,39 @@ def architecture_of(role: str, path: str, run: RunConfig) -> Architecture:
             )
         return _published(name, f"published configs of {name}")
     if path:
-        family, folder = family_of(role, path)
-        components, boundary = family.networks(folder)
-        network = read_json(folder / components[0] / "config.json")
-        if network.get("_class_name") not in (NETWORK, IMAGE_NETWORK):
-            raise UserError(
-                f"{role}.path {path}: memory and FLOPs are computed for networks of class {NETWORK} and "
-                f"{IMAGE_NETWORK} alone, not for {network.get('_class_name')}"
-            )
-        vae, encoder = (read_json(folder / part / "config.json") for part in ("vae", "text_encoder"))
-        tokens, settings = TEXT_TOKENS, folder / "tokenizer" / "tokenizer_config.json"
-        if settings.is_file():
-            unseen = TEMPLATE_TOKENS if network["_class_name"] == IMAGE_NETWORK else 0
-            tokens = int(min(TEXT_TOKENS, read_json(settings).get("model_max_length", 2 * TEXT_TOKENS) - unseen))
-        return Architecture(f"configs in {folder}", network, boundary, vae, encoder, tokens)
+        return _of_folder(role, *family_of(role, path))
     fits = load_recipe(run.recipe).get("fits", {}) if run.recipe else {}
-    for name, (config, boundary, _) in PUBLISHED.items():
-        known = {**config, "networks": 1 if boundary is None else len(EXPERTS)}
+    for name, model in PUBLISHED.items():
+        known = {**model.transformer, "networks": 1 if model.boundary is None else len(EXPERTS)}
         if fits and fits.items() <= known.items():
             return _published(name, f"recipe {run.recipe}: published configs of {name}")
     raise UserError(
         f"{role}.path is not given and recipe {run.recipe or '(none)'} fits no published model: name a folder with "
-        f"{INDEX} and the config.json files, or a hub id of {', '.join(PUBLISHED)}"
+        f"model_index.json and the config.json files, or a hub id of {', '.join(PUBLISHED)}"
     )
 
 
+def _of_folder(role: str, family: Family, folder: Path) -> Architecture:
+    components, boundary = family.networks(folder)
+    if family.blueprint is None:
+        raise UserError(
+            f"{role}.path {folder}: memory and FLOPs are computed for families with a blueprint; set that of "
+            f"the family of {family.pipelines[0]} (unified_trainer.models.blueprint.Blueprint)"
+        )
+    codec = family.blueprint.codec
+    encoders = tuple(read_json(part / "config.json") for part in codec.parts(folder, "text_encoder"))
+    files = [part / "tokenizer_config.json" for part in codec.parts(folder, "tokenizer")]
+    given = [read_json(file).get("model_max_length") if file.is_file() else None for file in files]
+    most = codec.longest_text
+    longest = [most if tokens is None else int(min(most, tokens - codec.template_tokens)) for tokens in given]
+    network, vae = (read_json(folder / part / "config.json") for part in (components[0], "vae"))
+    return Architecture(f"configs in {folder}", family, network, boundary, vae, encoders, tuple(longest))
+
+
 def _published(name: str, source: str) -> Architecture:
-    config, boundary, vae = PUBLISHED[name]
-    return Architecture(source, config, boundary, vae, QWEN_VL if "_class_name" in config else UMT5_XXL)
+    model = PUBLISHED[name]
+    family = family_named(model.pipeline, name)
+    assert family.blueprint is not None  # the families of this package have one
+    most = family.blueprint.codec.longest_text
+    longest = tuple(min(most, encoder.get("max_position_embeddings", most)) for encoder in model.text_encoders)
+    return Architecture(source, family, model.transformer, model.boundary, model.vae, model.text_encoders, longest)

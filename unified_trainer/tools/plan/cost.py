@@ -6,12 +6,13 @@ reading of weights and data take no time.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from unified_trainer.rewards.base import ScorerConfig
 from unified_trainer.roles.recompute import Recompute
-from unified_trainer.tools.plan.flops import BACKWARD, PassFLOPs, decode_flops, score_flops
+from unified_trainer.tools.plan.architecture import Architecture
+from unified_trainer.tools.plan.flops import BACKWARD, PassFLOPs, score_flops
 from unified_trainer.tools.plan.hardware import NETWORK, NODE, Hardware
 
 PRODUCTS = 0.6  # assumed: of the dense bf16 peak in matrix products and attention
@@ -68,9 +69,9 @@ def pass_work(flops: PassFLOPs, recompute: Recompute, layers: int, *, gradient: 
     return Work(flops.trained + flops.flash, (1 + BACKWARD) * flops.traffic) + again
 
 
-def decode_work(vae: Mapping[str, object], shape: Sequence[int], samples: int, *, half: bool, gradient: bool) -> Work:
+def decode_work(model: Architecture, shape: Sequence[int], samples: int, *, half: bool, gradient: bool) -> Work:
     """Return the work of decoding latents of frames x height x width; a backward pass takes twice the forward one."""
-    flops = samples * (3 if gradient else 1) * decode_flops(vae, *shape)
+    flops = samples * (3 if gradient else 1) * model.decode_flops(*shape)
     return Work(decoded=flops) if half else Work(decoded_fp32=flops)
 
 

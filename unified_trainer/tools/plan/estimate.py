@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from unified_trainer.basics.errors import UserError
+from unified_trainer.models.base import PassSize, Shape
 from unified_trainer.parallel.device import CARD_KIND
 from unified_trainer.parallel.meter import Pass
 from unified_trainer.roles.blocks import may_compile
@@ -19,7 +20,6 @@ from unified_trainer.tools.plan.architecture import HPSV3_WEIGHTS, Architecture,
 from unified_trainer.tools.plan.cost import Work, decode_work, pass_work, score_work, seconds_sent
 from unified_trainer.tools.plan.flops import PassFLOPs, pass_flops
 from unified_trainer.tools.plan.hardware import NODE, Hardware
-from unified_trainer.tools.plan.image_size import QwenImageSize, image_flops
 from unified_trainer.tools.plan.memory import BF16, FP32, Memory, Sizes, held_networks, memory_of, recompute_of, seat_of
 from unified_trainer.tools.plan.rehearsal import HEAD, TEXT_TOKENS, Counts, paths_of, rehearse
 
@@ -143,7 +143,7 @@ def _models(run: RunConfig, sequence: int) -> dict[str, Architecture]:
         models[name] = replace(model, gates=1) if sparse.share else model
     for name, model in models.items():
         check_heads(name, model.heads, sequence)
-        if model.makes_images and run.sampler.chunks.causal:
+        if model.family.causal is None and run.sampler.chunks.causal:
             raise UserError(f"{name}: this network has no causal form; set sampler.chunks.chunk_frames 0")
     return models
 
@@ -153,10 +153,7 @@ def _latent_frames(run: RunConfig, student: Architecture) -> int:
     video = run.video
     latent_shape = student.latent_shape(video.frames, video.height, video.width)
     check_sampling(run, latent_shape)
-    _, frames, height, width = latent_shape
-    if height * width % student.size.patch:
-        raise UserError(f"video.height and video.width {video.height} x {video.width}: patches do not divide them")
-    return frames
+    return latent_shape[1]
 
 
 def _scorers(run: RunConfig) -> tuple[float, tuple[str, ...]]:
@@ -190,11 +187,11 @@ def _work(passes: Iterable[tuple[Pass, PassFLOPs]], sizes: Sizes, counts: Counts
 
 def _seen(sizes: Sizes, counts: Counts) -> Work:
     """Return the work of decoding and scoring in the rehearsed steps."""
-    run, vae = sizes.run, sizes.models["student"].vae
+    run, student = sizes.run, sizes.models["student"]
     half, total = run.encoders.vae_precision == "bf16", Work()
     scorers = [scorer for scorer in run.reward.named().values() if scorer.weight]
     for samples, frames, gradient in counts.decoded:
-        total += decode_work(vae, (frames, *sizes.latent[2:]), samples, half=half, gradient=gradient)
+        total += decode_work(student, (frames, *sizes.latent[2:]), samples, half=half, gradient=gradient)
         shown = 1 if frames == 1 else run.video.frames
         total += score_work(scorers, shown, samples, gradient=gradient)
     return total
@@ -210,42 +207,53 @@ def _validation(sizes: Sizes, counts: Counts, ranks: int) -> Work:
     passes = [(call, _flops(call, shown, counts)) for call in counts.validation]
     total = _work(passes, shown, counts).times(own / min(run.validation.batch, own) / run.parallel.sequence)
     half = run.encoders.vae_precision == "bf16"
-    total += decode_work(shown.models["student"].vae, (frames, height, width), own, half=half, gradient=False)
+    total += decode_work(shown.models["student"], (frames, height, width), own, half=half, gradient=False)
     return total + score_work(run.reward.named().values(), run.video.frames, own, gradient=False)
 
 
 def _flops(call: Pass, sizes: Sizes, counts: Counts) -> PassFLOPs:
     """Return the FLOPs of a pass of the rehearsal at the real sizes."""
-    frame = sizes.frame_tokens
     name, expert = seat_of(counts, call)
     model, config = sizes.models[name], sizes.run.roles.get(name)
     trained = expert in counts.plans[name].layout.trained
     rank = config.adapter.rank if trained and isinstance(config, TrainableConfig) else 0
     layers = model.size.layers_to_features if call.to_features else model.size.layers
     repeated = min(recompute_of(name, expert, counts, sizes).full, layers) / layers  # the first blocks are
-    frames = call.tokens / call.samples
-    sparse = counts.plans[name].config.sparse
-    if sparse.share:
-        _, height, width = model.transformer["patch_size"]
-        grid = (int(frames), sizes.latent[2] // height, sizes.latent[3] // width)
-        pairs = float(sparse.pairs(grid, sparse.share))
-    else:
-        pairs = frame**2 * (call.attention / (4 * HEAD * call.samples) - frames * TEXT_TOKENS)
-    size, device = model.size, sizes.run.device
+    shape = (sizes.latent[0], call.tokens // call.samples, *sizes.latent[2:])
+    device = sizes.run.device
     compile = sizes.run.roles[method_named(sizes.run.method).roles[name].copy_of or name].compile
-    count = partial(image_flops, size) if isinstance(size, QwenImageSize) else partial(pass_flops, size)
-    flops = count(
-        int(frames * frame),
-        model.text_tokens,
+    flops = pass_flops(
+        model.size,
+        _pass_size(call, sizes, counts, shape),
         rank=rank,
         repeated=repeated if trained else 0.0,
-        pairs=pairs,
-        text_keys=model.text_tokens if call.rows["text keys"] else 0,
-        times=1 if call.rows["times"] == call.samples else int(frames * frame),
         to_features=call.to_features,
         fused=may_compile(compile, CARD_KIND if device == "auto" else device),
     )
     return flops.times(call.samples)
+
+
+def _pass_size(call: Pass, sizes: Sizes, counts: Counts, shape: Shape) -> PassSize:
+    """Return the size of a pass of the rehearsal over one sample at the real sizes.
+
+    The pairs of query and key are as many frames' as in the rehearsal, or those that sparse attention keeps. Keys of
+    the text may be cached, and every token may have a noise level of its own.
+    """
+    name, _ = seat_of(counts, call)
+    model, (_, frames, high, wide) = sizes.models[name], shape
+    whole, sparse = model.pass_size(shape), counts.plans[name].config.sparse
+    if sparse.share:
+        _, height, width = model.transformer["patch_size"]
+        pairs = sparse.pairs((frames, high // height, wide // width), sparse.share)
+    else:
+        pairs = sizes.frame_tokens**2 * (call.attention // (4 * HEAD * call.samples) - frames * TEXT_TOKENS)
+    rows = dict(whole.rows)
+    if not call.rows["text keys"]:
+        rows |= {"text keys": 0}
+    if call.rows["times"] != call.samples:
+        rows |= {"times": whole.tokens}
+    attention = whole.attention + 4 * model.size.width * model.size.layers * (pairs - whole.tokens**2)
+    return PassSize(whole.tokens, rows, attention)
 
 
 def _sent(counts: Counts, sizes: Sizes) -> tuple[float, float]:

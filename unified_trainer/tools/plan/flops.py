@@ -1,84 +1,28 @@
-"""FLOPs and memory traffic in closed form: of a pass of a Wan transformer, of Wan's VAE, text encoder and HPSv3.
+"""FLOPs and memory traffic: of a pass of a network, of VAEs, text encoders and HPSv3.
 
 They are counted as `unified_trainer.parallel.meter` counts them: a product with a matrix of p weights takes 2 p FLOPs a
 row. Elementwise work has no FLOPs; it has traffic, the bytes that it reads and writes, which no product hides.
 """
 
+import functools
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from unified_trainer.models.base import PassSize
+from unified_trainer.tools.plan.network_size import CodecKind, Config, NetworkSize, frozen_config, thawed
+
 # Bytes of elementwise work in a block's forward pass in bf16, for each token: a factor of the width and one of the
-# feed-forward width. Eager: counted operation by operation (`tests/tools/plan/test_flops.py`). Fused: every norm,
-# rotary embedding, gate and activation reads its inputs and writes its result once.
+# feed-forward width. Eager: counted operation by operation (`tests/tools/plan/test_flops.py`) in a block of Wan. Fused:
+# every norm, rotary embedding, gate and activation reads its inputs and writes its result once.
 EAGER, FUSED = (353, 4), (42, 4)
 BACKWARD = 2  # assumed: traffic of a backward pass over that of its forward pass
-CLIP_TOKENS = 257  # of a condition image: 16 x 16 patches and one for all of it
-
-
-@dataclass(frozen=True)
-class TransformerSize:
-    """The sizes of a WanTransformer3DModel on which its FLOPs and its number of weights depend."""
-
-    width: int  # d, channels of a token
-    layers: int
-    ffn: int  # f, width of the feed-forward layers
-    text_width: int = 4096
-    frequencies: int = 256  # of the embedding of the noise level
-    channels: int = 16  # of the latents
-    patch: int = 4  # latent positions of one token
-    inputs: int = 16  # channels that the network reads: those of the latents, and of a condition image
-    image_width: int = 0  # channels of CLIP's tokens of a condition image; 0 where the network reads none
-    gates: int = 0  # d x d layers of a block that sparse attention adds; they are trained beside an adapter
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "TransformerSize":
-        """Read the config of a WanTransformer3DModel, with all keys that diffusers writes."""
-        time, height, width = config["patch_size"]
-        return cls(
-            width=config["num_attention_heads"] * config["attention_head_dim"],
-            layers=config["num_layers"],
-            ffn=config["ffn_dim"],
-            text_width=config["text_dim"],
-            frequencies=config["freq_dim"],
-            channels=config["out_channels"],
-            patch=time * height * width,
-            inputs=config["in_channels"],
-            image_width=config.get("image_dim") or 0,
-        )
-
-    @property
-    def parameters(self) -> int:
-        """The number of weights, without adapters."""
-        d, f = self.width, self.ffn
-        block = 8 * d * d + 2 * d * f + f + 21 * d + self.gates * (d * d + d)
-        text, time = self.text_width * d + d * d + 2 * d, self.frequencies * d + d * d + 2 * d
-        patch = (self.inputs + self.channels) * self.patch * d + d + self.channels * self.patch
-        if w := self.image_width:
-            block += 2 * d * d + 3 * d
-            text += w * w + w * d + 3 * w + 3 * d
-        return self.layers * block + text + time + 6 * d * d + 6 * d + 2 * d + patch
-
-    @property
-    def block(self) -> int:
-        """The number of weights of a block, without those of CLIP's tokens."""
-        return 8 * self.width**2 + 2 * self.width * self.ffn + self.ffn + 21 * self.width
-
-    @property
-    def small(self) -> int:
-        """The number of weights that stay in fp32: norms and modulation tables."""
-        return 12 * self.width * self.layers + 2 * self.width
-
-    @property
-    def layers_to_features(self) -> int:
-        """The number of blocks up to the middle one, whose output the features are."""
-        return self.layers // 2 + 1
-
-    def adapter(self, rank: int) -> int:
-        """Return the number of weights of an adapter on all attention and feed-forward matrices, and of the gates."""
-        gates = self.gates * (self.width + 1) * self.width
-        return self.layers * (rank * (8 * 2 * self.width + 2 * (self.width + self.ffn)) + gates)
 
 
 @dataclass(frozen=True)
@@ -108,56 +52,70 @@ class PassFLOPs:
 
 
 def pass_flops(
-    size: TransformerSize,
-    tokens: int,
-    text_tokens: int = 512,
+    size: NetworkSize,
+    passed: PassSize,
     *,
     rank: int = 0,
     repeated: float = 0.0,
-    pairs: float | None = None,
-    text_keys: int | None = None,
-    times: int = 1,
     to_features: bool = False,
     fused: bool = False,
-    clip_tokens: int = CLIP_TOKENS,
 ) -> PassFLOPs:
-    """Return the FLOPs of one pass over a sample of `tokens` latent tokens and `text_tokens` tokens of text.
+    """Return the FLOPs of one pass over one sample, whose rows and attention `passed` has.
 
     With `rank` an adapter of that rank is trained, and the matrices are not: that halves their backward pass.
     `repeated` is the share of the blocks that the backward pass computes again as a whole; selective recomputation
-    repeats only the second factors of adapters, which are not counted. Of a causal pass, `pairs` are the pairs of query
-    and key, `text_keys` the text tokens whose keys are not cached, and `times` the noise levels of a sample; by default
-    all tokens attend to all, at one noise level. A pass to the features runs the blocks up to the middle one, and its
-    backward pass begins there. `fused` is for compiled blocks. `clip_tokens` count where the network reads those of a
-    condition image.
+    repeats only the second factors of adapters, which are not counted. A pass to the features runs the blocks up to the
+    middle one, and its backward pass begins there. `fused` is for compiled blocks.
     """
-    d, f, n, t = size.width, size.ffn, tokens, text_tokens
     layers = size.layers_to_features if to_features else size.layers
-    keys, pairs = t if text_keys is None else text_keys, n * n if pairs is None else pairs
-    block = 2 * (n * (6 * d * d + 2 * d * f) + keys * 2 * d * d)
-    pixels = n * (size.inputs + size.channels) * size.patch * d
-    outside = 2 * (pixels + t * (size.text_width * d + d * d) + times * (size.frequencies * d + 7 * d * d))
-    attention = 4 * d * layers * (pairs + n * t)
-    if w := size.image_width:
-        block += 2 * clip_tokens * 2 * d * d
-        outside += 2 * clip_tokens * (w * w + w * d)
-        attention += 4 * d * layers * n * clip_tokens
-    adapter = 2 * layers * rank * (n * (6 * 2 * d + 2 * (d + f)) + keys * 2 * 2 * d)
-    products, gates = layers * block + outside, 2 * layers * size.gates * n * d * d
-    trained = 1 if rank else 2
-    blocks = layers * block + attention + adapter + gates
+    attention = passed.attention * layers / size.layers
+    products = blocks = adapter = behind = 0.0
+    for matrix in size.matrices:
+        if to_features and matrix.behind:
+            continue
+        rows = 2.0 * passed.rows[matrix.kind]
+        products += rows * matrix.weights
+        blocks += rows * matrix.weights if matrix.in_block else 0.0
+        adapter += rows * matrix.adapted * rank
+        behind += rows * matrix.weights if matrix.kind == "output" else 0.0
+    gates = 2.0 * layers * size.gates * passed.tokens * size.width**2
+    in_blocks = {matrix.kind for matrix in size.matrices if matrix.in_block}
+    rows = sum(passed.rows[kind] for kind in ("tokens", "text") if kind in in_blocks)
+    factors = FUSED if fused else EAGER
     return PassFLOPs(
         forward=products + attention + adapter + gates,
-        backward=trained * (products - (pixels if to_features else 0)) + 2 * (attention + adapter + gates),
-        recompute=repeated * blocks,
+        backward=(1 if rank else 2) * (products - (behind if to_features else 0)) + 2 * (attention + adapter + gates),
+        recompute=repeated * (blocks + attention + adapter + gates),
         attention=attention,
         flash=0.5 * attention,
-        traffic=layers * n * (d * (FUSED if fused else EAGER)[0] + f * (FUSED if fused else EAGER)[1]),
+        traffic=layers * rows * (size.width * factors[0] + size.ffn * factors[1]),
     )
 
 
-def decode_flops(vae: Mapping[str, Any], frames: int, height: int, width: int) -> float:
-    """Return the FLOPs of AutoencoderKLWan's decoder over latents of this size: its convolutions, without attention.
+def decode_flops(codec: CodecKind, vae: Mapping[str, Any], frames: int, height: int, width: int) -> float:
+    """Return the FLOPs of a VAE's decoder over latents of this size.
+
+    Wan's, which Qwen-Image's is too, is counted in closed form, others by torch on tensors without memory.
+    """
+    if codec.vae_class in (AutoencoderKLWan, AutoencoderKLQwenImage):
+        return _decode_flops_of_wan(vae, frames, height, width)
+    return frames * _counted_decode_flops(codec, frozen_config(vae), height, width)
+
+
+@functools.lru_cache(maxsize=64)
+def _counted_decode_flops(codec: CodecKind, vae: Config, height: int, width: int) -> float:
+    """Return the FLOPs of decoding one latent frame."""
+    with torch.device("meta"):
+        network = codec.vae_class.from_config(thawed(vae)).eval()
+        mean, _ = codec.statistics(network.config)
+        latents = torch.zeros(1, len(mean), 1, height, width)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        codec.decoded(network, latents)
+    return float(counter.get_total_flops())
+
+
+def _decode_flops_of_wan(vae: Mapping[str, Any], frames: int, height: int, width: int) -> float:
+    """Return the FLOPs of the convolutions, without attention.
 
     The first latent frame becomes one frame and every other one four.
     """
@@ -181,10 +139,16 @@ def decode_flops(vae: Mapping[str, Any], frames: int, height: int, width: int) -
     return 2 * (total + pixels * 27 * widths[-1] * whole["out_channels"])
 
 
-def encode_flops(encoder: Mapping[str, Any], tokens: int) -> float:
-    """Return the FLOPs of a UMT5 encoder over one prompt, without its attention scores."""
-    inner, d = encoder["num_heads"] * encoder["d_kv"], encoder["d_model"]
-    return 2.0 * tokens * encoder["num_layers"] * (4 * d * inner + 3 * d * encoder["d_ff"])
+@functools.lru_cache(maxsize=16)
+def encode_flops(codec: CodecKind, encoders: tuple[Config, ...], tokens: tuple[int, ...]) -> float:
+    """Return the FLOPs of a codec's text encoders over one prompt of so many tokens each, without attention scores."""
+    total = 0.0
+    for kind, config, count in zip(codec.text_classes, encoders, tokens, strict=True):
+        with torch.device("meta"):
+            encoder = codec.text_layers(kind(kind.config_class.from_dict(thawed(config))))
+        layers = (layer for layer in encoder.modules() if isinstance(layer, nn.Linear))
+        total += 2.0 * count * sum(layer.weight.numel() for layer in layers)
+    return total
 
 
 def score_flops() -> float:

@@ -17,11 +17,11 @@ from unified_trainer.roles.role import Role, Trainable, TrainableConfig
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import Architecture
+from unified_trainer.tools.plan.network_size import frozen_config, with_layers
 from unified_trainer.tools.plan.passes import (
     Network,
     PassBytes,
     decode_bytes,
-    frozen_config,
     pass_bytes,
     without_gradient,
 )
@@ -79,8 +79,8 @@ class Sizes:
     @property
     def frame_tokens(self) -> int:
         """Tokens of one latent frame."""
-        _, _, height, width = self.latent
-        return height * width // self.models["student"].size.patch
+        channels, _, height, width = self.latent
+        return self.models["student"].pass_size((channels, 1, height, width)).tokens
 
     @property
     def latent_bytes(self) -> int:
@@ -196,7 +196,7 @@ def _gathered(held: Networks) -> float:
 def _inputs(counts: Counts, sizes: Sizes, *, in_parts: bool) -> float:
     """The prompts and clips of a step: whole where a rollout keeps them, and twice where they are cut into parts."""
     student = sizes.models["student"]
-    prompts = float(sizes.samples * FP32 * student.text_tokens * student.size.text_width)
+    prompts = float(sizes.samples * FP32 * student.text_tokens * student.text_width)
     clips = float(sizes.samples * sizes.latent_bytes) if sizes.run.trains_on == "clips" else 0.0
     return clips + (prompts if counts.kept else 0.0) + (2 * prompts if in_parts else 0.0)
 
@@ -235,7 +235,7 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
     unit, kept = (BF16, FP32 * small) if half else (held / whole, 0)
     moving = unit * (whole - small) if half else held
     block = unit * size.block
-    outside = moving - size.layers * block
+    outside = moving - unit * sum(size.blocks)
     gathered = (outside + PREFETCHED * block if run.parallel.reshard_after_forward else moving) if several else 0.0
     waits = sizes.accumulation > 1 and run.parallel.reduce_gradients == "last"
     unsharded = FP32 * trained if waits else FP32 * trained * PREFETCHED / size.layers
@@ -298,7 +298,8 @@ def _network(counts: Counts, sizes: Sizes, call: Pass) -> Network:
     rank, model, recompute = _rank(sizes, name), sizes.models[name], recompute_of(name, expert, counts, sizes)
     layers = model.size.layers_to_features if call.to_features else model.size.layers
     return Network(
-        frozen_config({**model.transformer, "num_layers": layers}),
+        model.kind,
+        with_layers(frozen_config(model.transformer), layers),
         config.precision,
         backbone.half,
         rank=rank,
@@ -388,7 +389,7 @@ def _cache(sizes: Sizes, counts: Counts, role: str = "student") -> float:
         return 0.0
     samples = max(call.samples for call in counts.passes if call.role.startswith(role))
     frames = min(sizes.latent[1], run.sampler.chunks.window_frames or sizes.latent[1])
-    tokens = frames * sizes.latent[2] * sizes.latent[3] // size.patch
+    tokens = frames * sizes.frame_tokens
     width = BF16 if run.roles[role].precision == "bf16" else FP32
     return 2.0 * size.layers * samples * tokens * size.width * width / run.parallel.sequence
 
@@ -398,21 +399,17 @@ def _decoding(sizes: Sizes, samples: int, frames: int, *, gradient: bool) -> flo
     half = encoders.vae_precision == "bf16"
     shape = (sizes.latent[0], frames, *sizes.latent[2:])
     weights = (BF16 if half else FP32) * model.vae_weights if encoders.offload else 0
-    config, others = frozen_config(dict(model.vae)), 0.0
+    config, others = frozen_config(model.vae), 0.0
     if encoders.vae_slicing and not gradient:  # without gradient a slice leaves its video alone
         video = sizes.run.video
         others, samples = FP32 * 3.0 * video.height * video.width * video.frames * (samples - 1), 1
-    return weights + others + decode_bytes(config, shape, samples, half=half, gradient=gradient)
+    return weights + others + decode_bytes(model.codec, config, shape, samples, half=half, gradient=gradient)
 
 
 def _temporary(sizes: Sizes, name: str, trained: int) -> float:
     """Return what an optimizer step needs: two tensors like the largest weight, and a bucket of moments in bf16."""
-    largest, config = _largest(sizes.models[name]), sizes.run.roles[name]
+    largest, config = sizes.models[name].size.largest, sizes.run.roles[name]
     if not isinstance(config, TrainableConfig) or config.moments == "fp32":
         return 2.0 * FP32 * largest / sizes.shards
     bucket = min(max(BUCKET, largest / sizes.shards), trained / sizes.shards)
     return ROUNDING * FP32 * bucket + 2.0 * FP32 * largest / sizes.shards
-
-
-def _largest(model: Architecture) -> int:
-    return max(model.size.width * model.size.ffn, 6 * model.size.width**2)

@@ -5,30 +5,23 @@ the kernels of a CPU; those of other devices keep the same tensors, apart from s
 """
 
 import functools
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
-from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan, QwenImageTransformer2DModel, WanTransformer3DModel
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from unified_trainer.basics.types import Condition
-from unified_trainer.models.base import VideoModel
-from unified_trainer.models.qwen_image.model import QwenImageModel
-from unified_trainer.models.wan.image_model import ImageChannelsWanModel
-from unified_trainer.models.wan.model import WanModel
+from unified_trainer.models.base import Shape, VideoModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone, hold_in_bf16
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Frozen, Precision, RoleConfig, Trainable, TrainableConfig
-from unified_trainer.tools.plan.flops import CLIP_TOKENS
+from unified_trainer.tools.plan.network_size import CodecKind, Config, ModelKind, laid_out, size_of, thawed, with_layers
 from unified_trainer.tools.plan.tracing import LiveBytes, quiet_norms
 
-FEW = (2, 3)  # blocks that are traced
+FEW = (2, 3)  # blocks that are traced where all are alike
 NOTHING = Recompute()
 ALONE = Mesh(torch.device("cpu"))
 
@@ -37,7 +30,8 @@ ALONE = Mesh(torch.device("cpu"))
 class Network:
     """A network as a role runs it."""
 
-    config: tuple[tuple[str, Any], ...]  # of the transformer; lists as tuples
+    kind: ModelKind  # class of its model
+    config: Config  # of the transformer
     precision: Precision
     half: bool  # whether its frozen weights are held in bf16
     rank: int = 0  # of the adapter that is trained
@@ -46,7 +40,7 @@ class Network:
 
     @property
     def layers(self) -> int:
-        return int(dict(self.config)["num_layers"])
+        return size_of(self.kind, self.config).layers
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class PassBytes:
 @functools.lru_cache(maxsize=256)
 def pass_bytes(
     network: Network,
-    latent: tuple[int, int, int, int],
+    latent: Shape,
     text_tokens: int,
     samples: int,
     *,
@@ -78,6 +72,8 @@ def pass_bytes(
             pass_bytes(each, latent, text_tokens, samples, gradient=gradient, fresh=fresh) for each in _uniform(network)
         )
         return _mixed(network, others, full)
+    if not size_of(network.kind, network.config).alike or "num_layers" not in dict(network.config):
+        return PassBytes(*_trace(network, network.layers, latent, text_tokens, samples, gradient=gradient, fresh=fresh))
     few, more = (
         _trace(network, layers, latent, text_tokens, samples, gradient=gradient, fresh=fresh) for layers in FEW
     )
@@ -88,21 +84,22 @@ def pass_bytes(
 def _trace(
     network: Network,
     layers: int,
-    latent: tuple[int, int, int, int],
+    latent: Shape,
     text_tokens: int,
     samples: int,
     *,
     gradient: bool,
     fresh: bool,
 ) -> tuple[int, int, int, int]:
-    role = _role(network, layers)
+    role = role_of(network, layers)
+    model = next(iter(role.backbones.values())).model
     traces = []
     for before in (True, False) if gradient and fresh else (True,):
         for p in role.network.parameters():
             p.grad = torch.empty_like(p) if before and p.requires_grad else None
         live = LiveBytes()
         with FakeTensorMode(allow_non_fake_inputs=True), quiet_norms():
-            inputs = _inputs(network, latent, text_tokens, samples)
+            inputs = model.example(latent, samples, text_tokens)
             with live, nullcontext() if gradient else torch.no_grad():
                 velocity = role.velocity(*inputs)
                 forward, kept = live.peak, live.now
@@ -113,65 +110,16 @@ def _trace(
     return forward, kept, backward, rest[0][2] if rest else backward
 
 
-def _forward(
-    role: Trainable | Frozen, network: Network, latent: tuple[int, int, int, int], text_tokens: int, samples: int
-) -> int:
-    """Return what a pass with gradient keeps."""
-    live = LiveBytes()
-    with FakeTensorMode(allow_non_fake_inputs=True), quiet_norms():
-        inputs = _inputs(network, latent, text_tokens, samples)
-        with live:
-            velocity = role.velocity(*inputs)
-            kept = live.now  # while the output is there
-    del velocity
-    return kept
-
-
-def _inputs(
-    network: Network, latent: tuple[int, int, int, int], text_tokens: int, samples: int
-) -> tuple[Tensor, Tensor, Condition]:
-    config = dict(network.config)
-    if _makes_images(config):
-        mask = torch.ones(samples, text_tokens, dtype=torch.bool)
-        text = torch.zeros(samples, text_tokens, int(config["joint_attention_dim"]))
-        cond = Condition({"text": text, "text_mask": mask})
-        return torch.zeros(samples, *latent), torch.full((samples,), 0.5), cond
-    held = {"text": torch.zeros(samples, text_tokens, int(config["text_dim"]))}
-    if _reads_images(config):
-        held["image"] = torch.zeros(samples, *latent)
-    if config.get("image_dim"):
-        held["clip"] = torch.zeros(samples, CLIP_TOKENS, int(config["image_dim"]))
-    return torch.zeros(samples, *latent), torch.full((samples,), 0.5), Condition(held)
-
-
-def _makes_images(config: Mapping[str, Any]) -> bool:
-    return config.get("_class_name") == QwenImageTransformer2DModel.__name__
-
-
-def _model(config: Mapping[str, Any]) -> tuple[type[Any], type[Any]]:
-    """Return the classes of the network and of its model."""
-    if _makes_images(config):
-        return QwenImageTransformer2DModel, QwenImageModel
-    return WanTransformer3DModel, ImageChannelsWanModel if _reads_images(config) else WanModel
-
-
-def _reads_images(config: Mapping[str, Any]) -> bool:
-    return bool(config["in_channels"] != config["out_channels"])
-
-
-def _role(network: Network, layers: int) -> Trainable | Frozen:
+def role_of(network: Network, layers: int) -> Trainable | Frozen:
     """A role with this many blocks whose weights are addresses without pages."""
-    config = {key: list(value) if isinstance(value, tuple) else value for key, value in network.config}
-    network_class, model_class = _model(config)
-    config = {key: value for key, value in config.items() if not key.startswith("_")} | {"num_layers": layers}
     with torch.device("meta"):
-        transformer = network_class(**config)
+        transformer = laid_out(network.kind, with_layers(network.config, layers))
         if network.half and not network.trained:  # here, where rounding copies nothing
             hold_in_bf16(transformer.requires_grad_(False))
     transformer.to_empty(device="cpu")
     adapter = AdapterConfig(rank=network.rank)
     backbone = Backbone(
-        cast(VideoModel, model_class(transformer)),
+        cast(VideoModel, network.kind(transformer)),
         ALONE,
         trained=network.trained,
         adapters={"role": adapter} if network.rank else None,
@@ -199,21 +147,14 @@ def _mixed(network: Network, others: PassBytes, full: PassBytes) -> PassBytes:
     return PassBytes(peak, kept, kept + others.backward - others.kept, kept + others.first - others.kept)
 
 
-def _decodes_images(vae: Mapping[str, Any]) -> bool:
-    return vae.get("_class_name") == AutoencoderKLQwenImage.__name__
-
-
 @functools.lru_cache(maxsize=64)
-def decode_bytes(
-    vae: tuple[tuple[str, object], ...], latent: tuple[int, int, int, int], samples: int, *, half: bool, gradient: bool
-) -> float:
+def decode_bytes(codec: CodecKind, vae: Config, latent: Shape, samples: int, *, half: bool, gradient: bool) -> float:
     """Return the peak memory of decoding: with gradient, everything that the backward pass needs is kept.
 
     Three and four latent frames are decoded; memory is linear in their number.
     """
-    config = {key: list(value) if isinstance(value, tuple) else value for key, value in vae}
     with torch.device("meta"):
-        network = (AutoencoderKLQwenImage if _decodes_images(config) else AutoencoderKLWan).from_config(config)
+        network = codec.vae_class.from_config(thawed(vae))
     network.to_empty(device="cpu").eval().requires_grad_(False)
     dtype = torch.bfloat16 if half else torch.float32
     torch.nn.Module.to(network, dtype)  # diffusers' own warns of modules that are usually kept in float32
@@ -224,15 +165,9 @@ def decode_bytes(
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.zeros(samples, latent[0], count, *latent[2:], dtype=dtype, requires_grad=gradient)
             with live, nullcontext() if gradient else torch.no_grad():
-                (network.decode(x).sample.float() / 2 + 0.5).clamp(0, 1)
+                (codec.decoded(network, x).float() / 2 + 0.5).clamp(0, 1)
         peaks.append(live.peak)
     return peaks[0] + (latent[1] - frames[0]) * (peaks[1] - peaks[0])
-
-
-def frozen_config(config: object) -> tuple[tuple[str, object], ...]:
-    """Return a config as a key of a cache."""
-    items = dict(config) if isinstance(config, dict) else {}
-    return tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(items.items()))
 
 
 def without_gradient(network: Network) -> Network:
