@@ -156,7 +156,7 @@ def test_phase_times_leave_the_first_step_out(tmp_path):
 def test_settings_that_differ_from_the_recipe(tmp_path):
     run = read_run(make_run(tmp_path / "run", "--algorithm.eta", "0.5", videos=0))
     found = {row.key: (row.value, row.recipe) for row in settings_of_run(run).rows if row.differs}
-    assert found == {"steps": (STEPS, 64), "algorithm.eta": (0.5, 1.0)}
+    assert found == {"steps": (STEPS, 72), "algorithm.eta": (0.5, 1.0)}
     (run.folder / "config.yaml").write_text("method: mine.py:Mine\nsteps: 3\n")
     other = settings_of_run(read_run(run.folder))
     assert "mine.py:Mine is not in this package" in other.note and not any(row.differs for row in other.rows)
