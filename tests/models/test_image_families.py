@@ -35,15 +35,17 @@ from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.requests import Request
 from unified_trainer.data.loader import make_batch
-from unified_trainer.models.base import Family
+from unified_trainer.models.base import Family, PassSize
 from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.encoders import EncoderConfig
 from unified_trainer.models.qwen_image.family import QWEN_IMAGE
 from unified_trainer.models.qwen_image.model import packed, unpacked
 from unified_trainer.models.sd3.family import SD3
 from unified_trainer.numerics.flow import shift_sigma
+from unified_trainer.parallel.meter import Meter
 from unified_trainer.roles import blocks
-from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.adapter import AdapterConfig
+from unified_trainer.roles.backbone import Backbone, hold_in_bf16
 from unified_trainer.roles.role import Frozen, RoleConfig
 from unified_trainer.run.plan.shift import note_shift, shift_of_size
 from unified_trainer.run.registry import METHODS
@@ -406,6 +408,22 @@ def test_flops_are_those_that_the_meter_counts(case, folder):
     assert size.tokens == 4 and size.attention == 4 * 24 * (len(model.blocks) * (4 + 4) ** 2 + alone)
     planned = pass_flops(measured(model), size)
     assert (planned.forward - planned.attention, planned.attention) == (products, size.attention)
+
+
+def test_sizes_of_an_adapter_and_of_weights_in_fp32_are_those_of_a_role(case, folder):
+    model = model_of(case.family, folder)
+    size, rounded = measured(model), model_of(case.family, folder).network.requires_grad_(False)
+    hold_in_bf16(rounded)
+    assert size.small == sum(p.numel() for p in rounded.parameters() if p.dtype == torch.float32)
+    assert size.alike == (case.family is QWEN_IMAGE)  # Stable Diffusion's last block has fewer layers
+    backbone = Backbone(model, ALONE, trained=False, adapters={"role": AdapterConfig(rank=2)})
+    assert size.adapter(2) == sum(p.numel() for p in backbone.weights("role").values())
+    meter, passes = Meter(torch.device("cpu")), []
+    meter.note = passes.append
+    with meter.measure(), backbone.running("role"):
+        model.velocity(*model.example()).square().mean().backward()
+    seen = PassSize(passes[0].tokens, passes[0].rows, passes[0].attention)
+    assert meter.flops == pass_flops(size, seen, rank=2).trained
 
 
 def test_flops_of_encoders_and_decoder_are_those_of_the_layers_that_run(case, folder):

@@ -1,4 +1,4 @@
-"""What `plan` needs of a family: networks, VAE and text encoders are laid out from configs alone, without a folder."""
+"""A family's classes, by which `plan` lays out networks, VAE and text encoders from configs alone, without a folder."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
