@@ -13,7 +13,7 @@ import pytest
 from forked import program
 from helpers import ALONE, HPSV3, REPO
 from real_clips import real_folder
-from test_recipes import SIZES, model_folder
+from recipe_folders import SIZES, model_folder
 
 from unified_trainer.__main__ import COMMANDS, main
 from unified_trainer.run.plan.plan import check
