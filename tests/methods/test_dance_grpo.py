@@ -386,7 +386,6 @@ def test_the_rollout_is_the_same_for_any_rollout_batch():
         ({"window": WindowConfig(size=2), "sampler": RENOISED}, r"algorithm\.window\.size must be 0 for .* sde"),
         ({"kl_target": 0.1}, r"algorithm\.kl_target and .* need algorithm\.kl_coefficient above 0"),
         ({"kl_in": "reward"}, r"algorithm\.kl_in reward need algorithm\.kl_coefficient above 0"),
-        ({"objective": "gspo", "step_weight": "inverse_dt"}, r"algorithm\.step_weight must be none for gspo"),
         ({"best_of_n": 3}, r"algorithm\.best_of_n must be even and at most .*, not 3"),
         ({"best_of_n": 6}, r"algorithm\.best_of_n must be even and at most .*, not 6"),
     ],

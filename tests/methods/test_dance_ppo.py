@@ -310,7 +310,6 @@ def test_two_experts_of_both_roles(run_folder):
     [
         ({"num_prompts": 1, "prompts_per_update": 1}, r"num_prompts x algorithm\.num_samples must be at least 2"),
         ({"c_bar": 2.0}, r"algorithm\.c_bar must be at most algorithm\.rho_bar \(1\.0\), not 2\.0"),
-        ({"objective": "gspo"}, r"algorithm\.objective must not be gspo"),
         ({"kernel": "cps", "normalised": False, "weight_density": "joint"}, r"algorithm\.weight_density joint needs"),
         (
             {"sampler": SamplerConfig(num_steps=STEPS, chunks=ChunkConfig(chunk_frames=1))},

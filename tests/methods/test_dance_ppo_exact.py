@@ -39,12 +39,11 @@ PLAIN = DancePPOConfig(
     update_batch=SAMPLES,
     eta=0.6,
     timestep_fraction=1.0,
-    objective="none",
+    clip_low=1.0,
+    clip_high=1e9,  # no clip
     normalise_advantages=False,
     advantage_clip=1e9,
     value_clip=0.0,
-    clip_low=1.0,
-    clip_high=1.0,
 )
 POLICY = PLAIN.policy(SAMPLER)
 LAST = SAMPLER.num_steps - 1

@@ -44,7 +44,7 @@ def test_joint_weights_have_mean_1_and_the_ess_of_a_lognormal():
     weight = importance_weight(log_ratios(), ELEMENTS, "joint", math.inf)
     assert float(weight.mean()) == pytest.approx(1, abs=5 * math.sqrt(math.expm1(SPREAD**2) / DRAWS))
     zeros, ones = torch.zeros_like(weight), torch.ones_like(weight)
-    measured = diagnostics("clip", zeros, ones, weight=weight)
+    measured = diagnostics(zeros, ones, weight=weight)
     assert measured["ess"] == pytest.approx(math.exp(-(SPREAD**2)), rel=0.01)
     assert measured["u_mean"] == pytest.approx(float(weight.mean()))
 
@@ -96,7 +96,7 @@ def test_loglinear_clips_where_the_whole_ratio_is_a_power_of_the_range():
     log_ratio = torch.linspace(-0.5, 0.5, 401, dtype=torch.float64)
     lag = torch.full((401,), 3)
     ratio = log_ratio - proximal_log_ratio("loglinear", log_ratio, torch.zeros_like(log_ratio), lag)
-    stopped = diagnostics("clip", ratio, torch.ones(401), clip_low=0.1, clip_high=0.1)["zero_gradient_fraction"]
+    stopped = diagnostics(ratio, torch.ones(401), clip_low=0.1, clip_high=0.1)["zero_gradient_fraction"]
     assert stopped == pytest.approx(float((log_ratio > 4 * math.log(1.1)).double().mean()))
 
 
@@ -116,7 +116,7 @@ def gradient(correction: str, density: str, seed: int) -> tuple[torch.Tensor, to
     # at the start of a training step the proximal policy is the present one
     proximal = proximal_log_ratio(correction, log_ratio, log_ratio.detach(), torch.ones(DRAWS, dtype=torch.int64))
     weight = importance_weight(proximal, ELEMENTS, density, math.inf)
-    objective = weight * surrogate("clip", log_ratio - proximal, reward, clip_low=1e-3, clip_high=1e-3)
+    objective = weight * surrogate(log_ratio - proximal, reward, clip_low=1e-3, clip_high=1e-3)
     (of_draws,) = torch.autograd.grad(objective.sum(), mean)
     return of_draws.mean(0), of_draws.std(0) / DRAWS**0.5
 

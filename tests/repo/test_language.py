@@ -222,7 +222,6 @@ WORDS = {
     r"\bthousandths?\b": "noise levels in [0, 1]",
     r"\bcalendars?\b": "update schedule",
     r"\bcritic[_-]first\b": "critic_warmup_steps",
-    r"\balgorithm\.shape\b": "algorithm.objective_parameters",
     r"\balgorithm\.expert[_-]balance\b": "student.expert_balance or critic.expert_balance",
     r"\bparallel\.reshard\b(?![_-])": "parallel.reshard_after_forward",
     r"\bparallel\.gradients\b": "parallel.reduce_gradients",

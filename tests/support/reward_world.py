@@ -102,7 +102,8 @@ def joint(
         update_batch=CLASSES * GROUP,
         timestep_fraction=1.0,
         advantage="dr_grpo",
-        objective="none",
+        clip_low=1.0,
+        clip_high=1e9,  # no clip
         matching=MatchingTermConfig(weight=1.0, guidance_scale=1.0, tau_shift=2.0),
         surrogate=TermConfig(weight=surrogate),
         tilt=TiltConfig(beta=beta),

@@ -43,7 +43,7 @@ class AWM(OldPolicyMethod):
         config, target, sigma = self.config, samples.noise - samples.x0, samples.sigma
         new, old = (log_likelihood(v, target, sigma, config.power) for v in (samples.velocity, samples.velocity_old))
         log_ratio, bounds = new - old, {"clip_low": config.clip_range, "clip_high": config.clip_range}
-        gain = surrogate("clip", log_ratio, samples.advantages / config.advantage_clip, **bounds)
+        gain = surrogate(log_ratio, samples.advantages / config.advantage_clip, **bounds)
         loss = config.old_kl * velocity_kl(samples.velocity, samples.velocity_old) - gain
         outside = (log_ratio.detach().exp() - 1).abs() >= config.clip_range
         return loss, {"clip_fraction": outside.float()}

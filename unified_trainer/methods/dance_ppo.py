@@ -71,10 +71,6 @@ class DancePPOConfig(PolicyConfig):
             raise UserError(f"algorithm.c_bar must be at most algorithm.rho_bar ({self.rho_bar}), not {self.c_bar}")
         if self.weight_density == "joint" and not self.normalised:
             raise UserError("algorithm.weight_density joint needs the normalised density: set --algorithm.normalised")
-        if self.objective == "gspo":
-            raise UserError(
-                "algorithm.objective must not be gspo: its one ratio for all transitions needs one advantage for all"
-            )
         if setup.sampler.chunks.causal:
             raise UserError(
                 "sampler.chunks.chunk_frames must be 0 for dance_ppo: the state of a chunk follows from the end of the "

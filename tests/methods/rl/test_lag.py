@@ -86,7 +86,7 @@ def test_the_proximal_policy_of_decoupled_is_that_of_the_start_of_the_training_s
         at_start, at_rollout = case.steps(start), case.steps(then)
     d, p = log_ratios(case.steps(now), at_start), log_ratios(at_start, at_rollout)
     weight = (power(density) * p.double()).exp().clamp(max=2.0)
-    objective = surrogate("clip", d, A[:, None].expand_as(d), clip_low=1e-3, clip_high=2e-3)
+    objective = surrogate(d, A[:, None].expand_as(d), clip_low=1e-3, clip_high=2e-3)
     (-(weight * objective)[4:].mean()).backward()
     assert_near(second, gradients(now.network), 1e-3)
     assert case.metrics["zero_gradient_fraction"] > 0
@@ -103,7 +103,7 @@ def test_loglinear_by_hand(density):
         d = log_ratios(now, then).double()
         p = share * d.detach()
         weight = (power(density) * p).exp().clamp(max=2.0)
-        return -(weight * surrogate("clip", d - p, A[:, None].expand_as(d), clip_low=0.01, clip_high=0.01)).mean()
+        return -(weight * surrogate(d - p, A[:, None].expand_as(d), clip_low=0.01, clip_high=0.01)).mean()
 
     assert_near(case.gradient, case.expected(loss), 1e-3)
     assert 0 < case.metrics["zero_gradient_fraction"] < Case(moved=True, lags=MIXED).metrics["zero_gradient_fraction"]
@@ -118,7 +118,7 @@ def test_truncated_has_no_clip_and_weighs_by_the_present_policy():
         d = log_ratios(now, then).double()
         advantage = A[:, None].expand_as(d)
         weight = (ELEMENTS * d.detach()).exp().clamp(max=1.2)
-        clipped = surrogate("clip", d, advantage, clip_low=1e-3, clip_high=2e-3)
+        clipped = surrogate(d, advantage, clip_low=1e-3, clip_high=2e-3)
         return -torch.where(lagging, weight * advantage * d, clipped).mean()
 
     assert_near(case.gradient, case.expected(loss), 1e-3)
@@ -155,7 +155,7 @@ def test_metrics_by_lag_are_those_of_the_samples_of_that_lag():
     for lag in (0, 1, 3):
         rows = torch.tensor(MIXED) == lag
         ratio, advantage = d[rows].flatten(), A[rows, None].expand(-1, 3).flatten()
-        wanted = diagnostics("clip", ratio, advantage, clip_low=1e-3, clip_high=2e-3)
+        wanted = diagnostics(ratio, advantage, clip_low=1e-3, clip_high=2e-3)
         assert case.metrics[f"approx_kl/lag_{lag}"] == pytest.approx(float(k[rows].mean()), rel=1e-3)
         for name in ("clip_fraction", "zero_gradient_fraction", "ess"):
             assert case.metrics[f"{name}/lag_{lag}"] == pytest.approx(wanted[name], rel=1e-3)
@@ -242,7 +242,6 @@ def test_a_source_that_was_asked_to_lag_less_does():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"correction": "decoupled", "objective": "gspo"}, r"algorithm\.correction decoupled needs another objective"),
         ({"correction": "truncated", "guard": True}, r"no algorithm\.guard"),
         ({"correction": "loglinear", "trust_region": 0.1}, r"algorithm\.trust_region 0"),
         (

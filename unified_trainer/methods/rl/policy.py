@@ -16,7 +16,6 @@ from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.methods.rl.trained_steps import TrainedStepsConfig
 from unified_trainer.numerics.kernels import Kernel, Policy
 from unified_trainer.numerics.kl import KL
-from unified_trainer.numerics.objectives import Mode, ObjectiveParameters
 from unified_trainer.numerics.off_policy import Correction, WeightDensity
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Role
@@ -38,8 +37,6 @@ class PolicyConfig(TrainedStepsConfig):
     timestep_fraction: PositiveFraction = 0.6
     """Fraction of the stochastic transitions trained, drawn anew in each training step from those that may be trained.
     It has no effect with algorithm.window.size: a window is trained whole."""
-    objective: Mode = "clip"
-    """Policy objective; clip is measured, the others are experimental."""
     clip_low: PositiveFraction = 1e-4
     """The ratio is clipped at 1 - clip_low; it stays near 1 because log-densities are means over elements."""
     clip_high: Positive = 1e-4
@@ -47,7 +44,6 @@ class PolicyConfig(TrainedStepsConfig):
     clip_velocity: NonNegative = 0.0
     """Change of the velocity, rms per element, at which the ratio reaches the clip range: calibrates the range of each
     transition from its noise and the latent size. 0 takes clip_low and clip_high (experimental)."""
-    objective_parameters: ObjectiveParameters = field(default_factory=ObjectiveParameters)
     correction: Correction = "none"
     """For samples that older weights made (experimental): clip the ratio around the policy of the start of the training
     step (decoupled, one more network call per trained transition), around one interpolated by lag (loglinear), or not
@@ -172,10 +168,6 @@ class PolicyConfig(TrainedStepsConfig):
     def _check_objective(self) -> None:
         if not self.kl_coefficient and (self.kl_target or self.kl_in == "reward"):
             raise UserError("algorithm.kl_target and algorithm.kl_in reward need algorithm.kl_coefficient above 0")
-        if self.clip_velocity and self.objective == "gspo":
-            raise UserError("algorithm.clip_velocity must be 0 for gspo, which has one ratio for all transitions")
-        if self.objective == "gspo" and self.step_weight != "none":
-            raise UserError("algorithm.step_weight must be none for gspo, which has one ratio for all transitions")
         self._check_correction()
         if not self.normalised and (self.guard or self.step_weight == "equal" or self.clip_velocity):
             raise UserError(
@@ -186,10 +178,10 @@ class PolicyConfig(TrainedStepsConfig):
     def _check_correction(self) -> None:
         if self.correction == "none":
             return
-        if self.objective == "gspo" or self.guard or self.trust_region:
+        if self.guard or self.trust_region:
             raise UserError(
-                f"algorithm.correction {self.correction} needs another objective than gspo, no algorithm.guard and "
-                "algorithm.trust_region 0: these compare whole rollouts or means, not densities of one transition"
+                f"algorithm.correction {self.correction} needs no algorithm.guard and algorithm.trust_region 0: "
+                "these compare means, not densities of one transition"
             )
         if self.weight_density == "joint" and not self.normalised:
             raise UserError("algorithm.weight_density joint needs the normalised density: set --algorithm.normalised")

@@ -157,7 +157,6 @@ class PolicyUpdate:
     ) -> LossAt:
         """Return the function that computes the losses of one update and, with the last one, its metrics."""
         collector = ReplayCollector()
-        sequences = {id(part): self._sequence(trajectories, part, trained) for part in minibatches}
 
         def loss_at(minibatch: Minibatch, s: int, last: bool) -> MinibatchLoss:
             replay = self._replay(trajectories, minibatch.rows, s)
@@ -165,7 +164,7 @@ class PolicyUpdate:
             advantage = advantage.to(self.student.device, non_blocking=True)
             self.on_policy.update(replay, s)
             collector.add(replay, advantage, minibatch)
-            value = self._loss(replay, advantage, minibatch, s, sequences[id(minibatch)])
+            value = self._loss(replay, advantage, minibatch, s)
             if not last:
                 return MinibatchLoss(value)
             metrics = self._metrics(collector.gathered(mesh, len(trained)), trained, trajectories.batch)
@@ -209,30 +208,17 @@ class PolicyUpdate:
             kl = self.kl.of_transition(s, made, mean, equal)
         return Replay(log_ratio, ratio - proximal, kl_old, kl, self._clip(s, elements), weight, lag)
 
-    @torch.no_grad()
-    def _sequence(self, trajectories: Trajectories, minibatch: Minibatch, trained: list[int]) -> dict[int, PerSample]:
-        """For gspo, the log-ratios of all trained transitions, from a first pass without gradient."""
-        if self.config.objective != "gspo":
-            return {}
-        return {s: self._replay(trajectories, minibatch.rows, s).ratio for s in trained}
-
     def _loss(
         self,
         replay: Replay,
         advantage: PerSample,
         minibatch: Minibatch,
         s: int,
-        sequence: dict[int, PerSample],
     ) -> Float[Tensor, ""]:
         """-objective + coefficient KL of one transition, weighted over the samples of the minibatch."""
         config = self.config
-        if sequence:
-            # One ratio for all n transitions, each of which adds its part of the gradient in a pass of its own; the
-            # factor n cancels the mean over transitions in `update_losses`.
-            steps = [replay.ratio if other == s else ratio for other, ratio in sequence.items()]
-            objective = len(steps) * self._surrogate(torch.stack(steps, 1), advantage, replay.clip)
-        else:
-            objective = replay.weight * self._surrogate(replay.ratio, advantage, replay.clip)
+        low, high = replay.clip
+        objective = replay.weight * surrogate(replay.ratio, advantage, clip_low=low, clip_high=high)
         if config.trust_region:
             leaves = leaves_trust_region(replay.ratio, advantage, replay.kl_old, config.trust_region)
             objective = objective.masked_fill(leaves, 0.0)
@@ -240,10 +226,6 @@ class PolicyUpdate:
         if replay.kl_reference is not None:
             loss = loss + self.kl.coefficient * replay.kl_reference
         return (minibatch.weights.to(loss, non_blocking=True) * loss).sum()
-
-    def _surrogate(self, ratio: Tensor, advantage: Tensor, clip: tuple[float, float]) -> Tensor:
-        parameters = dataclasses.asdict(self.config.objective_parameters)
-        return surrogate(self.config.objective, ratio, advantage, clip_low=clip[0], clip_high=clip[1], **parameters)
 
     def _clip(self, s: int, elements: int) -> tuple[float, float]:
         """The clip range of transition s, below and above 1."""
@@ -316,12 +298,7 @@ class PolicyUpdate:
 
     def _diagnostics(self, stats: ReplayStats, clips: Float[Tensor, "s 2"]) -> dict[str, float]:
         """Return the objective's diagnostics; `clips` are the clip ranges of the trained transitions."""
-        parameters = dataclasses.asdict(self.config.objective_parameters)
         low, high = clips.T
-        if self.config.objective == "gspo":
-            ratio, advantage = stats.ratio, stats.advantage[:, 0]
-            return diagnostics("gspo", ratio, advantage, clip_low=low[0], clip_high=high[0], **parameters)
         ratio, advantage, weight = stats.ratio.flatten(), stats.advantage.flatten(), stats.weight.flatten()
         low, high = (bound.expand(stats.ratio.shape).flatten() for bound in (low, high))
-        ranges = {"clip_low": low, "clip_high": high}
-        return diagnostics(self.config.objective, ratio, advantage, weight=weight, **ranges, **parameters)
+        return diagnostics(ratio, advantage, clip_low=low, clip_high=high, weight=weight)
