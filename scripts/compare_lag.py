@@ -32,12 +32,10 @@ from unified_trainer.run.validation.report import validate
 CORRECTIONS = {
     "none": "",
     "decoupled": "--algorithm.correction decoupled",
-    "decoupled, joint": "--algorithm.correction decoupled --algorithm.weight-density joint",
     "loglinear": "--algorithm.correction loglinear",
-    "truncated, joint": "--algorithm.correction truncated --algorithm.weight-density joint",
 }
 RECIPE = Path(__file__).with_name("two_steps.yaml")
-SHOWN = ("approx_kl", "zero_gradient_fraction", "ess", "importance_weight")
+SHOWN = ("approx_kl", "zero_gradient_fraction", "ess")
 
 
 class LaggedRollouts:
@@ -106,7 +104,7 @@ def main(
         for name in corrections if steps_ahead else ("none",):
             runs = []
             for seed in seeds:
-                folder = output / f"{name.replace(', ', '_')}-{steps_ahead}-{seed}"
+                folder = output / f"{name}-{steps_ahead}-{seed}"
                 flags = [*CORRECTIONS[name].split(), *extra.split(), "--seed", str(seed)]
                 runs.append(measured(folder, steps, steps_ahead, flags))
             rows.append(row(name, steps_ahead, runs))

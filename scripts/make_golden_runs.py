@@ -53,7 +53,7 @@ RUNS = {
     "dance_grpo": f"--method dance_grpo {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 2 --sampler.num-steps 4",
     "dance_grpo_kl_window_guard": f"--method dance_grpo {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 "
     "--sampler.num-steps 4 --algorithm.kl-coefficient 0.1 --algorithm.kl-target 0.01 --algorithm.guard "
-    "--algorithm.clip-velocity 0.1 --algorithm.window.size 2 --algorithm.window.tail second_order "
+    "--algorithm.clip-velocity 0.1 --algorithm.window.size 2 "
     "--algorithm.dynamic-sampling-rounds 1 --algorithm.failure-below 3 --sampler.guidance-scale 3",
     "dance_ppo": f"--method dance_ppo {SHORT} {VIDEO} {SINGLES} --steps 3 --validate-every 0 --sampler.num-steps 4 "
     "--algorithm.gae-lambda 0.9 --algorithm.value-warmup-steps 1 --sampler.guidance-scale 3",

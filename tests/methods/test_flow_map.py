@@ -20,7 +20,6 @@ from helpers import (
     frozen,
     metrics_of,
     random_clips,
-    setup_of,
     small_batch,
     small_model,
     tiny_codec,
@@ -30,9 +29,7 @@ from i2v_folder import i2v_folder
 from unified_trainer.__main__ import main
 from unified_trainer.basics.errors import UserError
 from unified_trainer.data.loader import Loader
-from unified_trainer.methods.dance_grpo import DanceGRPOConfig
 from unified_trainer.methods.flow_map import FlowMap, FlowMapConfig, mean_flow_target
-from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.models.flow_map import end_of, ending_at
 from unified_trainer.models.wan.family import WAN as FAMILY
 from unified_trainer.models.wan.flow_map import FlowMapWanModel
@@ -320,9 +317,3 @@ def test_two_ranks_learn_what_one_does(tmp_path, mesh):
     done = program("-m", "unified_trainer", *flags(words | mesh | {"output": tmp_path / "two"}), ranks=2)
     assert done.returncode == 0, done.stderr
     assert_one_training(tmp_path / "one", tmp_path / "two", 2)
-
-
-def test_a_policy_with_second_order_steps_is_refused():
-    config = DanceGRPOConfig(window=WindowConfig(size=1, tail="second_order"))
-    with pytest.raises(UserError, match=r"algorithm\.window\.tail must be euler"):
-        config.check(setup_of(dataclasses.replace(SAMPLER, num_steps=6), student=STUDENT))

@@ -22,8 +22,6 @@ class DanceGRPOConfig(PolicyConfig, GroupConfig):
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
-        if self.window.tail == "second_order" and setup.roles["student"].is_flow_map:
-            raise UserError("algorithm.window.tail must be euler for a flow map, whose steps have no curvature to use")
         if self.kl_in == "reward" and self.advantage == "gdpo":
             raise UserError(
                 "algorithm.kl_in must be loss for algorithm.advantage gdpo, which compares each reward alone"

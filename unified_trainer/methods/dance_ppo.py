@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Count, Fraction, NonNegative, PeriodOrZero, Positive, PositiveFraction
+from unified_trainer.basics.ranges import Count, Fraction, NonNegative, PeriodOrZero, PositiveFraction
 from unified_trainer.basics.types import Batch, PerSample, take_rows, widest
 from unified_trainer.data.batch_plan import largest_divisor
 from unified_trainer.methods.base import Loss, MethodSetup, Metrics, initial_copy, trained
@@ -21,7 +21,7 @@ from unified_trainer.methods.rl.replay import Trajectories
 from unified_trainer.methods.rl.rollout_method import PolicyMethod
 from unified_trainer.methods.rl.rollouts import ScoredSamples
 from unified_trainer.methods.rl.updates import MinibatchLoss, role_losses
-from unified_trainer.numerics.advantages import gae, standardized, vtrace
+from unified_trainer.numerics.advantages import gae, standardized
 from unified_trainer.numerics.values import explained_variance, value_loss
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
@@ -53,12 +53,6 @@ class DancePPOConfig(PolicyConfig):
     gradient; 0 is no clip."""
     value_warmup_steps: PeriodOrZero = 0
     """Training steps at the start in which only the value function is updated."""
-    rho_bar: Positive = 1.0
-    """For samples that older weights made: largest importance ratio, of the algorithm.weight_density, with which a
-    transition corrects the value before it (V-trace)."""
-    c_bar: Positive = 1.0
-    """For samples that older weights made: largest importance ratio with which a transition hands on the corrections of
-    later ones (V-trace)."""
 
     def kept(self, sampler: SamplerConfig, window: range) -> range:
         return window  # every state has a value
@@ -67,10 +61,6 @@ class DancePPOConfig(PolicyConfig):
         super().check(setup)
         if self.num_prompts * self.num_samples < 2:
             raise UserError("algorithm.num_prompts x algorithm.num_samples must be at least 2, for a std of rewards")
-        if self.c_bar > self.rho_bar:
-            raise UserError(f"algorithm.c_bar must be at most algorithm.rho_bar ({self.rho_bar}), not {self.c_bar}")
-        if self.weight_density == "joint" and not self.normalised:
-            raise UserError("algorithm.weight_density joint needs the normalised density: set --algorithm.normalised")
         if setup.sampler.chunks.causal:
             raise UserError(
                 "sampler.chunks.chunk_frames must be 0 for dance_ppo: the state of a chunk follows from the end of the "
@@ -106,7 +96,7 @@ class DancePPO(PolicyMethod):
         trajectories = self.update.trajectories(samples, step, window, rng)
         returns = self._returns(samples, trajectories, mesh, metrics)
         values = self._values(trajectories)
-        targets, advantages = self._compare(trajectories, _own(returns, mesh), values, mesh)
+        targets, advantages = self._compare(_own(returns, mesh), values)
         advantages = self._normalised(advantages[:, [trajectories.index(s) for s in trained]], mesh)
         self._note_values(mesh.gather(values), returns, window, metrics)
 
@@ -151,34 +141,16 @@ class DancePPO(PolicyMethod):
         value = self.value.value(made.x_t, self.update.policy.sigmas[s].expand(len(rows)), made.batch.cond)
         return value.to(widest(value.device))
 
-    @torch.no_grad()
-    def _log_ratios(self, trajectories: Trajectories) -> PerTransition:
-        """Return the log importance ratios of the present policy to the one that drew the transitions."""
-
-        def log_ratio(rows: Tensor, s: int) -> PerSample:
-            log_prob, mean, _ = self.update.density(trajectories, rows, s)
-            elements = mean[0].numel() if self.config.weight_density == "joint" else 1
-            old = trajectories.rollout.log_probs[:, trajectories.index(s)]
-            return elements * (log_prob - take_rows(old, rows.tolist()))
-
-        return self._of_states(trajectories, log_ratio).cpu().double()
-
     def _of_states(self, trajectories: Trajectories, of: Callable[[Tensor, int], PerSample]) -> PerTransition:
         """Call a function of samples and a transition for all of them, at most `update_batch` samples at a time."""
         parts = torch.arange(len(trajectories.batch)).split(self.config.update_batch)
         return torch.cat([torch.stack([of(rows, s) for s in trajectories.window], 1) for rows in parts])
 
-    def _compare(
-        self, trajectories: Trajectories, returns: PerSample, values: PerTransition, mesh: Mesh
-    ) -> tuple[PerTransition, PerTransition]:
-        """Return value targets and advantages: by GAE, or by V-trace if any sample of any rank lags."""
+    def _compare(self, returns: PerSample, values: PerTransition) -> tuple[PerTransition, PerTransition]:
+        """Return value targets and advantages by GAE."""
         rewards = torch.zeros_like(values)
         rewards[:, -1] = returns  # the steps after the window are deterministic
-        discounts, end, config = torch.full_like(values, self.config.discount), 0.0, self.config
-        if not mesh.any(bool(trajectories.lags.any())):
-            return gae(rewards, values, discounts, end, config.gae_lambda)
-        log_rho = self._log_ratios(trajectories)
-        return vtrace(log_rho, rewards, values, discounts, end, config.rho_bar, config.c_bar, config.gae_lambda)
+        return gae(rewards, values, torch.full_like(values, self.config.discount), 0.0, self.config.gae_lambda)
 
     def _normalised(self, advantages: PerTransition, mesh: Mesh) -> PerTransition:
         """Standardise the advantages over all samples and trained transitions of all ranks, and clip them."""

@@ -1,4 +1,4 @@
-"""Advantages from rewards and values, reward statistics, sample selection, and off-policy correction (V-trace)."""
+"""Advantages from rewards and values, reward statistics and sample selection."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -169,38 +169,6 @@ def curriculum(failures: Float[Tensor, " p"] | Sequence[int]) -> Float[Tensor, "
     return (counts + 1) / (counts + 1).sum()
 
 
-def vtrace(
-    log_rho: Float[Tensor, "*b s"],
-    rewards: Float[Tensor, "*b s"],
-    values: Float[Tensor, "*b s"],
-    discounts: Float[Tensor, "*b s"],
-    bootstrap: Float[Tensor, "*b"] | float,
-    rho_bar: float = 1.0,
-    c_bar: float = 1.0,
-    trace_decay: float = 1.0,
-) -> tuple[Float[Tensor, "*b s"], Float[Tensor, "*b s"]]:
-    """Return value targets vs and advantages td of V-trace (arXiv:1802.01561), float64; the last axis is time.
-
-    With V = values, r = rewards, gamma = discounts, lambda = trace_decay, rho = exp(log_rho), and ' for the next step:
-    rho_b = min(rho, rho_bar), c = lambda min(rho, c_bar), delta = rho_b (r + gamma V' - V), acc = delta + gamma c acc',
-    vs = V + acc, td = r + gamma (V' + lambda acc') - V. With lambda = 1, td is the paper's r + gamma vs' - V; with
-    rho = 1 it is GAE(lambda), see `gae`. td omits the factor rho_b because a ratio objective multiplies by its own
-    ratio. V' after the last step is `bootstrap`, and acc' is 0 there. All inputs are detached.
-    """
-    log_rho, rewards, values, discounts = (x.detach().double() for x in (log_rho, rewards, values, discounts))
-    rho = log_rho.exp()
-    last = torch.as_tensor(bootstrap, dtype=torch.float64, device=values.device).detach().expand(values.shape[:-1])
-    following = torch.cat([values[..., 1:], last[..., None]], -1)
-    deltas = rho.clamp(max=rho_bar) * (rewards + discounts * following - values)
-    trace, acc = discounts * trace_decay * rho.clamp(max=c_bar), torch.zeros_like(values)
-    after, later = torch.zeros_like(last), torch.zeros_like(values)
-    for s in reversed(range(values.shape[-1])):
-        later[..., s] = after
-        after = deltas[..., s] + trace[..., s] * after
-        acc[..., s] = after
-    return values + acc, rewards + discounts * (following + trace_decay * later) - values
-
-
 def gae(
     rewards: Float[Tensor, "*b s"],
     values: Float[Tensor, "*b s"],
@@ -210,10 +178,20 @@ def gae(
 ) -> tuple[Float[Tensor, "*b s"], Float[Tensor, "*b s"]]:
     """Return value targets V + A and advantages A of GAE(lambda) (arXiv:1506.02438), float64; the last axis is time.
 
-    delta = r + gamma V' - V, A = delta + gamma lambda A', lambda = trace_decay: V-trace at ratio 1. With lambda = 1,
-    A is the discounted return minus the value; with lambda = 0 it is delta.
+    With V = values, r = rewards, gamma = discounts, lambda = trace_decay, and ' for the next step:
+    delta = r + gamma V' - V, A = delta + gamma lambda A'. With lambda = 1, A is the discounted return minus the value;
+    with lambda = 0 it is delta. V' after the last step is `bootstrap`, and A' is 0 there. All inputs are detached.
     """
-    return vtrace(torch.zeros_like(values), rewards, values, discounts, bootstrap, trace_decay=trace_decay)
+    rewards, values, discounts = (x.detach().double() for x in (rewards, values, discounts))
+    last = torch.as_tensor(bootstrap, dtype=torch.float64, device=values.device).detach().expand(values.shape[:-1])
+    following = torch.cat([values[..., 1:], last[..., None]], -1)
+    deltas = rewards + discounts * following - values
+    after, acc, later = torch.zeros_like(last), torch.zeros_like(values), torch.zeros_like(values)
+    for s in reversed(range(values.shape[-1])):
+        later[..., s] = after
+        after = deltas[..., s] + discounts[..., s] * trace_decay * after
+        acc[..., s] = after
+    return values + acc, rewards + discounts * (following + trace_decay * later) - values
 
 
 def groups(rewards: Tensor, prompt_ids: Ids) -> dict[Hashable, Tensor]:

@@ -121,24 +121,6 @@ def guide(cond: Tensor, uncond: Tensor, guidance_scale: Sigma) -> Tensor:
     return uncond + per_sample(guidance_scale, cond) * (cond - uncond)
 
 
-def second_order_step(
-    x_t: Tensor, x0: Tensor, x0_before: Tensor, sigma_before: Sigma, sigma: Sigma, sigma_next: Sigma
-) -> Tensor:
-    """Return x_next of a DPM-Solver++(2M) step from sigma to sigma' = sigma_next (arXiv:2211.01095).
-
-    With a = 1 - sigma and h the growth of log(a / sigma) over this step, h_before over the previous one:
-    x_next = sigma' / sigma x_t + (a' - a sigma' / sigma) D, D = x0 + h / (2 h_before) (x0 - x0_before).
-    `x0_before` is the prediction at `sigma_before`. All levels must lie within (0, 1). D = x0 gives an Euler step.
-    """
-    x_t, x0, x0_before = promote(x_t), promote(x0), promote(x0_before)
-    before, now, after = (torch.logit(1 - as_level(level)) for level in (sigma_before, sigma, sigma_next))
-    sigma, sigma_next = as_level(sigma), as_level(sigma_next)
-    kept = sigma_next / sigma
-    ahead = per_sample((after - now) / (2 * (now - before)), x_t)
-    target = x0 + ahead * (x0 - x0_before)
-    return per_sample(kept, x_t) * x_t + per_sample(1 - sigma_next - (1 - sigma) * kept, x_t) * target
-
-
 def promote(x: Tensor) -> Tensor:
     """Convert float16 and bfloat16 to float32; return other tensors unchanged."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -16,12 +16,10 @@ from unified_trainer.numerics.flow import (
     per_sample,
     promote,
     sample_mean,
-    second_order_step,
     x0_from_velocity,
 )
 
 Kernel = Literal["ode", "dance", "flow", "flow_wan", "cps"]
-Tail = Literal["euler", "second_order"]
 PURE_NOISE = 1 - 1e-3  # at or above this noise level, `sigma_max` replaces sigma where a kernel is singular
 
 
@@ -105,23 +103,15 @@ class Policy:
     level: float  # noise strength of the kernel, `level` in `transition`
     sigmas: Float[Tensor, " steps_and_0"]  # falling, float64, 0 at the end
     normalised: bool = True  # whether log_prob is the Gaussian density or -(x_next - mean)^2 alone
-    tail: Tail = "euler"  # solver of the deterministic steps after the last stochastic one
 
     def step(self, s: int, x_t: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation of x_next for transition s, see `transition`."""
         sigma, sigma_next, second = self.sigmas[s], self.sigmas[s + 1], self.sigmas[1]
         return transition(self.kernel, x_t, velocity, sigma, sigma_next, self.level, sigma_max=second)
 
-    def euler_step(self, s: int, x_t: Tensor, velocity: Tensor, x0_before: Tensor | None) -> Tensor:
-        """Return x_next of a deterministic step; the velocity was predicted at x_t and sigmas[s].
-
-        The step is Euler, or DPM-Solver++(2M) if `x0_before`, the prediction of x0 at sigmas[s - 1], is given.
-        """
-        sigma, sigma_next = self.sigmas[s], self.sigmas[s + 1]
-        if x0_before is None:
-            return transition("ode", x_t, velocity, sigma, sigma_next, 0.0)[0]
-        x0 = x0_from_velocity(x_t, velocity, sigma)
-        return second_order_step(x_t, x0, x0_before, self.sigmas[s - 1], sigma, sigma_next)
+    def euler_step(self, s: int, x_t: Tensor, velocity: Tensor) -> Tensor:
+        """Return x_next of a deterministic step; the velocity was predicted at x_t and sigmas[s]."""
+        return transition("ode", x_t, velocity, self.sigmas[s], self.sigmas[s + 1], 0.0)[0]
 
     def log_prob(self, x_next: Tensor, mean: Tensor, std: Tensor) -> Float[Tensor, " b"]:
         """Return the log-density of x_next averaged over elements, see `log_prob`."""

@@ -78,11 +78,8 @@ def diagnostics(
     *,
     clip_low: float | Tensor = 0.2,
     clip_high: float | Tensor = 0.2,
-    weight: Tensor | None = None,
 ) -> dict[str, float]:
     """Return statistics of the clipped objective; g = dJ / dlog_ratio, U = |g| / |A|.
-
-    J is multiplied by the weight of each element, if there are weights.
 
     `clip_fraction`: share of ratios not in (lo, hi). `zero_gradient_fraction`: share with (A > 0, r > hi) or
     (A < 0, r < lo), where it has no gradient. `u_mean`, `u_p50`, `u_p90`, `u_p99`: mean and quantiles of U.
@@ -93,7 +90,7 @@ def diagnostics(
     with torch.enable_grad():
         leaf = log_ratio.requires_grad_()
         objective = surrogate(leaf, advantage, clip_low=clip_low, clip_high=clip_high)
-        (slope,) = torch.autograd.grad((objective if weight is None else weight * objective).sum(), leaf)
+        (slope,) = torch.autograd.grad(objective.sum(), leaf)
     ratio = log_ratio.detach().exp()
     stopped = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
     used = advantage != 0

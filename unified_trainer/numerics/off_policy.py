@@ -1,4 +1,4 @@
-"""Corrections for samples of an older policy: the proximal policy that a ratio is clipped around, and weights.
+"""The proximal policy that the ratio of samples of an older policy is clipped around.
 
 Three policies have a part: the behavior policy made the sample, the proximal policy is the center of the clip range,
 and the present one is trained. Log-ratios are means over the D elements of a sample.
@@ -10,11 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from unified_trainer.basics.types import widest
-from unified_trainer.numerics.objectives import LOG_RATIO_LIMIT
-
-Correction = Literal["none", "decoupled", "loglinear", "truncated"]
-WeightDensity = Literal["mean", "joint"]
+Correction = Literal["none", "decoupled", "loglinear"]
 
 
 def proximal_log_ratio(
@@ -30,25 +26,10 @@ def proximal_log_ratio(
     `decoupled`: log_ratio_start (Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298).
     `loglinear`: lag / (lag + 1) log_ratio: one training step of the lag + 1 between behavior and present policy is
     taken back (A-3PO, arXiv:2512.06547).
-    `truncated`: log_ratio, the proximal policy is the present one, so that no ratio is clipped.
     """
     log_ratio, steps = log_ratio.detach(), lag.to(log_ratio)
     if correction == "none":
         return torch.zeros_like(log_ratio)
     if correction == "decoupled":
         return torch.where(steps > 0, log_ratio_start, 0.0)
-    if correction == "loglinear":
-        return steps / (steps + 1) * log_ratio
-    return torch.where(steps > 0, log_ratio, 0.0)
-
-
-def importance_weight(
-    log_ratio: Float[Tensor, " b"], elements: int, density: WeightDensity, largest: float
-) -> Float[Tensor, " b"]:
-    """Return min(exp(c log_ratio), largest): truncated importance weights (IMPALA, arXiv:1802.01561).
-
-    `joint`: c = elements, the ratio of the densities of whole samples, whose mean over the behavior policy is 1
-    without truncation. `mean`: c = 1, the geometric mean of the elements' ratios.
-    """
-    log_ratio = log_ratio.to(widest(log_ratio.device)) * (elements if density == "joint" else 1)
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=largest)
+    return steps / (steps + 1) * log_ratio

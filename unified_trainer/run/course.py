@@ -46,7 +46,7 @@ class Course:
         self.trainer, self.settings, self.output = trainer, run, output
         self.tracker, self.saver, self.guards, self.mesh = tracker, saver, trainer.guards, trainer.mesh
         self.step = start  # training steps done
-        self.compiles = any(role.compiled for role in trainer.roles.values())
+        self.compiles = any(role.compiled for role in trainer.roles.values())  # in the next step
         self.save_due = due(run.checkpoint_every, run.checkpoint_minutes, self.mesh)
         self.unmoved = UnmovedWeights(trainer.roles, start, run.steps)
         self.warned: set[str] = set()  # what the run was warned of, once each
@@ -109,8 +109,10 @@ class Course:
         for message in self.trainer.messages:
             self.tracker.say(f"step {self.step}: {message}")
         self._warn("unmoved", self.unmoved.warning(self.step))
-        compiled = f"step {self.step} took {metrics['seconds']:.1f} s, with the compilation of blocks"
-        self._warn("compilation", compiled if self.compiles else "")
+        if self.compiles:
+            seconds = metrics["seconds"]
+            self._warn("compilation", f"step {self.step} took {seconds:.1f} s, with the compilation of blocks")
+            self.compiles = False
         self._warn("slow to stop", too_slow_to_stop(metrics["seconds"]))
         return alarm
 

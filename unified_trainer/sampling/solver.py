@@ -270,15 +270,11 @@ def _policy_walk(
     draw: Draw,
 ) -> Rollout:
     sigmas, states, log_probs = sampler.sigmas(), [], []
-    x0_before = None  # the prediction before, for second-order steps after the window
     for s in range(sampler.num_steps - 1):
         detail(f"step {s + 1}/{sampler.num_steps}")
         v = velocity(x_t, sigmas[s])
         if s not in window:
-            x_next = policy.euler_step(s, x_t, v, x0_before)
-            in_tail = policy.tail == "second_order" and s >= window.stop
-            x0_before = x0_from_velocity(x_t, v, sigmas[s]) if in_tail else None
-            x_t = x_next
+            x_t = policy.euler_step(s, x_t, v)
             continue
         if s == kept.start:
             states.append(x_t)

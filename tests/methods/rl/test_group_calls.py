@@ -37,7 +37,7 @@ from unified_trainer.sampling.shared_calls import kept_for_the_next_part, shared
 from unified_trainer.sampling.solver import SamplerConfig, policy_velocity
 
 GUIDED = dataclasses.replace(ODE, guidance_scale=3.0)
-TAIL = WindowConfig(size=1, every=1, tail="second_order")
+WINDOW = WindowConfig(size=1, every=1)
 
 
 def no_rows(keys) -> EqualRows:
@@ -90,8 +90,8 @@ class Stepped:
         (ODE, 0, {}, [2, 8, 8, 8, 2, 8, 8], [8] * 7),
         (SDE, 0, {"rollout_batch": 2}, [*[1, 2, 2, 2, 2, 2, 2] * 2, 2, 8, 8], [*[2] * 16, 8, 8, 8]),
         (GUIDED, 0, {"rollout_batch": 6}, [*[4, 12, 12, 12], *[4, 4, 4], 4, 16, 16], None),
-        (ODE, 2, {"window": TAIL}, [2, 2, 2, 8, 2], [8] * 5),  # the window is transition 2
-        (ODE, 1, {"window": TAIL, "update_batch": 2}, [2, 2, 8, 8, 1, 1, 1, 1], None),
+        (ODE, 2, {"window": WINDOW}, [2, 2, 2, 8, 2], [8] * 5),  # the window is transition 2
+        (ODE, 1, {"window": WINDOW, "update_batch": 2}, [2, 2, 8, 8, 1, 1, 1, 1], None),
     ],
     ids=["all transitions", "renoising, split groups", "guided, uneven parts", "window at the end", "second order"],
 )

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import numpy as np
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Fraction, NonNegative, Positive, PositiveFraction, above, at_least
+from unified_trainer.basics.ranges import Fraction, NonNegative, Positive, PositiveFraction, above
 from unified_trainer.basics.types import Batch, Latents, Rollout
 from unified_trainer.methods.base import MethodSetup
 from unified_trainer.methods.rl.reference_kl import KLSettings
@@ -16,7 +16,7 @@ from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.methods.rl.trained_steps import TrainedStepsConfig
 from unified_trainer.numerics.kernels import Kernel, Policy
 from unified_trainer.numerics.kl import KL
-from unified_trainer.numerics.off_policy import Correction, WeightDensity
+from unified_trainer.numerics.off_policy import Correction
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Role
 from unified_trainer.sampling.equal_rows import EqualRows
@@ -46,13 +46,8 @@ class PolicyConfig(TrainedStepsConfig):
     transition from its noise and the latent size. 0 takes clip_low and clip_high (experimental)."""
     correction: Correction = "none"
     """For samples that older weights made (experimental): clip the ratio around the policy of the start of the training
-    step (decoupled, one more network call per trained transition), around one interpolated by lag (loglinear), or not
-    at all (truncated), and weigh samples by importance. Samples of the present weights need none."""
-    weight_density: WeightDensity = "mean"
-    """Densities that the importance weight of a correction compares: their mean over elements, which keeps the weight
-    near 1, or joint over all elements, which is unbiased and only useful while lag and latents are small."""
-    weight_max: Annotated[float, at_least(1)] = 2.0
-    """Largest importance weight; larger ones are truncated."""
+    step (decoupled, one more network call per trained transition), or around one interpolated by lag (loglinear).
+    Samples of the present weights need none."""
     ess_floor: Fraction = 0.0
     """Smallest ess, the share of samples that a step's gradient comes from, while samples lag. Below it the run warns
     and makes samples one step less ahead; 0 is no limit."""
@@ -79,7 +74,7 @@ class PolicyConfig(TrainedStepsConfig):
         kernel, level = self.kernel, self.eta
         if kernel == "auto":
             kernel, level = sampler.kernel if sampler.solver == "sde" else ("dance", self.eta)
-        return Policy(kernel, level, sampler.sigmas(), self.normalised, self.window.tail)
+        return Policy(kernel, level, sampler.sigmas(), self.normalised)
 
     def window_at(self, step: int, sampler: SamplerConfig, shared: np.random.Generator) -> range:
         """Return the stochastic transitions of a training step, equal on all ranks: all, or a window of the range."""
@@ -168,23 +163,16 @@ class PolicyConfig(TrainedStepsConfig):
     def _check_objective(self) -> None:
         if not self.kl_coefficient and (self.kl_target or self.kl_in == "reward"):
             raise UserError("algorithm.kl_target and algorithm.kl_in reward need algorithm.kl_coefficient above 0")
-        self._check_correction()
+        if self.correction != "none" and (self.guard or self.trust_region):
+            raise UserError(
+                f"algorithm.correction {self.correction} needs no algorithm.guard and algorithm.trust_region 0: "
+                "these compare means, not densities of one transition"
+            )
         if not self.normalised and (self.guard or self.step_weight == "equal" or self.clip_velocity):
             raise UserError(
                 "algorithm.guard, algorithm.step_weight equal and algorithm.clip_velocity need the normalised density: "
                 "set --algorithm.normalised"
             )
-
-    def _check_correction(self) -> None:
-        if self.correction == "none":
-            return
-        if self.guard or self.trust_region:
-            raise UserError(
-                f"algorithm.correction {self.correction} needs no algorithm.guard and algorithm.trust_region 0: "
-                "these compare means, not densities of one transition"
-            )
-        if self.weight_density == "joint" and not self.normalised:
-            raise UserError("algorithm.weight_density joint needs the normalised density: set --algorithm.normalised")
 
 
 def sample_policy(

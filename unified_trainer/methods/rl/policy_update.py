@@ -28,7 +28,7 @@ from unified_trainer.numerics.objectives import (
     leaves_trust_region,
     surrogate,
 )
-from unified_trainer.numerics.off_policy import importance_weight, proximal_log_ratio
+from unified_trainer.numerics.off_policy import proximal_log_ratio
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Frozen, Trainable
@@ -201,12 +201,11 @@ class PolicyUpdate:
         ratio = guarded_log_ratio(log_ratio, mean, mean_old, std) if config.guard else log_ratio
         start = take_rows(trajectories.start_log_probs[:, trajectories.index(s)], rows.tolist()) - made.log_prob
         proximal = proximal_log_ratio(config.correction, log_ratio, start, lag)
-        weight = importance_weight(proximal, elements, config.weight_density, config.weight_max)
         kl_old = gaussian_kl(mean.detach(), mean_old, std)
         kl = None
         if self.kl.in_loss:
             kl = self.kl.of_transition(s, made, mean, equal)
-        return Replay(log_ratio, ratio - proximal, kl_old, kl, self._clip(s, elements), weight, lag)
+        return Replay(log_ratio, ratio - proximal, kl_old, kl, self._clip(s, elements), lag)
 
     def _loss(
         self,
@@ -218,7 +217,7 @@ class PolicyUpdate:
         """-objective + coefficient KL of one transition, weighted over the samples of the minibatch."""
         config = self.config
         low, high = replay.clip
-        objective = replay.weight * surrogate(replay.ratio, advantage, clip_low=low, clip_high=high)
+        objective = surrogate(replay.ratio, advantage, clip_low=low, clip_high=high)
         if config.trust_region:
             leaves = leaves_trust_region(replay.ratio, advantage, replay.kl_old, config.trust_region)
             objective = objective.masked_fill(leaves, 0.0)
@@ -283,22 +282,18 @@ class PolicyUpdate:
         return {"approx_kl_floor": approx_kl}
 
     def _lag_metrics(self, stats: ReplayStats, clips: Float[Tensor, "s 2"]) -> dict[str, float]:
-        """Return what shows how far the samples of each lag are from the present policy, and their weights."""
+        """Return what shows how far the samples of each lag are from the present policy."""
         metrics = {}
         for lag in stats.lag[:, 0].unique().tolist():
             part = stats.of_lag(lag)
             values = self._diagnostics(part, clips) | {"approx_kl": float(part.kl_old.mean())}
             names = ("approx_kl", "clip_fraction", "zero_gradient_fraction", "ess")
             metrics |= {f"{name}/lag_{lag:.0f}": values[name] for name in names}
-        if self.config.correction != "none":
-            metrics["importance_weight"] = float(stats.weight.mean())
-            truncated = stats.weight >= self.config.weight_max
-            metrics["importance_weight_truncated"] = float(truncated.double().mean())
         return metrics
 
     def _diagnostics(self, stats: ReplayStats, clips: Float[Tensor, "s 2"]) -> dict[str, float]:
         """Return the objective's diagnostics; `clips` are the clip ranges of the trained transitions."""
         low, high = clips.T
-        ratio, advantage, weight = stats.ratio.flatten(), stats.advantage.flatten(), stats.weight.flatten()
+        ratio, advantage = stats.ratio.flatten(), stats.advantage.flatten()
         low, high = (bound.expand(stats.ratio.shape).flatten() for bound in (low, high))
-        return diagnostics(ratio, advantage, clip_low=low, clip_high=high, weight=weight)
+        return diagnostics(ratio, advantage, clip_low=low, clip_high=high)

@@ -89,7 +89,6 @@ class Replay:
     kl_old: PerSample  # KL per element between the policies of the rollout and of now
     kl_reference: PerSample | None  # KL to the reference, where the loss has one
     clip: tuple[float, float]  # how far below and above 1 the ratio may go
-    weight: PerSample  # importance weight of the objective; 1 without a correction
     lag: Int[Tensor, " b"]  # training steps between the weights of the rollout and the present ones
 
 
@@ -101,7 +100,6 @@ class ReplayStats:
     ratio: Float[Tensor, "n s"]
     kl_old: Float[Tensor, "n s"]
     kl_reference: Float[Tensor, "n s"]
-    weight: Float[Tensor, "n s"]
     lag: Float[Tensor, "n s"]
     advantage: Float[Tensor, "n s"]
 
@@ -125,13 +123,13 @@ class ReplayStats:
 class ReplayCollector:
     """Collects the replays of one update: minibatches within transitions."""
 
-    _rows: list[Tensor] = field(default_factory=list)  # one [m, 8] for each minibatch of each transition
+    _rows: list[Tensor] = field(default_factory=list)  # one [m, 7] for each minibatch of each transition
 
     def add(self, replay: Replay, advantage: PerSample, minibatch: Minibatch) -> None:
         """Add one transition of a minibatch."""
         kl = torch.zeros_like(replay.kl_old) if replay.kl_reference is None else replay.kl_reference
         real = minibatch.real.to(replay.kl_old, non_blocking=True)
-        columns = (replay.log_ratio, replay.ratio, replay.kl_old, kl, replay.weight, replay.lag, advantage, real)
+        columns = (replay.log_ratio, replay.ratio, replay.kl_old, kl, replay.lag, advantage, real)
         self._rows.append(torch.stack([column.detach().to(real, non_blocking=True) for column in columns], 1))
 
     def gathered(self, mesh: Mesh, transitions: int) -> ReplayStats:

@@ -11,7 +11,6 @@ import numpy as np
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Count, CountOrZero, Period
-from unified_trainer.numerics.kernels import Tail
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,6 @@ class WindowConfig:
     """Training steps at one place."""
     stride: Count = 1
     """Transitions from one place to the next."""
-    tail: Tail = "euler"
-    """Steps after the window: Euler, or second order (DPM-Solver++) from the second one on."""
 
     def check(self, transitions: int) -> None:
         """Raise UserError, naming the key, for settings that do not fit this number of stochastic transitions."""
@@ -35,8 +32,6 @@ class WindowConfig:
                 f"algorithm.window.size must be at most {transitions}, the transitions that can be stochastic with "
                 f"this sampler.num_steps and algorithm.noise_range, not {self.size}"
             )
-        if self.tail == "second_order" and not self.size:
-            raise UserError("algorithm.window.tail second_order needs algorithm.window.size above 0")
 
     def at(self, step: int, transitions: int, shared: np.random.Generator) -> range:
         """Return the stochastic transitions of a training step, equal on all ranks."""
