@@ -169,13 +169,3 @@ def ks(now: list[Step], then: list[Step]) -> torch.Tensor:
 
 def policy_gradient(now: list[Step], then: list[Step]) -> torch.Tensor:
     return -(A[:, None] * log_ratios(now, then)).mean()
-
-
-def divergence(kind: str, now: list[Step], ref: list[Step]) -> torch.Tensor:
-    if kind == "exact":
-        return ks(now, ref)
-    if kind == "velocity":
-        pairs = zip(now, ref, strict=True)
-        return torch.stack([(a.velocity - b.velocity).square().flatten(1).mean(1) for a, b in pairs], 1)
-    d = torch.stack([a.log_probs - b.log_probs for a, b in zip(now, ref, strict=True)], 1)
-    return {"k1": d, "k2": d.square() / 2, "k3": (-d).exp() + d - 1}[kind].flatten(2).mean(2).float()

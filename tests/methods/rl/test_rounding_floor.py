@@ -35,9 +35,7 @@ def test_the_floor_is_the_kl_of_the_first_update(tmp_path):
     assert FLOOR not in exact
 
 
-@pytest.mark.parametrize(
-    ("name", "more"), [("trust_region", {}), ("kl_target", {"algorithm.kl-coefficient": 0.1, "algorithm.kl": "exact"})]
-)
+@pytest.mark.parametrize(("name", "more"), [("trust_region", {}), ("kl_target", {"algorithm.kl-coefficient": 0.1})])
 def test_a_kl_to_keep_below_the_floor_is_refused_before_any_weight_changes(tmp_path, capsys, name, more):
     below = more | {f"algorithm.{name.replace('_', '-')}": 1e-30, "student.precision": "bf16"}
     said = refused(capsys, *SMALL["dance_grpo"], *flags(below), "--output", tmp_path / "run")
@@ -46,11 +44,10 @@ def test_a_kl_to_keep_below_the_floor_is_refused_before_any_weight_changes(tmp_p
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_what_is_above_the_floor_or_of_another_scale_is_kept():
-    """A KL of velocities has no noise level's weight; 0 is no KL to keep."""
+def test_what_is_above_the_floor_is_kept():
+    """0 is no KL to keep."""
     floor = 1.9e-7  # measured in bf16 at 480 x 832
     PolicyConfig(trust_region=math.nextafter(floor, 1)).check_above(floor)
-    PolicyConfig(kl_coefficient=1.0, kl_target=1e-9, kl="velocity").check_above(floor)
     PolicyConfig().check_above(floor)
     with pytest.raises(ValueError, match=r"algorithm\.trust_region 1\.9e-07 is below .* a KL of 1\.9e-07"):
         PolicyConfig(trust_region=floor).check_above(floor)

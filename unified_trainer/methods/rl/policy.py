@@ -15,7 +15,6 @@ from unified_trainer.methods.rl.replay import transition_noise
 from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.methods.rl.trained_steps import TrainedStepsConfig
 from unified_trainer.numerics.kernels import Kernel, Policy
-from unified_trainer.numerics.kl import KL
 from unified_trainer.numerics.off_policy import Correction
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.role import Role
@@ -57,11 +56,8 @@ class PolicyConfig(TrainedStepsConfig):
     """KL per element from which samples that moved with their advantage are dropped; 0 is none (experimental)."""
     step_weight: Literal["none", "inverse_dt", "equal"] = "none"
     """Weight of transitions: none, 1 / (sigma - sigma'), or equal gradient per velocity (experimental)."""
-    kl: KL = "exact"
-    """KL to the reference per element: exact per transition, its estimates k1, k2 or k3, or of the velocities. In the
-    loss the gradient of k1 has expectation zero."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL to the loss of each trained transition, or subtract it from a sample's reward."""
+    """Add the KL per element to the loss of each trained transition, or subtract it from a sample's reward."""
     kl_coefficient: NonNegative = 0.0
     """Coefficient of the KL to the reference, the student as the run started; 0 needs no reference."""
     kl_target: NonNegative = 0.0
@@ -110,11 +106,11 @@ class PolicyConfig(TrainedStepsConfig):
 
     def kl_settings(self, batch: int) -> KLSettings:
         """Return the settings of the KL to the reference; `batch` samples are computed at a time."""
-        return KLSettings(self.kl, self.kl_in, self.kl_coefficient, self.kl_target, self.kl_horizon, batch)
+        return KLSettings(self.kl_in, self.kl_coefficient, self.kl_target, self.kl_horizon, batch)
 
     def check_above(self, floor: float) -> None:
         """Raise UserError for a KL to keep that is not above `floor`, the KL that rounding in bf16 makes."""
-        kept = {"trust_region": self.trust_region, "kl_target": self.kl_target * (self.kl != "velocity")}
+        kept = {"trust_region": self.trust_region, "kl_target": self.kl_target}
         for name, kl in kept.items():
             if 0 < kl <= floor:
                 raise UserError(

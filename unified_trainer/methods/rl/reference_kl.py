@@ -12,7 +12,7 @@ from unified_trainer.basics.types import Latents, PerSample
 from unified_trainer.methods.base import Metrics
 from unified_trainer.methods.rl.replay import Trajectories, Transition
 from unified_trainer.numerics.kernels import Policy
-from unified_trainer.numerics.kl import KL, AdaptiveKL, gaussian_kl, gaussian_kl_estimate, velocity_kl
+from unified_trainer.numerics.kl import AdaptiveKL, gaussian_kl
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.role import Frozen
 from unified_trainer.sampling.equal_rows import EqualRows
@@ -23,7 +23,6 @@ from unified_trainer.sampling.solver import SamplerConfig, policy_velocity
 class KLSettings:
     """The settings that a method with a reference KL hands over."""
 
-    kind: KL
     where: Literal["loss", "reward"]
     coefficient: float
     target: float  # KL that an adaptive coefficient settles at; 0 keeps the coefficient
@@ -35,22 +34,6 @@ def check_reference(coefficient: float, reference: Frozen | None) -> None:
     """Raise UserError for a KL coefficient above 0 without a reference that the KL is measured to."""
     if coefficient and reference is None:
         raise UserError("algorithm.kl_coefficient above 0 needs a reference role: set it to 0")
-
-
-def divergence(
-    kind: KL, policy: Policy, s: int, x_t: Latents, x_next: Latents, mean: Latents, velocity_ref: Latents
-) -> PerSample:
-    """Return the KL per element of transition s, made with this mean, to one with the reference's velocity.
-
-    A mean is linear in its velocity, so the difference of means gives that of velocities. The Gaussian of the kernel is
-    normalised, whatever density the objective reads.
-    """
-    mean_ref, std = policy.step(s, x_t, velocity_ref)
-    if kind == "velocity":
-        return velocity_kl(mean, mean_ref) / policy.mean_gain(s) ** 2
-    if kind == "exact":
-        return gaussian_kl(mean, mean_ref, std)
-    return gaussian_kl_estimate(kind, x_next, mean, mean_ref, std)
 
 
 class ReferenceKL:
@@ -85,7 +68,8 @@ class ReferenceKL:
         sigma = self._policy.sigmas[s]
         with torch.no_grad():
             velocity = policy_velocity(self._reference, made.x_t, sigma, made.batch, self._sampler, made.x0, equal)
-        return divergence(self._settings.kind, self._policy, s, made.x_t, made.x_next, mean, velocity)
+        mean_ref, std = self._policy.step(s, made.x_t, velocity)
+        return gaussian_kl(mean, mean_ref, std)
 
     @torch.no_grad()
     def of_samples(self, trajectories: Trajectories) -> PerSample:
