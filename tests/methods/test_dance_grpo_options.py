@@ -23,8 +23,6 @@ from policy_case import (
     policy_gradient,
 )
 
-from unified_trainer.methods.rl.minibatches import Minibatch
-from unified_trainer.methods.rl.replay import Replay
 from unified_trainer.methods.rl.sde_windows import WindowConfig
 from unified_trainer.numerics.flow import sigma_table
 from unified_trainer.numerics.objectives import diagnostics, surrogate
@@ -130,31 +128,6 @@ def test_the_guard_reads_the_means_before_and_after():
         return -surrogate(guarded, A[:, None].expand_as(guarded), clip_low=1e-3, clip_high=2e-3).mean()
 
     assert_near(case.gradient, case.expected(loss), 1e-3)
-
-
-def test_the_trust_region_drops_samples_that_moved_far_enough():
-    bound = Case(moved=True).metrics["approx_kl"]
-    case = Case(moved=True, clip_low=1.0, clip_high=1e9, trust_region=bound)
-    fractions = []
-
-    def loss(now, then):
-        d = log_ratios(now, then)
-        leaves = (ks(now, then) >= bound) & (d * A[:, None] > 0)
-        fractions.append(leaves.double().mean().item())
-        return -(d.exp() * A[:, None]).masked_fill(leaves, 0.0).mean()
-
-    assert_near(case.gradient, case.expected(loss), 1e-3)
-    assert 0 < fractions[0] < 1 and case.metrics["trust_region_left"] == pytest.approx(fractions[0])
-
-
-def test_the_trust_region_reads_the_ratio_of_the_objective():
-    """Under guard the ratio is centred: samples 0 and 1 left by the raw log-ratio or the guarded one, never by both."""
-    method = dance_grpo(dataclasses.replace(CONFIG, guard=True, trust_region=0.5)).method
-    log_ratio, ratio = torch.tensor([-0.1, 0.1, 0.1, 0.1]), torch.tensor([0.1, -0.1, 0.1, 0.1])
-    replay = Replay(log_ratio, ratio, torch.tensor([1.0, 1.0, 1.0, 0.1]), None, (1.0, 1e9), torch.zeros(4).long())
-    minibatch = Minibatch(torch.arange(4), torch.tensor([1.0, 10.0, 100.0, 1000.0]))
-    loss = method.update._loss(replay, torch.ones(4), minibatch, 0)
-    assert float(loss) == pytest.approx(-10 * math.exp(-0.1) - 1000 * math.exp(0.1), rel=1e-5)
 
 
 # KL to a reference.

@@ -12,7 +12,6 @@ from unified_trainer.numerics.objectives import (
     LOG_RATIO_LIMIT,
     diagnostics,
     guarded_log_ratio,
-    leaves_trust_region,
     outside_clip,
     surrogate,
 )
@@ -103,7 +102,7 @@ def test_outside_is_where_the_ratio_left_the_range():
     assert outside_clip(log_ratio, clip_low=0.2, clip_high=0.2).tolist() == [True, False, False, False, True]
 
 
-# The guard and the trust region.
+# The guard.
 
 
 def step_of(seed: int = 0, shift: float = 0.05, std: float = 0.3):
@@ -174,14 +173,6 @@ def test_clip_decisions_are_those_of_float64_arithmetic():
     objective.sum().backward()
     assert torch.equal(mean.grad.abs().amax(1) == 0, beyond)
     assert log_ratio.dtype == ratio.dtype == objective.dtype == torch.float64 and mean.grad.dtype == torch.float32
-
-
-def test_who_leaves_the_trust_region():
-    """Only where k has reached the bound and the ratio went where the advantage pushes it."""
-    log_ratio = torch.tensor([0.1, 0.1, -0.1, -0.1, 0.1, 0.0])
-    advantage = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, 1.0])
-    kl = torch.tensor([0.5, 0.5, 0.6, 0.5, 0.49, 0.5])
-    assert leaves_trust_region(log_ratio, advantage, kl, 0.5).tolist() == [True, False, True, False, False, False]
 
 
 # Diagnostics.

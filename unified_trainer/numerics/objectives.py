@@ -8,7 +8,7 @@ numbers near a ratio of 1.
 import math
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.types import widest
@@ -43,13 +43,6 @@ def guarded_log_ratio(
     std = torch.as_tensor(std)
     spread = std.to(widest(mean.device)) if std.ndim == 0 else sample_mean(std.to(mean.device).expand_as(mean))
     return (log_ratio + gaussian_kl(mean, mean_old.detach(), std)) * spread
-
-
-def leaves_trust_region(
-    log_ratio: Float[Tensor, " b"], advantage: Float[Tensor, " b"], kl: Float[Tensor, " b"], bound: float
-) -> Bool[Tensor, " b"]:
-    """Return which samples to drop: KL per element >= `bound` and the ratio has moved in the advantage's direction."""
-    return (kl >= bound) & (log_ratio * advantage.sign() > 0)
 
 
 def calibrated_clip(shift: float, elements: int, guard_std: float | None = None) -> tuple[float, float]:

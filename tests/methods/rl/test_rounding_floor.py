@@ -1,4 +1,4 @@
-"""The KL that rounding alone makes: measured by a step's first update, and the least that a trust region can be."""
+"""The KL that rounding alone makes: measured by a step's first update, and the least KL that can be kept."""
 
 import math
 
@@ -35,11 +35,10 @@ def test_the_floor_is_the_kl_of_the_first_update(tmp_path):
     assert FLOOR not in exact
 
 
-@pytest.mark.parametrize(("name", "more"), [("trust_region", {}), ("kl_target", {"algorithm.kl-coefficient": 0.1})])
-def test_a_kl_to_keep_below_the_floor_is_refused_before_any_weight_changes(tmp_path, capsys, name, more):
-    below = more | {f"algorithm.{name.replace('_', '-')}": 1e-30, "student.precision": "bf16"}
+def test_a_kl_to_keep_below_the_floor_is_refused_before_any_weight_changes(tmp_path, capsys):
+    below = {"algorithm.kl-coefficient": 0.1, "algorithm.kl-target": 1e-30, "student.precision": "bf16"}
     said = refused(capsys, *SMALL["dance_grpo"], *flags(below), "--output", tmp_path / "run")
-    assert f"algorithm.{name} 1e-30 is below the rounding of student.precision bf16" in said and said.count("\n") == 1
+    assert "algorithm.kl_target 1e-30 is below the rounding of student.precision bf16" in said and said.count("\n") == 1
     assert "set it above that, or to 0" in said and metrics_of(tmp_path / "run") == []
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -47,7 +46,7 @@ def test_a_kl_to_keep_below_the_floor_is_refused_before_any_weight_changes(tmp_p
 def test_what_is_above_the_floor_is_kept():
     """0 is no KL to keep."""
     floor = 1.9e-7  # measured in bf16 at 480 x 832
-    PolicyConfig(trust_region=math.nextafter(floor, 1)).check_above(floor)
+    PolicyConfig(kl_target=math.nextafter(floor, 1)).check_above(floor)
     PolicyConfig().check_above(floor)
-    with pytest.raises(ValueError, match=r"algorithm\.trust_region 1\.9e-07 is below .* a KL of 1\.9e-07"):
-        PolicyConfig(trust_region=floor).check_above(floor)
+    with pytest.raises(ValueError, match=r"algorithm\.kl_target 1\.9e-07 is below .* a KL of 1\.9e-07"):
+        PolicyConfig(kl_target=floor).check_above(floor)

@@ -52,8 +52,6 @@ class PolicyConfig(TrainedStepsConfig):
     and makes samples one step less ahead; 0 is no limit."""
     guard: bool = False
     """Centre the log-ratio on 0 with one spread at all steps, as GRPO-Guard does (experimental)."""
-    trust_region: NonNegative = 0.0
-    """KL per element from which samples that moved with their advantage are dropped; 0 is none (experimental)."""
     step_weight: Literal["none", "inverse_dt", "equal"] = "none"
     """Weight of transitions: none, 1 / (sigma - sigma'), or equal gradient per velocity (experimental)."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -109,14 +107,12 @@ class PolicyConfig(TrainedStepsConfig):
         return KLSettings(self.kl_in, self.kl_coefficient, self.kl_target, self.kl_horizon, batch)
 
     def check_above(self, floor: float) -> None:
-        """Raise UserError for a KL to keep that is not above `floor`, the KL that rounding in bf16 makes."""
-        kept = {"trust_region": self.trust_region, "kl_target": self.kl_target}
-        for name, kl in kept.items():
-            if 0 < kl <= floor:
-                raise UserError(
-                    f"algorithm.{name} {kl:g} is below the rounding of student.precision bf16: a replay with "
-                    f"unchanged weights has a KL of {floor:.2g}; set it above that, or to 0"
-                )
+        """Raise UserError for a `kl_target` that is not above `floor`, the KL that rounding in bf16 makes."""
+        if 0 < self.kl_target <= floor:
+            raise UserError(
+                f"algorithm.kl_target {self.kl_target:g} is below the rounding of student.precision bf16: a replay "
+                f"with unchanged weights has a KL of {floor:.2g}; set it above that, or to 0"
+            )
 
     def check(self, setup: MethodSetup) -> None:
         super().check(setup)
@@ -159,10 +155,10 @@ class PolicyConfig(TrainedStepsConfig):
     def _check_objective(self) -> None:
         if not self.kl_coefficient and (self.kl_target or self.kl_in == "reward"):
             raise UserError("algorithm.kl_target and algorithm.kl_in reward need algorithm.kl_coefficient above 0")
-        if self.correction != "none" and (self.guard or self.trust_region):
+        if self.correction != "none" and self.guard:
             raise UserError(
-                f"algorithm.correction {self.correction} needs no algorithm.guard and algorithm.trust_region 0: "
-                "these compare means, not densities of one transition"
+                f"algorithm.correction {self.correction} cannot be combined with algorithm.guard, which compares "
+                "means, not densities: set --algorithm.no-guard or --algorithm.correction none"
             )
         if not self.normalised and (self.guard or self.step_weight == "equal" or self.clip_velocity):
             raise UserError(

@@ -25,7 +25,6 @@ from unified_trainer.numerics.objectives import (
     calibrated_clip,
     diagnostics,
     guarded_log_ratio,
-    leaves_trust_region,
     surrogate,
 )
 from unified_trainer.numerics.off_policy import proximal_log_ratio
@@ -215,12 +214,8 @@ class PolicyUpdate:
         s: int,
     ) -> Float[Tensor, ""]:
         """-objective + coefficient KL of one transition, weighted over the samples of the minibatch."""
-        config = self.config
         low, high = replay.clip
         objective = surrogate(replay.ratio, advantage, clip_low=low, clip_high=high)
-        if config.trust_region:
-            leaves = leaves_trust_region(replay.ratio, advantage, replay.kl_old, config.trust_region)
-            objective = objective.masked_fill(leaves, 0.0)
         loss = -self._step_weight(s) * objective
         if replay.kl_reference is not None:
             loss = loss + self.kl.coefficient * replay.kl_reference
@@ -260,10 +255,6 @@ class PolicyUpdate:
         if config.clip_velocity:
             metrics |= {"clip_low": float(clips[:, 0].mean()), "clip_high": float(clips[:, 1].mean())}
         metrics |= self._diagnostics(stats, clips)
-        if config.trust_region:
-            columns = [column.flatten() for column in (stats.ratio, stats.advantage, stats.kl_old)]
-            left = leaves_trust_region(columns[0], columns[1], columns[2], config.trust_region)
-            metrics["trust_region_left"] = float(left.float().mean())
         if bool(stats.lag.any()):
             metrics |= self._lag_metrics(stats, clips)
         if self.kl.in_loss:
