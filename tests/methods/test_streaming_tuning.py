@@ -205,6 +205,16 @@ def test_a_stream_goes_on_behind_the_frames_that_it_has():
     assert not torch.equal(kept[4], kept[3])
 
 
+def test_the_sink_and_the_newest_frames_are_kept():
+    """Frames 0 to 2 after the first window; 0, 3 and 4 after the second."""
+    one = after(trainer(sampler=dataclasses.replace(SAMPLER, chunks=WINDOWED)), 1)
+    before = one.method._past.clone()
+    assert before.shape[2] == 3 and one.method.windows.kept(2) == [0, 3, 4]
+    one.step(1)
+    same = (one.method._past == before).flatten(3).all(3).all(0).all(0)
+    assert same.tolist() == [True, False, False]
+
+
 def test_gradient_reaches_the_windows_chunks_alone():
     one = after(trainer(), 2)
     batch = one.loader.batch(2)
