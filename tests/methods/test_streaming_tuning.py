@@ -84,9 +84,8 @@ def random(*shape: int, seed: int = 3) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("gradient_frames", [2, 21])
-def test_a_stream_as_long_as_a_clip_is_self_forcing_bit_for_bit(gradient_frames):
-    settings = {"batch_size": 2, "micro_batch": 1, "student_every": 1, "gradient_frames": gradient_frames}
+def test_a_stream_as_long_as_a_clip_is_self_forcing_bit_for_bit():
+    settings = {"batch_size": 2, "micro_batch": 1, "student_every": 1, "gradient_frames": 2}
     ours = trainer(StreamingTuningConfig(**settings, teacher_frames=5), frames=5)
     theirs = trainer(SelfForcingConfig(**settings), frames=5)
     assert ours.step(3) == theirs.step(3)
