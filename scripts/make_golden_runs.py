@@ -50,6 +50,8 @@ RUNS = {
     "--algorithm.student-every 2 --algorithm.gradient-frames 2",
     "long_self_forcing": f"--method long_self_forcing {SHORT} {VIDEO} {PARTS} --video.frames 13 --steps 3 "
     "--validate-every 0 --algorithm.student-every 2 --algorithm.teacher-frames 2",
+    "streaming_tuning": f"--method streaming_tuning {SHORT} {VIDEO} {PARTS} --video.frames 13 --steps 3 "
+    "--validate-every 0 --algorithm.student-every 2 --algorithm.teacher-frames 2 --algorithm.prompt-switch 1",
     "dance_grpo": f"--method dance_grpo {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 2 --sampler.num-steps 4",
     "dance_grpo_kl_window_guard": f"--method dance_grpo {SHORT} {VIDEO} {GROUPS} --steps 2 --validate-every 0 "
     "--sampler.num-steps 4 --algorithm.kl-coefficient 0.1 --algorithm.kl-target 0.01 --algorithm.guard "

@@ -1,9 +1,9 @@
 """This script measures causal students of the tiny world: quality beyond the length of their run, and speed.
 
-    python scripts/measure_causal.py RUN... [--against RUN] [--samples 192]
+    python scripts/measure_causal.py RUN... [--against RUN] [--samples 192] [--times 3]
 
-At three times the length, the prompt alternates with its opposite: the shape moves there, back, and there again, so
-that the first chunk does not determine the rest. Accuracy is measured for each third with its own prompt. The Frechet
+At a multiple of the length, the prompt alternates with its opposite: the shape moves there, back, and there again, so
+that the first chunk does not determine the rest. Accuracy is measured for each part with its own prompt. The Frechet
 distance compares the last frame of every chunk with that of real videos of the same motion, both decoded. Speeds are of
 one video at a time, timed in turn with a bidirectional student.
 """
@@ -11,6 +11,7 @@ one video at a time, timed in turn with a bidirectional student.
 import argparse
 import statistics
 import time
+from itertools import cycle, islice
 
 import torch
 from rich.console import Console
@@ -30,7 +31,7 @@ from unified_trainer.tools.load_run import LoadedRole, load_role
 from unified_trainer.tools.sample.sample import of_length, pieces
 
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
-CPU, BATCH, LONG, CHUNK = torch.device("cpu"), 32, 3, 4
+CPU, BATCH, CHUNK = torch.device("cpu"), 32, 4
 REPEATS = 10
 
 
@@ -39,24 +40,25 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", help="RUN[@step][:ema] of causal students")
     parser.add_argument("--against", default="", help="RUN of a bidirectional student, for the speeds")
     parser.add_argument("--samples", type=int, default=192)
+    parser.add_argument("--times", type=int, default=3, help="length of long videos in clips")
     parser.add_argument("--window-frames", type=int, help="latent frames in the KV cache for long videos")
     parser.add_argument("--sink-frames", type=int, help="how many of them are the first ones")
     arguments = parser.parse_args()
     console = Console(width=200)
     codec = WanCodec.load(TINY / "wan", CPU, EncoderConfig())
     captions = validation_captions(arguments.samples)
-    real = features(decoded(codec, turning(captions)))
-    console.print("| student | accuracy | Frechet distance | accuracy of each third | Frechet distance of chunks |")
+    real = features(decoded(codec, turning(captions, arguments.times)))
+    console.print("| student | accuracy | Frechet distance | accuracy of each part | Frechet distance of chunks |")
     console.print("| --- | --- | --- | --- | --- |")
     for run in arguments.runs:
         one = student(run)
         short = made(of_length(one, FRAMES, None, None, BATCH), list(captions))
-        long = of_length(one, LONG * (FRAMES - 1) + 1, arguments.window_frames, arguments.sink_frames, BATCH)
-        video = made(long, [" | ".join([here, there(here), here]) for here in captions])
-        thirds = [accuracy(part, captions, turned=i == 1) for i, part in enumerate(split(video))]
+        long = of_length(one, arguments.times * (FRAMES - 1) + 1, arguments.window_frames, arguments.sink_frames, BATCH)
+        video = made(long, [" | ".join(islice(cycle([here, there(here)]), arguments.times)) for here in captions])
+        parts = [accuracy(part, captions, turned=i % 2 == 1) for i, part in enumerate(split(video))]
         chunks = [frechet_distance(seen, truth) for seen, truth in zip(features(video), real, strict=True)]
         whole = frechet_distance(torch.cat(features(short)), torch.cat(real[: len(features(short))]))
-        rates, drift = (" ".join(f"{value:.{n}f}" for value in row) for n, row in ((3, thirds), (1, chunks)))
+        rates, drift = (" ".join(f"{value:.{n}f}" for value in row) for n, row in ((3, parts), (1, chunks)))
         console.print(
             f"| {run} | {accuracy(short, captions):.3f} | {whole:.1f} | {rates} | {drift} |",
             markup=False,
@@ -83,11 +85,12 @@ def made(one: LoadedRole, prompts: list[str]) -> Video:
     return torch.cat([torch.cat(list(parts), 2) for parts in pieces(one, requests, 0, BATCH, by_chunk=by_chunk)])
 
 
-def turning(captions: tuple[str, ...]) -> Video:
-    """Render real videos that move there, back, and there again."""
+def turning(captions: tuple[str, ...], times: int) -> Video:
+    """Render real videos that move there and back in turn, so many times."""
     generator = torch.Generator().manual_seed(1)
     clips = render([draw_clip(SUBJECT_OF_CAPTION[caption], generator) for caption in captions])
-    return torch.cat([clips, clips.flip(2)[:, :, 1:], clips[:, :, 1:]], 2)
+    ways = islice(cycle([clips, clips.flip(2)]), times)
+    return torch.cat([clips[:, :, :1], *(way[:, :, 1:] for way in ways)], 2)
 
 
 def decoded(codec: WanCodec, video: Video) -> Video:
@@ -103,7 +106,7 @@ def features(video: Video) -> list[Tensor]:
 
 
 def split(video: Video) -> list[Video]:
-    """Return the thirds of a video, each with the frame it starts from."""
+    """Return the parts of a video as long as a clip, each with the frame it starts from."""
     return [video[:, :, start : start + FRAMES] for start in range(0, video.shape[2] - 1, FRAMES - 1)]
 
 

@@ -165,7 +165,7 @@ def test_the_window_does_not_depend_on_the_micro_batch():
         ({"teacher_frames": 3}, ChunkConfig(chunk_frames=3), r"teacher_frames must be whole chunks .* not 3: set 6$"),
         ({"teacher_frames": 1}, ChunkConfig(chunk_frames=1), r"teacher_frames must .* not 1: set 2$"),
         ({"teacher_frames": 21}, ChunkConfig(chunk_frames=3, independent_first_frame=True), "not 21: set 19 or 22$"),
-        ({"gan_weight": 0.1}, CHUNKS, r"gan_weight must be 0 with long_self_forcing"),
+        ({"gan_weight": 0.1}, CHUNKS, r"gan_weight must be 0 where windows"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(config, chunks, message):

@@ -134,6 +134,7 @@ REFUSED = {
     "self_forcing": "a causal student takes no condition image",
     "flow_map": "reads an image as channels, and no such network is a flow map",
     "long_self_forcing": "a causal student takes no condition image",
+    "streaming_tuning": "a causal student takes no condition image",
 }
 
 

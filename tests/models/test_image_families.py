@@ -70,7 +70,7 @@ GROUPS |= {"algorithm.rollout-batch": 2, "algorithm.update-batch": 2}
 OWN = {"dmd2": SINGLE | {"algorithm.student-every": 1}, "ode_init": SINGLE | {"algorithm.teacher-steps": 3}}
 OWN |= dict.fromkeys(OF_SAMPLES, GROUPS)
 OWN["dance_ppo"] = GROUPS | {"algorithm.num-samples": 1, "algorithm.num-prompts": 2}
-CAUSAL = ("self_forcing", "long_self_forcing")
+CAUSAL = ("self_forcing", "long_self_forcing", "streaming_tuning")
 TRAINED = [name for name in METHODS if name not in (*CAUSAL, "flow_dpo", "flow_map")]
 
 

@@ -28,6 +28,7 @@ CLIPS = {"data.num-clips": 2, "video.frames": 17, "video.height": 64, "video.wid
 OWN = dict.fromkeys(OF_CLIPS, CLIPS | SINGLE) | {"ode_init": SINGLE | {"algorithm.teacher-steps": 3}}
 OWN |= {"dmd2": SINGLE | {"algorithm.student-every": 1}, "self_forcing": SINGLE | {"algorithm.student-every": 1}}
 OWN["long_self_forcing"] = OWN["self_forcing"] | {"video.frames": 13, "algorithm.teacher-frames": 2}
+OWN["streaming_tuning"] = OWN["long_self_forcing"]
 OWN |= dict.fromkeys(OF_SAMPLES, GROUPS)
 OWN["dance_ppo"] = GROUPS | {"algorithm.num-samples": 1, "algorithm.num-prompts": 4}
 OWN["reward_gradient"] = SINGLE

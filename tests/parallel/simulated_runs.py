@@ -29,6 +29,7 @@ RUNS = {
     "dmd2": PARTS | {"algorithm.student-every": 1, "sampler.num-steps": 2},
     "self_forcing": PARTS | {"video.frames": 9, "algorithm.student-every": 1, "sampler.num-steps": 2},
     "long_self_forcing": PARTS | {"video.frames": 13, "algorithm.teacher-frames": 2, "sampler.num-steps": 2},
+    "streaming_tuning": PARTS | {"video.frames": 13, "algorithm.teacher-frames": 2, "sampler.num-steps": 2},
     "ode_init": PARTS | {"sampler.num-steps": 2, "algorithm.teacher-steps": 3},
     "dance_ppo": SINGLES | {"sampler.num-steps": 3} | ON_CPU,
     "reward_gradient": PARTS | {"sampler.num-steps": 2},

@@ -16,4 +16,5 @@ METHODS = {  # as text: `registry.method_named` imports the one that is asked fo
     "online_dpo": "unified_trainer.methods.flow_dpo:OnlineDPO",
     "reward_gradient": "unified_trainer.methods.reward_gradient:RewardGradient",
     "self_forcing": "unified_trainer.methods.self_forcing:SelfForcing",
+    "streaming_tuning": "unified_trainer.methods.streaming_tuning:StreamingTuning",
 }

@@ -172,8 +172,8 @@ class Method:
 
     A subclass sets `config_class` and `roles` and defines `step`; everything else has a default. Its constructor
     takes the settings, the sampler and, by name, its roles (and `reward` and `loader` if it sets `uses_reward`,
-    `rollouts` if it sets `sampled_by`, `codec` if it sets `uses_codec`); without a constructor of its own they become
-    attributes.
+    `loader` alone if it sets `uses_loader`, `rollouts` if it sets `sampled_by`, `codec` if it sets `uses_codec`);
+    without a constructor of its own they become attributes.
     """
 
     config_class: ClassVar[type[MethodConfig]] = MethodConfig
@@ -181,6 +181,7 @@ class Method:
     uses_reward: ClassVar[bool] = False  # the reward and the data loader are constructor arguments
     sampled_by: ClassVar[str] = ""  # the role that makes the samples of `rollouts`, a constructor argument then
     trains_flow_maps: ClassVar[bool] = False  # the student may be a flow map: `flow_map` of its settings
+    uses_loader: ClassVar[bool] = False  # the data loader is a constructor argument without the reward too
     uses_codec: ClassVar[bool] = False  # the codec, which decodes and encodes videos, is a constructor argument
     trained_for_sampler: ClassVar[bool] = False  # the student fits the run's sampler alone: checkpoints keep it
 
@@ -199,7 +200,7 @@ class Method:
         """Return the names of the constructor arguments besides settings, sampler and roles."""
         given = {
             "reward": cls.uses_reward,
-            "loader": cls.uses_reward,
+            "loader": cls.uses_reward or cls.uses_loader,
             "rollouts": cls.sampled_by,
             "codec": cls.uses_codec,
         }

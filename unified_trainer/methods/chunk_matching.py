@@ -3,13 +3,17 @@
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.ranges import Frames
-from unified_trainer.methods.base import MethodSetup
+from unified_trainer.basics.types import Latents
+from unified_trainer.methods.base import MethodConfig, MethodSetup
 from unified_trainer.methods.distribution_matching import MatchingConfig
+from unified_trainer.models.base import Codec
 from unified_trainer.numerics.chunks import ChunkConfig
+from unified_trainer.parallel.meter import phase
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.sampling.solver import SamplerConfig, trainable_steps
@@ -49,9 +53,48 @@ class ChunkMatchingConfig(MatchingConfig):
         return [calls[i] for i in rng.shared.integers(len(calls), size=count)]
 
 
+@dataclass(frozen=True)
+class WindowMatchingConfig(ChunkMatchingConfig):
+    """Settings of the methods that match windows of videos longer than the teacher's clips."""
+
+    teacher_frames: Frames = 21
+    """Latent frames of the clips that teacher and critic know: the longest part of a video that they see."""
+
+    teacher_guidance = MethodConfig.teacher_guidance  # no guard: its teacher would make videos of video.frames
+
+    def check(self, setup: MethodSetup) -> None:
+        super().check(setup)
+        if self.gan_weight:
+            raise UserError(
+                "algorithm.gan_weight must be 0 where windows of longer videos are matched, which are no clips: leave "
+                "it out, or train with self_forcing"
+            )
+        chunks = setup.sampler.chunks
+        first = 1 if chunks.independent_first_frame else 0
+        chunk, more = chunks.chunk_frames, (self.teacher_frames - first) % chunks.chunk_frames
+        if self.teacher_frames <= chunk or more:
+            below = self.teacher_frames - more
+            good = " or ".join(str(frames) for frames in (below, below + chunk) if frames > chunk)
+            raise UserError(
+                f"algorithm.teacher_frames must be whole chunks and more frames than sampler.chunks.chunk_frames "
+                f"({chunk}), so that a chunk fits behind an image latent, not {self.teacher_frames}: set "
+                f"{good or 2 * chunk + first}"
+            )
+
+
 def trained_frames(chunks: ChunkConfig, frames: int, first: int, device: torch.device) -> Tensor | None:
     """Return the mask [t, 1, 1] of the frames whose chunk starts at frame `first` or later, or None for all."""
     if first <= 0:
         return None
     trained = [start >= first for start, stop in chunks.ranges(frames) for _ in range(start, stop)]
     return torch.tensor(trained, device=device)[:, None, None]
+
+
+@torch.no_grad()
+def image_latent(codec: Codec, x0: Latents, part_frames: int) -> Float[Tensor, "b c 1 h w"]:
+    """Decode latent frames [b, c, t, h, w] and encode the last pixel frame, as a clip's first one."""
+    with phase("decode"), codec.in_use():
+        decode = codec.decoder()
+        for part in x0.split(part_frames, 2):  # in parts: all pixels are never in memory
+            video = decode(part)
+        return codec.encode(video[:, :, -1:])

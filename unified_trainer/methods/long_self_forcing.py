@@ -8,16 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.ranges import Frames
 from unified_trainer.basics.types import Batch, Latents
-from unified_trainer.methods.base import Loss, Method, MethodConfig, MethodSetup, frozen, trained
-from unified_trainer.methods.chunk_matching import ChunkMatchingConfig, trained_frames
+from unified_trainer.methods.base import Loss, Method, frozen, trained
+from unified_trainer.methods.chunk_matching import WindowMatchingConfig, image_latent, trained_frames
 from unified_trainer.methods.distribution_matching import matching_losses
 from unified_trainer.methods.score_directions import matching_of
 from unified_trainer.models.base import Codec
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.parallel.meter import phase
 from unified_trainer.parallel.random import Streams
 from unified_trainer.roles.causal import CausalStudent
 from unified_trainer.roles.critic import Critic
@@ -26,30 +23,8 @@ from unified_trainer.sampling.solver import SamplerConfig, predict_chunks
 
 
 @dataclass(frozen=True)
-class LongSelfForcingConfig(ChunkMatchingConfig):
-    teacher_frames: Frames = 21
-    """Latent frames of the clips that teacher and critic know: the longest part of a video that they see."""
-
-    teacher_guidance = MethodConfig.teacher_guidance  # no guard: its teacher would make videos of video.frames
-
-    def check(self, setup: MethodSetup) -> None:
-        super().check(setup)
-        if self.gan_weight:
-            raise UserError(
-                "algorithm.gan_weight must be 0 with long_self_forcing, whose windows are no clips: leave it "
-                "out, or train with self_forcing"
-            )
-        chunks = setup.sampler.chunks
-        first = 1 if chunks.independent_first_frame else 0
-        chunk, more = chunks.chunk_frames, (self.teacher_frames - first) % chunks.chunk_frames
-        if self.teacher_frames <= chunk or more:
-            below = self.teacher_frames - more
-            good = " or ".join(str(frames) for frames in (below, below + chunk) if frames > chunk)
-            raise UserError(
-                f"algorithm.teacher_frames must be whole chunks and more frames than sampler.chunks.chunk_frames "
-                f"({chunk}), so that a chunk fits behind an image latent, not {self.teacher_frames}: set "
-                f"{good or 2 * chunk + first}"
-            )
+class LongSelfForcingConfig(WindowMatchingConfig):
+    pass
 
 
 class LongSelfForcing(Method):
@@ -112,16 +87,7 @@ class LongSelfForcing(Method):
         if x0.shape[2] <= behind + 1:
             return x0
         before, newest = x0.split([x0.shape[2] - behind, behind], 2)
-        return torch.cat([self._image_latent(before).to(newest), newest], 2)
-
-    @torch.no_grad()
-    def _image_latent(self, x0: Latents) -> Float[Tensor, "b c 1 h w"]:
-        """Decode latent frames [b, c, t, h, w] and encode the last pixel frame, as a clip's first one."""
-        with phase("decode"), self.codec.in_use():
-            decode = self.codec.decoder()
-            for part in x0.split(self.sampler.chunks.chunk_frames, 2):  # in parts: all pixels are never in memory
-                video = decode(part)
-            return self.codec.encode(video[:, :, -1:])
+        return torch.cat([image_latent(self.codec, before, self.sampler.chunks.chunk_frames).to(newest), newest], 2)
 
     def _first_trained(self, stop: int) -> int:
         """Return the frame from which on chunks are trained in a video of `stop` frames; 0 or less trains all."""

@@ -134,9 +134,9 @@ class SparseVideoModel(VideoModel, Protocol):
 
 
 class Cache(Protocol):
-    """The KV cache of one rollout: what later chunks attend to. Only `append` writes to it."""
+    """The KV cache of one rollout: what later chunks attend to. Only `append` writes keys and values."""
 
-    seen: int  # latent frames finished so far
+    seen: int  # latent frames finished so far: the place of the next chunk in the video
 
     def start_prompt(self) -> None:
         """Switch the prompt for later passes; cached keys of finished chunks are unchanged."""

@@ -45,6 +45,11 @@ class Streams:
         streams.shared = generator(*self._step_key, "shared")
         return streams
 
+    def of_step(self, step: int) -> "Streams":
+        """Return the streams of another training step of the run."""
+        seed, _ = self._step_key
+        return Streams(seed, step, self._device)
+
     def numbered(self, number: int) -> "Streams":
         """Return the streams of one of several equal draws in a step: other numbers by name, the same `shared`.
 

@@ -172,9 +172,14 @@ class KVCache:
         conditional, unconditional = velocity.chunk(2)
         return self._role.guide(conditional, unconditional, self._role.scale(level, self._scale))
 
-    def append(self, x: Latents) -> None:
-        """Append a finished chunk `x`, which is at the context's noise level."""
+    def append(self, x: Latents, at: int | None = None) -> None:
+        """Append a finished chunk `x`, which is at the context's noise level; `at` is its first frame in the video.
+
+        By default it follows the chunk before it.
+        """
         for expert, cache in self._caches.items():
+            if at is not None:
+                cache.seen = at
             with self._role.running(expert) as model:
                 model.append(self._both(x.detach()), self._cond, cache)
 

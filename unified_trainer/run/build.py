@@ -248,7 +248,8 @@ def _trainer(
     rollouts: Rollouts | None,
     guards: Guards,
 ) -> Trainer:
-    parts: dict[str, Any] = {"reward": reward, "loader": loader} if plan.method.uses_reward else {}
+    parts: dict[str, Any] = {"reward": reward} if plan.method.uses_reward else {}
+    parts |= {"loader": loader} if "loader" in plan.method.parts() else {}
     parts |= {} if rollouts is None else {"rollouts": rollouts}
     parts |= {"codec": codec} if plan.method.uses_codec else {}
     copies = {name: role for name, role in roles.items() if isinstance(role, WeightCopy)}

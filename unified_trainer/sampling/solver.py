@@ -130,16 +130,30 @@ def stream_chunks(
     first_gradient_frame: int = 0,
     prompts: Mapping[int, Condition] = MappingProxyType({}),
 ) -> Iterator[Latents]:
-    """Yield the latents chunk by chunk (Self-Forcing, arXiv:2506.08009): x0 of chunk i from its call number exits[i].
+    """Yield the latents chunk by chunk, from an empty KV cache on: see `next_chunks`."""
+    ranges, sigmas = sampler.chunks.ranges(noise.shape[2]), sampler.sigmas()[: max(exits) + 1]
+    cache = student.open_cache(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
+    yield from next_chunks(cache, noise, sampler, draw, ranges, exits, first_gradient_frame, prompts)
 
-    Only that call keeps a graph, and only in chunks that start at `first_gradient_frame` or later. A yielded chunk that
-    others follow is then appended to the KV cache at the context noise, without gradient. From chunk i on the condition
-    is prompts[i].
+
+def next_chunks(
+    cache: KVCache,
+    noise: Latents,
+    sampler: SamplerConfig,
+    draw: Draw,
+    ranges: Sequence[tuple[int, int]],
+    exits: Sequence[int],
+    first_gradient_frame: int = 0,
+    prompts: Mapping[int, Condition] = MappingProxyType({}),
+) -> Iterator[Latents]:
+    """Yield the chunks that follow a KV cache (Self-Forcing, arXiv:2506.08009): x0 of chunk i from its call exits[i].
+
+    `ranges` are the chunks' frames of `noise`. Only call exits[i] keeps a graph, and only in chunks that start at
+    `first_gradient_frame` or later. A yielded chunk that others follow is then appended to the KV cache at the context
+    noise, without gradient. From chunk i on the condition is prompts[i].
     """
-    chunks, draw = sampler.chunks, functools.cache(draw)
-    sigmas = sampler.sigmas()[: max(exits) + 1]
-    cache = student.open_cache(batch.cond, batch.uncond, chunks, sampler.guidance_scale, sigmas)
-    for i, ((start, stop), step) in enumerate(zip(chunks.ranges(noise.shape[2]), exits, strict=True)):
+    draw = functools.cache(draw)
+    for i, ((start, stop), step) in enumerate(zip(ranges, exits, strict=True)):
         own = slice(start, stop)
         if i in prompts:
             cache.set_condition(prompts[i])
@@ -148,6 +162,31 @@ def stream_chunks(
         yield x0
         if stop < noise.shape[2]:
             cache.append(_context(x0.detach(), sampler, _frames_of(draw, own)))
+
+
+@torch.no_grad()
+def recomputed_cache(
+    student: Causal,
+    past: Float[Tensor, "b c past h w"],
+    frames: Sequence[int],
+    batch: Batch,
+    sampler: SamplerConfig,
+    draw: Draw,
+    exits: Sequence[int],
+) -> KVCache:
+    """Return the KV cache of finished latent frames `past`, computed anew with the prompts of `batch`.
+
+    `frames` are their numbers in the video, rising; the next chunk follows the last one. Frames that have left the
+    window are not given: what they added to keys and values of later frames is lost (LongLive, arXiv:2509.22622).
+    """
+    sigmas, draw = sampler.sigmas()[: max(exits) + 1], functools.cache(draw)
+    cache = student.open_cache(batch.cond, batch.uncond, sampler.chunks, sampler.guidance_scale, sigmas)
+    starts = {start for start, _ in sampler.chunks.ranges(frames[-1] + 1)} if frames else ()
+    cuts = [i for i, frame in enumerate(frames) if i == 0 or frame in starts or frame - 1 != frames[i - 1]]
+    for i, stop in itertools.pairwise([*cuts, len(frames)]):
+        own = slice(i, stop)
+        cache.append(_context(past[:, :, own], sampler, _frames_of(draw, own)), at=frames[i])
+    return cache
 
 
 @phase("rollout")

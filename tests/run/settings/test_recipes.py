@@ -69,7 +69,7 @@ def test_every_real_recipe_has_a_published_size():
     assert set(REAL) == set(SIZES)
 
 
-CAUSAL = ("self_forcing", "long_self_forcing")
+CAUSAL = ("self_forcing", "long_self_forcing", "streaming_tuning")
 
 
 def given(recipe: str, method: str, folder, prompts) -> list[str]:

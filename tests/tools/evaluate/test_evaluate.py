@@ -150,6 +150,17 @@ def test_fvd_to_clips_of_a_folder(run, tmp_path, capsys):
     assert f"--real-clips {clips} holds 2 videos, fewer than the 4 samples of a seed" in capsys.readouterr().err
 
 
+def test_videos_by_the_names_that_vbench_reads(run, tmp_path):
+    """VBench looks for PROMPT-INDEX.mp4: the samples of all seeds are numbered on."""
+    asked = ("--prompts", "a", "b, or c?", "--samples", "2", "--seeds", "3", "0", "--prompt-names", "--resamples", "10")
+    assert main(["evaluate", f"{run}@1", *asked, "--output", str(tmp_path / "out")]) == 0
+    (folder,) = (tmp_path / "out" / "samples").iterdir()
+    names = {f"{prompt}-{index}.mp4" for prompt in ("a", "b, or c?") for index in range(4)}
+    assert {file.name for file in folder.glob("*.mp4")} == names
+    rows = table(tmp_path / "out", "samples.csv")
+    assert [row["video"].rpartition("-")[2] for row in rows if row["prompt"] == "a"] == [f"{i}.mp4" for i in range(4)]
+
+
 def test_the_best_step_is_that_of_the_run(run):
     (best,) = read_checkpoints([f"{run}@best"], (), "")
     rewards = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -176,6 +187,7 @@ def test_the_best_step_is_that_of_the_run(run):
         (("RUN", "--held-out", "beauty"), "kind beauty is no scorer"),
         (("RUN", "--confidence", "1"), "--confidence must be above 0 and below 1, not 1"),
         (("RUN", "--student.precision", "bf16"), "--student.precision: evaluate changes settings of sampler"),
+        (("RUN", "--prompt-names", "--prompts", "a" * 250), "cannot name a file"),
         (("RUN", "--output", "RUN"), "is no folder of evaluations"),
     ],
 )
@@ -184,7 +196,10 @@ def test_what_cannot_be_is_refused_before_a_weight_is_read(run, tmp_path, monkey
     for name in ("load_role", "load_folder"):
         monkeypatch.setattr(parsing, name, lambda *args, **options: pytest.fail("weights were read"))
     given = [word.replace("RUN", str(run)) for word in words]
-    asked = ["--prompts", "a", *(() if "--output" in given else ("--output", "out"))]
+    asked = [
+        *(() if "--prompts" in given else ("--prompts", "a")),
+        *(() if "--output" in given else ("--output", "out")),
+    ]
     assert said in refused(capsys, *given, *asked).replace(str(run), "RUN")
     assert not (tmp_path / "out").exists()
 

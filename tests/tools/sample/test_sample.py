@@ -135,6 +135,17 @@ def test_a_prompt_that_switches(runs):
     assert torch.equal(unswitched, first)
 
 
+def test_a_recached_switch(runs):
+    """Before the switch frames are equal bit for bit; after it they differ. Without a switch nothing changes."""
+    one, texts = trained(runs / "causal"), [f"{PROMPTS[0]} | {PROMPTS[1]}"]
+    streams = [pieces(one, Request.of(texts), 0, 1, by_chunk=True, recache=recache) for recache in (False, True)]
+    kept, recached = (torch.cat(list(next(stream)), 2) for stream in streams)
+    assert torch.equal(kept[:, :, :9], recached[:, :, :9])  # three of five chunks
+    assert not torch.allclose(kept[:, :, 9:], recached[:, :, 9:], atol=1e-3)
+    unswitched = pieces(one, Request.of(PROMPTS[:1]), 0, 1, by_chunk=True, recache=True)
+    assert torch.equal(torch.cat(list(next(unswitched)), 2), sampled(one, PROMPTS[:1], 0, 1))
+
+
 def test_a_stream_is_sampled_chunk_by_chunk(runs):
     """The first chunk takes four calls, each further one four and the context pass of the chunk before."""
     one = trained(runs / "causal")
@@ -211,6 +222,7 @@ def test_videos_by_the_names_that_vbench_reads(runs, tmp_path, monkeypatch):
         (["RUN", "--prompts", "a", "--output", "RUN"], "exists and is not an empty folder"),
         (["RUN", "--prompts"], "--prompts needs at least one"),
         (["RUN", "--prompts", "a", "--stream"], "--stream needs a causal student"),
+        (["CAUSAL", "--prompts", "a", "--recache"], "--recache is for prompts that switch in one video"),
         (["RUN", "--prompts", "a", "--sink-frames", "1"], "--sink-frames are for causal students"),
         (["RUN", "--prompts", "a", "--frames", "16"], "video.frames must be 4k + 1"),
         (["CAUSAL", "--prompts", "a", "--frames", "257"], "a video of 257 x 64 x 64 has 65 tokens along one axis"),

@@ -29,7 +29,7 @@ class WanCache:
     """The KV cache of one rollout, without gradient; only `append` writes to it, and it never changes a tensor."""
 
     chunks: ChunkConfig
-    seen: int = 0  # latent frames finished so far
+    seen: int = 0  # latent frames finished so far: the place of the next chunk in the video
     past: tuple[Finished, ...] = ()
     text: LayerLists = field(default_factory=list)  # of the cross-attention, filled by the first pass without gradient
 

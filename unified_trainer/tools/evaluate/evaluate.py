@@ -35,7 +35,7 @@ from unified_trainer.tools.evaluate.table import print_summary
 from unified_trainer.tools.load_run import LoadedRole
 from unified_trainer.tools.progress import ItemProgress
 from unified_trainer.tools.report.page import MEGABYTE, VIDEO_MEGABYTES
-from unified_trainer.tools.sample.sample import check_images, read_lines
+from unified_trainer.tools.sample.sample import check_images, of_prompts, read_lines
 
 
 def evaluate(
@@ -55,6 +55,7 @@ def evaluate(
     bootstrap_seed: Seed = 0,
     confidence: Fraction = 0.95,
     num_videos: Count = 1,
+    prompt_names: bool = False,
     video_megabytes: NonNegative = VIDEO_MEGABYTES,
     vote_seed: Seed = 0,
     votes: tuple[Path, ...] = (),
@@ -91,6 +92,8 @@ def evaluate(
         bootstrap_seed: Seed of the resampling.
         confidence: Confidence of the intervals.
         num_videos: Samples of each prompt and seed that are also written as videos.
+        prompt_names: Write all samples as videos PROMPT-INDEX.mp4, as VBench reads them: with --samples 5 and the
+            prompts of a dimension, its program runs on the folder of each checkpoint below OUTPUT/samples.
         video_megabytes: Megabytes of videos in each page; later samples do not fit.
         vote_seed: Seed of the order of videos in votes.html.
         votes: Files of votes that votes.html saved: count them instead, for the evaluation in the output folder.
@@ -105,7 +108,8 @@ def evaluate(
         raise UserError("--reward FILE has all settings of the reward: leave the flags --reward.... out")
     chosen = read_checkpoints(checkpoints, settings, recipe, needs_reward=reward is None)
     lines = _distinct(prompts, images=any(checkpoint.images[1] for checkpoint in chosen))
-    plan = Plan(lines, samples, _seeds(seeds), batch, min(num_videos, samples), frechet_stride, i3d, real_clips)
+    written = samples if prompt_names else min(num_videos, samples)
+    plan = Plan(lines, samples, _seeds(seeds), batch, written, frechet_stride, i3d, real_clips, prompt_names)
     rewards = common_reward(chosen, reward, held_out)
     _check(chosen, plan, rewards)
     reference = _reference(chosen, checkpoints, frechet_to, plan, rewards)
@@ -148,6 +152,8 @@ def _check(chosen: Sequence[Checkpoint], plan: Plan, rewards: RewardConfig) -> N
             f"{len(plan.prompts)} prompts x --samples {plan.samples} are {plan.size} samples of a seed, and --seeds "
             f"share noise from {NOISE_STEP} samples on: lower --samples, or take one seed"
         )
+    if plan.prompt_names:
+        of_prompts([line for line in Request.of(plan.prompts) for _ in range(plan.samples)], plan.samples)
     shapes = [
         (checkpoint.check(), checkpoint.run.video.frames, checkpoint.run.video.height, checkpoint.run.video.width)
         for checkpoint in chosen

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from unified_trainer.basics.ranges import MOST
+from unified_trainer.basics.requests import Request
 
 NOISE_STEP = MOST  # between the noise of one seed and the next: sample i of seed s has noise number s NOISE_STEP + i
 
@@ -20,6 +21,7 @@ class Plan:
     frechet_stride: int
     i3d: str = ""  # TorchScript file of I3D; empty measures no FVD
     real_clips: str = ""  # folder of videos that the samples are compared with
+    prompt_names: bool = False  # whether videos are named PROMPT-INDEX, as VBench reads them
 
     @property
     def size(self) -> int:
@@ -31,6 +33,12 @@ class Plan:
         for seed in self.seeds:
             for start in range(0, self.size, self.batch):
                 yield seed, list(range(start, min(start + self.batch, self.size)))
+
+    def stem(self, seed: int, prompt: int, sample: int) -> str:
+        """Return the name of a sample's video without its suffix; `prompt` is a number."""
+        if not self.prompt_names:
+            return f"{seed}-{prompt}-{sample}"
+        return f"{Request.of(self.prompts)[prompt].text}-{self.seeds.index(seed) * self.samples + sample}"
 
     def prompts_of(self, numbers: list[int]) -> list[str]:
         """Return the prompt of each of these samples."""

@@ -2,7 +2,7 @@
 
 CHECKPOINT-KEY/measured.json         what the samples depend on (its hash is KEY), their scores, the speed
 CHECKPOINT-KEY/features.safetensors  thumbnails, and features of frames of the samples and of real clips
-CHECKPOINT-KEY/SEED-PROMPT-SAMPLE.mp4 or .png
+CHECKPOINT-KEY/SEED-PROMPT-SAMPLE.mp4 or .png, or PROMPT-INDEX.mp4 with --prompt-names
 """
 
 import hashlib
@@ -230,6 +230,6 @@ def _write_videos(folder: Path, video: Video, rows: Sequence[dict[str, Any]], pl
     for row, frames in zip(rows, to_uint8(video), strict=True):
         row["video"] = None
         if row["sample"] < plan.videos:
-            row["video"] = file_name(f"{row['seed']}-{row['prompt']}-{row['sample']}", len(frames))
+            row["video"] = file_name(plan.stem(row["seed"], row["prompt"], row["sample"]), len(frames))
             with writing(folder):
                 write_clip(frames, folder / row["video"], fps)

@@ -297,7 +297,8 @@ def _trainer(
     first = all(scorer.frames == "first" for scorer in run.reward.named().values())
     frames: Literal["first", "all"] = "first" if first else "all"
     reward = Reward({SCORER: _score}, codec, RewardConfig(kind=SCORER, frames=frames))
-    parts: dict[str, Any] = {"reward": reward, "loader": loader} if method.uses_reward else {}
+    parts: dict[str, Any] = {"reward": reward} if method.uses_reward else {}
+    parts |= {"loader": loader} if "loader" in method.parts() else {}
     if method.sampled_by:
         sample: Callable[..., Any] = partial(method.sample, run.algorithm, run.sampler, roles[method.sampled_by])
         parts["rollouts"] = _Rollouts(sample, reward, algorithm.rollout_batch)

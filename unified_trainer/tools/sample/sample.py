@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -31,7 +33,7 @@ from unified_trainer.roles.causal import Causal
 from unified_trainer.roles.role import Trainable
 from unified_trainer.run.build import cache_memory
 from unified_trainer.run.settings.config import RunConfig
-from unified_trainer.sampling.solver import Draw, generate, stream_chunks
+from unified_trainer.sampling.solver import Draw, SamplerConfig, generate, next_chunks, recomputed_cache, stream_chunks
 from unified_trainer.tools.load_run import LoadedRole, load_role
 from unified_trainer.tools.output_folder import check_empty
 
@@ -50,6 +52,7 @@ def sample(
     batch: Count = 8,
     frames: FramesOrZero = 0,
     stream: bool = False,
+    recache: bool = False,
     window_frames: FramesOrZero | None = None,
     sink_frames: FramesOrZero | None = None,
     device: Device = "auto",
@@ -70,6 +73,8 @@ def sample(
         batch: Videos generated at a time.
         frames: Pixel frames of a video; 0 takes the run's.
         stream: Write the frames chunk by chunk as they are generated, and report the speed; causal students only.
+        recache: At a switch of prompts, compute keys and values of the finished frames that stay in the KV cache anew
+            with the new prompt, as streaming_tuning trains it; by default they are unchanged.
         window_frames: Finished latent frames that a causal student attends to; by default the run's. A video longer
             than the run's, of a run without a window, has the longest past of the run.
         sink_frames: Number of them that are always the first frames of the video; by default the run's.
@@ -85,13 +90,15 @@ def sample(
     loaded = of_length(loaded, frames, window_frames, sink_frames, min(batch, len(lines)))
     if stream and not loaded.run.sampler.chunks.causal:
         raise UserError(f"--stream needs a causal student, but {run} generates all frames at once: leave it out")
+    if recache and not stream:
+        raise UserError("--recache is for prompts that switch in one video: add --stream, or leave it out")
     names = [file_name(stem, loaded.run.video.frames) for stem in stems]
     rows: list[dict[str, Any]] = [
         {"video": names[i], "prompt": line.text, "seed": seed + i} | line.files for i, line in enumerate(lines)
     ]
     with writing(output), fitting(f"a batch of {min(batch, len(lines))} videos", "lower --batch"):
         output.mkdir(parents=True, exist_ok=True)
-        clips, speed = _write(loaded, lines, seed, batch, [output / name for name in names], stream)
+        clips, speed = _write(loaded, lines, seed, batch, [output / name for name in names], stream, recache)
         sheet = [
             Row(clip, f"seed {seed + i}", line.text, line.pictures(*clip.shape[1:3]))
             for i, (clip, line) in enumerate(zip(clips, lines, strict=False))
@@ -199,14 +206,20 @@ def videos(loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: in
 
 
 def pieces(
-    loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int, *, by_chunk: bool
+    loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int, *, by_chunk: bool, recache: bool = False
 ) -> Iterator[Iterator[Video]]:
-    """Generate the videos of the requests, each batch as an iterator over its frames: all at once, or by chunks."""
+    """Generate the videos of the requests, each batch as an iterator over its frames: all at once, or by chunks.
+
+    With `recache` chunks after a switch of prompts attend to a KV cache that is computed anew.
+    """
     codec = loaded.family.codec(loaded.base, loaded.role.device, loaded.run.encoders)
     for start in range(0, len(requests), batch):
         part = requests[start : start + batch]
         seeds = range(seed + start, seed + start + len(part))
-        made = _stream(loaded, codec, part, seeds) if by_chunk else iter([draw_latents(loaded, codec, part, seeds)])
+        if by_chunk:
+            made = _stream(loaded, codec, part, seeds, recache=recache)
+        else:
+            made = iter([draw_latents(loaded, codec, part, seeds)])
         yield map(codec.decoder(), made)
 
 
@@ -254,24 +267,50 @@ def _start(
 
 
 @torch.no_grad()
-def _stream(loaded: LoadedRole, codec: Codec, requests: Sequence[Request], seeds: Sequence[int]) -> Iterator[Latents]:
+def _stream(
+    loaded: LoadedRole, codec: Codec, requests: Sequence[Request], seeds: Sequence[int], *, recache: bool
+) -> Iterator[Latents]:
     """Generate chunk by chunk; each prompt of "a | b" has an equal number of chunks, up to rounding."""
     batch_of, draw = _start(loaded, codec, seeds)
     noise, sampler = draw(0), loaded.run.sampler
     scenes = [request.text.split(" | ") for request in requests]
     count = len(sampler.chunks.ranges(noise.shape[2]))
     now = [Request.of(scene[i * len(scene) // count] for scene in scenes) for i in range(count)]
-    switches = {i: batch_of(now[i]).cond for i in range(1, count) if now[i] != now[i - 1]}
-    exits = [sampler.num_steps - 1] * count
-    for x0 in stream_chunks(
-        of_kind(Causal, loaded.role), noise, batch_of(now[0]), sampler, draw, exits, prompts=switches
-    ):
+    starts = [i for i in range(count) if i == 0 or now[i] != now[i - 1]]
+    role, exits = of_kind(Causal, loaded.role), [sampler.num_steps - 1] * count
+    if recache:
+        made = _recached(role, noise, {i: batch_of(now[i]) for i in starts}, sampler, draw, exits)
+    else:
+        switches = {i: batch_of(now[i]).cond for i in starts[1:]}
+        made = stream_chunks(role, noise, batch_of(now[0]), sampler, draw, exits, prompts=switches)
+    for x0 in made:
         check_finite(x0, loaded.name)
         yield x0
 
 
+def _recached(
+    role: Causal, noise: Latents, batches: Mapping[int, Batch], sampler: SamplerConfig, draw: Draw, exits: Sequence[int]
+) -> Iterator[Latents]:
+    """Generate chunk by chunk; from chunk i on with batches[i], for which the KV cache is computed anew."""
+    ranges, draw, past = sampler.chunks.ranges(noise.shape[2]), functools.cache(draw), list[Latents]()
+    visible = sampler.chunks.visible_frames(noise.shape[2])
+    for first, stop in itertools.pairwise([*batches, len(ranges)]):
+        seen = visible[first]
+        kept = torch.cat(past, 2)[:, :, seen] if seen else noise[:, :, :0]
+        cache = recomputed_cache(role, kept, seen, batches[first], sampler, lambda s, f=seen: draw(s)[:, :, f], exits)
+        for x0 in next_chunks(cache, noise, sampler, draw, ranges[first:stop], exits[first:stop]):
+            past.append(x0)
+            yield x0
+
+
 def _write(
-    loaded: LoadedRole, requests: Sequence[Request], seed: int, batch: int, names: Sequence[Path], by_chunk: bool
+    loaded: LoadedRole,
+    requests: Sequence[Request],
+    seed: int,
+    batch: int,
+    names: Sequence[Path],
+    by_chunk: bool,
+    recache: bool,
 ) -> tuple[list[np.ndarray], str]:
     """Write the videos as their frames come, each to its file.
 
@@ -279,7 +318,7 @@ def _write(
     """
     clips: list[np.ndarray] = []
     began, first, written, count = time.perf_counter(), 0.0, 0, 0
-    for parts in pieces(loaded, requests, seed, batch, by_chunk=by_chunk):
+    for parts in pieces(loaded, requests, seed, batch, by_chunk=by_chunk, recache=recache):
         with contextlib.ExitStack() as open_files:
             files, seen = [], []
             for part in parts:
