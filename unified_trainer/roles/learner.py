@@ -103,6 +103,12 @@ class Learner:
             self._ema.update(self.updates)
         return {f"{self.name}/grad_norm": norm, f"{self.name}/learning_rate": learning_rate}
 
+    @property
+    def idle_in_passes(self) -> list[Tensor]:
+        """What no pass of the network reads: the moments, and an EMA on the device of the weights."""
+        kept = self._ema is not None and self.config.ema_device == "same"
+        return [*self._optimizer.moments, *(self._ema.shadow.values() if kept else ())]
+
     def restart_ema(self) -> None:
         """Start the EMA anew from the weights as they are, after they were loaded."""
         if self._ema:
