@@ -3,11 +3,14 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import simulated_npu
 import torch
+from helpers import flags
 from torch import nn
 
+from unified_trainer.__main__ import main
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Rollout
 from unified_trainer.methods.rl.rollouts import LocalRollouts
@@ -22,6 +25,18 @@ from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.reward import Reward
 from unified_trainer.run.registry import TINY
 
+# Full training with an EMA and a reference. Few samples, so that the state of training decides.
+TRAINED = {
+    "method": "dance_grpo",
+    "recipe": "tiny",
+    "device": "npu",
+    "validate-every": 0,
+    "steps": 2,
+    "sampler.num-steps": 3,
+}
+TRAINED |= {"video.frames": 5, "video.height": 32, "video.width": 32, "reward.kind": "sharpness", "reward.path": ""}
+TRAINED |= {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
+TRAINED |= {"student.ema-decay": 0.5, "algorithm.kl-coefficient": 0.1}
 SHAPE = (16, 1, 2, 2)  # of latents: 256 bytes
 STATES = 4
 NPU = "npu"
@@ -116,6 +131,36 @@ def step(place: str, *, offload: bool) -> dict[str, object]:
 def _noted(part, noted: list[int], now, *given):
     noted.append(now())
     return part(*given)
+
+
+def offloaded(folder: Path) -> dict[str, object]:
+    """Return the peak of bytes in each rollout, and after it, of two steps with and without rollouts.offload.
+
+    The network is that of a folder.
+    """
+    found: dict[str, object] = {}
+    for name, more in (("there", []), ("offloaded", ["--rollouts.offload"])):
+        rollouts, rest = [], []
+        with counted_bytes() as memory:
+            samples = LocalRollouts.samples
+
+            def noted(made, *given, memory=memory, samples=samples, rollouts=rollouts, rest=rest):
+                rest.append(memory.peak)
+                memory.peak = memory.now
+                try:
+                    return samples(made, *given)
+                finally:
+                    rollouts.append(memory.peak)
+                    memory.peak = memory.now
+
+            LocalRollouts.samples = noted
+            try:
+                code = main([*flags(TRAINED | {"student.path": folder / "wan", "output": folder / name}), *more])
+            finally:
+                LocalRollouts.samples = samples
+            rest.append(memory.peak)
+        found[name] = {"code": code, "rollouts": rollouts, "rest": rest[1:]}
+    return found
 
 
 def prepared() -> dict[str, object]:

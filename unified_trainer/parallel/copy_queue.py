@@ -52,8 +52,8 @@ class CopyQueue:
         return copies
 
     @contextmanager
-    def parked(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Keep this rank's parts of tensors of the device in CPU memory inside the context; nothing may read them there.
+    def offloaded(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Keep this rank's parts of tensors of the device in CPU memory inside the context; nothing may use them there.
 
         Their memory on the device is free meanwhile. After it, also after an error, they have their values again, and
         the work that is queued then waits for the copies. Tensors of other devices stay where they are.
@@ -85,9 +85,10 @@ class CopyQueue:
         found: dict[int, Tensor] = {}
         for tensor in tensors:
             part = to_local(tensor).detach()
-            if part.device == self._device and (size := part.untyped_storage().nbytes()):
-                count = size // part.element_size()
-                found.setdefault(part.data_ptr(), part.as_strided((count,), (1,), 0).view(torch.uint8))
+            storage = part.untyped_storage()
+            if part.device == self._device and storage.nbytes():
+                count = storage.nbytes() // part.element_size()
+                found.setdefault(storage.data_ptr(), part.as_strided((count,), (1,), 0).view(torch.uint8))
         return list(found.values())
 
     @contextmanager

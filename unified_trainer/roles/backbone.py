@@ -161,12 +161,12 @@ class Backbone:
         reshard(self.model.network)
 
     def idle_weights(self, *, running: bool) -> list[nn.Parameter]:
-        """Return the weights that only training reads: all, or of a network that is `running` those with a bf16 copy."""
+        """Return the weights that only training reads: all, or of a `running` network those that have a bf16 copy."""
         self.reshard()
         if not running:
             return list(self.model.network.parameters())
         for copies in self._rounded:
-            copies.follow()
+            copies.round_changed()
         return [p for copies in self._rounded for p in copies.weights]
 
     def merge(self, role: str) -> None:

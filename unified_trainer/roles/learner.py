@@ -105,9 +105,9 @@ class Learner:
 
     @property
     def idle_in_passes(self) -> list[Tensor]:
-        """What no pass of the network reads: the moments, and an EMA on the device of the weights."""
-        kept = self._ema is not None and self.config.ema_device == "same"
-        return [*self._optimizer.moments, *(self._ema.shadow.values() if kept else ())]
+        """The tensors that no pass of the network reads: moments, and an EMA on the device of the weights."""
+        averages = self._ema.shadow.values() if self._ema and self.config.ema_device == "same" else ()
+        return [*self._optimizer.moments, *averages]
 
     def restart_ema(self) -> None:
         """Start the EMA anew from the weights as they are, after they were loaded."""

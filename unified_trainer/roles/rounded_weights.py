@@ -73,7 +73,7 @@ class RoundedCopies:
         self._connect()
 
     def __call__(self, _block: nn.Module, _inputs: Any) -> None:
-        self.follow()
+        self.round_changed()
         if self._trained and torch.is_grad_enabled():
             self._connect()
 
@@ -83,7 +83,7 @@ class RoundedCopies:
         return list(self._copies)
 
     @torch.no_grad()
-    def follow(self) -> None:
+    def round_changed(self) -> None:
         """Round the weights that have changed."""
         changed = [p for p in self._copies if self._versions.get(p) != p._version]
         if changed:

@@ -25,7 +25,7 @@ class OffloadedRollouts:
         self.check: Check | None = None  # samples of this process need none
 
     def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
-        with copy_queue(self._sampler.device).parked(self._idle()):
+        with copy_queue(self._sampler.device).offloaded(self._idle()):
             return self._source.samples(batch, step, rng)
 
     def metrics(self) -> dict[str, float]:
