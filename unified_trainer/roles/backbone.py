@@ -162,7 +162,6 @@ class Backbone:
 
     def idle_weights(self, *, running: bool) -> list[nn.Parameter]:
         """Return the weights that only training reads: all, or of a `running` network those that have a bf16 copy."""
-        self.reshard()
         if not running:
             return list(self.model.network.parameters())
         for copies in self._rounded:
