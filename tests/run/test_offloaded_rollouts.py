@@ -1,5 +1,7 @@
 """With `rollouts.offload` a run has the same bits, and while it samples, what only training reads takes no memory."""
 
+from dataclasses import replace
+
 import pytest
 from forked import program
 from helpers import (
@@ -22,6 +24,10 @@ from unified_trainer.parallel.copy_queue import CopyQueue
 from unified_trainer.parallel.fsdp import ROUNDED
 from unified_trainer.roles.role import TrainableConfig
 from unified_trainer.run.offloaded_rollouts import OffloadedRollouts
+from unified_trainer.run.settings.command_line import parse
+from unified_trainer.tools.plan import memory
+from unified_trainer.tools.plan.estimate import estimate
+from unified_trainer.tools.plan.passes import PassBytes
 
 COMMON = {"recipe": "tiny", "validate-every": 0, "video.frames": 5, "video.height": 32, "video.width": 32, "steps": 2}
 COMMON |= {"sampler.num-steps": 3, "reward.kind": "sharpness", "reward.path": "", "encoders.cache": "CACHE"}
@@ -100,6 +106,19 @@ def test_a_run_may_begin_without_and_offloads_the_bytes_of_the_docs(folder, monk
     )
     reference = 2 * rounded + 4 * (weights - rounded)
     assert offloaded.bytes == [8 * weights + 4 * weights + 4 * rounded + reference]
+    assert planned(folder, monkeypatch) == pytest.approx({"rollout": offloaded.bytes[0], "reward": offloaded.bytes[0]})
+
+
+def planned(folder, monkeypatch) -> dict[str, float]:
+    """Return the bytes that leave each phase of the same run by `plan`, whatever activations take."""
+    monkeypatch.setattr(memory, "pass_bytes", lambda *_, **_named: PassBytes(0.0, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(memory, "decode_bytes", lambda *_, **_named: 0.0)
+    run = parse(words(folder, "dance_grpo", "plan"))
+    there, moved = (
+        estimate(replace(run, rollouts=replace(run.rollouts, offload=offload)), 1).memory for offload in (False, True)
+    )
+    saved = {phase: there.total(phase) - moved.total(phase) for phase in there.phases}
+    return {phase: size for phase, size in saved.items() if abs(size) > 1}
 
 
 @pytest.mark.ranks
