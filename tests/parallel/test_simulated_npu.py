@@ -85,12 +85,9 @@ def test_vae_and_scorer_are_on_the_device_only_while_the_samples_are_scored_and_
 def test_the_state_of_training_leaves_the_device_while_samples_are_made(folder):
     """Moments, EMA and reference of a student in float32: 8 + 4 + 4 bytes a weight, as docs/scale.md says."""
     found = json.loads((folder / "offloaded.json").read_text(encoding="utf-8"))
-    there, offloaded = found["there"], found["offloaded"]
-    assert (there["code"], offloaded["code"]) == (0, 0)
-    trained = checkpoint_of(folder / "there", 2)
+    trained = checkpoint_of(folder / "offloaded", 1)
     state = 16 * sum(weight.numel() for key, weight in trained.items() if key.startswith("student/weights/"))
-    assert [a - b for a, b in zip(there["rollouts"], offloaded["rollouts"], strict=True)] == [state] * 2
-    assert offloaded["rest"] == there["rest"]
+    assert found["code"] == 0 and found["before"] - found["start"] == found["after"] - found["end"] == state > 0
 
 
 def test_images_are_prepared_for_hpsv3_on_the_device(folder):

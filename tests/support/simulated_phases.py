@@ -2,8 +2,9 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
 
 import simulated_npu
 import torch
@@ -23,15 +24,16 @@ from unified_trainer.rewards.hpsv3 import EMBEDDED, HPSv3
 from unified_trainer.rewards.hpsv3_preprocessing import as_bytes
 from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.reward import Reward
+from unified_trainer.run.offloaded_rollouts import OffloadedRollouts
 from unified_trainer.run.registry import TINY
 
-# Full training with an EMA and a reference. Few samples, so that the state of training decides.
+# Full training with an EMA and a reference.
 TRAINED = {
     "method": "dance_grpo",
     "recipe": "tiny",
     "device": "npu",
     "validate-every": 0,
-    "steps": 2,
+    "steps": 1,
     "sampler.num-steps": 3,
 }
 TRAINED |= {"video.frames": 5, "video.height": 32, "video.width": 32, "reward.kind": "sharpness", "reward.path": ""}
@@ -133,33 +135,28 @@ def _noted(part, noted: list[int], now, *given):
     return part(*given)
 
 
-def offloaded(folder: Path) -> dict[str, object]:
-    """Return the peak of bytes in each rollout, and after it, of two steps with and without rollouts.offload.
+def offloaded(folder: Path) -> dict[str, int]:
+    """Return the bytes on the device in a step with rollouts.offload: before, at the start of, and after its rollout.
 
     The network is that of a folder.
     """
-    found: dict[str, object] = {}
-    for name, more in (("there", []), ("offloaded", ["--rollouts.offload"])):
-        rollouts, rest = [], []
-        with counted_bytes() as memory:
-            samples = LocalRollouts.samples
+    found: dict[str, int] = {}
+    with counted_bytes() as memory, ExitStack() as patches:
 
-            def noted(made, *given, memory=memory, samples=samples, rollouts=rollouts, rest=rest):
-                rest.append(memory.peak)
-                memory.peak = memory.now
+        def noted(samples, before: str, after: str):
+            def watched(*given):
+                found[before] = memory.now
                 try:
-                    return samples(made, *given)
+                    return samples(*given)
                 finally:
-                    rollouts.append(memory.peak)
-                    memory.peak = memory.now
+                    found[after] = memory.now
 
-            LocalRollouts.samples = noted
-            try:
-                code = main([*flags(TRAINED | {"student.path": folder / "wan", "output": folder / name}), *more])
-            finally:
-                LocalRollouts.samples = samples
-            rest.append(memory.peak)
-        found[name] = {"code": code, "rollouts": rollouts, "rest": rest[1:]}
+            return watched
+
+        for kind, names in ((OffloadedRollouts, ("before", "after")), (LocalRollouts, ("start", "end"))):
+            patches.enter_context(mock.patch.object(kind, "samples", noted(kind.samples, *names)))
+        settings = TRAINED | {"student.path": folder / "wan", "output": folder / "offloaded", "rollouts.offload": True}
+        found["code"] = main(flags(settings))
     return found
 
 
