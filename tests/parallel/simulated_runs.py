@@ -74,4 +74,5 @@ if __name__ == "__main__":
     (folder / "found.json").write_text(json.dumps(results), encoding="utf-8")
     if not sys.argv[2:]:
         (folder / "phases.json").write_text(json.dumps(simulated_phases.phases()), encoding="utf-8")
+        (folder / "offloaded.json").write_text(json.dumps(simulated_phases.offloaded(folder)), encoding="utf-8")
         (folder / "prepared.json").write_text(json.dumps(simulated_phases.prepared()), encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REPO
+from helpers import REPO, checkpoint_of
 from torch.utils.checkpoint import CheckpointPolicy
 
 from unified_trainer.roles.recompute import selective_policy
@@ -80,6 +80,14 @@ def test_vae_and_scorer_are_on_the_device_only_while_the_samples_are_scored_and_
         assert min(offloaded["score"]) > weights > 20 * max(offloaded["sample"])
         assert offloaded["after"] == there["after"]  # no byte of them is left; those of `there` are not counted
         assert offloaded["scores"] == there["scores"]
+
+
+def test_the_state_of_training_leaves_the_device_while_samples_are_made(folder):
+    """Moments, EMA and reference of a student in float32: 8 + 4 + 4 bytes a weight, as docs/scale.md says."""
+    found = json.loads((folder / "offloaded.json").read_text(encoding="utf-8"))
+    trained = checkpoint_of(folder / "offloaded", 1)
+    state = 16 * sum(weight.numel() for key, weight in trained.items() if key.startswith("student/weights/"))
+    assert found["code"] == 0 and found["before"] - found["start"] == found["after"] - found["end"] == state > 0
 
 
 def test_images_are_prepared_for_hpsv3_on_the_device(folder):

@@ -37,25 +37,46 @@ class Memory:
     def __init__(self) -> None:
         self.counting, self.now, self.peak = False, 0, 0
         self._users: Counter[int] = Counter()  # tensors of each storage
+        self._sizes: dict[int, int] = {}  # of each storage with users
 
     def add(self, tensor: "DeviceTensor") -> None:
         if not self.counting:
             return
         storage = tensor.raw.untyped_storage()
-        place, size = storage.data_ptr(), storage.nbytes()
+        place = storage._cdata
         self._users[place] += 1
         if self._users[place] == 1:
-            self.now += size
-            self.peak = max(self.peak, self.now)
-        weakref.finalize(tensor, self._remove, place, size)
+            self._set(place, storage.nbytes())
+        weakref.finalize(tensor, self._remove, place)
 
-    def _remove(self, place: int, size: int) -> None:
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        if self._users[storage._cdata]:
+            self._set(storage._cdata, storage.nbytes())
+
+    def _set(self, place: int, size: int) -> None:
+        self.now += size - self._sizes.get(place, 0)
+        self._sizes[place] = size
+        self.peak = max(self.peak, self.now)
+
+    def _remove(self, place: int) -> None:
         self._users[place] -= 1
         if not self._users[place]:
-            self.now -= size
+            self.now -= self._sizes.pop(place)
 
 
 memory = Memory()
+
+
+class DeviceStorage:
+    """What the package asks of the storage of a tensor of the device."""
+
+    def __init__(self, raw: torch.UntypedStorage) -> None:
+        self._raw = raw
+        self.nbytes, self.data_ptr = raw.nbytes, raw.data_ptr
+
+    def resize_(self, size: int) -> None:
+        self._raw.resize_(size)
+        memory.resize(self._raw)
 
 
 class DeviceTensor(torch.Tensor):
@@ -86,6 +107,9 @@ class DeviceTensor(torch.Tensor):
         return DeviceTensor(torch.tensor(data, dtype=dtype or self.dtype))
 
     def record_stream(self, _stream: object) -> None: ...
+
+    def untyped_storage(self) -> DeviceStorage:
+        return DeviceStorage(self.raw.untyped_storage())
 
     def tolist(self) -> Any:
         _wait("tolist")

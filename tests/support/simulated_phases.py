@@ -2,12 +2,16 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
 
 import simulated_npu
 import torch
+from helpers import flags
 from torch import nn
 
+from unified_trainer.__main__ import main
 from unified_trainer.basics.requests import Request
 from unified_trainer.basics.types import Batch, Rollout
 from unified_trainer.methods.rl.rollouts import LocalRollouts
@@ -20,8 +24,21 @@ from unified_trainer.rewards.hpsv3 import EMBEDDED, HPSv3
 from unified_trainer.rewards.hpsv3_preprocessing import as_bytes
 from unified_trainer.rewards.offloaded import OffloadedScorer
 from unified_trainer.rewards.reward import Reward
+from unified_trainer.run.offloaded_rollouts import OffloadedRollouts
 from unified_trainer.run.registry import TINY
 
+# Full training with an EMA and a reference.
+TRAINED = {
+    "method": "dance_grpo",
+    "recipe": "tiny",
+    "device": "npu",
+    "validate-every": 0,
+    "steps": 1,
+    "sampler.num-steps": 3,
+}
+TRAINED |= {"video.frames": 5, "video.height": 32, "video.width": 32, "reward.kind": "sharpness", "reward.path": ""}
+TRAINED |= {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
+TRAINED |= {"student.ema-decay": 0.5, "algorithm.kl-coefficient": 0.1}
 SHAPE = (16, 1, 2, 2)  # of latents: 256 bytes
 STATES = 4
 NPU = "npu"
@@ -116,6 +133,31 @@ def step(place: str, *, offload: bool) -> dict[str, object]:
 def _noted(part, noted: list[int], now, *given):
     noted.append(now())
     return part(*given)
+
+
+def offloaded(folder: Path) -> dict[str, int]:
+    """Return the bytes on the device in a step with rollouts.offload: before, at the start of, and after its rollout.
+
+    The network is that of a folder.
+    """
+    found: dict[str, int] = {}
+    with counted_bytes() as memory, ExitStack() as patches:
+
+        def noted(samples, before: str, after: str):
+            def watched(*given):
+                found[before] = memory.now
+                try:
+                    return samples(*given)
+                finally:
+                    found[after] = memory.now
+
+            return watched
+
+        for kind, names in ((OffloadedRollouts, ("before", "after")), (LocalRollouts, ("start", "end"))):
+            patches.enter_context(mock.patch.object(kind, "samples", noted(kind.samples, *names)))
+        settings = TRAINED | {"student.path": folder / "wan", "output": folder / "offloaded", "rollouts.offload": True}
+        found["code"] = main(flags(settings))
+    return found
 
 
 def prepared() -> dict[str, object]:

@@ -48,6 +48,7 @@ class SimulatedStreams(TorchDispatchMode):
         self.program, self._current = self.Stream(), self.Stream()
         self._accesses: dict[int, list[Access]] = {}  # by memory
         self._recorded: dict[int, set[int]] = {}  # by memory of the device: streams that its release waits for
+        self._owners: dict[int, SimulatedStream] = {}  # by memory
 
     def Stream(self, _device: object = None) -> SimulatedStream:
         return SimulatedStream(next(self._numbers))
@@ -63,6 +64,16 @@ class SimulatedStreams(TorchDispatchMode):
 
     def record_stream(self, x: torch.Tensor, stream: SimulatedStream) -> None:
         self._recorded[_memory(x)].add(stream.number)
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Free memory of the device, or allocate it again: the current stream may still use what was there before."""
+        place, stream = storage._cdata, self._current
+        if not size:
+            self._free(place, self._owners[place], True)
+        else:
+            time = stream.clock[stream.number]
+            self._accesses[place], self._recorded[place] = [Access(stream.number, time, True)], set()
+            self._owners[place] = stream
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = op._schema.name
@@ -83,7 +94,7 @@ class SimulatedStreams(TorchDispatchMode):
 
     def _allocate(self, x: torch.Tensor, stream: SimulatedStream) -> None:
         place = _memory(x)
-        self._accesses[place], self._recorded[place] = [], set()
+        self._accesses[place], self._recorded[place], self._owners[place] = [], set(), stream
         weakref.finalize(x.untyped_storage(), self._free, place, stream, x.device == DEVICE)
 
     def _access(self, place: int, stream: SimulatedStream, name: str, *, writes: bool) -> None:

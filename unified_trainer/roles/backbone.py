@@ -99,8 +99,8 @@ class Backbone:
         self._whole = [p for p in trained_weights if not is_sharded(p)] if mesh.size > 1 else []
         for role, file in (starts or {}).items():
             self._start(role, file)
-        if self.half_passes and mesh.weights is None:
-            keep_rounded(model.network, model.blocks)
+        rounded = self.half_passes and mesh.weights is None
+        self._rounded = keep_rounded(model.network, model.blocks) if rounded else []
         self._matrices, self._depth = _matrices(model), len(model.blocks)
         model.network.register_forward_hook(self._count, with_kwargs=True)
 
@@ -159,6 +159,14 @@ class Backbone:
     def reshard(self) -> None:
         """Free gathered weights: they are about to change."""
         reshard(self.model.network)
+
+    def idle_weights(self, *, running: bool) -> list[nn.Parameter]:
+        """Return the weights that only training reads: all, or of a `running` network those that have a bf16 copy."""
+        if not running:
+            return list(self.model.network.parameters())
+        for copies in self._rounded:
+            copies.round_changed()
+        return [p for copies in self._rounded for p in copies.weights]
 
     def merge(self, role: str) -> None:
         """Fold the role's adapter into the weights and forget all adapters, for good."""

@@ -103,6 +103,12 @@ class Learner:
             self._ema.update(self.updates)
         return {f"{self.name}/grad_norm": norm, f"{self.name}/learning_rate": learning_rate}
 
+    @property
+    def idle_in_passes(self) -> list[Tensor]:
+        """The tensors that no pass of the network reads: moments, and an EMA on the device of the weights."""
+        averages = self._ema.shadow.values() if self._ema and self.config.ema_device == "same" else ()
+        return [*self._optimizer.moments, *averages]
+
     def restart_ema(self) -> None:
         """Start the EMA anew from the weights as they are, after they were loaded."""
         if self._ema:

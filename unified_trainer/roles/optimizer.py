@@ -48,6 +48,11 @@ class AdamW:
         """Return counter and moments of every weight, as NAME/step, NAME/exp_avg and NAME/exp_avg_sq."""
         return {f"{key}/{name}": value for key in self._weights for name, value in self._state_of(key).items()}
 
+    @property
+    def moments(self) -> list[Tensor]:
+        """The moments of the weights that were updated or saved so far."""
+        return [state[name] for state in self._state.values() for name in MOMENTS]
+
     @torch.no_grad()
     def step(self, learning_rate: float, update: int) -> None:
         """Update once the weights that have a gradient; `update` is the number of updates made before."""

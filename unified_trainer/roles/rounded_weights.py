@@ -37,8 +37,10 @@ class _Conv3d(_Convolution, nn.Conv3d): ...
 KINDS = {nn.Linear: _Linear, nn.Conv1d: _Conv1d, nn.Conv2d: _Conv2d, nn.Conv3d: _Conv3d}
 
 
-def keep_rounded(network: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def keep_rounded(network: nn.Module, blocks: Sequence[nn.Module]) -> list["RoundedCopies"]:
     """Let the linear and convolutional layers of a network compute with bf16 copies of their float32 weights.
+
+    Return the copies, those of each block and those of the rest.
 
     For networks that run under bf16 autocast only. Outputs and gradients are those of autocast bit for bit. A copy is
     made before the first pass after its weight changed, and no pass casts a weight. The weights stay the network's
@@ -48,15 +50,17 @@ def keep_rounded(network: nn.Module, blocks: Sequence[nn.Module]) -> None:
     of_blocks = [_layers(block) for block in blocks]
     inside = {layer for layers in of_blocks for layer in layers}
     outside = [layer for layer in _layers(network) if layer not in inside]
-    for module, layers in zip((*blocks, network), (*of_blocks, outside), strict=True):
-        module.register_forward_pre_hook(_Copies(layers))
+    copies = [RoundedCopies(layers) for layers in (*of_blocks, outside)]
+    for module, hook in zip((*blocks, network), copies, strict=True):
+        module.register_forward_pre_hook(hook)
+    return copies
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
     return [layer for layer in module.modules() if type(layer) in KINDS and layer.weight.dtype == torch.float32]
 
 
-class _Copies:
+class RoundedCopies:
     """The copies of the weights of a block's layers: a hook before each pass of the block, outside of its graph."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -69,12 +73,17 @@ class _Copies:
         self._connect()
 
     def __call__(self, _block: nn.Module, _inputs: Any) -> None:
-        self._follow()
+        self.round_changed()
         if self._trained and torch.is_grad_enabled():
             self._connect()
 
+    @property
+    def weights(self) -> Sequence[nn.Parameter]:
+        """The weights in float32; as long as they do not change, only an update reads them."""
+        return list(self._copies)
+
     @torch.no_grad()
-    def _follow(self) -> None:
+    def round_changed(self) -> None:
         """Round the weights that have changed."""
         changed = [p for p in self._copies if self._versions.get(p) != p._version]
         if changed:

@@ -45,6 +45,7 @@ from unified_trainer.run.guards.hacking_monitor import HackingMonitor
 from unified_trainer.run.guards.responses import Guards
 from unified_trainer.run.guards.teacher_probe import TeacherProbe
 from unified_trainer.run.load_roles import load_roles
+from unified_trainer.run.offloaded_rollouts import OffloadedRollouts
 from unified_trainer.run.plan.plan import RunPlan, check
 from unified_trainer.run.plan.store import store_bytes
 from unified_trainer.run.settings.code import code_of
@@ -228,7 +229,7 @@ def _rollouts(
     # Scorers in another process answer while samples are made, for which the VAE comes once for each part.
     last = reward.offloaded or (run.encoders.offload and not reward.apart)
     sample = partial(plan.method.sample, algorithm, run.sampler, role)
-    return LocalRollouts(
+    rollouts = LocalRollouts(
         sample,
         reward,
         algorithm.rollout_batch,
@@ -236,6 +237,7 @@ def _rollouts(
         score_last=last,
         safe_point=partial(safe_point, mesh),
     )
+    return OffloadedRollouts(rollouts, roles, role) if run.rollouts.offload else rollouts
 
 
 def _trainer(

@@ -47,6 +47,8 @@ def check_guards(run: RunConfig, method: type[Method]) -> None:
 def check_workers(run: RunConfig, method: type[Method]) -> None:
     """Raise ConfigError for settings of workers that the method or the student does not fit."""
     run.rollouts.check(bool(method.sampled_by), run.method, run.validate_every)
+    if run.rollouts.offload and run.parallel.offload:
+        raise ConfigError("rollouts.offload: with parallel.offload all state is in CPU memory already: leave it out")
     if run.rollouts.evaluation_workers and any(run.validation.sets.values()):
         raise ConfigError("validation.sets needs rollouts.evaluation_workers 0: workers validate one set of prompts")
     if run.rollouts.send == "bf16" and run.roles["student"].precision != "bf16":

@@ -41,6 +41,10 @@ class WorkerConfig:
     transport: Annotated[Transport, MAY_CHANGE] = "object_store"
     """How weights travel to workers: through Ray's object store, or nixl: workers read them straight from the memory of
     the main rank's device (experimental; needs CUDA devices or CPUs). The numbers are the same."""
+    offload: Annotated[bool, MAY_CHANGE] = False
+    """Keep what only training reads in pinned CPU memory while the training processes make and score samples: moments,
+    EMA weights, networks that make no samples, and on one device float32 weights that have a bf16 copy. The numbers are
+    the same."""
     workers: Annotated[CountOrZero, MAY_CHANGE] = 0
     """Rollout workers: processes on Ray that make the samples of training; 0 makes them in the training processes."""
     reward_workers: Annotated[CountOrZero, MAY_CHANGE] = 0
@@ -83,6 +87,9 @@ class WorkerConfig:
                 f"rollouts.workers must be 0 for {method}, which trains through its own samples: only methods that "
                 "learn from the rewards of finished samples can take them from workers"
             )
+        if self.offload and (self.workers or not sampled):
+            way_out = "set rollouts.workers 0, or leave it out" if sampled else "leave it out"
+            raise UserError(f"rollouts.offload: the training processes of this run make no rollouts: {way_out}")
         if self.send == "bf16" and not self.workers:
             raise UserError("rollouts.send bf16 needs rollouts.workers above 0")
         if self.transport == "nixl" and not (self.workers or self.evaluation_workers):

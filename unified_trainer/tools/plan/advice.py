@@ -44,6 +44,8 @@ def better_settings(run: RunConfig, ranks: int, peak: float, usable: float) -> t
     joined: dict[str, Any] = {}
     for settings, _ in reversed(helpful):  # of two values of one setting the better one stays
         joined |= settings
+    if "parallel.offload" in joined:  # nothing is left to leave the device for a rollout
+        joined.pop("rollouts.offload", None)
     together = _peak(run, joined, ranks)
     return alone, None if together is None or together >= alone[0].peak else _better(joined, together)
 
@@ -112,6 +114,8 @@ def candidates(run: RunConfig, ranks: int) -> Iterator[Mapping[str, Any]]:
         yield {"encoders.offload": True}
     if not run.reward.offload and method_named(run.method).uses_reward:
         yield {"reward.offload": True}
+    if method_named(run.method).sampled_by and not (run.rollouts.offload or run.rollouts.workers):
+        yield {"rollouts.offload": True}
     if ranks > 1 and not run.parallel.offload:
         yield {"parallel.offload": True}
     if run.parallel.replicate > 1:

@@ -14,6 +14,7 @@ from unified_trainer.roles.experts import Expert
 from unified_trainer.roles.optimizer import BUCKET
 from unified_trainer.roles.recompute import Recompute
 from unified_trainer.roles.role import Role, Trainable, TrainableConfig
+from unified_trainer.run.registry import method_named
 from unified_trainer.run.settings.config import RunConfig
 from unified_trainer.run.validation.samples import samples_of_rank
 from unified_trainer.tools.plan.architecture import Architecture
@@ -30,6 +31,7 @@ from unified_trainer.tools.plan.rehearsal import Counts
 FP32, BF16 = 4, 2
 PREFETCHED = 2  # blocks whose weights are gathered at a time
 ROUNDING = 5  # numbers of 4 bytes for each element of a bucket: two moments, the random bits and two copies of them
+SAMPLING = ("rollout", "reward")  # phases in which samples are made and scored
 LATENTS = 8  # tensors of the size of the latents that a loss holds besides its passes: noise, states, predictions
 
 
@@ -38,6 +40,7 @@ class Held:
     """One network in memory, with what belongs to its training; bytes of one rank."""
 
     weights: float
+    idle: float  # of the weights, those that only training reads
     gradients: float
     moments: float
     ema: float
@@ -118,7 +121,16 @@ def memory_of(counts: Counts, sizes: Sizes) -> Memory:
             phases |= _training(name, losses, counts, sizes, held)
     if sizes.run.validate_every and counts.validation and not sizes.run.rollouts.evaluation_workers:
         phases["validation"] = _validating(counts, sizes, held)
-    return Memory(_always(held.values(), sizes), phases)
+    memory = Memory(_always(held.values(), sizes), phases)
+    return _offloaded(memory, held.values()) if sizes.run.rollouts.offload else memory
+
+
+def _offloaded(memory: Memory, held: Iterable[Held]) -> Memory:
+    """Return the memory where the state of training is in CPU memory while samples are made and scored."""
+    idle, always = sum(network.idle for network in held), memory.always
+    state = {"state of training": always["moments"] + always["EMA"] + idle}
+    phases = {name: parts | ({} if name in SAMPLING else state) for name, parts in memory.phases.items()}
+    return Memory(always | {"weights": always["weights"] - idle, "moments": 0.0, "EMA": 0.0}, phases)
 
 
 def _sampling(counts: Counts, sizes: Sizes, held: Networks) -> Phases:
@@ -218,6 +230,12 @@ def held_networks(counts: Counts, sizes: Sizes) -> dict[tuple[str, Expert], Held
     return networks
 
 
+def _samples(counts: Counts, sizes: Sizes, backbone: Backbone) -> bool:
+    """Whether samples of a training step are made with a network."""
+    sampler = counts.roles.get(method_named(sizes.run.method).sampled_by)
+    return sampler is not None and backbone in sampler.backbones.values()
+
+
 def _trained(counts: Counts, name: str, expert: Expert) -> bool:
     return isinstance(counts.roles[name], Trainable) and expert in counts.plans[name].layout.trained
 
@@ -243,8 +261,10 @@ def _held(counts: Counts, sizes: Sizes, name: str, expert: Expert, backbone: Bac
     training = config if isinstance(config, TrainableConfig) and trained else None
     moment = BF16 if training and training.moments == "bf16" else FP32
     ema = FP32 * trained if training and training.ema_decay else 0
+    weights = on_device * (((held - kept) / shards + kept if base else 0) + adapter / shards)
     return Held(
-        weights=on_device * (((held - kept) / shards + kept if base else 0) + adapter / shards) + rounded,
+        weights=weights + rounded,
+        idle=FP32 / BF16 * rounded if _samples(counts, sizes, backbone) else weights,
         gradients=on_device * FP32 * trained / shards,
         moments=on_device * 2 * moment * trained / shards,
         ema=on_device * ema / shards if training and training.ema_device == "same" else 0.0,

@@ -1,0 +1,45 @@
+"""A rollout during which what only training reads is in CPU memory: the same ranks sample and train."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from unified_trainer.basics.types import Batch
+from unified_trainer.methods.rl.rollouts import Check, Rollouts, ScoredSamples
+from unified_trainer.parallel.copy_queue import copy_queue
+from unified_trainer.parallel.random import Streams
+from unified_trainer.roles.role import Role, Trainable
+
+
+class OffloadedRollouts:
+    """A source of samples of this process around another one: the device has room for sampling while it works.
+
+    The state of training leaves the device before the first sample and is back after the last score, also after an
+    error, so that a checkpoint is whole. The numbers are those of the source.
+    """
+
+    def __init__(self, source: Rollouts, roles: Mapping[str, Role], sampler: Role) -> None:
+        """`sampler` is the role that makes the samples."""
+        self._source, self._roles, self._sampler = source, roles, sampler
+        self.uniform = source.uniform
+        self.check: Check | None = None  # samples of this process need none
+
+    def samples(self, batch: Batch, step: int, rng: Streams) -> ScoredSamples:
+        with copy_queue(self._sampler.device).offloaded(self._idle()):
+            return self._source.samples(batch, step, rng)
+
+    def metrics(self) -> dict[str, float]:
+        return self._source.metrics()
+
+    def lower_ahead(self) -> None:
+        self._source.lower_ahead()
+
+    def _idle(self) -> Iterator[Tensor]:
+        """Yield what no sampling pass reads: moments and EMA, and weights of networks that do not run."""
+        running = list(self._sampler.backbones.values())
+        for role in self._roles.values():
+            if isinstance(role, Trainable):
+                for learner in role.learners.values():
+                    yield from learner.idle_in_passes
+            for backbone in role.backbones.values():
+                yield from backbone.idle_weights(running=backbone in running)

@@ -1,0 +1,66 @@
+"""Where the samples of a method with rollouts should be made: in the training processes, or apart, by workers."""
+
+from dataclasses import replace
+
+from unified_trainer.parallel.mesh import ParallelConfig
+from unified_trainer.run.registry import method_named
+from unified_trainer.tools.plan.estimate import Estimate
+from unified_trainer.tools.plan.memory import SAMPLING, held_networks, memory_of
+
+GIB = 2**30
+OF_WORKERS = (
+    "activations",
+    "KV cache",
+    "VAE",
+    "scorers",
+)  # parts of a phase; samples go to training when they are made
+
+
+def placement(planned: Estimate, usable: float) -> str | None:
+    """Return where to make the samples and why, in words; None for a method that asks for none.
+
+    The training processes make them where they can, because both phases then have all cards and no weights are sent;
+    a card for workers waits for training, or makes samples ahead, with older weights.
+    """
+    if not method_named(planned.run.method).sampled_by:
+        return None
+    there, offloaded = (_sampling(planned, offload=offload) for offload in (False, True))
+    if there <= usable:
+        return f"in the training processes: {_gib(there)} GiB a card, {_gib(offloaded)} with --rollouts.offload"
+    if offloaded <= usable:
+        return (
+            f"in the training processes with --rollouts.offload: {_gib(offloaded)} GiB a card in place of {_gib(there)}"
+        )
+    apart = _apart(planned)
+    needs = f"the training processes need {_gib(offloaded)} GiB a card even with --rollouts.offload"
+    if apart <= usable:
+        return f"apart, by --rollouts.workers: {needs}, a worker {_gib(apart)}"
+    return f"nowhere: {needs}, a worker {_gib(apart)}; lower algorithm.rollout_batch or the size of the videos"
+
+
+def _sampling(planned: Estimate, *, offload: bool) -> float:
+    """Return the peak of a training process while samples are made and scored."""
+    run = planned.run
+    rollouts = replace(run.rollouts, offload=offload and not run.parallel.offload)
+    memory = memory_of(planned.counts, replace(planned.sizes, run=replace(run, rollouts=rollouts)))
+    return max(memory.total(phase) for phase in SAMPLING if phase in memory.phases)
+
+
+def _apart(planned: Estimate) -> float:
+    """Return the peak of a worker that makes and scores samples: it holds the role that samples whole, on one card."""
+    counts, memory = planned.counts, planned.memory
+    alone = replace(planned.sizes, ranks=1, run=replace(planned.run, parallel=ParallelConfig()))
+    sampler = counts.roles[method_named(planned.run.method).sampled_by].backbones.values()
+    weights = sum(
+        network.weights
+        for (name, expert), network in held_networks(counts, alone).items()
+        if counts.roles[name].backbones[expert] in sampler
+    )
+    phases = [
+        sum(memory.phases[phase].get(part, 0.0) for part in OF_WORKERS) for phase in SAMPLING if phase in memory.phases
+    ]
+    return weights + memory.always["scorers"] + memory.always["VAE"] + max(phases)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.3g}"
