@@ -21,6 +21,7 @@ BYTE_ORDER_MARK = "\ufeff"
 PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str")}
 NUMBERS, DIGITS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"), 100
 TEXT, MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, seven times as fast, where PyYAML has it
 S = TypeVar("S", bound="Schema")
 
 
@@ -146,9 +147,9 @@ def read_yaml(file: Path, key: str = "") -> dict[str, Any]:
     """
     place = _place(file, key)
     text = read_text(file, key, YAML_MIB)
-    loader = yaml.SafeLoader("")
+    loader = YAML_LOADER("")
     try:
-        loader = yaml.SafeLoader(text)
+        loader = YAML_LOADER(text)
         root = loader.get_single_node()
         if root is None:
             raise UserError(f"{place} is empty; expected keys and values")

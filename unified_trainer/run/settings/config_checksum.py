@@ -6,6 +6,8 @@ import re
 
 import yaml
 
+from unified_trainer.basics.input_files import YAML_LOADER
+
 LINE = re.compile(r"^# sha256 of these settings: ([0-9a-f]{64})$", re.MULTILINE)
 
 
@@ -24,5 +26,5 @@ def is_edited(text: str) -> bool:
 
 
 def _checksum(text: str) -> str:
-    tree = yaml.safe_load(text)
+    tree = yaml.load(text, YAML_LOADER)
     return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
