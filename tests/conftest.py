@@ -28,6 +28,7 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")  # where trust 
 logging.disable(logging.DEBUG)  # torch notes every call of its checkpoints there, thousands in a run
 gc.disable()  # until everything is imported: it would look at the same objects over and over
 checking.install()  # before the first import of the product
+os.fsync = lambda descriptor: None  # no test cuts the power, and processes that are killed lose nothing without it
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("repeatable")
 
