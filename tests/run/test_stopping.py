@@ -70,8 +70,12 @@ def whole(tmp_path_factory):
 def test_a_step_that_is_still_sampling_is_dropped(whole, tmp_path, capsys, method, number, every):
     """The signal comes while half of the samples of step 2 are scored; the resumed run is that of no signal."""
     words = [*SMALL[method], *THREE_STEPS, "--checkpoint-every", str(every)]
-    asking = scorer(tmp_path / "b", 3, f"os.kill({os.getpid()}, {number})")
+    manifest, linked = tmp_path / "run" / "checkpoints" / "step_1" / "manifest.json", tmp_path / "linked"
+    note = f"os.path.isfile({str(manifest)!r}) and os.link({str(manifest)!r}, {str(linked)!r})"
+    asking = scorer(tmp_path / "b", 3, f"{note}; os.kill({os.getpid()}, {number})")
     assert main([*words, *asking, "--output", str(tmp_path / "run")]) == 0
+    assert linked.exists() == bool(every)
+    assert not every or linked.samefile(manifest)  # what is saved is not written once more
     said = capsys.readouterr().out
     assert "step 2 was dropped before it changed anything" in said and "stopped after step 1; continue with:" in said
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
