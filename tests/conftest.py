@@ -16,18 +16,21 @@ import jaxtyping
 import pytest
 
 LONGEST = {
-    "test_readme.py",
     "test_examples.py",
-    "test_runs.py",
+    "test_expert_commands.py",
     "test_kill.py",
     "test_meshes.py",
-    "test_simulated_npu.py",
+    "test_not_finite.py",
+    "test_readme.py",
+    "test_runs.py",
+    "test_sample.py",
 }
 
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")  # where trust is remembered
 logging.disable(logging.DEBUG)  # torch notes every call of its checkpoints there, thousands in a run
 gc.disable()  # until everything is imported: it would look at the same objects over and over
 checking.install()  # before the first import of the product
+os.fsync = lambda descriptor: None  # no test cuts the power, and processes that are killed lose nothing without it
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.load_profile("repeatable")
 
@@ -38,7 +41,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the files that take longest: at the end one of them would run alone."""
+    """Begin with the files that take longest, and with long ones that are last: one would run alone at the end."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 

@@ -18,6 +18,7 @@ from forked import program, script
 from helpers import CPU, HPSV3, REPO, WAN, free_port
 from real_clips import real_folder
 from safetensors.torch import load_file
+from warm_ray import quick_ranks
 
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.rewards.base import RewardConfig, ScorerConfig
@@ -181,7 +182,9 @@ def test_two_launchers_make_one_run(tmp_path):
     }
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     words = ["--method", "dance_grpo", *SHORT, *GROUPS]
-    said = run(EXAMPLES / "slurm.sh", *words, where=tmp_path, started=True, **slurm | {"PATH": path})
+    with quick_ranks() as variables:
+        slurm |= {"PATH": path, "PYTHON_EXEC": variables["PYTHON_EXEC"]}
+        said = run(EXAMPLES / "slurm.sh", *words, where=tmp_path, started=True, **slurm)
     assert said.count("ranks: 2 on cpu") == 1
     assert (tmp_path / "runs" / "two" / "checkpoints" / "step_1").is_dir()
 

@@ -275,7 +275,8 @@ CONTENTS = {
         ("a.yaml", LAUGHS, "more than 10000 keys and values"),
         ("a.yaml", "a: [" + "1, " * 10_001 + "1]\n", "more than 10000 keys and values"),
         ("a.yaml", "#" * 2**20 + "\na: 1\n", "1.0 MiB"),
-        ("a.yaml", "[" * 1000, "nested too deeply"),
+        ("a.yaml", "a: " + "[" * 900 + "]" * 900, "nested too deeply"),
+        ("a.yaml", "[" * 100_000, "exceeded maximum nesting depth"),
     ],
     "recipe": [
         ("a.yaml", "base: [tiny]", "base must name another recipe"),

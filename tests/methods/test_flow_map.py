@@ -283,6 +283,7 @@ def test_networks_that_read_images_are_refused(tmp_path):
         FAMILY.flow_map(i2v_folder(tmp_path / "i2v"), "transformer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_run_resumes_bit_for_bit(tmp_path, rank):
     more = RUN | {"student.adapter.rank": rank, "checkpoint-every": 1}
@@ -293,6 +294,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, rank):
     assert whole[LAYER].ne(0).any()
 
 
+@pytest.mark.slow
 def test_a_policy_starts_from_a_flow_map_which_is_validated_in_one_step_and_not_exported(tmp_path, capsys):
     flow = RUN | {"validation.sampler.num-steps": 1, "validation.num-samples": 2, "validate-every": 1, "steps": 1}
     assert main(flags(flow | {"output": tmp_path / "flow"})) == 0

@@ -147,8 +147,11 @@ def words(method: str, folder: Path, table: Path, output: Path, **more: object) 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in REFUSED])
 def test_every_method_trains_and_resumes_bit_for_bit(folders, table, tmp_path, method):
+    """One method of each kind resumes: the state of others holds no image either."""
     folder = folders[KINDS[len(method) % 3]]
     assert main(words(method, folder, table, tmp_path / "whole", **{"checkpoint-every": 1})) == 0
+    if method not in ("finetune", "dmd2", "dance_grpo"):
+        return
     assert main(["--resume", str(cut_off(tmp_path / "whole", tmp_path / "half", 1))]) == 0
     whole, half = (checkpoint_of(tmp_path / name, 2) for name in ("whole", "half"))
     assert_same(half, whole)
@@ -161,8 +164,9 @@ def test_a_method_that_makes_no_sense_says_why(folders, table, tmp_path, capsys,
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rank", "memory"), [(0, "none"), (2, "full")])
+@pytest.mark.parametrize(
+    ("kind", "rank", "memory"), [*((kind, 0, "none") for kind in KINDS), ("i2v with clip", 2, "full")]
+)
 def test_an_export_makes_the_videos_of_sample(folders, table, tmp_path, monkeypatch, kind, rank, memory):
     """Bit for bit by pipeline.py, unless an adapter was merged; up to rounding by WanImageToVideoPipeline."""
     monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -351,6 +351,7 @@ def test_the_kernels_get_padded_tiles_and_give_what_the_mask_gives(stand_in):
         torch.testing.assert_close(kernels, ours, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_passes_in_bf16_run_on_the_kernels_where_they_can(stand_in, monkeypatch):
     """With their tile and head sizes, on a device that has them: here the stand-in, for heads of 24 channels."""
     config = SparseAttentionConfig(share=0.5)

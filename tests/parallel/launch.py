@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable
 
 import jaxtyping
-from helpers import REPO, environment
+from helpers import REPO
+from warm_ray import quick_ranks
 
 
 def free_port() -> int:
@@ -55,9 +56,10 @@ def _rank(place: dict[str, str], work: Callable[..., None], *arguments: object) 
 
 
 def torchrun(count: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """A program under torchrun, as users start it."""
+    """A program under torchrun, as users start it, in ranks that are copies of this process."""
     command = under_torchrun(count, *words)
-    return subprocess.run(command, cwd=REPO, env=environment(), capture_output=True, text=True, timeout=120)
+    with quick_ranks() as variables:
+        return subprocess.run(command, cwd=REPO, env=variables, capture_output=True, text=True, timeout=120)
 
 
 def under_torchrun(count: int, *words: str) -> list[str]:

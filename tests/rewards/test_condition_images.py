@@ -93,6 +93,7 @@ def expected(prompts: tuple[str, ...]) -> torch.Tensor:
     return VIDEO.flatten(1).mean(1) + 10 * images.flatten(1).mean(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["here.py:near", "here.py:Near", "here.py:Declared", "own.py:near", "own.py:Near"])
 def test_a_scorer_gets_the_image_of_each_video_at_its_size(file, prompts, kind):
     python = sys.executable if kind.startswith("own") else ""

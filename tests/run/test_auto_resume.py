@@ -10,7 +10,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 import yaml
-from helpers import REPO, SMALL, assert_same, checkpoint_of, environment, flags, metrics_of, read_until, refused
+from helpers import REPO, SMALL, assert_same, checkpoint_of, flags, metrics_of, read_until, refused
+from warm_ray import quick_ranks
 
 from unified_trainer.__main__ import main
 from unified_trainer.run.settings.auto_resume import without_auto
@@ -100,16 +101,16 @@ def test_a_setting_that_changes_what_a_step_computes_is_still_refused(tmp_path, 
 @pytest.mark.ranks
 @pytest.mark.kill
 def test_torchrun_starts_a_killed_run_again_and_it_goes_on(tmp_path):
-    words = [*SMALL["finetune"], *flags({"steps": 10, "checkpoint-every": 1, "output": tmp_path / "run"})]
+    words = [*SMALL["finetune"], *flags({"steps": 5, "checkpoint-every": 1, "output": tmp_path / "run"})]
     started = under_torchrun(2, "--max-restarts", "1", "-m", "unified_trainer", *words, "--resume", "auto")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(started, cwd=REPO, env=environment(), **pipes) as job:
+    with quick_ranks() as variables, subprocess.Popen(started, cwd=REPO, env=variables, **pipes) as job:
         try:
-            read_until(job, "step 2/10")
+            read_until(job, "step 2/5")
             ranks = {child.environ()["RANK"]: child for child in psutil.Process(job.pid).children()}
             os.kill(ranks["1"].pid, signal.SIGKILL)
             said = job.communicate(timeout=300)[0]
         finally:
             job.terminate()
     assert job.returncode == 0, said
-    assert "continuing after step" in said and "step 10/10" in said, said
+    assert "continuing after step" in said and "step 5/5" in said, said

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from helpers import REPO, SMALL, assert_same, checkpoint_of, environment, metrics_of, read_until
 from parallel.launch import under_torchrun
+from warm_ray import quick_ranks
 
 from unified_trainer.__main__ import main
 from unified_trainer.parallel import torchrun
@@ -69,8 +70,12 @@ def whole(tmp_path_factory):
 def test_a_step_that_is_still_sampling_is_dropped(whole, tmp_path, capsys, method, number, every):
     """The signal comes while half of the samples of step 2 are scored; the resumed run is that of no signal."""
     words = [*SMALL[method], *THREE_STEPS, "--checkpoint-every", str(every)]
-    asking = scorer(tmp_path / "b", 3, f"os.kill({os.getpid()}, {number})")
+    manifest, linked = tmp_path / "run" / "checkpoints" / "step_1" / "manifest.json", tmp_path / "linked"
+    note = f"os.path.isfile({str(manifest)!r}) and os.link({str(manifest)!r}, {str(linked)!r})"
+    asking = scorer(tmp_path / "b", 3, f"{note}; os.kill({os.getpid()}, {number})")
     assert main([*words, *asking, "--output", str(tmp_path / "run")]) == 0
+    assert linked.exists() == bool(every)
+    assert not every or linked.samefile(manifest)  # what is saved is not written once more
     said = capsys.readouterr().out
     assert "step 2 was dropped before it changed anything" in said and "stopped after step 1; continue with:" in said
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_1"]
@@ -103,7 +108,7 @@ def test_torchrun_and_slurm_wait_for_the_step_of_a_slow_scorer(tmp_path):
     words += scorer(tmp_path / "slow", 2, f"open({str(tmp_path / 'answer')!r} + os.environ['RANK']).read()")
     command = under_torchrun(2, "--shutdown-timeout", "300", "-m", "unified_trainer", *words)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=REPO, env=environment(), **pipes) as job:
+    with quick_ranks() as variables, subprocess.Popen(command, cwd=REPO, env=variables, **pipes) as job:
         with answers[0].open("w"), answers[1].open("w"):  # both ranks have begun to score step 2
             job.send_signal(signal.SIGTERM)
             said = "".join(read_until(job, "finishing this step and saving") for _ in range(2))
@@ -112,38 +117,6 @@ def test_torchrun_and_slurm_wait_for_the_step_of_a_slow_scorer(tmp_path):
         said += job.communicate(timeout=120)[0]
     assert "stopped after step 2; continue with:" in said, said
     assert checkpoint_of(run, 2)
-
-
-# A scorer whose second call ends when its process has got a signal.
-PATIENT = """
-import os, signal
-calls = []
-def score(videos, prompts):
-    calls.append(1)
-    if len(calls) == 2:
-        came, wake = os.pipe()
-        os.set_blocking(wake, False)
-        signal.set_wakeup_fd(wake)
-        open({begun!r}, "w").close()
-        os.read(came, 1)
-    return videos[:, 0].flatten(1).mean(1)
-"""
-
-
-@pytest.mark.ranks
-def test_ray_waits_for_the_step_of_a_slow_scorer(tmp_path):
-    """SIGTERM to the program reaches the training process while it scores step 2, which is then saved."""
-    begun, run = tmp_path / "begun", tmp_path / "run"
-    os.mkfifo(begun)
-    words = [*SMALL["dance_grpo"], "--steps", "9", "--output", str(run), *scorer(tmp_path / "slow", 0, "pass")]
-    (tmp_path / "slow" / "red.py").write_text(PATIENT.format(begun=str(begun)))
-    command = [sys.executable, "-m", "unified_trainer", *words, "--launcher", "ray", "--device", "cpu"]
-    with subprocess.Popen(command, cwd=REPO, env=environment(), stderr=subprocess.PIPE, text=True) as job:
-        begun.read_bytes()  # until the scorer opens it
-        job.send_signal(signal.SIGTERM)
-        errors = job.communicate(timeout=120)[1]
-    assert job.returncode == 0, errors
-    assert len(metrics_of(run)) == 2 and checkpoint_of(run, 2)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_no_row_begins_after_the_time(tmp_path):
     assert late.rows == [{"section": "step", "name": "late", "skipped": "no time left"}]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_sections_that_fail_do_not_end_the_others(tmp_path, monkeypatch):
     """One ends its process, one never ends, one raises; the rows that they measured before stay."""

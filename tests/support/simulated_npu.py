@@ -7,7 +7,6 @@ not show.
 """
 
 import sys
-import traceback
 import types
 import weakref
 from collections import Counter
@@ -16,7 +15,6 @@ from importlib.machinery import ModuleSpec
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from unified_trainer.parallel.meter import Meter
@@ -165,9 +163,13 @@ def _is_device(device: Any) -> bool:
 
 def _line() -> str:
     """Name the innermost line of the package."""
-    frames = [frame for frame in traceback.extract_stack() if "/unified_trainer/" in frame.filename]
-    last = frames[-1] if frames else None
-    return f"{last.filename.rpartition('/unified_trainer/')[2]}:{last.lineno}" if last else "not of the package"
+    frame = sys._getframe()
+    while frame is not None:
+        _, package, module = frame.f_code.co_filename.rpartition("/unified_trainer/")
+        if package:
+            return f"{module}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "not of the package"
 
 
 def _wait(kind: str) -> None:
@@ -175,8 +177,31 @@ def _wait(kind: str) -> None:
     waits[meter._open[-1].name if meter and meter._open else "no phase", kind, _line()] += 1
 
 
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Arguments or results of an operation with their tensors changed; torch's own tree_map takes half of a run."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(change, one) for one in value])
+    return {key: _mapped(change, one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _mapped(lambda x: found.append(x) or x, value)
+    return found
+
+
+def _raw(x: torch.Tensor) -> torch.Tensor:
+    return x.raw if isinstance(x, DeviceTensor) else x
+
+
+def _wrapped(x: torch.Tensor) -> torch.Tensor:
+    return x if isinstance(x, DeviceTensor) else DeviceTensor(x)
+
+
 def _run(op: Any, args: tuple, kwargs: dict) -> Any:
-    tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
+    tensors = _tensors((args, kwargs))
     own = [x for x in tensors if isinstance(x, DeviceTensor)]
     name = op._schema.name.split("::")[1]
     if own and name not in COPIES + INDEXING and any(x.ndim for x in tensors if not isinstance(x, DeviceTensor)):
@@ -188,8 +213,7 @@ def _run(op: Any, args: tuple, kwargs: dict) -> Any:
         plain["device"] = to
     elif to is not None:
         plain["device"] = torch.device("cpu")
-    raw = tree_map(lambda x: x.raw if isinstance(x, DeviceTensor) else x, (args, plain))
-    found = op(*raw[0], **raw[1])
+    found = op(*_mapped(_raw, args), **_mapped(_raw, plain))
     if name == "is_pinned":
         return False
     if name == "copy_":
@@ -197,15 +221,13 @@ def _run(op: Any, args: tuple, kwargs: dict) -> Any:
     here = _is_device(to) if to is not None else bool(own)
     if not here:
         return found
-    outputs = [x for x in tree_iter(found) if isinstance(x, torch.Tensor)]
-    if any(x.dtype == torch.float64 for x in (*own, *outputs)):
+    if any(x.dtype == torch.float64 for x in (*own, *_tensors(found))):
         float64[str(op), _line()] += 1
     if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], DeviceTensor):
         return args[0]
     if op._schema.is_mutable and "out" in kwargs:
         return kwargs["out"]
-    wrap = lambda x: DeviceTensor(x) if isinstance(x, torch.Tensor) and not isinstance(x, DeviceTensor) else x  # noqa: E731
-    return tree_map(wrap, found)
+    return _mapped(_wrapped, found)
 
 
 def _count_waits(name: str, full_name: str, args: tuple, kwargs: dict, own: bool) -> None:

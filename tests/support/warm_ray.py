@@ -1,8 +1,10 @@
-"""Processes of Ray, and programs that start Ray, as copies of a warm process: an import costs them most of their time.
+"""Processes that Ray or torchrun starts, as copies of a warm process: an import costs them most of their time.
 
 `warm_ray` starts the warm process, which has imported all but Ray, and has Ray start a stand-in in place of Python. The
 stand-in hands its command line to the warm process, which forks a copy for it, and lives as long as the copy does. A
 copy dies with its stand-in, which is what Ray, or the test, kills in place of a process of its own.
+
+`quick_ranks` does the same for torchrun; there the warm process is a copy of the test's.
 """
 
 import atexit
@@ -23,15 +25,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import jaxtyping
 import psutil
 import torch
 from helpers import environment
 
+RANKS = "unlike.py"  # ranks that are no program of their own
 WORKERS = ("setup_worker.py", "default_worker.py")  # by which Ray starts a worker, with and without an environment
 STAND_IN = """#!{python} -IS
 import json, os, signal, socket, sys
-words = sys.argv[1:]
-if not words[0].endswith({workers}) and words[:2] != ["-m", "unified_trainer"]:
+words = [word for word in sys.argv[1:] if word != "-u"]
+if not words[0].endswith({copied}) and words[:2] != ["-m", "unified_trainer"]:
     os.execv("{python}", ["{python}", *words])
 asked = socket.socket(socket.AF_UNIX)
 asked.connect("{address}")
@@ -41,7 +45,11 @@ said = asked.makefile()
 copy = int(said.readline())
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, lambda number, frame: os.kill(copy, number))
-sys.exit(int(said.readline() or 1))
+code = int(said.readline() or 1)
+if code > 128:  # it ends as its copy did
+    signal.signal(code - 128, signal.SIG_DFL)
+    os.kill(os.getpid(), code - 128)
+sys.exit(code)
 """
 
 
@@ -60,21 +68,53 @@ class Warm:
 @contextmanager
 def warm_ray() -> Iterator[Warm]:
     """The stand-in for Python; within the context Ray starts it too."""
-    with tempfile.TemporaryDirectory() as folder:
-        python, address = Path(folder, "python"), f"{folder}/socket"
-        python.write_text(STAND_IN.format(python=sys.executable, address=address, workers=WORKERS))
-        python.chmod(0o755)
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(address)
-            listener.listen(64)
-            command = [sys.executable, __file__, str(listener.fileno()), str(python)]
-            server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment())
+    with _stand_in() as (python, listener):
+        command = [sys.executable, __file__, str(listener.fileno()), str(python)]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment())
+        listener.close()
         before, sys.executable = sys.executable, str(python)
         try:
             yield Warm(python, psutil.Process(server.pid))
         finally:
             sys.executable = before
             server.communicate()
+
+
+@contextmanager
+def quick_ranks() -> Iterator[dict[str, str]]:
+    """The environment of a torchrun whose ranks are copies of this process."""
+    import forked  # noqa: F401  (all that a run imports)
+
+    with _stand_in() as (python, listener):
+        end, ours = os.pipe()
+        if not (server := os.fork()):
+            try:
+                os.close(ours)
+                os.dup2(end, 0)
+                atexit._clear()  # what the tests have registered, such as the end of temporary folders
+                jaxtyping.config.update("jaxtyping_disable", True)
+                _serve(listener, str(python))
+            finally:
+                os._exit(0)
+        os.close(end)
+        listener.close()
+        try:
+            yield environment(PYTHON_EXEC=str(python))
+        finally:
+            os.close(ours)
+            os.waitpid(server, 0)
+
+
+@contextmanager
+def _stand_in() -> Iterator[tuple[Path, socket.socket]]:
+    """A stand-in for Python, and the socket to which it hands its command lines."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        python, address = Path(folder, "python"), f"{folder}/socket"
+        python.write_text(STAND_IN.format(python=sys.executable, address=address, copied=(*WORKERS, RANKS)))
+        python.chmod(0o755)
+        listener.bind(address)
+        listener.listen(64)
+        yield python, listener
 
 
 def _serve(listener: socket.socket, python: str) -> None:
@@ -132,6 +172,8 @@ def _be(words: list[str], where: str, environment: dict[str, str], files: Sequen
             from forked import main
 
             code = main(words[2:])
+        elif words[0].endswith(RANKS):
+            _run(words)
         else:
             os.execvp = _worker
             _run(words)

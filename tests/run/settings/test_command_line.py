@@ -199,6 +199,7 @@ IN_A_FILE = [
     ("student: 5", "student is a group of settings: name one of them, such as student.path"),
     ("steps: {a: 5}", "steps.a is not known; "),
     ("steps: [5, 6]", "steps must be a whole number, not '5 6'"),
+    ("ray: {ranks: true}", "ray.ranks must be a whole number, not 'True'"),  # the default is 1
     ("async_save: 1", "async_save must be true or false, not 1"),
     ("async_save: 'true'", "async_save must be true or false, not 'true'"),
     ("tracking: {wandb: off}", "tracking.wandb is read as false; write 'off' in quotes"),

@@ -80,7 +80,7 @@ def test_what_cannot_be_is_refused_before_training(own, message):
 
 @pytest.mark.slow
 def test_the_plan_counts_validations_at_their_size():
-    words = ["--recipe", "tiny", "--method", "dance_grpo", "--reward.no-offload"]
+    words = ["--recipe", "tiny", "--method", "dance_grpo", "--reward.no-offload", "--video.frames", "5"]
     small, large = (
         estimate(parse([*words, *own]), 1)
         for own in ([], ["--validation.frames", "17", "--validation.height", "128", "--validation.width", "128"])

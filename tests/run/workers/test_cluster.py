@@ -60,6 +60,7 @@ def needed(*words: object) -> int:
     return store_bytes(check(parse([*GRPO, *map(str, words)]), ALONE))
 
 
+@pytest.mark.slow
 def test_the_bytes_of_samples_and_weights_on_their_way():
     """The weights of the tiny student that workers copy, and the states of every sample, as training receives them."""
     run = parse([*GRPO, "--device", "cpu", "--rollouts.workers", "0"])

@@ -248,6 +248,37 @@ def test_a_request_to_stop_leaves_a_checkpoint_and_no_process(warm, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / f"step_{saved}").is_dir()
 
 
+# A scorer whose second call ends when its process has got a signal.
+PATIENT = """
+import os, signal
+calls = []
+def score(videos, prompts):
+    calls.append(1)
+    if len(calls) == 2:
+        came, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake)
+        open({begun!r}, "w").close()
+        os.read(came, 1)
+    return videos[:, 0].flatten(1).mean(1)
+"""
+
+
+def test_a_rank_on_ray_ends_the_step_of_a_slow_scorer(warm, tmp_path):
+    """SIGTERM to the program reaches the training process while it scores step 2, which is then saved."""
+    begun, there = tmp_path / "begun", tmp_path / "run"
+    os.mkfifo(begun)
+    (tmp_path / "red.py").write_text(PATIENT.format(begun=str(begun)))
+    scored = ["--reward.kind", f"{tmp_path / 'red.py'}:score", "--reward.path", "", "--validate-every", "0"]
+    words = [*SMALL["dance_grpo"], "--device", "cpu", "--steps", "9", "--output", str(there), *scored]
+    with started(warm, words, launcher="ray") as one:
+        begun.read_bytes()  # until the scorer opens it
+        one.send_signal(signal.SIGTERM)
+        errors = one.communicate(timeout=120)[1]
+    assert one.returncode == 0, errors
+    assert len(metrics_of(there)) == 2 and checkpoint_of(there, 2)
+
+
 def test_a_killed_program_leaves_no_worker(warm, tmp_path):
     """Workers and Ray's servers end; two small agents of Ray take a minute longer."""
     words, before = [*GRPO, "--steps", "500", "--output", str(tmp_path / "run")], warm.processes()
@@ -341,7 +372,8 @@ def test_a_run_goes_on_without_the_node_of_a_lost_rank(warm, tmp_path, waiting):
 def nodes(kind):
     """A cluster of two nodes with one core each, and its second node."""
     before = dict(os.environ)
-    os.environ.update(environment(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0"))
+    often = {"RAY_health_check_period_ms": "300"}  # a lost node is noticed after five checks, by default 3 s apart
+    os.environ.update(environment(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", **often))
     cluster = kind(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         yield cluster, cluster.add_node(num_cpus=1)

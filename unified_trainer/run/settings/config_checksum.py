@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 
-import yaml
+from unified_trainer.basics.input_files import YamlLoader
 
 LINE = re.compile(r"^# sha256 of these settings: ([0-9a-f]{64})$", re.MULTILINE)
 
@@ -24,5 +24,5 @@ def is_edited(text: str) -> bool:
 
 
 def _checksum(text: str) -> str:
-    tree = yaml.safe_load(text)
+    tree = YamlLoader(text).get_single_data()
     return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()

@@ -183,7 +183,8 @@ def _outline(tree: Any, given: Mapping[str, Setting], prefix: str = "") -> type:
     """Return a class with the given settings of a tree as fields, and classes of those of its sections."""
     fields: list[tuple[str, Any, Any]] = []
     for name, inner in _parts(tree).items():
-        key, marked = f"{prefix}{name}", tyro.conf.arg(name=name.replace("_", "-"))
+        # Without a help text tyro would look for one in the source of the class.
+        key, marked = f"{prefix}{name}", tyro.conf.arg(name=name.replace("_", "-"), help="")
         if key in given:
             default = dataclasses.field(default_factory=functools.partial(_same, inner))
             fields.append((_field(name), Annotated[given[key].kind, marked], default))
