@@ -19,6 +19,7 @@ from fake import CUDA, Kernels, fake_cuda, moved
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.qwen_image.model import QwenImageModel
 from unified_trainer.models.sd3.model import SD3Model
+from unified_trainer.models.wan.configs import CLIP_TOKENS
 from unified_trainer.models.wan.image_model import FirstFrameWanModel, ImageChannelsWanModel
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
@@ -26,7 +27,6 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.learner import Learner
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.tools.plan.architecture import PUBLISHED
-from unified_trainer.models.wan.configs import CLIP_TOKENS
 
 LAYERS = 2
 SD3_MEDIUM = {"sample_size": 128, "num_attention_heads": 24, "attention_head_dim": 64, "joint_attention_dim": 4096}

@@ -104,7 +104,7 @@ def test_an_unknown_section_is_named(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch: a slower kernel
 def test_the_toy_run(tmp_path, monkeypatch):
-    """Every section but compilation, with the steps whose calls are hardest to repeat: three roles on one network, and a
+    """All sections without compilation, with the steps whose calls are hardest to repeat: roles on one network, and a
     KV cache."""
     seen = []
     steps = {name: bench_gpu.STEPS[name] for name in ("self_forcing", "dmd2, adapters")}
