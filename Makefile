@@ -38,8 +38,9 @@ test: setup
 CUDA_VENV ?= .venv-cuda
 CUDA_TORCH ?= 2.11.0
 
-fake-cuda: setup $(CUDA_VENV)/ready
-	JAXTYPING_DISABLE=1 OMP_NUM_THREADS=1 PYTHONPATH=. $(CUDA_VENV)/bin/python -m pytest -q -s tests/fake_cuda
+fake-cuda: setup $(CUDA_VENV)/ready $(CUDA_VENV)/driver.so
+	LD_PRELOAD=$(abspath $(CUDA_VENV)/driver.so) JAXTYPING_DISABLE=1 OMP_NUM_THREADS=1 PYTHONPATH=. \
+	  $(CUDA_VENV)/bin/python -m pytest -q -s tests/fake_cuda
 
 $(CUDA_VENV)/ready:
 	$(PYTHON) -m venv $(CUDA_VENV)
@@ -47,6 +48,9 @@ $(CUDA_VENV)/ready:
 	$(VENV)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])" > \
 	  $$($(CUDA_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/others.pth
 	touch $@
+
+$(CUDA_VENV)/driver.so: tests/fake_cuda/driver.c
+	$(CC) -shared -fPIC -Wl,-soname,libcuda.so.1 -o $@ $<
 
 LOWEST_VENV ?= .venv-lowest
 LOWEST_TORCH ?= 2.11.0

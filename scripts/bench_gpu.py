@@ -358,6 +358,8 @@ def _run(bench: Bench, method: str, video: Video, flags: list[str]) -> Built:
     words = ["--method", method, "--recipe", "wan2.1-1.3b", "--student.path", str(bench.model), "--seed", "0"]
     words += ["--validate-every", "0", "--steps", "1000", "--encoders.no-offload", *video.flags]
     words += [] if "--data.path" in flags else ["--prompts", str(prompts)]
+    if method == "self_forcing":  # the recipe's teacher has 14B
+        words += ["--teacher.path", str(bench.model), "--critic.path", str(bench.model)]
     words += ["--reward.path", "tiny"] if method in ("dance_grpo", "diffusion_nft") else []
 
     def random_clips(*_settings: object, **_more: object) -> Clips:

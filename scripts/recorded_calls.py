@@ -12,7 +12,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-from unified_trainer.models.wan.causal import Cache, CausalWanModel
+from unified_trainer.models.wan.causal import CausalWanModel, WanCache
 from unified_trainer.models.wan.codec import WanCodec
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.rewards.hpsv3 import HPSv3
@@ -46,7 +46,7 @@ class Call:
 
 def at_call(argument: object) -> object:
     """Copy a cache as it was at the call; no other argument changes later."""
-    return replace(argument, text=list(argument.text)) if isinstance(argument, Cache) else argument
+    return replace(argument, text=list(argument.text)) if isinstance(argument, WanCache) else argument
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A GPU that only has shapes: torch's CUDA build under FakeTensorMode, on a machine with or without a GPU.
 
-Devices, dtypes and the choice of operations are those of CUDA. No value exists, so that reading one is an error; there
-is no backward pass, because autograd asks the driver for its devices.
+Devices, dtypes and the choice of operations are those of CUDA. No value exists, so that reading one is an error. The
+backward pass asks CUDA for its devices and streams: driver.c answers, which must be preloaded.
 """
 
 import warnings
@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unified_trainer.models import masked_attention
-from unified_trainer.roles.rounded_weights import _Connected
 
 with warnings.catch_warnings():  # of torch about itself
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -51,8 +50,16 @@ def fake_cuda() -> Iterator[None]:
         patches.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
         patches.setattr(masked_attention, "scaled_dot_product_attention", _attention)
         patches.setattr(torch.nn.functional, "scaled_dot_product_attention", _autocast)
-        patches.setattr(_Connected, "apply", _leaves)
+        for name in ("tensor", "as_tensor"):
+            patches.setattr(torch, name, _from_cpu(getattr(torch, name)))
+        patches.setattr(torch._C, "_select_conv_backend", lambda *_, **__: torch._C._ConvBackend.Cudnn)
+        patches.setattr(torch.cuda, "is_available", lambda: False)  # nothing is allocated on the device of driver.c
         yield
+
+
+def _from_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Make a tensor of numbers on the CPU before it goes to a device: torch would make it on a real one."""
+    return lambda data, *, device=None, **options: make(data, **options).to(device)
 
 
 def _attention(
@@ -80,11 +87,6 @@ def _autocast(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **opt
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (part.to(torch.get_autocast_dtype("cuda")) for part in (query, key, value))
     return _attention(query, key, value, **options)
-
-
-def _leaves(copies: Sequence[torch.Tensor], *_weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Stand for the way of gradients to the weights: autograd functions of Python ask the driver for its streams."""
-    return tuple(copy.detach().requires_grad_() for copy in copies)
 
 
 def moved(network: nn.Module) -> nn.Module:
@@ -144,7 +146,8 @@ class Kernels(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.launched, self.unfused, self.attention, self.casts, self.norms = 0, 0, [], [], 0
+        self.launched, self.unfused, self.attention, self.casts = 0, 0, [], []
+        self.norms, self.updates = 0, 0  # fused
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         out = operation(*args, **(kwargs or {}))
@@ -155,6 +158,7 @@ class Kernels(TorchDispatchMode):
         if "scaled_dot_product" in name:
             self.attention.append((name, *((one.dtype, one.shape, one.stride()) for one in tensors)))
         self.norms += name == "_fused_rms_norm"
+        self.updates += name == "_fused_adamw_"
         if operation is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter):
             self.casts.append(tuple(args[0].shape))
         if any(one.alias_info is not None and not one.alias_info.is_write for one in operation._schema.returns):

@@ -19,13 +19,14 @@ from fake import CUDA, Kernels, fake_cuda, moved
 from unified_trainer.basics.types import Condition
 from unified_trainer.models.qwen_image.model import QwenImageModel
 from unified_trainer.models.sd3.model import SD3Model
+from unified_trainer.models.wan.configs import CLIP_TOKENS
 from unified_trainer.models.wan.image_model import FirstFrameWanModel, ImageChannelsWanModel
 from unified_trainer.models.wan.model import WanModel
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.learner import Learner
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.tools.plan.architecture import PUBLISHED
-from unified_trainer.tools.plan.flops import CLIP_TOKENS
 
 LAYERS = 2
 SD3_MEDIUM = {"sample_size": 128, "num_attention_heads": 24, "attention_head_dim": 64, "joint_attention_dim": 4096}
@@ -60,7 +61,7 @@ class Case:
 
 
 def wan(name: str, model: type[WanModel], latents: tuple[int, ...], **held: tuple[int, ...]) -> Case:
-    config, cond = PUBLISHED[f"Wan-AI/{name}-Diffusers"][0], {"text": (512, 4096), **held}
+    config, cond = PUBLISHED[f"Wan-AI/{name}-Diffusers"].transformer, {"text": (512, 4096), **held}
     attentions = LAYERS * (3 if "clip" in held else 2)
     return Case(WanTransformer3DModel, model, config, latents, cond, attentions)
 
@@ -77,7 +78,7 @@ CASES = {
     "Qwen-Image": Case(
         QwenImageTransformer2DModel,
         QwenImageModel,
-        PUBLISHED["Qwen/Qwen-Image"][0],
+        PUBLISHED["Qwen/Qwen-Image"].transformer,
         (16, 1, 166, 166),
         {"text": (512, 3584), "text_mask": (512,)},
         LAYERS,
@@ -114,3 +115,20 @@ def test_rollout_and_update_launch_the_same_kernels(name):
     assert len(update.attention) == case.attentions
     for _, *tensors in update.attention:
         assert {dtype for dtype, *_ in tensors[:3]} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_update_of_all_weights_stays_on_the_device(name):
+    """Every weight that the velocity depends on has a gradient in float32, and the fused AdamW takes them all."""
+    case = CASES[name]
+    with fake_cuda():
+        role = case.student()
+        weights = role.backbones[""].weights("student")
+        role.velocity(*case.inputs()).square().mean().backward()
+        gradients = {key: p.grad for key, p in weights.items() if p.grad is not None}
+        with Kernels() as seen:
+            Learner("student", weights, role.config).step(1.0)
+    assert {(one.device, one.dtype) for one in gradients.values()} == {(CUDA, torch.float32)}
+    # In the last block of joint attention nothing reads the text that it returns.
+    assert all(key.startswith(f"transformer_blocks.{LAYERS - 1}.") for key in weights.keys() - gradients.keys())
+    assert seen.updates == 1

@@ -82,6 +82,9 @@ def test_a_causal_student_with_a_cache_stays_on_the_device():
     assert {part[0] for call in seen.attention for part in call[1:]} == {torch.bfloat16}
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # Dynamo's question
 @pytest.mark.parametrize(("size", "uncompiled", "compiled"), [("480x832x81", 510e9, 150e9), ("240x416x53", 90e9, 30e9)])
 def test_the_bytes_of_a_pass(size, uncompiled, compiled, monkeypatch):
     """Of 30 blocks, from those of one and of two, after the weights were rounded: elementwise work and norms.

@@ -105,9 +105,11 @@ def test_an_unknown_section_is_named(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch: a slower kernel
 def test_the_toy_run(tmp_path, monkeypatch):
-    """Every section but compilation, with the step whose calls are hardest to repeat: three roles on one network."""
+    """All sections without compilation, with the steps whose calls are hardest to repeat: roles on one network, and a
+    KV cache."""
     seen = []
-    monkeypatch.setattr(bench_gpu, "STEPS", {"dmd2, adapters": bench_gpu.STEPS["dmd2, adapters"]})
+    steps = {name: bench_gpu.STEPS[name] for name in ("self_forcing", "dmd2, adapters")}
+    monkeypatch.setattr(bench_gpu, "STEPS", steps)
     monkeypatch.setattr(bench_gpu, "ROUNDS", 1)
     repeat = recorded_calls.Call.repeat
     monkeypatch.setattr(recorded_calls.Call, "repeat", lambda call: (seen.append(call), repeat(call)))
@@ -127,8 +129,11 @@ def test_the_toy_run(tmp_path, monkeypatch):
         "32x32x9, forward, flash",
         "32x32x9, forward, math",
     ]
-    step = rows["dmd2, adapters, 32x32x9"]
-    assert step["calls"] == len(seen) and sum(call.grad for call in seen) >= 2
+    step, causal = rows["dmd2, adapters, 32x32x9"], rows["self_forcing, 32x32x9"]
+    assert step["calls"] + causal["calls"] == len(seen)
+    assert "CausalWanModel.velocity_cached" in {call.name for call in seen[: causal["calls"]]}
+    seen = seen[causal["calls"] :]
+    assert sum(call.grad for call in seen) >= 2
     assert all(call.half for call in seen if call.name == "WanModel.velocity")
     adapters = {adapter for call in seen for _, adapter in call.adapters}
     assert adapters == {"student", "critic", "none"} and 0 < sum(step["phases"].values()) == pytest.approx(1)
