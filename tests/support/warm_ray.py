@@ -21,7 +21,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def quick_ranks() -> Iterator[dict[str, str]]:
             try:
                 os.close(ours)
                 os.dup2(end, 0)
-                atexit._clear()  # what the tests have registered, such as the end of temporary folders
+                _forget_exit_functions()
                 jaxtyping.config.update("jaxtyping_disable", True)
                 _serve(listener, str(python))
             finally:
@@ -103,6 +103,15 @@ def quick_ranks() -> Iterator[dict[str, str]]:
         finally:
             os.close(ours)
             os.waitpid(server, 0)
+
+
+def _forget_exit_functions() -> None:
+    """Let this process run the exit functions alone that it registers from now on, and none of the tests'.
+
+    `atexit._clear` drops what the functions hold while it walks over them, which may end the process by a fault.
+    """
+    registered = ExitStack()
+    atexit.register, atexit._run_exitfuncs = registered.callback, registered.close
 
 
 @contextmanager
