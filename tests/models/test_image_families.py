@@ -1,4 +1,4 @@
-"""Qwen-Image and SD3.5: their folders are sampled as by diffusers, trained by every method, resumed and exported."""
+"""Qwen-Image, SD3.5, HunyuanVideo: folders are sampled as by diffusers, trained by every method, resumed, exported."""
 
 import json
 import shutil
@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, StableDiffusion3Pipeline
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15Pipeline,
+    QwenImagePipeline,
+    StableDiffusion3Pipeline,
+)
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from forked import program
 from helpers import (
@@ -26,8 +31,10 @@ from helpers import (
     flags,
     gradients,
 )
+from hunyuan15_folder import hunyuan15_folder
 from PIL import Image
 from qwen_image_folder import qwen_image_folder
+from real_clips import write_exactly
 from sd3_folder import sd3_folder
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,6 +45,7 @@ from unified_trainer.data.loader import make_batch
 from unified_trainer.models.base import Family, PassSize
 from unified_trainer.models.diffusers_codec import DiffusersCodec
 from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.hunyuan15.family import HUNYUAN15
 from unified_trainer.models.qwen_image.family import QWEN_IMAGE
 from unified_trainer.models.qwen_image.model import packed, unpacked
 from unified_trainer.models.sd3.family import SD3
@@ -46,9 +54,9 @@ from unified_trainer.parallel.meter import Meter
 from unified_trainer.roles import blocks
 from unified_trainer.roles.adapter import AdapterConfig
 from unified_trainer.roles.backbone import Backbone, hold_in_bf16
-from unified_trainer.roles.role import Frozen, RoleConfig
+from unified_trainer.roles.role import Frozen, RoleConfig, Trainable
 from unified_trainer.run.plan.shift import note_shift, shift_of_size
-from unified_trainer.run.registry import METHODS
+from unified_trainer.run.registry import METHODS, method_named
 from unified_trainer.run.settings.command_line import parse
 from unified_trainer.sampling.solver import SamplerConfig, generate
 from unified_trainer.tools.export.scheduler import euler_scheduler
@@ -56,13 +64,14 @@ from unified_trainer.tools.load_run import load_role
 from unified_trainer.tools.plan.architecture import architecture_of
 from unified_trainer.tools.plan.flops import decode_flops, encode_flops, pass_flops
 from unified_trainer.tools.plan.network_size import frozen_config, measured
+from unified_trainer.tools.plan.passes import decode_bytes
 from unified_trainer.tools.sample.sample import videos
 
 pytestmark = pytest.mark.slow
 
 SIDES = (64, 32)
-PROMPTS = ("a red circle moving left", "a picture of an unknown word and a big blue square")
-SIZE = {"recipe": "tiny", "video.frames": 1, "video.height": SIDES[0], "video.width": SIDES[1], "steps": 2}
+PROMPTS = ("a red circle moving left", 'a picture of an "unknown word" and a big blue square')
+SIZE = {"recipe": "tiny", "video.height": SIDES[0], "video.width": SIDES[1], "steps": 2}
 SIZE |= {"sampler.num-steps": 3, "validate-every": 0, "student.learning-rate": 1e-3, "student.warmup-updates": 0}
 SINGLE = {"algorithm.batch-size": 2, "algorithm.micro-batch": 1}
 GROUPS = {"algorithm.num-prompts": 2, "algorithm.num-samples": 2, "algorithm.prompts-per-update": 2}
@@ -76,18 +85,31 @@ TRAINED = [name for name in METHODS if name not in (*CAUSAL, "flow_dpo", "flow_m
 
 @dataclass(frozen=True)
 class Case:
-    """A family of images: its folder, and how its pipeline in diffusers is called."""
+    """A family of images, or of videos: its folder, and how its pipeline in diffusers is called."""
 
     family: Family
     write: Callable[[Path], Path]
     pipeline: Any
-    guidance: str
+    guidance: str  # argument of its call; empty where its guider has it
     first: str  # a weight that every method trains
     published: str  # a model of the hub whose sizes are known
     parameters: int  # of its network
+    pairs: int  # of queries and keys in its example
+    frames: int = 1
+    wrong: tuple[int, str] = (5, "must be 1, not 5: this model makes images")
     packed: Callable[[torch.Tensor], torch.Tensor] = lambda x: x[:, :, 0]
     unpacked: Callable[..., torch.Tensor] = lambda x, *_: x[:, :, None]
     options: dict[str, object] = field(default_factory=dict)
+
+    def sample(self, pipeline: Any, scale: float, *, own_guider: bool = False, **given: Any) -> torch.Tensor:
+        """What the pipeline returns of both prompts: latents, images, or frames before channels."""
+        size = {"height": SIDES[0], "width": SIDES[1]} | ({self.guidance: scale} if self.guidance else {})
+        if not self.guidance:
+            pipeline.vae.enable_slicing()  # diffusers decodes one video at a time
+            pipeline.tokenizer_max_length = pipeline.tokenizer_2_max_length = 24  # as the folder's tokenizers say
+            guider = pipeline.guider if own_guider else pipeline.guider.new(guidance_scale=scale)
+            pipeline.register_modules(guider=guider)
+        return pipeline(list(PROMPTS), **size, **self.options, **given, return_dict=False)[0]
 
 
 CASES = {
@@ -99,6 +121,7 @@ CASES = {
         "img_in.weight",
         "Qwen/Qwen-Image",
         20_430_401_088,
+        pairs=2 * (4 + 4) ** 2,
         packed=packed,
         unpacked=unpacked,
     ),
@@ -110,7 +133,23 @@ CASES = {
         "pos_embed.proj.weight",
         "stabilityai/stable-diffusion-3.5-medium",
         2_243_171_520,
+        pairs=3 * (4 + 4) ** 2 + 4**2,  # one block has an attention of the image alone
         options={"max_sequence_length": 14},
+    ),
+    "hunyuan15": Case(
+        HUNYUAN15,
+        hunyuan15_folder,
+        HunyuanVideo15Pipeline,
+        "",
+        "transformer_blocks.0.attn.to_q.lora_B.weight",
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
+        8_326_608_160,
+        pairs=2 * (8 + 4 + 4) ** 2 + 4**2,  # one block refines the text
+        frames=5,
+        wrong=(4, "must be 4k + 1 for this VAE, not 4: set 1 or 5"),
+        packed=lambda x: x,
+        unpacked=lambda x, *_: x,
+        options={"num_frames": 5},
     ),
 }
 
@@ -161,6 +200,25 @@ def pictures(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def clips(tmp_path_factory) -> Path:
+    """A folder of two videos with captions."""
+    place = tmp_path_factory.mktemp("clips")
+    for number, prompt in enumerate(PROMPTS):
+        write_exactly(
+            place / f"{number}.mkv",
+            np.random.default_rng(number).integers(256, size=(5, 80, 72, 3)).astype(np.uint8),
+            8,
+        )
+        (place / f"{number}.txt").write_text(prompt)
+    return place
+
+
+@pytest.fixture
+def data(case, pictures, clips) -> Path:
+    return pictures if case.frames == 1 else clips
+
+
+@pytest.fixture(scope="module")
 def prompts(tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
     file.write_text("\n".join(PROMPTS))
@@ -178,7 +236,7 @@ def test_diffusers_samples_as_we_do(case, folder, scale):
     """Latents and pixels, with prompts of different lengths and the pipeline's own rule of guidance."""
     codec = codec_of(case, folder)
     sampler = SamplerConfig(num_steps=4, shift=3.0, guidance_scale=scale, negative_prompt="a blue square")
-    shape = codec.latent_shape(1, *SIDES)
+    shape = codec.latent_shape(case.frames, *SIDES)
     noise = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1))
     uncond = codec.encode_text([sampler.negative_prompt])
     batch = make_batch(codec, Request.of(PROMPTS), uncond, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
@@ -186,13 +244,16 @@ def test_diffusers_samples_as_we_do(case, folder, scale):
     ours = generate(teacher, noise, batch, sampler, lambda _: noise)
     scheduler = euler_scheduler(sampler, given=case.family.given_levels)
     pipeline = case.pipeline.from_pretrained(folder, scheduler=scheduler)
-    options = {"prompt": list(PROMPTS), "negative_prompt": [sampler.negative_prompt] * 2, case.guidance: scale}
-    options |= {"height": SIDES[0], "width": SIDES[1], "num_inference_steps": 4, "latents": case.packed(noise)}
-    options |= case.options
-    latents = case.unpacked(pipeline(**options, output_type="latent").images, *shape[2:])
+    given = {"negative_prompt": [sampler.negative_prompt] * 2, "num_inference_steps": 4, "latents": case.packed(noise)}
+    latents = case.unpacked(case.sample(pipeline, scale, **given, output_type="latent"), *shape[2:])
     torch.testing.assert_close(ours, latents, rtol=0, atol=1e-5)
-    pixels = pipeline(**options, output_type="pt").images
-    torch.testing.assert_close(codec.decode(ours)[:, :, 0], pixels, rtol=0, atol=1e-5)
+    pixels = case.sample(pipeline, scale, **given, output_type="pt")
+    torch.testing.assert_close(frames_of(codec.decode(ours)), pixels, rtol=0, atol=1e-5)
+
+
+def frames_of(videos: torch.Tensor) -> torch.Tensor:
+    """As diffusers has them: images, or frames before channels."""
+    return videos.transpose(1, 2).squeeze(1)
 
 
 def test_padding_of_a_prompt_is_masked(qwen):
@@ -222,18 +283,26 @@ def test_guidance_keeps_the_norm_of_every_token(qwen):
     assert float((guided[1] - plain).abs().max()) > 0.5
 
 
-def words(method: str, folder: Path, data: Path, output: Path, **more: object) -> list[str]:
-    named = {"method": method, "student.path": folder, "output": output} | SIZE | OWN.get(method, SINGLE)
+def words(method: str, folder: Path, data: Path, output: Path, frames: int = 1, **more: object) -> list[str]:
+    named = (
+        {"method": method, "student.path": folder, "output": output, "video.frames": frames}
+        | SIZE
+        | OWN.get(method, SINGLE)
+    )
     named |= {"data.path": data} if method in OF_CLIPS else {"prompts": data}
     return flags(named | {key.replace("__", "."): value for key, value in more.items()})
 
 
 @pytest.mark.parametrize(("case", "method"), LEARNS, indirect=["case"])
-def test_every_method_trains_and_resumes_bit_for_bit(case, folder, prompts, pictures, tmp_path, method):
-    """Each method with one of the families, and one of each kind with all of them."""
-    data = pictures if method in OF_CLIPS else prompts
-    more = {"checkpoint_every": 1, "sampler__guidance_scale": 3.0} if method in ("dance_grpo", "finetune") else {}
-    assert main(words(method, folder, data, tmp_path / "whole", **{"checkpoint-every": 1} | more)) == 0
+def test_every_method_trains_and_resumes_bit_for_bit(case, folder, prompts, data, tmp_path, method):
+    """Each method with one of the families, and one of each kind with all; one trains adapters, its weights are many."""
+    data = data if method in OF_CLIPS else prompts
+    roles = [name for name, role in method_named(method).roles.items() if issubclass(role.kind, Trainable)]
+    adapters = {f"{role}__adapter.rank": 2 for role in roles} if "lora" in case.first else {}
+    more = {"sampler__guidance_scale": 3.0} if method in ("dance_grpo", "finetune") else {}
+    more |= {"checkpoint-every": 1} | adapters
+    given = words(method, folder, data, tmp_path / "whole", case.frames, **more)
+    assert main(given) == 0
     first, whole = (checkpoint_of(tmp_path / "whole", step) for step in (1, 2))
     weight = f"student/weights/{case.first}"
     assert not torch.equal(first[weight], whole[weight])
@@ -266,15 +335,15 @@ def test_a_scheduler_whose_law_is_none_is_refused(tmp_path):
 
 
 def test_methods_that_make_no_sense_say_why(case, folder, prompts, tmp_path, capsys):
-    """There is no causal form, an image has one frame, and its sides are whole tokens."""
-    more = {"sampler__chunks.chunk-frames": 1}
+    """There is no causal form, frames are whole latents, and sides are whole tokens."""
+    more, (frames, wrong) = {"sampler__chunks.chunk-frames": 1}, case.wrong
     for method, changes, said in (
         ("self_forcing", more, "has no causal form"),
         ("ode_init", more, "has no causal form"),
-        ("dmd2", {"video__frames": 5}, "video.frames must be 1, not 5: this model makes images"),
+        ("dmd2", {"video__frames": frames}, f"video.frames {wrong}"),
         ("dmd2", {"video__height": 40}, "video.height must be a multiple of 16"),
     ):
-        assert main(words(method, folder, prompts, tmp_path / "run", **changes)) == 2
+        assert main(words(method, folder, prompts, tmp_path / "run", case.frames, **changes)) == 2
         assert said in capsys.readouterr().err
 
 
@@ -283,25 +352,52 @@ def test_an_image_of_more_tokens_than_positions_is_refused(folders):
         SD3.latent_shape(folders["StableDiffusion3Pipeline"], 1, 192, 208)
 
 
-@pytest.mark.parametrize("field", ["joint_attention_dim", "pooled_projection_dim"])
-def test_text_encoders_of_another_network_are_refused(folders, tmp_path, field):
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("sd3", "joint_attention_dim"), ("sd3", "pooled_projection_dim"), ("hunyuan15", "text_embed_2_dim")],
+)
+def test_text_encoders_of_another_network_are_refused(folders, tmp_path, name, field):
     """Before any weight is read."""
-    shutil.copytree(folders["StableDiffusion3Pipeline"], tmp_path / "odd")
+    shutil.copytree(folders[CASES[name].family.pipelines[0]], tmp_path / "odd")
     file = tmp_path / "odd" / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: 96}))
-    with pytest.raises(UserError, match=rf"{field} is 96, but the text encoders give 2[04]"):
-        codec_of(CASES["sd3"], tmp_path / "odd")
+    with pytest.raises(UserError, match=rf"{field} (is|are \[24,) 96\]?, but the text encoders give \[?2[04]"):
+        codec_of(CASES[name], tmp_path / "odd")
 
 
-def test_tiles_of_an_image_are_those_of_the_vae(folders):
-    """Larger images are decoded in tiles that overlap, smaller ones whole."""
-    folder = folders["StableDiffusion3Pipeline"]
-    whole = codec_of(CASES["sd3"], folder)
-    tiled = SD3.codec(folder, torch.device("cpu"), EncoderConfig(vae_tile=64))
-    small, large = (torch.randn(1, 16, 1, n, n, generator=torch.Generator().manual_seed(n)) for n in (8, 12))
+@pytest.mark.parametrize("case", ["sd3", "hunyuan15"], indirect=True)
+def test_tiles_are_those_of_the_vae(case, folder):
+    """Larger frames are decoded in tiles that overlap, smaller ones whole; `plan` counts a tile's memory."""
+    whole, tiled = codec_of(case, folder), case.family.codec(folder, torch.device("cpu"), EncoderConfig(vae_tile=64))
+    small, large = (
+        torch.randn(1, *whole.latent_shape(case.frames, n, n), generator=torch.Generator().manual_seed(n))
+        for n in (64, 96)
+    )
     assert torch.equal(tiled.decode(small), whole.decode(small))
-    assert tiled.decode(large).shape == whole.decode(large).shape == (1, 3, 1, 96, 96)
+    assert tiled.decode(large).shape == whole.decode(large).shape == (1, 3, case.frames, 96, 96)
     assert not torch.allclose(tiled.decode(large), whole.decode(large), atol=1e-4)
+    vae = frozen_config(json.loads((folder / "vae" / "config.json").read_text()))
+    shape = whole.latent_shape(1, 128, 64)
+    in_tiles, at_once = (
+        decode_bytes(type(whole), vae, shape, 1, half=False, gradient=False, tile=tile) for tile in (64, 0)
+    )
+    assert 0.1 < in_tiles / at_once < 0.9
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "said"),
+    [
+        ("transformer/config.json", {"use_meanflow": True}, "distilled to few steps and reads where each step ends"),
+        ("transformer/config.json", {"in_channels": 16}, "in_channels is 16, but .* of 8 latent channels reads 17"),
+        ("guider/guider_config.json", {"guidance_rescale": 0.7}, "guidance_rescale"),
+        ("guider/guider_config.json", {"_class_name": "AdaptiveProjectedGuidance"}, "ClassifierFreeGuidance"),
+    ],
+)
+def test_networks_and_guidance_that_no_method_knows_are_refused(folders, tmp_path, file, change, said):
+    shutil.copytree(folders["HunyuanVideo15Pipeline"], tmp_path / "odd")
+    (tmp_path / "odd" / file).write_text(json.dumps(json.loads((tmp_path / "odd" / file).read_text()) | change))
+    with pytest.raises(UserError, match=said):
+        HUNYUAN15.networks(tmp_path / "odd")
 
 
 def test_statistics_of_latents_are_one_for_each_channel(tmp_path):
@@ -312,6 +408,7 @@ def test_statistics_of_latents_are_one_for_each_channel(tmp_path):
         QWEN_IMAGE.latent_shape(tmp_path, 1, *SIDES)
 
 
+@pytest.mark.parametrize("case", ["qwen-image", "sd3"], indirect=True)
 def test_images_of_a_folder_are_clips_of_one_frame(folder, pictures, tmp_path, capsys):
     """preprocess encodes them, and a training on the encoded ones has the losses of one on the images."""
     for name in ("0.png", "0.txt"):
@@ -338,7 +435,7 @@ def test_recomputed_and_compiled_blocks_give_the_same_gradient(case, folder, mon
     monkeypatch.setattr(blocks, "BACKEND", "aot_eager")
     codec = codec_of(case, folder)
     cond, found = codec.encode_text(PROMPTS), []
-    x = torch.randn(2, *codec.latent_shape(1, *SIDES), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, *codec.latent_shape(case.frames, *SIDES), generator=torch.Generator().manual_seed(0))
     for kind in ("none", memory):
         how = {"compile": True} if kind == "compiled" else {"recompute": kind}
         backbone = Backbone(case.family.model(folder, "transformer"), ALONE, trained=True, **how)
@@ -352,8 +449,8 @@ def test_recomputed_and_compiled_blocks_give_the_same_gradient(case, folder, mon
 
 
 @pytest.mark.ranks
-def test_two_ranks_share_the_weights(folder, prompts, tmp_path):
-    more = {"student__adapter.rank": 2, "critic__adapter.rank": 2}
+def test_two_ranks_share_the_weights(case, folder, prompts, tmp_path):
+    more = {"student__adapter.rank": 2, "critic__adapter.rank": 2, "video__frames": case.frames}
     assert main(words("dmd2", folder, prompts, tmp_path / "one", **more)) == 0
     given = words("dmd2", folder, prompts, tmp_path / "two", device="cpu", **more)
     done = program("-m", "unified_trainer", *given, ranks=2)
@@ -362,38 +459,51 @@ def test_two_ranks_share_the_weights(folder, prompts, tmp_path):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_diffusers_samples_an_export_as_we_do(case, folder, prompts, pictures, tmp_path, rank):
+def test_diffusers_samples_an_export_as_we_do(case, folder, prompts, data, tmp_path, rank):
     """Up to rounding; a published adapter is loaded on the base, and samples are images."""
     more = {"student__adapter.rank": rank, "sampler__guidance-scale": 3.0, "validate-every": 2}
     more |= {"student__adapter.alpha": 4} if rank else {}
     more |= {"validation__prompts": prompts, "validation.num-samples": 2, "reward.path": ""}
     run = tmp_path / "run"
-    assert main(words("finetune", folder, pictures, run, **more)) == 0
+    assert main(words("finetune", folder, data, run, case.frames, **more)) == 0
     shown = run / "validation" / "step_2"
-    assert sorted(file.name for file in shown.iterdir()) == ["0.png", "1.png", "contact_sheet.png", "samples.jsonl"]
+    kind = "png" if case.frames == 1 else "mp4"
+    assert sorted(file.name for file in shown.iterdir()) == [
+        f"0.{kind}",
+        f"1.{kind}",
+        "contact_sheet.png",
+        "samples.jsonl",
+    ]
     assert (
         main(["sample", str(run), "--output", str(tmp_path / "shown"), "--prompts", str(prompts), "--seed", "5"]) == 0
     )
     role = load_role(str(run), "student", None, ALONE, causal=True)
-    ours = torch.cat(list(videos(role, Request.of(PROMPTS), 5, 2)))[:, :, 0]
-    with Image.open(tmp_path / "shown" / "1.png") as opened:
-        picture = torch.from_numpy(np.array(opened)).permute(2, 0, 1) / 255
-    torch.testing.assert_close(picture, ours[1], rtol=0, atol=1 / 255)
+    ours = frames_of(torch.cat(list(videos(role, Request.of(PROMPTS), 5, 2))))
+    if kind == "png":
+        with Image.open(tmp_path / "shown" / "1.png") as opened:
+            picture = torch.from_numpy(np.array(opened)).permute(2, 0, 1) / 255
+        torch.testing.assert_close(picture, ours[1], rtol=0, atol=1 / 255)
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     about = json.loads((tmp_path / "out" / "unified_trainer.json").read_text())
-    assert f"num_inference_steps=3, {case.guidance}=3.0 and the run's negative_prompt" in about["how"]
-    assert "pipeline_tag: text-to-image" in (tmp_path / "out" / "README.md").read_text()
+    guidance = f"{case.guidance}=3.0" if case.guidance else "the scale in guider/guider_config.json"
+    assert f"num_inference_steps=3, {guidance} and the run's negative_prompt" in about["how"]
+    assert (
+        f"pipeline_tag: text-to-{'image' if kind == 'png' else 'video'}" in (tmp_path / "out" / "README.md").read_text()
+    )
     made = [case.pipeline.from_pretrained(tmp_path / "out")]
     if rank:
         assert main(["export", str(run), str(tmp_path / "lora"), "--adapter", "published"]) == 0
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "out" / "scheduler")
         made.append(case.pipeline.from_pretrained(folder, scheduler=scheduler))
-        made[1].load_lora_weights(tmp_path / "lora", weight_name="model.safetensors")
-    size = {"height": SIDES[0], "width": SIDES[1], "num_inference_steps": 3, case.guidance: 3.0} | case.options
-    for pipeline in made:
+        if case.family is HUNYUAN15:  # its pipeline has no load_lora_weights
+            made[1].transformer.load_lora_adapter(tmp_path / "lora", weight_name="model.safetensors")
+        else:
+            made[1].load_lora_weights(tmp_path / "lora", weight_name="model.safetensors")
+    for pipeline, own_guider in zip(made, (True, False), strict=False):
         noise = [torch.Generator().manual_seed(5 + i) for i in range(2)]
-        images = pipeline(list(PROMPTS), negative_prompt="", generator=noise, output_type="pt", **size).images
-        torch.testing.assert_close(images, ours, rtol=0, atol=2e-5)
+        given = {"negative_prompt": [""] * 2, "num_inference_steps": 3, "generator": noise, "output_type": "pt"}
+        pixels = case.sample(pipeline, 3.0, own_guider=own_guider, **given)
+        torch.testing.assert_close(pixels, ours, rtol=0, atol=2e-5)
 
 
 def test_flops_are_those_that_the_meter_counts(case, folder):
@@ -401,19 +511,18 @@ def test_flops_are_those_that_the_meter_counts(case, folder):
     x, sigma, cond = model.example()
     counter, seen = FlopCounterMode(display=False), []
 
-    def note(_network, _inputs, named, _output):
-        seen.append(model.pass_size(**{name: x for name, x in named.items() if isinstance(x, torch.Tensor)}))
+    def note(_network, inputs, named, _output):
+        seen.append(model.pass_size(*inputs, **{name: x for name, x in named.items() if isinstance(x, torch.Tensor)}))
 
     model.network.register_forward_hook(note, with_kwargs=True)
     with counter, torch.no_grad():
         model.velocity(x, sigma, cond)
     size, products = seen[0], 0
     for name, layer in model.network.named_modules():
-        if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d):
+        if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d | torch.nn.Conv3d):
             products += 2 * layer.weight.numel() * size.rows[model.layer_kind(name)]
     assert counter.get_total_flops() == products  # it knows no attention of a CPU
-    alone = 4**2 if case.family is SD3 else 0  # one block whose image attends to itself too
-    assert size.tokens == 4 and size.attention == 4 * 24 * (len(model.blocks) * (4 + 4) ** 2 + alone)
+    assert size.tokens == (4 if case.frames == 1 else 8) and size.attention == 4 * 24 * case.pairs
     planned = pass_flops(measured(model), size)
     assert (planned.forward - planned.attention, planned.attention) == (products, size.attention)
 
@@ -423,7 +532,7 @@ def test_sizes_of_an_adapter_and_of_weights_in_fp32_are_those_of_a_role(case, fo
     size, rounded = measured(model), model_of(case.family, folder).network.requires_grad_(False)
     hold_in_bf16(rounded)
     assert size.small == sum(p.numel() for p in rounded.parameters() if p.dtype == torch.float32)
-    assert size.alike == (case.family is QWEN_IMAGE)  # Stable Diffusion's last block has fewer layers
+    assert size.alike == (case.family is not SD3)  # Stable Diffusion's last block has fewer layers
     backbone = Backbone(model, ALONE, trained=False, adapters={"role": AdapterConfig(rank=2)})
     assert size.adapter(2) == sum(p.numel() for p in backbone.weights("role").values())
     meter, passes = Meter(torch.device("cpu")), []
@@ -438,33 +547,34 @@ def test_flops_of_encoders_and_decoder_are_those_of_the_layers_that_run(case, fo
     """A tower of vision and a head of the vocabulary do not; torch counts the middle's attention of the VAE too."""
     codec, configs = codec_of(case, folder), []
     ran: list[torch.nn.Linear] = []
-    codec.encode_text(PROMPTS[:1])
+    codec.encode_text(PROMPTS[1:])
     with codec._text_encoders.in_use() as encoders:
         for encoder, tokenizer in zip(encoders, codec._tokenizers, strict=True):
             layers = [layer for layer in encoder.modules() if isinstance(layer, torch.nn.Linear)]
             hooks = [layer.register_forward_hook(lambda layer, *_: ran.append(layer)) for layer in layers]
-            codec.embed(encoder, tokenizer, PROMPTS[0])
+            codec.embed(encoder, tokenizer, PROMPTS[1])
             for hook in hooks:
                 hook.remove()
             configs.append(frozen_config(json.loads(encoder.config.to_json_string())))
     tokens = (1,) * len(configs)
     assert encode_flops(type(codec), tuple(configs), tokens) == 2 * sum(layer.weight.numel() for layer in ran)
     with codec._vae.in_use() as vae, FlopCounterMode(display=False) as counter, torch.no_grad():
-        codec.decoded(vae, torch.zeros(1, 16, 1, 8, 4))
+        codec.decoded(vae, torch.zeros(1, *(shape := codec.latent_shape(case.frames, *SIDES))))
     config = json.loads((folder / "vae" / "config.json").read_text())
-    assert decode_flops(type(codec), config, 1, 8, 4) == pytest.approx(counter.get_total_flops(), rel=0.03)
+    assert decode_flops(type(codec), config, *shape[1:]) == pytest.approx(counter.get_total_flops(), rel=0.03)
 
 
 def test_plan_knows_the_sizes_of_a_folder_and_of_the_published_model(case, folder, prompts, tmp_path, capsys):
-    given = words("dance_grpo", folder, prompts, tmp_path / "run")
+    given, shape = words("dance_grpo", folder, prompts, tmp_path / "run", case.frames), (case.frames, *SIDES)
     run = parse(given)
     found, model = architecture_of("student", str(folder), run), model_of(case.family, folder)
     codec = codec_of(case, folder)
     assert found.size.parameters == sum(p.numel() for p in model.network.parameters())
     assert found.size.blocks == tuple(sum(p.numel() for p in block.parameters()) for block in model.blocks)
     assert (found.text_tokens, found.text_width) == (codec.text_tokens, codec.text_width)
-    assert found.latent_shape(1, *SIDES) == case.family.latent_shape(folder, 1, *SIDES)
-    assert found.pass_size(found.latent_shape(1, *SIDES)).tokens == 8
+    latents = case.family.latent_shape(folder, *shape)
+    assert found.latent_shape(*shape) == latents
+    assert found.pass_size(latents).tokens == case.family.tokens(folder, latents)
     assert architecture_of("student", case.published, run).size.parameters == case.parameters
     assert main(["plan", *given, "--hardware", "2xH100"]) == 0
     assert main(["plan", *given, "--hardware", "H100", "--sampler.chunks.chunk-frames", "1"]) == 2

@@ -319,6 +319,8 @@ class Family:
     # Whether the pipeline gives its scheduler the levels 1, (n - 1) / n, ... 1 / n before the shift; Wan's asks for n.
     given_levels: bool = False
     guidance_argument: str = "guidance_scale"  # of the pipeline's call
+    # config of the component that has the guidance scale in place of the pipeline's call: a ClassifierFreeGuidance
+    guider: str = ""
     tile_unit: int = 64  # pixels: three quarters of a tile of so many must be whole latents, so 4 for each latent
     # names of the experts' published adapters, without suffix
     adapter_files: tuple[str, str] = ("high_noise", "low_noise")

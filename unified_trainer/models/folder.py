@@ -24,6 +24,7 @@ from unified_trainer.parallel.reading import fill, shapes_in
 
 M = TypeVar("M", bound=Any)  # a class of another library
 TOKENIZERS = ("tokenizer.json", "spiece.model", "vocab.json")
+OF_BYTES = "ByT5Tokenizer"  # has none of these files: its tokens are bytes
 WEIGHTS = "diffusion_pytorch_model"
 NAMING_CODE = ("tokenizer_config.json", "config.json")  # files whose `auto_map` names classes in .py files
 SAMPLE = 4096  # bytes of each tensor that a fingerprint reads
@@ -46,6 +47,7 @@ class Change(Protocol):
 class TokenizerConfig(Schema):
     """tokenizer_config.json, as far as prompts depend on it; transformers reads the rest, and one text is tried."""
 
+    tokenizer_class: str | None = None
     model_max_length: int | None = Field(None, ge=1)  # a number of 31 digits where there is no bound
     pad_token: str | dict[str, Any] | None = None  # may stand in special_tokens_map.json instead
 
@@ -130,10 +132,9 @@ def read_tokenizer(kind: type[M], folder: Path, embedded: int | None = None) -> 
                     f"{file} names Python code of its own (auto_map), which is never run here: take a tokenizer of "
                     "transformers, or remove auto_map if a class of transformers reads these files"
                 )
-    if not any((folder / name).is_file() for name in TOKENIZERS):
+    described = read_as(TokenizerConfig, config) if config.is_file() else TokenizerConfig()
+    if described.tokenizer_class != OF_BYTES and not any((folder / name).is_file() for name in TOKENIZERS):
         raise MissingFileError(f"{folder} holds none of {', '.join(TOKENIZERS)}")
-    if config.is_file():
-        read_as(TokenizerConfig, config)
     with reading_config(config, "tokenizer"):
         tokenizer: Any = read_pretrained(kind, folder)
         if tokenizer.pad_token_id is None:
@@ -239,7 +240,9 @@ def fingerprint(*folders: Path) -> str:
     """
     digest = hashlib.sha256()
     for number, folder in enumerate(folders):
-        for file in sorted(path for kind in ("*.json", "*.model", "*.safetensors") for path in folder.glob(kind)):
+        for file in sorted(
+            path for kind in ("*.json", "*.jinja", "*.model", "*.safetensors") for path in folder.glob(kind)
+        ):
             for part in (f"{number}/{file.name}".encode(), *_read_sample(file)):
                 digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()

@@ -74,6 +74,7 @@ def export(
         raise UserError(f"--adapter {adapter}: {run} trained all weights of {role}; leave it out")
     with new_folder(out) as folder:
         _write_scheduler(loaded, folder)
+        _write_guider(loaded, folder)
         adapters = []
         if adapter == "peft":
             adapters = _write_adapters(loaded, folder)
@@ -150,6 +151,15 @@ def _write_scheduler(loaded: LoadedRole, folder: Path) -> None:
     scheduler = euler_scheduler(loaded.run.sampler, given=loaded.family.given_levels)
     if scheduler is not None:
         scheduler.save_pretrained(folder / "scheduler")
+
+
+def _write_guider(loaded: LoadedRole, folder: Path) -> None:
+    """Write the run's guidance, where a component of the pipeline has it."""
+    if guider := loaded.family.guider:
+        config = read_json(loaded.base / guider)
+        config |= {"guidance_scale": loaded.run.sampler.guidance_scale, "enabled": True}
+        (folder / guider).parent.mkdir()
+        (folder / guider).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_sampler(loaded: LoadedRole, folder: Path) -> None:
@@ -231,6 +241,8 @@ def _about(loaded: LoadedRole, role: str, spec: str) -> dict[str, Any]:
 def _guidance(loaded: LoadedRole) -> str:
     """Write the guidance of a run as arguments of the family's diffusers pipeline."""
     sampler, name = loaded.run.sampler, loaded.family.guidance_argument
+    if loaded.family.guider:
+        return f"the scale in {loaded.family.guider} and the run's negative_prompt"
     if isinstance(sampler.guidance_scale, tuple):
         high, low = sampler.guidance_scale
         return f"{name}={high}, {name}_2={low}"

@@ -58,6 +58,17 @@ CLIP_L = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12
 CLIP_L |= {"projection_dim": 768, "vocab_size": 49408, "max_position_embeddings": 77}
 CLIP_G = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20}
 CLIP_G |= {"projection_dim": 1280, "vocab_size": 49408, "max_position_embeddings": 77}
+# HunyuanVideo 1.5: its own defaults in diffusers; Qwen2.5-VL without vision, and the encoder of ByT5-small.
+HUNYUAN15 = {
+    "num_layers": 54,
+    "num_attention_heads": 16,
+    "attention_head_dim": 128,
+    "in_channels": 65,
+    "out_channels": 32,
+}
+HUNYUAN15 |= {"text_embed_dim": 3584, "text_embed_2_dim": 1472, "image_embed_dim": 1152}
+BYT5 = {"vocab_size": 1510, "d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6}
+BYT5 |= {"feed_forward_proj": "gated-gelu"}
 T5_XXL = {**UMT5_XXL, "vocab_size": 32128, "feed_forward_proj": "gated-gelu"}
 
 
@@ -88,6 +99,12 @@ PUBLISHED = {
     ),
     "stabilityai/stable-diffusion-3.5-medium": Published(
         "StableDiffusion3Pipeline", SD3_MEDIUM, KL_VAE, (CLIP_L, CLIP_G, T5_XXL)
+    ),
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": Published(
+        "HunyuanVideo15Pipeline",
+        HUNYUAN15,
+        {"_class_name": "AutoencoderKLHunyuanVideo15"},
+        (QWEN_VL["text_config"], BYT5),
     ),
 }
 HPSV3_WEIGHTS = 8.29e9 - 152064 * 3584 + 3584 * 1024 + 1024 * 16  # without the vocabulary's head, with its own

@@ -99,16 +99,15 @@ def decode_flops(codec: CodecKind, vae: Mapping[str, Any], frames: int, height: 
     """
     if codec.vae_class in (AutoencoderKLWan, AutoencoderKLQwenImage):
         return _decode_flops_of_wan(vae, frames, height, width)
-    return frames * _counted_decode_flops(codec, frozen_config(vae), height, width)
+    return _counted_decode_flops(codec, frozen_config(vae), frames, height, width)
 
 
 @functools.lru_cache(maxsize=64)
-def _counted_decode_flops(codec: CodecKind, vae: Config, height: int, width: int) -> float:
-    """Return the FLOPs of decoding one latent frame."""
+def _counted_decode_flops(codec: CodecKind, vae: Config, frames: int, height: int, width: int) -> float:
     with torch.device("meta"):
         network = codec.vae_class.from_config(thawed(vae)).eval()
         mean, _ = codec.statistics(network.config)
-        latents = torch.zeros(1, len(mean), 1, height, width)
+        latents = torch.zeros(1, len(mean), frames, height, width)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         codec.decoded(network, latents)
     return float(counter.get_total_flops())

@@ -131,7 +131,7 @@ def measured(model: VideoModel) -> NetworkSize:
             continue
         kind, number = model.layer_kind(name), place.get(layer, -1)
         key = (kind, number >= 0, number > len(blocks) // 2)
-        adapts = number >= 0 and any(f".{name}".endswith(f".{suffix}") for suffix in model.adapter_layers)
+        adapts = any(f".{name}".endswith(f".{suffix}") for suffix in model.adapter_layers)
         weights, adapted = matrices.get(key, (0, 0))
         outputs, inputs = layer.weight.shape[:2]
         matrices[key] = (weights + layer.weight.numel(), adapted + adapts * (outputs + inputs))

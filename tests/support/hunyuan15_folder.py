@@ -1,0 +1,100 @@
+"""Folders of the layout of HunyuanVideo 1.5 with small random networks; the tokenizer of Qwen is one of words."""
+
+import re
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    ClassifierFreeGuidance,
+    FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15Pipeline,
+    HunyuanVideo15Transformer3DModel,
+)
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    ByT5Tokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLTextConfig,
+    Qwen2_5_VLTextModel,
+    T5Config,
+    T5EncoderModel,
+)
+
+from unified_trainer.models.hunyuan15.codec import SYSTEM
+
+TURNS = ("<|im_start|>", "<|im_end|>")
+WORD = r"\n|\w+|[^\w\s]| +(?= )| (?=\d)"  # the first turns are 108 tokens, as with Qwen's own tokenizer
+SAID = "a an big small red green blue yellow circle square triangle moving moves left right up down picture of and"
+CHAT = (  # as Qwen's own for turns of text
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = sorted({*re.findall(WORD, SYSTEM), *SAID.split(), *"\n|user|system|assistant| ".split("|"), '"'})
+    vocabulary = {word: number for number, word in enumerate(["<|endoftext|>", "[unknown]", *TURNS, *words])}
+    made = Tokenizer(WordLevel(vocabulary, unk_token="[unknown]"))
+    made.pre_tokenizer = Split(Regex(WORD), "removed", invert=True)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        unk_token="[unknown]",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(TURNS),
+        model_max_length=24,
+        chat_template=CHAT,
+    )
+
+
+def hunyuan15_folder(folder: Path) -> Path:
+    """Write the folder: 8 latent channels of 4 frames of 16 x 16 pixels, texts of up to 24 tokens and 24 bytes."""
+    words = tokenizer()
+    rope = {"mrope_section": [2, 2, 2], "rope_type": "default", "type": "default"}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        encoder = Qwen2_5_VLTextModel(
+            Qwen2_5_VLTextConfig(
+                vocab_size=len(words),
+                hidden_size=24,
+                intermediate_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                rope_scaling=rope,
+                rope_theta=1e6,
+            )
+        )
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+        glyphs = T5EncoderModel(T5Config(vocab_size=384, feed_forward_proj="gated-gelu", **sizes))
+        vae = AutoencoderKLHunyuanVideo15(latent_channels=8, block_out_channels=[16] * 5, layers_per_block=1)
+        network = HunyuanVideo15Transformer3DModel(
+            in_channels=17,
+            out_channels=8,
+            num_layers=2,
+            num_refiner_layers=1,
+            attention_head_dim=12,
+            num_attention_heads=2,
+            text_embed_dim=24,
+            text_embed_2_dim=16,
+            image_embed_dim=8,
+            rope_axes_dim=(4, 4, 4),
+            target_size=64,
+            task_type="t2v",
+        )
+        for weight in network.parameters():
+            if not weight.any():
+                weight.data = 0.1 * torch.randn(weight.shape)
+    HunyuanVideo15Pipeline(
+        text_encoder=encoder,
+        tokenizer=words,
+        transformer=network,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+        text_encoder_2=glyphs,
+        tokenizer_2=ByT5Tokenizer(model_max_length=24),
+        guider=ClassifierFreeGuidance(guidance_scale=6.0),
+    ).save_pretrained(folder)
+    return folder

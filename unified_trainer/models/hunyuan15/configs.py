@@ -1,0 +1,91 @@
+"""The configs of a HunyuanVideo15Pipeline folder: which fields the trainer depends on, and what they may be."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.input_files import Schema, read_as
+from unified_trainer.models.base import EXPERTS
+from unified_trainer.models.image_latents import image_latent_shape
+
+GUIDER = "guider/guider_config.json"  # of the component that has the guidance scale
+Size = Annotated[int, Field(ge=1, le=2**20)]
+
+
+class Hunyuan15TransformerConfig(Schema):
+    """The config of a HunyuanVideo15Transformer3DModel."""
+
+    class_name: Literal["HunyuanVideo15Transformer3DModel"] = Field(alias="_class_name")
+    in_channels: Size = 65  # of the latents, of an image's latents and of a mask
+    out_channels: Size = 32
+    patch_size: Size = 1
+    patch_size_t: Literal[1] = 1
+    qk_norm: Literal["rms_norm"] = "rms_norm"
+    text_embed_dim: Size = 3584
+    text_embed_2_dim: Size = 1472
+    use_meanflow: bool = False
+
+
+class Hunyuan15VAEConfig(Schema):
+    """The config of an AutoencoderKLHunyuanVideo15."""
+
+    class_name: Literal["AutoencoderKLHunyuanVideo15"] = Field(alias="_class_name")
+    latent_channels: Size = 32
+    spatial_compression_ratio: Size = 16
+    temporal_compression_ratio: Size = 4
+    scaling_factor: Annotated[float, Field(gt=0, le=1000)] = 1.03682
+
+
+class GuiderConfig(Schema):
+    """The config of a guider that computes uncond + w (cond - uncond) at every step."""
+
+    class_name: Literal["ClassifierFreeGuidance"] = Field(alias="_class_name")
+    guidance_rescale: Annotated[float, Field(ge=0, le=0)] = 0.0
+    use_original_formulation: Literal[False] = False
+    start: Annotated[float, Field(ge=0, le=0)] = 0.0
+    stop: Annotated[float, Field(ge=1, le=1)] = 1.0
+
+
+def transformer_config(folder: Path) -> Hunyuan15TransformerConfig:
+    """Read the config of the transformer; UserError names file and field."""
+    file = folder / EXPERTS[0] / "config.json"
+    config = read_as(Hunyuan15TransformerConfig, file)
+    if config.use_meanflow:
+        raise UserError(
+            f"{file}: use_meanflow is true: this network was distilled to few steps and reads where each step ends, "
+            "which the methods do not tell it; take one that was not"
+        )
+    if config.in_channels != 2 * config.out_channels + 1:
+        raise UserError(
+            f"{file}: in_channels is {config.in_channels}, but a network of {config.out_channels} latent channels reads "
+            f"{2 * config.out_channels + 1}: those of the latents, of an image's latents, and a mask"
+        )
+    return config
+
+
+def networks(folder: Path) -> tuple[tuple[str, ...], None]:
+    """Return the folder's transformer; UserError for one that cannot be, or for another rule of guidance."""
+    transformer_config(folder)
+    read_as(GuiderConfig, folder / GUIDER)
+    return EXPERTS[:1], None
+
+
+def latent_shape(folder: Path, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+    """Return channels, latent frames, height and width of a video, from configs.
+
+    UserError, with the nearest good sizes, unless VAE and patches divide it.
+    """
+    file = folder / "vae" / "config.json"
+    vae, network = read_as(Hunyuan15VAEConfig, file), transformer_config(folder)
+    if vae.latent_channels != network.out_channels:
+        raise UserError(
+            f"{file}: latent_channels is {vae.latent_channels}, but the transformer makes {network.out_channels}"
+        )
+    time, space = vae.temporal_compression_ratio, vae.spatial_compression_ratio
+    if frames < 1 or (frames - 1) % time:
+        below = max(frames - 1, 0) // time * time + 1
+        raise UserError(f"video.frames must be {time}k + 1 for this VAE, not {frames}: set {below} or {below + time}")
+    *_, high, wide = image_latent_shape(vae.latent_channels, space, network.patch_size, 1, height, width)
+    return vae.latent_channels, (frames - 1) // time + 1, high, wide

@@ -1,0 +1,165 @@
+"""HunyuanVideo 1.5's transformer as a `VideoModel` (arXiv:2511.18870)."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import apply_rotary_emb
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from unified_trainer.basics.types import Condition, Latents, PerSample
+from unified_trainer.models.base import PassSize, Shape
+from unified_trainer.models.diffusers_model import DiffusersModel
+from unified_trainer.models.hunyuan15.codec import GLYPHS
+
+
+class Hunyuan15Model(DiffusersModel):
+    """A HunyuanVideo15Transformer3DModel; its time is 1000 sigma, and it reads zeros where an image would be.
+
+    It runs by `forward` and `JointAttention`, which wait for no number on the device.
+    """
+
+    network_class = HunyuanVideo15Transformer3DModel
+    adapter_layers = (
+        *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    )
+
+    def __init__(self, network: HunyuanVideo15Transformer3DModel, folder: Path | None = None) -> None:
+        super().__init__(network, folder)
+        network.forward = partial(forward, network)
+        for block in network.transformer_blocks:
+            block.attn.set_processor(JointAttention())
+
+    def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
+        b, c, *shape = x_t.shape
+        image = x_t.new_zeros(b, self.network.config.in_channels - c, *shape)
+        time = 1000 * sigma.float().to(x_t.device, non_blocking=True)
+        texts = (cond[name] for name in ("text", "text_mask", "glyphs", "glyphs_mask"))
+        return self.network(torch.cat([x_t, image], 1), time, *texts).float()
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return tuple(self.network.transformer_blocks)
+
+    @property
+    def feature_size(self) -> int:
+        config = self.network.config
+        return config.num_attention_heads * config.attention_head_dim
+
+    def whole(self, tokens: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the tokens of the video, of video and text that a block returns."""
+        return tokens[0]
+
+    def layer_kind(self, layer: str) -> str:
+        if layer == "proj_out":
+            return "output"
+        if (
+            layer.startswith(("time_embed.", "context_embedder.time_text_embed."))
+            or ".norm1" in layer
+            or "norm_out." in layer
+        ):
+            return "times"
+        start = layer.partition(".")[0]
+        if start in ("context_embedder", "context_embedder_2", "image_embedder"):
+            return start
+        return "text" if ".ff_context." in layer or "add_" in layer else "tokens"
+
+    def pass_size(
+        self, x: Tensor, _time: Tensor, text: Tensor, _text_mask: Tensor, glyphs: Tensor, *_: Any
+    ) -> PassSize:
+        config, count = self.network.config, len(x)
+        tokens = math.prod(x.shape[2:]) // config.patch_size**2
+        words, quoted = text.shape[1], glyphs.shape[1]
+        rows = {"tokens": tokens, "output": tokens, "text": words + quoted, "times": 1}
+        rows |= {"context_embedder": words, "context_embedder_2": quoted, "image_embedder": 0}
+        pairs = len(self.blocks) * (tokens + words + quoted) ** 2 + config.num_refiner_layers * words**2
+        attention = 4 * self.feature_size * count * pairs
+        return PassSize(count * tokens, {kind: count * number for kind, number in rows.items()}, attention)
+
+    def example(
+        self, shape: Shape | None = None, samples: int = 1, text_tokens: int = 4
+    ) -> tuple[Latents, PerSample, Condition]:
+        config, draw = self.network.config, torch.Generator().manual_seed(0)
+        shape = shape or (config.out_channels, 2, 2 * config.patch_size, 2 * config.patch_size)
+        x_t = torch.randn(samples, *shape, generator=draw)
+        text = torch.randn(samples, text_tokens, config.text_embed_dim, generator=draw)
+        glyphs = text[:, :GLYPHS, : config.text_embed_2_dim]
+        mask = (torch.arange(text_tokens) > 0).expand(samples, -1)  # the first row is of quoted text
+        held = {"text": text, "text_mask": mask, "glyphs": glyphs, "glyphs_mask": ~mask[:, :GLYPHS]}
+        device = next(self.network.parameters()).device
+        cond = Condition(held).map(lambda x: x.to(device))
+        return x_t.to(device), torch.full((samples,), 0.5, device=device), cond
+
+
+def forward(
+    network: HunyuanVideo15Transformer3DModel,
+    x: Float[Tensor, "b read t h w"],
+    time: Tensor,
+    text: Float[Tensor, "b n d"],
+    text_mask: Bool[Tensor, "b n"],
+    glyphs: Float[Tensor, "b m e"],
+    glyphs_mask: Bool[Tensor, "b m"],
+) -> Latents:
+    """Run a network on a text without an image, as its own forward does.
+
+    That one looks for tokens that are not masked, and sorts them to the front. Text has no positions: masks are enough.
+    """
+    (b, _, t, h, w), patch = x.shape, network.config.patch_size
+    turns, times = network.rope(x), network.time_embed(time)
+    first, second = network.cond_type_embed.weight[:2]
+    words = refined(network.context_embedder, text, time, text_mask)
+    said = torch.cat([network.context_embedder_2(glyphs) + second, words + first], 1)
+    mask, tokens = torch.cat([glyphs_mask, text_mask], 1), network.x_embedder(x)
+    for block in network.transformer_blocks:
+        tokens, said = block(tokens, said, times, mask, turns)
+    tokens = network.proj_out(network.norm_out(tokens, times))
+    patches = tokens.view(b, t, h // patch, w // patch, -1, patch, patch).permute(0, 4, 1, 2, 5, 3, 6)
+    return patches.reshape(b, -1, t, h, w)
+
+
+def refined(embedder: nn.Module, text: Float[Tensor, "b n d"], time: Tensor, mask: Bool[Tensor, "b n"]) -> Tensor:
+    """Return the tokens of a text, which attend to those that are not masked."""
+    counted = mask.unsqueeze(2).to(text)
+    times = embedder.time_text_embed(time, (text * counted).sum(1) / counted.sum(1))
+    tokens = embedder.proj_in(text)
+    for block in embedder.token_refiner.refiner_blocks:
+        tokens = block(tokens, times, mask[:, None, None])
+    return tokens
+
+
+class JointAttention:
+    """Attention of video and text to what is not masked; diffusers has a mask of all pairs, 2.3 GiB at 121 x 480 x 832.
+
+    That one also masks the queries of padding, which nothing reads.
+    """
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor,
+        image_rotary_emb: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        layers = (attn.to_q, attn.to_k, attn.to_v, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        inputs = (hidden_states,) * 3 + (encoder_hidden_states,) * 3
+        heads = (layer(x).unflatten(2, (attn.heads, -1)) for layer, x in zip(layers, inputs, strict=True))
+        query, key, value, text_query, text_key, text_value = heads
+        query, key = (
+            apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (attn.norm_q(query), attn.norm_k(key))
+        )
+        text_query, text_key = attn.norm_added_q(text_query), attn.norm_added_k(text_key)
+        pairs = ((query, text_query), (key, text_key), (value, text_value))
+        query, key, value = (torch.cat(pair, 1).transpose(1, 2) for pair in pairs)
+        tokens = hidden_states.shape[1]
+        mask = pad(attention_mask, (tokens, 0), value=True)[:, None, None]
+        seen = scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+        return attn.to_out[0](seen[:, :tokens]), attn.to_add_out(seen[:, tokens:])
