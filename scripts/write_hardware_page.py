@@ -11,8 +11,8 @@ from unified_trainer.tools.plan.estimate import Estimate, estimate
 from unified_trainer.tools.plan.hardware import DEVICES, read_hardware
 
 PAGE = Path(__file__).parent.parent / "docs" / "hardware.md"
-RECIPES = ("wan2.1-1.3b", "wan2.1-14b", "wan2.1-i2v-14b", "wan2.2-a14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b")
-IMAGE_RECIPES = ("qwen-image", "sd3.5-medium")
+CAUSAL = ("wan2.1-1.3b", "wan2.1-14b", "wan2.1-i2v-14b", "wan2.2-a14b", "wan2.2-i2v-a14b", "wan2.2-ti2v-5b")
+OTHERS = ("hunyuanvideo-1.5", "qwen-image", "sd3.5-medium")
 METHODS = ("finetune", "dmd2", "self_forcing", "dance_grpo", "diffusion_nft", "distill_rl")
 CARDS = ("H100", "H200", "A100", "B200", "RTX4090", "RTX5090")
 COUNTS = (1, 2, 4, 8)
@@ -63,14 +63,14 @@ def row(recipe: str, method: str) -> str:
 
 
 def methods(recipe: str) -> list[str]:
-    """Return the methods that have a row: networks of images have no causal form."""
-    return [method for method in METHODS if recipe in RECIPES or method != "self_forcing"]
+    """Return the methods that have a row: `self_forcing` needs a network with a causal form."""
+    return [method for method in METHODS if recipe in CAUSAL or method != "self_forcing"]
 
 
 def lines() -> Iterator[str]:
     """Yield the page."""
     yield HEAD
-    for recipe in (*RECIPES, *IMAGE_RECIPES):
+    for recipe in (*CAUSAL, *OTHERS):
         yield f"## {recipe}\n"
         head = ["method", "frames x pixels", *(f"8 x {name}" for name in CARDS), "smallest"]
         yield f"| {' | '.join(head)} |"

@@ -295,7 +295,7 @@ def words(method: str, folder: Path, data: Path, output: Path, frames: int = 1, 
 
 @pytest.mark.parametrize(("case", "method"), LEARNS, indirect=["case"])
 def test_every_method_trains_and_resumes_bit_for_bit(case, folder, prompts, data, tmp_path, method):
-    """Each method with one of the families, and one of each kind with all; one trains adapters, its weights are many."""
+    """Each method with one of the families, and one of each kind with all. One, of many weights, trains adapters."""
     data = data if method in OF_CLIPS else prompts
     roles = [name for name, role in method_named(method).roles.items() if issubclass(role.kind, Trainable)]
     adapters = {f"{role}__adapter.rank": 2 for role in roles} if "lora" in case.first else {}

@@ -35,7 +35,7 @@ CHAT = (  # as Qwen's own for turns of text
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    words = sorted({*re.findall(WORD, SYSTEM), *SAID.split(), *"\n|user|system|assistant| ".split("|"), '"'})
+    words = sorted({*re.findall(WORD, SYSTEM), *SAID.split(), *["\n", "user", "system", "assistant", " "], '"'})
     vocabulary = {word: number for number, word in enumerate(["<|endoftext|>", "[unknown]", *TURNS, *words])}
     made = Tokenizer(WordLevel(vocabulary, unk_token="[unknown]"))
     made.pre_tokenizer = Split(Regex(WORD), "removed", invert=True)

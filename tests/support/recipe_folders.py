@@ -19,6 +19,7 @@ SIZES["wan2.1-i2v-14b"] = (1, SIZES["wan2.1-14b"][1] | {"in_channels": 36, "imag
 SIZES["wan2.2-i2v-a14b"] = (2, SIZES["wan2.2-a14b"][1] | {"in_channels": 36})
 SIZES["qwen-image"] = (1, {"num_layers": 60, "num_attention_heads": 24, "joint_attention_dim": 3584})
 SIZES["sd3.5-medium"] = (1, {"num_layers": 24, "num_attention_heads": 24, "joint_attention_dim": 4096})
+SIZES["hunyuanvideo-1.5"] = (1, {"num_layers": 54, "num_attention_heads": 16, "text_embed_dim": 3584})
 
 
 def model_folder(folder, networks: int, changes: dict[str, int]):
@@ -26,6 +27,8 @@ def model_folder(folder, networks: int, changes: dict[str, int]):
     folder.mkdir()
     if "joint_attention_dim" in changes:
         return image_folder(folder, changes)
+    if "text_embed_dim" in changes:
+        return hunyuan15_folder(folder, changes)
     vae = ti2v_folder(folder / "5b") / "vae" if changes.get("in_channels") == 48 else WAN / "vae"
     (folder / "vae").symlink_to(vae)
     index = json.loads((WAN / "model_index.json").read_text())
@@ -50,7 +53,18 @@ def image_folder(folder, changes: dict[str, int]):
         network, pipeline = {"_class_name": "QwenImageTransformer2DModel", "in_channels": 64}, "QwenImagePipeline"
         vae = {"_class_name": "AutoencoderKLQwenImage"}
         scheduler = {"use_dynamic_shifting": True, "max_image_seq_len": 8192, "max_shift": 0.9}
-    configs = {"transformer/config.json": network | {"out_channels": 16} | changes, "vae/config.json": vae}
+    return written(folder, pipeline, network | {"out_channels": 16} | changes, vae, scheduler)
+
+
+def hunyuan15_folder(folder, changes: dict[str, int]):
+    """The same of HunyuanVideo 1.5."""
+    network = {"_class_name": "HunyuanVideo15Transformer3DModel", "in_channels": 65, "out_channels": 32} | changes
+    vae = {"_class_name": "AutoencoderKLHunyuanVideo15"}
+    return written(folder, "HunyuanVideo15Pipeline", network, vae, {"shift": 5.0})
+
+
+def written(folder, pipeline: str, network, vae, scheduler):
+    configs = {"transformer/config.json": network, "vae/config.json": vae}
     configs |= {"scheduler/scheduler_config.json": scheduler, "model_index.json": {"_class_name": pipeline}}
     for name, config in configs.items():
         (folder / name).parent.mkdir(exist_ok=True)

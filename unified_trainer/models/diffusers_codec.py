@@ -151,7 +151,8 @@ class DiffusersCodec:
         """Return the part of a text encoder that reads a prompt."""
         return encoder
 
-    def tile(self, vae: Any, size: int) -> None:
+    @classmethod
+    def tile(cls, vae: Any, size: int) -> None:
         """Let the VAE work in tiles of `size` pixels a side that overlap by a quarter."""
         vae.enable_tiling(size, size, size * 3 // 4, size * 3 // 4)
 

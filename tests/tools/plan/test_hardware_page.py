@@ -13,7 +13,7 @@ TEXT = page.PAGE.read_text(encoding="utf-8")
 
 def test_the_page_has_every_recipe_method_and_card():
     assert TEXT.startswith(page.HEAD)
-    for recipe in (*page.RECIPES, *page.IMAGE_RECIPES):
+    for recipe in (*page.CAUSAL, *page.OTHERS):
         section = TEXT.partition(f"## {recipe}\n")[2].partition("\n## ")[0]
         assert [f"| `{method}` |" in section for method in page.METHODS] == [
             method in page.methods(recipe) for method in page.METHODS

@@ -105,14 +105,28 @@ class Hunyuan15Codec(DiffusersCodec):
     def scales(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
         return vae.get("temporal_compression_ratio", 4), vae.get("spatial_compression_ratio", 16)
 
-    # The VAE's mask of attention fits one sample alone.
-
     def encoded(self, vae: Any, video: Video) -> Latents:
-        return torch.cat([vae.encode(sample).latent_dist.mean for sample in video.split(1)])
+        return super().encoded(_with_mask(vae), video)
 
     @classmethod
     def decoded(cls, vae: Any, raw: Latents) -> Video:
-        return torch.cat([vae.decode(sample).sample for sample in raw.split(1)])
+        return super().decoded(_with_mask(vae), raw)
 
-    def tile(self, vae: Any, size: int) -> None:
+    @classmethod
+    def tile(cls, vae: Any, size: int) -> None:
         vae.enable_tiling(size, size, *[size // vae.spatial_compression_ratio] * 2, tile_overlap_factor=0.25)
+
+
+def _with_mask(vae: Any) -> Any:
+    """Let the VAE's attention have `causal_mask`: diffusers writes its own row by row, and for one sample alone."""
+    for part in (vae.encoder, vae.decoder):
+        for attention in filter(None, part.mid_block.attentions):
+            attention.prepare_causal_attention_mask = causal_mask
+    return vae
+
+
+def causal_mask(frames: int, pixels: int, dtype: torch.dtype, device: torch.device, batch_size: int) -> Tensor:
+    """Return what is added to the scores of attention, for all samples: each frame sees itself and earlier ones."""
+    frame = torch.arange(frames, device=device).repeat_interleave(pixels)
+    later = frame > frame[:, None]
+    return torch.zeros(later.shape, dtype=dtype, device=device).masked_fill_(later, -torch.inf)

@@ -18,7 +18,7 @@ class Hunyuan15TransformerConfig(Schema):
     """The config of a HunyuanVideo15Transformer3DModel."""
 
     class_name: Literal["HunyuanVideo15Transformer3DModel"] = Field(alias="_class_name")
-    in_channels: Size = 65  # of the latents, of an image's latents and of a mask
+    in_channels: Size = 65  # latents, latents of an image, and a mask
     out_channels: Size = 32
     patch_size: Size = 1
     patch_size_t: Literal[1] = 1
@@ -59,16 +59,20 @@ def transformer_config(folder: Path) -> Hunyuan15TransformerConfig:
         )
     if config.in_channels != 2 * config.out_channels + 1:
         raise UserError(
-            f"{file}: in_channels is {config.in_channels}, but a network of {config.out_channels} latent channels reads "
-            f"{2 * config.out_channels + 1}: those of the latents, of an image's latents, and a mask"
+            f"{file}: in_channels is {config.in_channels}, but a network of {config.out_channels} latent channels "
+            f"reads {2 * config.out_channels + 1}: those of the latents, of an image's latents, and a mask"
         )
     return config
 
 
 def networks(folder: Path) -> tuple[tuple[str, ...], None]:
-    """Return the folder's transformer; UserError for one that cannot be, or for another rule of guidance."""
+    """Return the folder's transformer; UserError for one that cannot be, or for another rule of guidance.
+
+    Roles that do not sample may lack a guider: of a hub id, the transformer alone is downloaded for them.
+    """
     transformer_config(folder)
-    read_as(GuiderConfig, folder / GUIDER)
+    if (folder / GUIDER).is_file():
+        read_as(GuiderConfig, folder / GUIDER)
     return EXPERTS[:1], None
 
 

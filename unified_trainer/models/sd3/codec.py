@@ -75,7 +75,8 @@ class SD3Codec(DiffusersCodec):
     def scales(cls, vae: Mapping[str, Any]) -> tuple[int, int]:
         return 1, 2 ** (len(vae["block_out_channels"]) - 1)
 
-    def tile(self, vae: Any, size: int) -> None:
+    @classmethod
+    def tile(cls, vae: Any, size: int) -> None:
         vae.tile_sample_min_size, vae.tile_overlap_factor = size, 0.25
         vae.tile_latent_min_size = size // 2 ** (len(vae.config.block_out_channels) - 1)
         vae.enable_tiling()

@@ -67,7 +67,7 @@ HUNYUAN15 = {
     "out_channels": 32,
 }
 HUNYUAN15 |= {"text_embed_dim": 3584, "text_embed_2_dim": 1472, "image_embed_dim": 1152}
-BYT5 = {"vocab_size": 1510, "d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6}
+BYT5: dict[str, Any] = {"vocab_size": 1510, "d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6}
 BYT5 |= {"feed_forward_proj": "gated-gelu"}
 T5_XXL = {**UMT5_XXL, "vocab_size": 32128, "feed_forward_proj": "gated-gelu"}
 

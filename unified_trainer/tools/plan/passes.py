@@ -148,7 +148,9 @@ def _mixed(network: Network, others: PassBytes, full: PassBytes) -> PassBytes:
 
 
 @functools.lru_cache(maxsize=64)
-def decode_bytes(codec: CodecKind, vae: Config, latent: Shape, samples: int, *, half: bool, gradient: bool) -> float:
+def decode_bytes(
+    codec: CodecKind, vae: Config, latent: Shape, samples: int, *, half: bool, gradient: bool, tile: int = 0
+) -> float:
     """Return the peak memory of decoding: with gradient, everything that the backward pass needs is kept.
 
     Three and four latent frames are decoded; memory is linear in their number.
@@ -156,10 +158,12 @@ def decode_bytes(codec: CodecKind, vae: Config, latent: Shape, samples: int, *, 
     with torch.device("meta"):
         network = codec.vae_class.from_config(thawed(vae))
     network.to_empty(device="cpu").eval().requires_grad_(False)
+    if tile:
+        codec.tile(network, tile)
     dtype = torch.bfloat16 if half else torch.float32
     torch.nn.Module.to(network, dtype)  # diffusers' own warns of modules that are usually kept in float32
     peaks = []
-    frames = (min(3, latent[1]), min(4, latent[1]))
+    frames = sorted({min(3, latent[1]), min(4, latent[1])})
     for count in frames:
         live = LiveBytes()
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -167,7 +171,7 @@ def decode_bytes(codec: CodecKind, vae: Config, latent: Shape, samples: int, *, 
             with live, nullcontext() if gradient else torch.no_grad():
                 (codec.decoded(network, x).float() / 2 + 0.5).clamp(0, 1)
         peaks.append(live.peak)
-    return peaks[0] + (latent[1] - frames[0]) * (peaks[1] - peaks[0])
+    return peaks[0] + (latent[1] - frames[0]) * (peaks[-1] - peaks[0])
 
 
 def without_gradient(network: Network) -> Network:
