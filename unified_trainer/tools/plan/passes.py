@@ -1,6 +1,6 @@
 """Activations of one pass of a role's network, traced on tensors without memory.
 
-The role's own code runs on two and on three blocks; memory is linear in their number. What autograd keeps is exact for
+The role's own code runs on few blocks; memory is linear in their number. What autograd keeps is exact for
 the kernels of a CPU; those of other devices keep the same tensors, apart from statistics of the attention.
 """
 
@@ -21,7 +21,8 @@ from unified_trainer.roles.role import Frozen, Precision, RoleConfig, Trainable,
 from unified_trainer.tools.plan.network_size import CodecKind, Config, ModelKind, laid_out, size_of, thawed, with_layers
 from unified_trainer.tools.plan.tracing import LiveBytes, quiet_norms
 
-FEW = (2, 3)  # blocks that are traced where all are alike
+FEW = (1, 2)  # blocks that are traced where all are alike
+RECOMPUTED = (2, 3)  # where they are recomputed whole: the backward pass of a block alone has another peak
 NOTHING = Recompute()
 ALONE = Mesh(torch.device("cpu"))
 
@@ -74,10 +75,9 @@ def pass_bytes(
         return _mixed(network, others, full)
     if not size_of(network.kind, network.config).alike or "num_layers" not in dict(network.config):
         return PassBytes(*_trace(network, network.layers, latent, text_tokens, samples, gradient=gradient, fresh=fresh))
-    few, more = (
-        _trace(network, layers, latent, text_tokens, samples, gradient=gradient, fresh=fresh) for layers in FEW
-    )
-    steps = (network.layers - FEW[0]) / (FEW[1] - FEW[0])
+    layers = RECOMPUTED if gradient and network.recompute.full else FEW
+    few, more = (_trace(network, one, latent, text_tokens, samples, gradient=gradient, fresh=fresh) for one in layers)
+    steps = network.layers - layers[0]
     return PassBytes(*(a + steps * (b - a) for a, b in zip(few, more, strict=True)))
 
 
@@ -136,8 +136,8 @@ def role_of(network: Network, layers: int) -> Trainable | Frozen:
 
 def _uniform(network: Network) -> tuple[Network, Network]:
     """Return the network with all blocks as those that are not recomputed whole, and with all recomputed whole."""
-    others = Recompute(others=network.recompute.others)
-    return replace(network, recompute=others), replace(network, recompute=Recompute(full=network.layers))
+    others, full = Recompute(others=network.recompute.others), Recompute.of_setting("full", network.layers)
+    return replace(network, recompute=others), replace(network, recompute=full)
 
 
 def _mixed(network: Network, others: PassBytes, full: PassBytes) -> PassBytes:
@@ -147,14 +147,24 @@ def _mixed(network: Network, others: PassBytes, full: PassBytes) -> PassBytes:
     return PassBytes(peak, kept, kept + others.backward - others.kept, kept + others.first - others.kept)
 
 
-@functools.lru_cache(maxsize=64)
 def decode_bytes(
     codec: CodecKind, vae: Config, latent: Shape, samples: int, *, half: bool, gradient: bool, tile: int = 0
 ) -> float:
     """Return the peak memory of decoding: with gradient, everything that the backward pass needs is kept.
 
-    Three and four latent frames are decoded; memory is linear in their number.
+    Memory is linear in the number of samples, and of latent frames from the third on.
     """
+    channels, frames, *size = latent
+    few, more = (
+        _decoded(codec, vae, (channels, min(count, frames), *size), half=half, gradient=gradient, tile=tile)
+        for count in (3, 4)
+    )
+    return samples * (few + max(0, frames - 3) * (more - few))
+
+
+@functools.lru_cache(maxsize=64)
+def _decoded(codec: CodecKind, vae: Config, latent: Shape, *, half: bool, gradient: bool, tile: int) -> int:
+    """Return the peak memory of decoding one sample."""
     with torch.device("meta"):
         network = codec.vae_class.from_config(thawed(vae))
     network.to_empty(device="cpu").eval().requires_grad_(False)
@@ -162,16 +172,12 @@ def decode_bytes(
         codec.tile(network, tile)
     dtype = torch.bfloat16 if half else torch.float32
     torch.nn.Module.to(network, dtype)  # diffusers' own warns of modules that are usually kept in float32
-    peaks = []
-    frames = sorted({min(3, latent[1]), min(4, latent[1])})
-    for count in frames:
-        live = LiveBytes()
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            x = torch.zeros(samples, latent[0], count, *latent[2:], dtype=dtype, requires_grad=gradient)
-            with live, nullcontext() if gradient else torch.no_grad():
-                (codec.decoded(network, x).float() / 2 + 0.5).clamp(0, 1)
-        peaks.append(live.peak)
-    return peaks[0] + (latent[1] - frames[0]) * (peaks[-1] - peaks[0])
+    live = LiveBytes()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.zeros(1, *latent, dtype=dtype, requires_grad=gradient)
+        with live, nullcontext() if gradient else torch.no_grad():
+            (codec.decoded(network, x).float() / 2 + 0.5).clamp(0, 1)
+    return live.peak
 
 
 def without_gradient(network: Network) -> Network:
