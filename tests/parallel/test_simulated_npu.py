@@ -1,12 +1,14 @@
 """All methods on a simulated device: no wait within a rollout or a replay, and nothing in float64 on the device."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from forked import program
 from helpers import REPO, checkpoint_of
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -22,7 +24,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("simulated")
-    done = program(SCRIPT, folder)  # a copy of this process, which has the device for its whole life
+    # Not a copy of this process: torch's autograd must not have run before it knows the device.
+    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, SCRIPT, folder], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return folder
 
