@@ -414,5 +414,14 @@ def test_settings_a_document_names_exist(path):
 @each(DOCUMENTS, name_of)
 def test_functions_a_document_names_exist(path):
     called = set(re.findall(r"`(?:\w+\.)*(\w+)\([^`]*\)`", path.read_text(encoding="utf-8")))
-    foreign = {"FlowMatchEulerDiscreteScheduler", "Generator", "from_pretrained", "int", "exp", "min", "max"}
+    foreign = {
+        "FlowMatchEulerDiscreteScheduler",
+        "Generator",
+        "from_pretrained",
+        "load_lora_adapter",
+        "int",
+        "exp",
+        "min",
+        "max",
+    }
     assert called - foreign <= known_names()

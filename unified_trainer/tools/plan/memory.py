@@ -423,8 +423,8 @@ def _decoding(sizes: Sizes, samples: int, frames: int, *, gradient: bool) -> flo
     if encoders.vae_slicing and not gradient:  # without gradient a slice leaves its video alone
         video = sizes.run.video
         others, samples = FP32 * 3.0 * video.height * video.width * video.frames * (samples - 1), 1
-    how = {"half": half, "gradient": gradient, "tile": encoders.vae_tile}
-    return weights + others + decode_bytes(model.codec, config, shape, samples, **how)
+    tile = encoders.vae_tile
+    return weights + others + decode_bytes(model.codec, config, shape, samples, half=half, gradient=gradient, tile=tile)
 
 
 def _temporary(sizes: Sizes, name: str, trained: int) -> float:
