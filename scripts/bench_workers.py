@@ -109,8 +109,10 @@ class Receiver:
         self._weights = {name: torch.zeros_like(weight) for name, weight in held.items()}
 
     def take(self, weights) -> float:
+        from unified_trainer.run.workers.weights import copy_parts
+
         begun = time.perf_counter()
-        weights.copy_to(self._weights)
+        copy_parts([weights], self._weights)
         return time.perf_counter() - begun
 
 

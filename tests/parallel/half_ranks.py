@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,7 @@ from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 from unified_trainer.roles.value import Value
 from unified_trainer.run.checkpoint import dcp as checkpoint
+from unified_trainer.run.workers.weights import WeightSender, copy_parts
 
 MESHES = {
     "sharded": ParallelConfig(),
@@ -116,6 +118,18 @@ def gathered_for_values(mesh: Mesh) -> torch.Tensor:
     return torch.tensor([*found, 4 * sum(p.numel() for p in role.network.blocks[3].parameters())])
 
 
+def sent(role: Trainable, mesh: Mesh, *, half: bool) -> dict[str, torch.Tensor]:
+    """What a worker copies from the parts of both ranks, the bytes of each part, and those gathered to pack them."""
+    with Gathered() as count:
+        part = WeightSender(mesh, half=half).pack(7, role.weights, 7)
+    parts = [part] * mesh.size
+    dist.all_gather_object(parts, part)
+    held = {name: torch.full(weight.shape, torch.nan) for name, weight in role.weights.items()}
+    copy_parts(parts, held)
+    sizes = [sum(buffer.nbytes for buffer in one.buffers) for one in parts]
+    return {f"weights/{name}": weight for name, weight in held.items()} | {"bytes": torch.tensor([*sizes, count.bytes])}
+
+
 def compiled(mesh: Mesh) -> dict[str, torch.Tensor]:
     """What a student of compiled blocks gives, and the number of its graphs."""
     blocks.BACKEND = "aot_eager"  # Inductor's kernels round otherwise
@@ -145,6 +159,8 @@ def work(folder: Path) -> None:
             if kind == "whole" or name == "sharded":
                 role = student(mesh, adapter=kind == "adapter")
                 tensors |= {f"{name}/{kind}/{key}": value for key, value in learn(role, mesh).items()}
+                tensors |= {f"{name}/{kind}/sent/{key}": value for key, value in sent(role, mesh, half=False).items()}
+                tensors |= {f"{name}/{kind}/half/{key}": value for key, value in sent(role, mesh, half=True).items()}
                 if name == "sharded":
                     save(role, folder / "two" / kind, mesh)
         if name != "replicated":

@@ -146,12 +146,17 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def offset_of(tensor: Tensor) -> int:
-    """Return how many elements of a sharded tensor come before this rank's shard; 0 of other tensors."""
+def first_row(tensor: Tensor) -> int:
+    """Return how many rows of a sharded tensor come before this rank's shard; 0 of other tensors."""
     if not is_sharded(tensor) or not tensor.to_local().numel():
         return 0
     (first, *_) = tensor.__create_chunk_list__()[0].offsets
-    return first * math.prod(tensor.shape[1:])
+    return first
+
+
+def offset_of(tensor: Tensor) -> int:
+    """Return how many elements of a sharded tensor come before this rank's shard; 0 of other tensors."""
+    return first_row(tensor) * math.prod(tensor.shape[1:])
 
 
 @torch.no_grad()
@@ -197,13 +202,19 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-@torch.no_grad()
-def gather_into(weights: Mapping[str, Tensor], places: Mapping[str, Tensor], mesh: Mesh) -> None:
-    """Copy whole weights into the places of the main rank, in their dtypes (a collective); others need no places."""
-    for name, weight in weights.items():  # one after the other: no rank keeps them
-        whole = full(weight.detach())
-        if mesh.is_main:
-            places[name].copy_(whole)
+def own_rows(weights: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Return the rows of weights that this rank alone hands on: together the ranks hand on each row once.
+
+    Of a sharded weight they are those of its shard, in the first of several copies; of others all, on the main rank.
+    """
+    return {name: to_local(weight.detach()) for name, weight in weights.items() if _hands_on(weight, mesh)}
+
+
+def _hands_on(weight: Tensor, mesh: Mesh) -> bool:
+    if not is_sharded(weight):
+        return mesh.is_main
+    where = zip(weight.placements, weight.device_mesh.get_coordinate(), strict=True)
+    return weight.to_local().numel() > 0 and not any(number for axis, number in where if axis.is_replicate())
 
 
 def cpu_copy(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

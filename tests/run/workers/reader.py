@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from unified_trainer.run.workers.weights import Weights
+from unified_trainer.run.workers.weights import Weights, copy_parts
 
 
 class Reader:
@@ -18,6 +18,6 @@ class Reader:
     def pid(self) -> int:
         return os.getpid()
 
-    def take(self, weights: Weights) -> dict[str, Tensor]:
-        weights.copy_to(self._weights)
+    def take(self, *weights: Weights) -> dict[str, Tensor]:
+        copy_parts(weights, self._weights)
         return self._weights

@@ -63,7 +63,7 @@ class Here:
         if not words:
             return self.ray.put(0)
         if len(words) > 1:
-            self.weights[words[0]] = self.ray.get(words[1][0])
+            self.weights[words[0]] = self.ray.get(words[2][0])
             return self.ray.put(None)
         (maker, _), rollout = self.worker.make(words[0], self.weights[words[0].version])
         _, scores = self.worker.score(words[0], rollout)

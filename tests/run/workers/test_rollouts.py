@@ -38,8 +38,8 @@ class InstantScheduler:
         self.ray, self.weights, self.items, self.maker = ray, {}, [], "worker 1"
         self.publish, self.make, self.deaths = (Now(ray, one) for one in (self._publish, self._make, lambda: 0))
 
-    def _publish(self, version, references, step, oldest):
-        assert version not in self.weights and oldest <= version <= step
+    def _publish(self, version, rank, references, step, oldest):
+        assert version not in self.weights and rank == 0 and oldest <= version <= step
         self.weights[version] = self.ray.get(references[0]).buffers[0]
 
     def _make(self, item):

@@ -194,19 +194,22 @@ def test_an_item_waits_for_its_weights_and_is_made_once(tmp_path, unchecked, mon
     monkeypatch.setattr(module, "get_actor", workers.__getitem__)
 
     async def run() -> None:
-        scheduler = Scheduler(["toy"], [], [], 60.0)
+        scheduler = Scheduler(["toy"], [], [], 60.0, 2)
         late = [asyncio.create_task(scheduler.make(item(0, version=3))) for _ in range(2)]  # of a sequence group
         await settle()
         assert not late[0].done() and not late[1].done()
-        published = asyncio.create_task(scheduler.publish(3, [7.0], 0, 0))
+        published = asyncio.create_task(scheduler.publish(3, 1, [4.0], 0, 0))
+        await settle()
+        assert not late[0].done()  # the other rank has not sent its part
+        other = asyncio.create_task(scheduler.publish(3, 0, [3.0], 0, 0))
         (first, *_), (second, *_) = await asyncio.gather(*late)
         assert first[0] is second[0]  # the same samples
         assert_right([item(0)], [first], 7.0)
         again, *_ = await scheduler.make_again(item(0, version=3))
         assert again[0] is not first[0] and np.array_equal(again[0]["x0"], first[0]["x0"])
         assert not published.done()  # an open call, which Ray repeats after a restart
-        later = asyncio.create_task(scheduler.publish(9, [8.0], 9, 9))  # forgets version 3
-        await published
+        later = asyncio.create_task(scheduler.publish(9, 0, [8.0], 9, 9))  # forgets version 3
+        await asyncio.gather(published, other)
         assert not later.done()
         forgotten = asyncio.create_task(scheduler.make(item(9, version=3)))
         await settle()
@@ -231,7 +234,7 @@ def group(ray, tmp_path):
         ray.get([worker.ready.remote() for worker in workers])
         options = {"num_cpus": 0, "max_concurrency": 1000, "name": str(uuid.uuid4())}
         pools = (names[:rollout], names[rollout : rollout + reward], names[rollout + reward :])
-        scheduler = ray.remote(Scheduler).options(**options).remote(*pools, timeout)
+        scheduler = ray.remote(Scheduler).options(**options).remote(*pools, timeout, 1)
         started.extend([*workers, scheduler])
         return scheduler
 
@@ -241,7 +244,7 @@ def group(ray, tmp_path):
 
 
 def publish(ray, scheduler, version: int, weights: float, step: int = 0, oldest: int = 0) -> None:
-    scheduler.publish.remote(version, [ray.put(weights)], step, oldest)
+    scheduler.publish.remote(version, 0, [ray.put(weights)], step, oldest)
 
 
 def made(ray, scheduler, items) -> list:
@@ -311,9 +314,12 @@ def test_workers_that_cannot_start_again_end_the_run(ray, group, tmp_path):
 def test_the_validation_of_a_worker_that_dies_is_made_again(ray, group, tmp_path):
     """By the other worker, or by the same one after its restart."""
     (tmp_path / "measure-4").write_text("die")
-    scheduler, weights = group(1, evaluation=2), [ray.put(2.0)]
-    batches = [ValidationBatch(4, start, start + 2, 0) for start in (0, 2, 4)]
-    replies = ray.get([scheduler.validate.remote(one, weights) for one in batches])
+    scheduler = group(1, evaluation=2)
+    published = scheduler.publish_validation.remote(0, 0, [ray.put(2.0)])
+    batches = [ValidationBatch(4, 0, start, start + 2, 0) for start in (0, 2, 4)]
+    replies = ray.get([scheduler.validate.remote(one) for one in batches])
     assert [ray.get(measured).tolist() for measured, _ in replies] == [[0, 2], [4, 6], [8, 10]]
     assert [took for _, took in replies] == [{"calls": 1.0}] * 3
     assert ray.get(scheduler.deaths.remote()) == 1
+    scheduler.forget_validation.remote(0)
+    ray.get(published)  # answers when its weights are forgotten

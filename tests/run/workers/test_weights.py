@@ -1,5 +1,6 @@
 """Weights as they travel to workers, through the object store and straight from memory to memory."""
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unified_trainer.run.workers import weights as module
-from unified_trainer.run.workers.weights import PIECE, Weights, WeightSender, checksum
+from unified_trainer.run.workers.weights import PIECE, Weights, WeightSender, checksum, copy_parts
 
 
 def zeros() -> dict[str, torch.Tensor]:
@@ -29,7 +30,7 @@ def test_weights_arrive_bit_for_bit(monkeypatch, bucket):
     """In one buffer, and in several, of which the first is larger than a bucket because one tensor is."""
     monkeypatch.setattr(module, "BUCKET", bucket)
     there, packed = zeros(), sent(weights())
-    packed.copy_to(there)
+    copy_parts([packed], there)
     assert len(packed.buffers) == (1 if bucket > 20 else 3)
     for name, weight in weights().items():
         assert torch.equal(there[name], weight)
@@ -40,7 +41,7 @@ def test_weights_may_travel_in_half_of_the_bytes():
     single = {"a": torch.linspace(0, 1, 96), "b": torch.ones(4, dtype=torch.float64) / 3, "c": torch.tensor(7)}
     whole, half = sent(single), sent(single, half=True)
     there = {name: torch.zeros_like(weight) for name, weight in single.items()}
-    half.copy_to(there)
+    copy_parts([half], there)
     assert torch.equal(there["a"], single["a"].bfloat16().float()) and not torch.equal(there["a"], single["a"])
     assert torch.equal(there["b"], single["b"]) and torch.equal(there["c"], single["c"])
     assert whole.buffers[0].nbytes - half.buffers[0].nbytes == 192
@@ -50,8 +51,15 @@ def test_a_changed_byte_is_refused_and_changes_no_weight():
     packed, there = sent(weights()), zeros()
     packed.buffers[0][5] ^= 1
     with pytest.raises(RuntimeError, match="weights of version 3 were damaged"):
-        packed.copy_to(there)
+        copy_parts([packed], there)
     assert not any(bool(weight.any()) for weight in there.values())
+
+
+def test_a_missing_part_is_refused():
+    whole, fewer = sent(weights()), sent({name: weight for name, weight in weights().items() if name != "b"})
+    packed = dataclasses.replace(fewer, signature=whole.signature)
+    with pytest.raises(RuntimeError, match="weights of version 3 arrived with 7 of 9 numbers"):
+        copy_parts([packed], zeros())
 
 
 @settings(max_examples=30, deadline=None)
@@ -81,10 +89,10 @@ def test_the_checksum_sees_every_word_and_its_place(data):
 )
 def test_weights_of_another_model_are_refused(name, other):
     with pytest.raises(RuntimeError, match=f"holds other weights than are trained: .*'{name}'"):
-        sent(weights()).copy_to(weights() | {name: other})
+        copy_parts([sent(weights())], weights() | {name: other})
     fewer = {key: weight for key, weight in weights().items() if key != "c"}
     with pytest.raises(RuntimeError, match="other weights than are trained: 2 there, 3 here"):
-        sent(weights()).copy_to(fewer)
+        copy_parts([sent(weights())], fewer)
 
 
 @pytest.mark.slow

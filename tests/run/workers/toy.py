@@ -35,17 +35,17 @@ class ToyWorker:
     def ready(self) -> tuple[tuple, str]:
         return (), "here"
 
-    def make(self, item: WorkItem, weights: float):
+    def make(self, item: WorkItem, *weights: float):
         self._follow("make", item.step)
-        return ("here", {"calls": 1.0}), rollout_of(item, weights)
+        return ("here", {"calls": 1.0}), rollout_of(item, sum(weights))
 
     def score(self, item: WorkItem, rollout: dict[str, np.ndarray]):
         self._follow("score", item.step)
         return {"calls": 1.0}, scores_of(item, rollout)
 
-    def measure(self, item: ValidationBatch, weights: float):
+    def measure(self, item: ValidationBatch, *weights: float):
         self._follow("measure", item.step)
-        return {"calls": 1.0}, weights * np.arange(item.start, item.stop)
+        return {"calls": 1.0}, sum(weights) * np.arange(item.start, item.stop)
 
     def pid(self) -> int:
         return os.getpid()

@@ -24,7 +24,8 @@ from unified_trainer.run.workers.workers import WorkerGroup, received
 class RemoteValidation:
     """Sends the student's weights to evaluation workers, which make and measure the batches that ranks would make.
 
-    The main rank alone asks and writes; the other ranks get the metrics, which guards decide by.
+    Each rank sends its part of the weights. The main rank alone asks and writes; the others get the metrics, which
+    guards decide by.
     """
 
     def __init__(
@@ -35,16 +36,17 @@ class RemoteValidation:
         shares = batches(config, mesh.data_size)
         self._samples = [batch for share in shares for batch in share if batch.start < config.num_samples]
         self._versions = itertools.count()  # a step may be validated twice, with other weights
-        self._weights: Any = None  # reference to those of the validation that was started
         self._ordered: list[tuple[ValidationBatch, Any]] = []  # a batch, and the scheduler's reply to come
 
     def start(self, student: Trainable, step: int) -> None:
         """Send the weights and ask for all batches."""
         with phase("weights"):
             version = next(self._versions)
-            self._weights = self._sender.send(version, student.weights, version)
+            sent = self._sender.send(version, student.weights, version)
+            self._group.scheduler.publish_validation.remote(version, self._mesh.rank, [sent])
             if self._mesh.is_main:
-                items = [ValidationBatch(step, rows.start, rows.stop, self._report.videos) for rows in self._samples]
+                videos = self._report.videos
+                items = [ValidationBatch(step, version, rows.start, rows.stop, videos) for rows in self._samples]
                 self._ordered = [(item, self._ask(item)) for item in items]
 
     def finish(self, folder: Path, step: int) -> ValidationResult:
@@ -53,7 +55,8 @@ class RemoteValidation:
             return ValidationResult(json.loads(self._mesh.broadcast("")), (), None, None)
         took: dict[str, float] = {}
         parts = [self._receive(item, reply, took) for item, reply in self._ordered]
-        self._ordered, self._weights = [], None
+        self._group.scheduler.forget_validation.remote(self._ordered[0][0].version)
+        self._ordered = []
         result = self._report.result(joined(parts), [clip for part in parts for clip in part.clips], folder, step)
         self._mesh.broadcast(json.dumps(result.metrics))
         costs = {f"worker_seconds/{name}": seconds for name, seconds in took.items()}
@@ -61,7 +64,7 @@ class RemoteValidation:
         return replace(result, costs=costs)
 
     def _ask(self, item: ValidationBatch) -> Any:
-        return self._group.scheduler.validate.remote(item, [self._weights])
+        return self._group.scheduler.validate.remote(item)
 
     def _receive(self, item: ValidationBatch, reply: Any, took: dict[str, float]) -> Measured:
         """Return what was measured of a batch, and add the worker's seconds to `took`."""

@@ -142,7 +142,7 @@ class RemoteRollouts:
         return tuple(map(self._loader.request, rows)), tuple(rows), tuple(sample_ids)
 
     def _publish(self, version: int, step: int) -> None:
-        """Gather the weights of a version (a collective), and send them to the scheduler from the main rank."""
+        """Send this rank's part of the weights of a version to the scheduler."""
         if version == self._published:
             return
         with phase("weights"):
@@ -152,8 +152,7 @@ class RemoteRollouts:
             self._metrics["weights_gib"] = self._sender.size / 2**30
             if version == step and self._past:
                 self._past = [cpu_copy(weights), *self._past[:-1]]
-            if self._mesh.is_main:
-                self._group.scheduler.publish.remote(version, [sent], step, oldest)
+            self._group.scheduler.publish.remote(version, self._mesh.rank, [sent], step, oldest)
         self._published = version
 
     def _order(self, step: int, version: int, asked: Asked) -> Ordered:

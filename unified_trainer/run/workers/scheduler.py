@@ -56,6 +56,7 @@ class ValidationBatch:
     """Samples of a validation that an evaluation worker makes and measures together."""
 
     step: int
+    version: int  # of the weights, which are not counted as those of work items
     start: int
     stop: int
     videos: int  # samples of a number below it are kept as video
@@ -199,32 +200,69 @@ async def _answer(reference: ObjectRef) -> Any:
     return await reference
 
 
+class Published:
+    """Weights in use, by version: each training rank sends a part of them."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._oldest = ranks, 0
+        self._parts: dict[int, dict[int, ObjectRef]] = {}  # by version and rank
+        self._changed = asyncio.Condition()
+
+    async def add(self, version: int, rank: int, part: ObjectRef, oldest: int) -> None:
+        """Take a rank's part of a version, forget those before `oldest`, and return when this version is forgotten."""
+        self._parts.setdefault(version, {})[rank] = part
+        await self.forget(oldest)
+        async with self._changed:
+            await self._changed.wait_for(lambda: version < self._oldest)
+
+    async def forget(self, oldest: int) -> None:
+        """Forget the versions before `oldest`."""
+        async with self._changed:
+            self._oldest = max(self._oldest, oldest)
+            self._parts = {version: parts for version, parts in self._parts.items() if version >= self._oldest}
+            self._changed.notify_all()
+
+    async def whole(self, version: int) -> list[ObjectRef]:
+        """Return the parts of a version once all ranks have sent theirs."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._parts.get(version, {})) == self._ranks)
+            return [part for _, part in sorted(self._parts[version].items())]
+
+
 class Scheduler:
     """Knows the weights of the versions in use and makes every work item once, whoever asks for it."""
 
-    def __init__(self, rollout: list[str], reward: list[str], evaluation: list[str], timeout: float) -> None:
-        """Take the names of the workers of each kind; without reward workers the rollout workers score."""
+    def __init__(
+        self, rollout: list[str], reward: list[str], evaluation: list[str], timeout: float, ranks: int
+    ) -> None:
+        """Take the names of the workers of each kind; without reward workers the rollout workers score.
+
+        `ranks` training processes each send a part of the weights.
+        """
         self._makers = Pool("rollout", list(map(get_actor, rollout)), timeout)
         self._scorers = Pool("reward", list(map(get_actor, reward)), timeout) if reward else self._makers
         self._evaluators = Pool("evaluation", list(map(get_actor, evaluation)), timeout)
-        self._weights: dict[int, ObjectRef] = {}
         self._made: dict[WorkItem, asyncio.Task[Made]] = {}
-        self._published = asyncio.Condition()
+        self._weights, self._validated = Published(ranks), Published(ranks)
 
     async def ready(self) -> None:
         """Answer once the scheduler has started."""
 
-    async def publish(self, version: int, weights: list[ObjectRef], step: int, oldest: int) -> None:
-        """Take the weights of a version; forget those older than `oldest` and the samples of steps before `step`.
+    async def publish(self, version: int, rank: int, part: list[ObjectRef], step: int, oldest: int) -> None:
+        """Take a rank's part of a version; forget those older than `oldest` and the samples of steps before `step`.
 
         The call answers when the version is forgotten: an open call is repeated after a restart, with its weights.
         """
         self._made = {item: task for item, task in self._made.items() if item.step >= step}
-        async with self._published:
-            self._weights[version] = weights[0]
-            self._weights = {v: reference for v, reference in self._weights.items() if v >= oldest}
-            self._published.notify_all()
-            await self._published.wait_for(lambda: version not in self._weights)
+        await self._weights.add(version, rank, part[0], oldest)
+
+    async def publish_validation(self, version: int, rank: int, part: list[ObjectRef]) -> None:
+        """Take a rank's part of the weights that evaluation workers get; it answers as `publish` does."""
+        await self._validated.add(version, rank, part[0], version)
+
+    async def forget_validation(self, version: int) -> None:
+        """Forget the weights of a validation whose results are there."""
+        await self._validated.forget(version + 1)
 
     async def make(self, item: WorkItem) -> Made:
         """Return references to the samples and the scores of a work item, what parts of it took, and who sampled."""
@@ -241,23 +279,21 @@ class Scheduler:
         """Return how many workers have died so far."""
         return sum(pool.deaths for pool in {self._makers, self._scorers, self._evaluators})
 
-    async def validate(self, item: ValidationBatch, weights: list[ObjectRef]) -> tuple[ObjectRef, Costs]:
-        """Return a reference to what was measured of a batch with these weights, and the worker's seconds by phase."""
-        took, (measured,) = await self._evaluators.run(item, partial(_measure, item=item, weights=weights[0]))
+    async def validate(self, item: ValidationBatch) -> tuple[ObjectRef, Costs]:
+        """Return a reference to what was measured of a batch, and the worker's seconds by phase."""
+        weights = await self._validated.whole(item.version)
+        took, (measured,) = await self._evaluators.run(item, partial(_measure, item=item, weights=weights))
         return measured, took
 
     async def end(self) -> None:
         """Answer the open calls of weights and work items, so that Ray repeats none; the run is over."""
         for task in self._made.values():
             task.cancel()
-        async with self._published:
-            self._weights = {}
-            self._published.notify_all()
+        for weights in (self._weights, self._validated):
+            await weights.forget(LAST)
 
     async def _make(self, item: WorkItem) -> Made:
-        async with self._published:
-            await self._published.wait_for(lambda: item.version in self._weights)
-        weights = self._weights[item.version]
+        weights = await self._weights.whole(item.version)
         while True:
             (maker, made), (rollout,) = await self._makers.run(item, partial(_make, item=item, weights=weights))
             try:
@@ -267,12 +303,12 @@ class Scheduler:
             return [rollout, scores], made | scored, maker
 
 
-def _make(worker: Any, item: WorkItem, weights: ObjectRef) -> list[ObjectRef]:
-    return worker.make.options(num_returns=2).remote(item, weights)
+def _make(worker: Any, item: WorkItem, weights: list[ObjectRef]) -> list[ObjectRef]:
+    return worker.make.options(num_returns=2).remote(item, *weights)
 
 
-def _measure(worker: Any, item: ValidationBatch, weights: ObjectRef) -> list[ObjectRef]:
-    return worker.measure.options(num_returns=2).remote(item, weights)
+def _measure(worker: Any, item: ValidationBatch, weights: list[ObjectRef]) -> list[ObjectRef]:
+    return worker.measure.options(num_returns=2).remote(item, *weights)
 
 
 def _score(worker: Any, item: WorkItem, rollout: ObjectRef) -> list[ObjectRef]:

@@ -1,6 +1,7 @@
-"""The weights of one version as they travel to workers: a few flat buffers, each with a checksum.
+"""The weights of one version as they travel to workers: a part from each training rank, in flat buffers with checksums.
 
-They pass through Ray's object store, or a worker reads them from the memory of the main rank by Ray's direct transport.
+No rank gathers the others' shards. The parts pass through Ray's object store, or a worker reads them from the memory of
+the ranks by Ray's direct transport.
 """
 
 import math
@@ -15,7 +16,7 @@ from ray.experimental import set_target_for_ref
 from torch import Tensor
 
 from unified_trainer.parallel.device import synchronize
-from unified_trainer.parallel.fsdp import gather_into
+from unified_trainer.parallel.fsdp import first_row, own_rows
 from unified_trainer.parallel.mesh import Mesh
 from unified_trainer.run.settings.workers import Transport
 
@@ -67,7 +68,7 @@ class Bucket:
 
 
 def buckets_of(weights: Mapping[str, Tensor], *, half: bool = False) -> list[Bucket]:
-    """Divide whole weights, in order, into buckets of at most BUCKET bytes; with `half`, float32 becomes bfloat16."""
+    """Divide weights, in order, into buckets of at most BUCKET bytes; with `half`, float32 becomes bfloat16."""
     buckets = [Bucket({})]
     for name, weight in weights.items():
         dtype = torch.bfloat16 if half and weight.dtype == torch.float32 else weight.dtype
@@ -81,24 +82,26 @@ def buckets_of(weights: Mapping[str, Tensor], *, half: bool = False) -> list[Buc
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights that a worker gets: the buffers themselves, as NumPy arrays, or references by which it reads them."""
+    """The rows of weights that one rank sends: the buffers, as NumPy arrays, or references by which they are read."""
 
     version: int
-    signature: Signature
+    signature: Signature  # of the whole weights
+    first_rows: Mapping[str, int]  # of each weight of which this rank sends rows
     buckets: list[Bucket]
     buffers: Sequence[np.ndarray | ObjectRef]
     checksums: list[list[int]]
 
-    @torch.no_grad()
-    def copy_to(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy into tensors of the same names, dtypes and shapes; RuntimeError for others, or for changed bytes.
+    def copy_to(self, weights: Mapping[str, Tensor]) -> int:
+        """Copy into whole tensors of the same names, dtypes and shapes, and return how many elements were written.
 
-        No buffer with changed bytes is used, but those before it are.
+        Raises RuntimeError for other tensors, or for changed bytes: no buffer with changed bytes is used, but those
+        before it are.
         """
         check_equal(self.signature, signature(weights))
         direct = any(isinstance(buffer, ObjectRef) for buffer in self.buffers)
         device = next(iter(weights.values())).device if direct else torch.device("cpu")
-        memory = torch.empty(max(bucket.size for bucket in self.buckets), dtype=torch.uint8, device=device)
+        size = max((bucket.size for bucket in self.buckets), default=0)
+        memory, written = torch.empty(size, dtype=torch.uint8, device=device), 0
         for bucket, buffer, expected in zip(self.buckets, self.buffers, self.checksums, strict=True):
             synchronize(device)  # the transport writes at once, also where the copies of the last buffer are due
             arrived = memory[: bucket.size]
@@ -109,48 +112,58 @@ class Weights:
                 np.copyto(arrived.numpy(), buffer)
             if checksum(arrived) != expected:
                 raise RuntimeError(f"weights of version {self.version} were damaged on their way: a checksum is wrong")
-            for name, tensor in bucket.views(arrived).items():
-                weights[name].copy_(tensor)
+            for name, rows in bucket.views(arrived).items():
+                whole, first = weights[name], self.first_rows[name]
+                (whole[first : first + len(rows)] if whole.dim() else whole).copy_(rows)
+                written += rows.numel()
         synchronize(device)
+        return written
+
+
+@torch.no_grad()
+def copy_parts(parts: Sequence[Weights], weights: Mapping[str, Tensor]) -> None:
+    """Copy the parts of all ranks into whole tensors; RuntimeError if they do not fit, are damaged or lack rows."""
+    written, size = sum(part.copy_to(weights) for part in parts), sum(weight.numel() for weight in weights.values())
+    if written != size:
+        raise RuntimeError(f"weights of version {parts[0].version} arrived with {written} of {size} numbers")
 
 
 class WeightSender:
-    """Gathers trained weights into buffers and gives them to workers, from the main rank."""
+    """Packs this rank's part of trained weights into buffers and gives them to workers."""
 
     def __init__(self, mesh: Mesh, transport: Transport = "object_store", *, half: bool = False) -> None:
         """With `half`, float32 weights travel as bfloat16."""
         self._mesh, self._transport, self._half = mesh, transport, half
-        self.size = 0  # bytes of the last version
+        self.size = 0  # bytes of the last version, of all ranks
         # Buffers on the training device that workers may be reading, with Ray's references to them, by version.
         self._shared: dict[int, list[tuple[Tensor, ObjectRef]]] = {}
 
-    def send(self, version: int, weights: Mapping[str, Tensor], oldest: int) -> ObjectRef | None:
-        """Return a reference to the weights of a version, on the main rank (a collective).
+    def send(self, version: int, weights: Mapping[str, Tensor], oldest: int) -> ObjectRef:
+        """Return a reference to this rank's part of the weights of a version.
 
-        Nobody may need versions before `oldest` any more: their buffers are written again. Nothing waits for a worker.
+        Nobody may need versions before `oldest` any more: their buffers are written again. Nothing waits for a worker
+        or for another rank.
         """
-        packed = self.pack(version, weights, oldest)
-        return None if packed is None else ray.put(packed)
+        return ray.put(self.pack(version, weights, oldest))
 
-    def pack(self, version: int, weights: Mapping[str, Tensor], oldest: int) -> Weights | None:
+    @torch.no_grad()
+    def pack(self, version: int, weights: Mapping[str, Tensor], oldest: int) -> Weights:
         """Return what `send` sends."""
-        buckets = buckets_of(weights, half=self._half)
-        self.size = sum(bucket.size for bucket in buckets)
-        buffers: list[Tensor] = []
-        if self._mesh.is_main and self._transport == "nixl":
-            buffers = [buffer for buffer, _ in self._buffers(version, buckets, oldest)]
-        elif self._mesh.is_main:
-            buffers = [torch.empty(bucket.size, dtype=torch.uint8) for bucket in buckets]
-        places: dict[str, Tensor] = {}
-        for bucket, buffer in zip(buckets, buffers, strict=False):  # other ranks have none
-            places |= bucket.views(buffer)
-        gather_into(weights, places, self._mesh)
-        if not self._mesh.is_main:
-            return None
+        own = own_rows(weights, self._mesh)
+        buckets = [bucket for bucket in buckets_of(own, half=self._half) if bucket.size]
+        self.size = sum(bucket.size for bucket in buckets_of(weights, half=self._half))
+        sent: Sequence[np.ndarray | ObjectRef]
+        if self._transport == "nixl":
+            buffers, sent = zip(*self._buffers(version, buckets, oldest), strict=True) if buckets else ((), ())
+        else:
+            buffers = tuple(torch.empty(bucket.size, dtype=torch.uint8) for bucket in buckets)
+            sent = [buffer.numpy() for buffer in buffers]
+        for bucket, buffer in zip(buckets, buffers, strict=True):
+            for name, place in bucket.views(buffer).items():
+                place.copy_(own[name])
+        first_rows = {name: first_row(weights[name]) for name in own}
         sums = [checksum(buffer) for buffer in buffers]  # which waits for the copies
-        shared = self._shared.get(version)
-        sent = [reference for _, reference in shared] if shared else [buffer.numpy() for buffer in buffers]
-        return Weights(version, signature(weights), buckets, sent, sums)
+        return Weights(version, signature(weights), first_rows, buckets, sent, sums)
 
     def _buffers(self, version: int, buckets: list[Bucket], oldest: int) -> list[tuple[Tensor, ObjectRef]]:
         """Return buffers that Ray knows: those of a version before `oldest`, or new ones.

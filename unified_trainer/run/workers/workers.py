@@ -30,7 +30,7 @@ from unified_trainer.run.validation.samples import SampleMaker
 from unified_trainer.run.workers import arrays, cluster
 from unified_trainer.run.workers.arrays import Arrays
 from unified_trainer.run.workers.scheduler import Costs, Scheduler, ValidationBatch, WorkItem
-from unified_trainer.run.workers.weights import Signature, Weights, check_equal, signature
+from unified_trainer.run.workers.weights import Signature, Weights, check_equal, copy_parts, signature
 
 Build = Callable[[RunConfig, torch.device, bool, bool], Sampling]  # run, device, whether it samples, whether it scores
 # Run, device and requests of validation -> the student, and what makes and measures its samples.
@@ -56,13 +56,13 @@ class Worker:
         """Return the signature of the weights, where the worker runs, and its code, once it has started."""
         return signature(self._sampling.weights), place(), code_of(self._run)
 
-    def make(self, item: WorkItem, weights: Weights) -> tuple[tuple[str, Costs], Arrays]:
-        """Return who made the rollout of a work item with these weights, what it took, and the rollout."""
+    def make(self, item: WorkItem, *weights: Weights) -> tuple[tuple[str, Costs], Arrays]:
+        """Return who made the rollout of a work item with the weights of these parts, what it took, and the rollout."""
         begun = time.perf_counter()
         if item.version != self._version:
             self._version = -1  # while they are copied
-            weights.copy_to(self._sampling.weights)
-            self._version = weights.version
+            copy_parts(weights, self._sampling.weights)
+            self._version = item.version
         copied = time.perf_counter()
         batch = make_batch(
             self._sampling.codec,
@@ -105,15 +105,15 @@ class EvaluationWorker:
         """Return the signature of the weights, where the worker runs, and its code, once it has started."""
         return signature(self._student.weights), place(), code_of(self._run)
 
-    def measure(self, item: ValidationBatch, weights: Weights) -> tuple[Costs, tuple[Arrays, list[np.ndarray]]]:
+    def measure(self, item: ValidationBatch, *weights: Weights) -> tuple[Costs, tuple[Arrays, list[np.ndarray]]]:
         """Return the seconds of each phase, and the columns and videos of a batch with these weights."""
         meter = Meter(self._device)
         with meter.measure():
-            if weights.version != self._version:
+            if item.version != self._version:
                 self._version = -1
                 with phase("copy_weights"):
-                    weights.copy_to(self._student.weights)
-                self._version = weights.version
+                    copy_parts(weights, self._student.weights)
+                self._version = item.version
             part = self._maker.make(self._student, range(item.start, item.stop), item.videos, item.step)
         return meter.seconds(), (arrays.of_columns(part.columns), part.clips)
 
@@ -202,7 +202,7 @@ class WorkerGroup:
             options = {"num_cpus": 0, "max_concurrency": CALLS, "name": name, "runtime_env": _environment()}
             options |= {"scheduling_strategy": here, "max_restarts": -1, "max_task_retries": -1}  # of all open calls
             timeout = 60 * config.timeout_minutes
-            scheduler = ray.remote(Scheduler).options(**options).remote(*names, timeout)
+            scheduler = ray.remote(Scheduler).options(**options).remote(*names, timeout, mesh.size)
             ray.get(scheduler.ready.remote())
         mesh.barrier()
         return cls(scheduler or ray.get_actor(name, cluster.NAMESPACE), workers)
