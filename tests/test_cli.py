@@ -158,7 +158,10 @@ def test_a_half_written_reward_is_named(refused, hpsv3):
 def test_another_pipeline_is_named(refused, wan):
     (wan / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     said = refused("--student.path", str(wan))
-    assert "FluxPipeline is not supported; have QwenImagePipeline, StableDiffusion3Pipeline, Wan" in said
+    assert (
+        "FluxPipeline is not supported; have HunyuanVideo15Pipeline, QwenImagePipeline, StableDiffusion3Pipeline, Wan"
+        in said
+    )
 
 
 # Sets of scorers.

@@ -431,7 +431,7 @@ def test_images_of_a_folder_are_clips_of_one_frame(folder, pictures, tmp_path, c
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("memory", ["full", "selective", "compiled"])
-def test_recomputed_and_compiled_blocks_give_the_same_gradient(case, folder, monkeypatch, memory):
+def test_recomputed_and_compiled_blocks_give_the_same_gradient(case, folder, monkeypatch, memory, unchecked):
     monkeypatch.setattr(blocks, "BACKEND", "aot_eager")
     codec = codec_of(case, folder)
     cond, found = codec.encode_text(PROMPTS), []

@@ -1,10 +1,15 @@
-"""The program of the ranks of tests/parallel/test_image_ranks.py: `python image_ranks.py FOLDER` writes into FOLDER.
+"""Networks that read images, and those of joint attention, whose tokens two ranks share.
+
+The program of the ranks of tests/parallel/test_image_ranks.py: `python image_ranks.py FOLDER` writes into FOLDER.
 
 The test compares with the same functions on one rank.
 """
 
 import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +19,21 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from helpers import ALONE, CPU
+from helpers import ALONE, CAPTIONS, CPU
+from hunyuan15_folder import hunyuan15_folder
 from i2v_folder import i2v_folder
+from qwen_image_folder import qwen_image_folder
+from sd3_folder import sd3_folder
 from ti2v_folder import ti2v_folder
 
 from unified_trainer.basics.requests import Image, Request
 from unified_trainer.basics.types import Batch
 from unified_trainer.data.loader import make_batch
+from unified_trainer.models.base import Family
 from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.hunyuan15.family import HUNYUAN15
+from unified_trainer.models.qwen_image.family import QWEN_IMAGE
+from unified_trainer.models.sd3.family import SD3
 from unified_trainer.models.wan.family import WAN
 from unified_trainer.parallel.fsdp import full
 from unified_trainer.parallel.mesh import Mesh, ParallelConfig
@@ -29,35 +41,54 @@ from unified_trainer.roles import blocks
 from unified_trainer.roles.backbone import Backbone
 from unified_trainer.roles.role import Trainable, TrainableConfig
 
-KINDS = ("ti2v", "i2v")
-SIZE = (9, 64, 64)  # frames, height, width: two ranks divide the second latent frame
+
+@dataclass(frozen=True)
+class Kind:
+    family: Family
+    write: Callable[[Path], Path]
+    size: tuple[int, int, int]  # frames, height, width: two ranks share an odd number of tokens
+    first: str  # part of the name of a weight that makes tokens
+    images: bool = False
 
 
-def folders(root: Path) -> dict[str, Path]:
-    """A folder of each kind: per-token noise levels, and image channels with tokens of CLIP."""
-    return {"ti2v": ti2v_folder(root / "ti2v"), "i2v": i2v_folder(root / "i2v", clip=True)}
+KINDS = {
+    "ti2v": Kind(WAN, ti2v_folder, (9, 64, 64), "patch_embedding", images=True),  # noise levels of each token
+    "i2v": Kind(WAN, partial(i2v_folder, clip=True), (9, 64, 64), "patch_embedding", images=True),
+    "qwen-image": Kind(QWEN_IMAGE, qwen_image_folder, (1, 48, 48), "img_in"),
+    "sd3": Kind(SD3, sd3_folder, (1, 48, 48), "pos_embed"),
+    "hunyuan15": Kind(HUNYUAN15, hunyuan15_folder, (9, 48, 16), "x_embedder"),
+}
+
+
+def folders(root: Path) -> None:
+    for name, kind in KINDS.items():
+        kind.write(root / name)
 
 
 def batch_of(folder: Path) -> Batch:
-    """Two samples, of one text and two images."""
-    codec = WAN.codec(folder, CPU, EncoderConfig())
+    """Two samples, of one text and two images or of two texts."""
+    kind = KINDS[folder.name]
+    codec, (_, *sides) = kind.family.codec(folder, CPU, EncoderConfig()), kind.size
     draw = np.random.default_rng(0)
-    images = [Image.of(draw.integers(0, 255, (64, 64, 3), dtype=np.uint8)) for _ in range(2)]
-    requests = [Request("a red circle", (image,)) for image in images]
-    shape = codec.latent_shape(*SIZE)
+    images = [Image.of(draw.integers(0, 255, (*sides, 3), dtype=np.uint8)) for _ in range(2)]
+    requests = [Request("a red circle", (image,)) for image in images] if kind.images else Request.of(CAPTIONS[:2])
+    shape = codec.latent_shape(*kind.size)
     return make_batch(codec, requests, codec.encode_text([""]), shape, prompt_ids=[0, 1], sample_ids=[0, 1])
 
 
 def found(folder: Path, mesh: Mesh, *, compile: bool = False) -> dict[str, torch.Tensor]:
-    """The velocities of a student, and its gradients."""
-    name = WAN.networks(folder)[0][0]
-    backbone = Backbone(WAN.model(folder, name), mesh, trained=True, compile=compile)
+    """The velocities of a student, its gradients, that of its input, and the tokens of the middle block."""
+    family = KINDS[folder.name].family
+    backbone = Backbone(family.model(folder, family.networks(folder)[0][0]), mesh, trained=True, compile=compile)
     role, batch = Trainable("student", backbone, TrainableConfig()), batch_of(folder)
     x_t = torch.randn(2, *batch.latent_shape, generator=torch.Generator().manual_seed(0))
-    velocity = role.velocity(x_t, torch.tensor([0.3, 0.9]), batch.cond)
+    velocity = role.velocity(x_t.requires_grad_(), torch.tensor([0.3, 0.9]), batch.cond)
     role.backward((velocity - 1).square().mean(), last=True)
-    gradients = {f"gradients/{key}": full(p.grad).clone() for key, p in role.weights.items() if p.grad is not None}
-    return gradients | {"velocity": velocity.detach()}
+    weights = {f"gradients/{key}": p for key, p in role.weights.items()}  # compiled blocks give zeros in place of none
+    gradients = {key: full(p.detach() * 0 if p.grad is None else p.grad).clone() for key, p in weights.items()}
+    with torch.no_grad(), backbone.model.features() as seen:
+        role.velocity(x_t, torch.tensor([0.3, 0.9]), batch.cond)
+    return gradients | {"gradients/x_t": x_t.grad, "velocity": velocity.detach(), "features": seen[0]}
 
 
 def work(root: Path) -> None:

@@ -14,9 +14,16 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from unified_trainer.basics.errors import UserError
 from unified_trainer.parallel.mesh import Mesh
 
 Heads = Float[Tensor, "b n heads d"]
+
+
+def check_heads(heads: int, mesh: Mesh) -> None:
+    """Raise UserError unless the ranks of a sequence group can divide the attention heads."""
+    if heads % mesh.config.sequence:
+        raise UserError(f"parallel.sequence must divide the {heads} attention heads, but is {mesh.config.sequence}")
 
 
 def split_tokens(x: Tensor, mesh: Mesh) -> Tensor:
@@ -56,6 +63,20 @@ def heads_to_tokens(x: Heads, mesh: Mesh) -> Heads:
     padded = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % ranks))
     by_rank = padded.unflatten(1, (ranks, -1)).movedim(1, 0)
     return _Exchange.apply(by_rank, mesh).movedim(0, 2).flatten(2, 3)
+
+
+def own_heads(x: Heads, mesh: Mesh) -> Heads:
+    """Return the heads of this rank, of tokens that every rank has."""
+    return x.chunk(mesh.config.sequence, 2)[mesh.sequence_rank]
+
+
+def gather_heads(x: Heads, mesh: Mesh) -> Heads:
+    """Return all heads of tokens that every rank has, of [b, n, heads of this rank, d].
+
+    The gradient of a rank's heads is the sum of what all ranks give: each computes with the gathered tokens.
+    """
+    for_each = x.expand(mesh.config.sequence, *x.shape)
+    return _Exchange.apply(for_each, mesh).movedim(0, 2).flatten(2, 3)
 
 
 class _Exchange(torch.autograd.Function):

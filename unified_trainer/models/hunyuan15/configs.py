@@ -18,6 +18,7 @@ class Hunyuan15TransformerConfig(Schema):
     """The config of a HunyuanVideo15Transformer3DModel."""
 
     class_name: Literal["HunyuanVideo15Transformer3DModel"] = Field(alias="_class_name")
+    num_attention_heads: Size
     in_channels: Size = 65  # latents, latents of an image, and a mask
     out_channels: Size = 32
     patch_size: Size = 1

@@ -14,7 +14,10 @@ HUNYUAN15 = Family(
     codec=Hunyuan15Codec.load,
     latent_channels=lambda folder: transformer_config(folder).out_channels,
     latent_shape=latent_shape,
-    blueprint=Blueprint(lambda config: Hunyuan15Model, Hunyuan15Codec),
+    attention_heads=lambda folder: transformer_config(folder).num_attention_heads,
+    blueprint=Blueprint(
+        lambda config: Hunyuan15Model, Hunyuan15Codec, heads=lambda config: config["num_attention_heads"]
+    ),
     tokens=lambda folder, shape: math.prod(shape[1:]) // transformer_config(folder).patch_size ** 2,
     networks=networks,
     given_levels=True,

@@ -1,32 +1,31 @@
 """HunyuanVideo 1.5's transformer as a `VideoModel` (arXiv:2511.18870)."""
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from diffusers.models.attention_processor import Attention
 from diffusers.models.embeddings import apply_rotary_emb
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
 
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.base import PassSize, Shape
-from unified_trainer.models.diffusers_model import DiffusersModel
 from unified_trainer.models.hunyuan15.codec import GLYPHS
+from unified_trainer.models.joint_model import JointAttention, JointModel, Rotate
 
 
-class Hunyuan15Model(DiffusersModel):
+class Hunyuan15Model(JointModel):
     """A HunyuanVideo15Transformer3DModel; its time is 1000 sigma, and it reads zeros where an image would be.
 
-    It runs by `forward` and `JointAttention`, which wait for no number on the device.
+    It runs by `forward` and `JointAttention`, which wait for no number on the device and have a mask of keys. Diffusers
+    has one of all pairs, 2.3 GiB at 121 x 480 x 832, and also masks the queries of padding, which nothing reads.
     """
 
     network_class = HunyuanVideo15Transformer3DModel
+    embedder, video = "x_embedder", 0
     adapter_layers = (
         *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
@@ -36,7 +35,12 @@ class Hunyuan15Model(DiffusersModel):
         super().__init__(network, folder)
         network.forward = partial(forward, network)
         for block in network.transformer_blocks:
-            block.attn.set_processor(JointAttention())
+            block.attn.set_processor(JointAttention(self.rotations))
+
+    @staticmethod
+    def rotations(angles: tuple[Tensor, Tensor]) -> tuple[Rotate, Rotate]:
+        """Return the rotation of the video's tokens; text has no positions."""
+        return partial(apply_rotary_emb, freqs_cis=angles, sequence_dim=1), lambda x: x
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         b, c, *shape = x_t.shape
@@ -44,19 +48,6 @@ class Hunyuan15Model(DiffusersModel):
         time = 1000 * sigma.float().to(x_t.device, non_blocking=True)
         texts = (cond[name] for name in ("text", "text_mask", "glyphs", "glyphs_mask"))
         return self.network(torch.cat([x_t, image], 1), time, *texts).float()
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return tuple(self.network.transformer_blocks)
-
-    @property
-    def feature_size(self) -> int:
-        config = self.network.config
-        return config.num_attention_heads * config.attention_head_dim
-
-    def whole(self, tokens: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the tokens of the video, of video and text that a block returns."""
-        return tokens[0]
 
     def layer_kind(self, layer: str) -> str:
         if layer == "proj_out":
@@ -133,33 +124,3 @@ def refined(embedder: nn.Module, text: Float[Tensor, "b n d"], time: Tensor, mas
     for block in embedder.token_refiner.refiner_blocks:
         tokens = block(tokens, times, mask[:, None, None])
     return tokens
-
-
-class JointAttention:
-    """Attention of video and text to what is not masked; diffusers has a mask of all pairs, 2.3 GiB at 121 x 480 x 832.
-
-    That one also masks the queries of padding, which nothing reads.
-    """
-
-    def __call__(
-        self,
-        attn: Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: Tensor,
-        image_rotary_emb: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        layers = (attn.to_q, attn.to_k, attn.to_v, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        inputs = (hidden_states,) * 3 + (encoder_hidden_states,) * 3
-        heads = (layer(x).unflatten(2, (attn.heads, -1)) for layer, x in zip(layers, inputs, strict=True))
-        query, key, value, text_query, text_key, text_value = heads
-        query, key = (
-            apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (attn.norm_q(query), attn.norm_k(key))
-        )
-        text_query, text_key = attn.norm_added_q(text_query), attn.norm_added_k(text_key)
-        pairs = ((query, text_query), (key, text_key), (value, text_value))
-        query, key, value = (torch.cat(pair, 1).transpose(1, 2) for pair in pairs)
-        tokens = hidden_states.shape[1]
-        mask = pad(attention_mask, (tokens, 0), value=True)[:, None, None]
-        seen = scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
-        return attn.to_out[0](seen[:, :tokens]), attn.to_add_out(seen[:, tokens:])

@@ -19,7 +19,7 @@ class ImageTransformerConfig(Schema):
     class_name: Literal["QwenImageTransformer2DModel"] = Field(alias="_class_name")
     patch_size: Literal[2] = 2
     in_channels: int = Field(64, ge=4, le=2**20, multiple_of=PATCH**2)
-    num_attention_heads: Size = 24
+    num_attention_heads: Size
     joint_attention_dim: Size = 3584
     guidance_embeds: Literal[False] = False
     zero_cond_t: Literal[False] = False  # True: a network that edits images

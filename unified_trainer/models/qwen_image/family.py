@@ -14,7 +14,10 @@ QWEN_IMAGE = Family(
     codec=QwenImageCodec.load,
     latent_channels=lambda folder: transformer_config(folder).in_channels // PATCH**2,
     latent_shape=latent_shape,
-    blueprint=Blueprint(lambda config: QwenImageModel, QwenImageCodec, images=True),
+    attention_heads=lambda folder: transformer_config(folder).num_attention_heads,
+    blueprint=Blueprint(
+        lambda config: QwenImageModel, QwenImageCodec, images=True, heads=lambda config: config["num_attention_heads"]
+    ),
     tokens=lambda folder, shape: math.prod(shape[1:]) // PATCH**2,
     given_levels=True,
     guidance_argument="true_cfg_scale",  # in effect with a negative prompt, even an empty one

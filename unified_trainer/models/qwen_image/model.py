@@ -1,25 +1,33 @@
 """Qwen-Image's transformer as a `VideoModel` (arXiv:2508.02324): images are videos of one frame, packed as tokens."""
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from diffusers import QwenImageTransformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from unified_trainer.basics.types import Condition, Latents, PerFrame, PerSample
 from unified_trainer.models.base import PassSize, Shape
-from unified_trainer.models.diffusers_model import DiffusersModel
+from unified_trainer.models.joint_model import JointModel, Rotate
 from unified_trainer.models.qwen_image.configs import PATCH
 from unified_trainer.numerics.flow import guide
 
 
-class QwenImageModel(DiffusersModel):
+class QwenImageModel(JointModel):
     """A QwenImageTransformer2DModel; its time is sigma, and text behind the last token of a prompt is masked."""
 
     network_class = QwenImageTransformer2DModel
+    embedder, video = "img_in", 1
     adapter_layers = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+    @staticmethod
+    def rotations(angles: tuple[Tensor, Tensor]) -> tuple[Rotate, Rotate]:
+        """Return the rotations of the tokens of image and text."""
+        image, text = (partial(apply_rotary_emb_qwen, freqs_cis=each, use_real=False) for each in angles)
+        return image, text
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
         _, _, _, height, width = x_t.shape
@@ -39,18 +47,6 @@ class QwenImageModel(DiffusersModel):
         guided = packed(guide(cond, uncond, guidance_scale))
         scale = packed(cond).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         return unpacked(guided * scale, height, width)
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return tuple(self.network.transformer_blocks)
-
-    @property
-    def feature_size(self) -> int:
-        return self.network.inner_dim
-
-    def whole(self, tokens: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the tokens of the image, of text and image that a block returns."""
-        return tokens[1]
 
     def layer_kind(self, layer: str) -> str:
         if layer == "proj_out":

@@ -16,6 +16,7 @@ class SD3TransformerConfig(Schema):
     """The config of a SD3Transformer2DModel."""
 
     class_name: Literal["SD3Transformer2DModel"] = Field(alias="_class_name")
+    num_attention_heads: Size
     patch_size: Size = 2
     in_channels: Size = 16
     joint_attention_dim: Size = 4096

@@ -14,6 +14,9 @@ SD3 = Family(
     codec=SD3Codec.load,
     latent_channels=lambda folder: transformer_config(folder).in_channels,
     latent_shape=latent_shape,
-    blueprint=Blueprint(lambda config: SD3Model, SD3Codec, images=True),
+    attention_heads=lambda folder: transformer_config(folder).num_attention_heads,
+    blueprint=Blueprint(
+        lambda config: SD3Model, SD3Codec, images=True, heads=lambda config: config["num_attention_heads"]
+    ),
     tokens=lambda folder, shape: math.prod(shape[1:]) // transformer_config(folder).patch_size ** 2,
 )

@@ -1,21 +1,21 @@
 """Stable Diffusion 3's transformer as a `VideoModel` (arXiv:2403.03206): images are videos of one frame."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from diffusers import SD3Transformer2DModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.base import PassSize, Shape
-from unified_trainer.models.diffusers_model import DiffusersModel
+from unified_trainer.models.joint_model import JointModel
 
 
-class SD3Model(DiffusersModel):
+class SD3Model(JointModel):
     """A SD3Transformer2DModel; its time is 1000 sigma, and it takes the tokens and the summary of a text."""
 
     network_class = SD3Transformer2DModel
+    embedder, video = "pos_embed", 1
     # those of the joint attention, as Flow-GRPO trains them (arXiv:2505.05470)
     adapter_layers = tuple(
         f"attn.{layer}"
@@ -31,18 +31,6 @@ class SD3Model(DiffusersModel):
             return_dict=False,
         )[0]
         return v.float()[:, :, None]
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return tuple(self.network.transformer_blocks)
-
-    @property
-    def feature_size(self) -> int:
-        return self.network.inner_dim
-
-    def whole(self, tokens: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the tokens of the image, of text and image that a block returns."""
-        return tokens[1]
 
     def layer_kind(self, layer: str) -> str:
         if layer == "proj_out":

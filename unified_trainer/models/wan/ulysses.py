@@ -12,21 +12,18 @@ from diffusers import WanTransformer3DModel
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.types import Latents
 from unified_trainer.models.wan.attention import Pass, set_attention
 from unified_trainer.parallel.mesh import Mesh
-from unified_trainer.parallel.sequence import gather_tokens, split_tokens, whole_gradient
+from unified_trainer.parallel.sequence import check_heads, gather_tokens, split_tokens, whole_gradient
 
 
 class SharedTokens:
     """Hooks that share the tokens of a network among the sequence ranks."""
 
     def __init__(self, network: WanTransformer3DModel, mesh: Mesh) -> None:
-        heads, self.ranks = network.config.num_attention_heads, mesh.config.sequence
-        if heads % self.ranks:
-            raise UserError(f"parallel.sequence must divide the {heads} attention heads, but is {self.ranks}")
-        self._mesh, self._tokens = mesh, 0
+        check_heads(network.config.num_attention_heads, mesh)
+        self.ranks, self._mesh, self._tokens = mesh.config.sequence, mesh, 0
         network.rope.register_forward_hook(self._split_rope)
         network.condition_embedder.register_forward_hook(self._split_time)
         network.blocks[0].register_forward_pre_hook(self._split_input)
