@@ -10,7 +10,6 @@ import psutil
 import pytest
 from helpers import REPO, SMALL, assert_same, checkpoint_of, environment, metrics_of, read_until
 from parallel.launch import under_torchrun
-from warm_ray import quick_ranks
 
 from unified_trainer.__main__ import main
 from unified_trainer.parallel import torchrun
@@ -108,7 +107,7 @@ def test_torchrun_and_slurm_wait_for_the_step_of_a_slow_scorer(tmp_path):
     words += scorer(tmp_path / "slow", 2, f"open({str(tmp_path / 'answer')!r} + os.environ['RANK']).read()")
     command = under_torchrun(2, "--shutdown-timeout", "300", "-m", "unified_trainer", *words)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with quick_ranks() as variables, subprocess.Popen(command, cwd=REPO, env=variables, **pipes) as job:
+    with subprocess.Popen(command, cwd=REPO, env=environment(), **pipes) as job:
         with answers[0].open("w"), answers[1].open("w"):  # both ranks have begun to score step 2
             job.send_signal(signal.SIGTERM)
             said = "".join(read_until(job, "finishing this step and saving") for _ in range(2))
