@@ -36,7 +36,7 @@ STAND_IN = """#!{python} -IS
 import json, os, signal, socket, sys
 words = [word for word in sys.argv[1:] if word != "-u"]
 if not words[0].endswith({copied}) and words[:2] != ["-m", "unified_trainer"]:
-    os.execv("{python}", ["{python}", *words])
+    os.execv("{python}", ["{python}", *sys.argv[1:]])
 asked = socket.socket(socket.AF_UNIX)
 asked.connect("{address}")
 what = {{"words": words, "where": os.getcwd(), "environment": dict(os.environ)}}
