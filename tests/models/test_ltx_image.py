@@ -1,0 +1,148 @@
+"""LTX-Video with a condition image: sampled as by diffusers, trained by a method of each kind, and resumed."""
+
+import json
+from pathlib import Path
+
+import image_runs
+import numpy as np
+import pytest
+import torch
+from diffusers import LTXImageToVideoPipeline
+from helpers import ALONE, CPU, assert_near, assert_same, checkpoint_of, cut_off, flags, gradients
+from ltx_folder import ltx_folder
+from PIL import Image as Picture
+from real_clips import write_exactly
+
+from unified_trainer.__main__ import main
+from unified_trainer.basics.requests import Image, Request
+from unified_trainer.data.loader import make_batch
+from unified_trainer.models.encoders import EncoderConfig
+from unified_trainer.models.ltx.family import LTX
+from unified_trainer.rewards.base import RewardConfig
+from unified_trainer.rewards.reward import Reward
+from unified_trainer.roles.backbone import Backbone
+from unified_trainer.roles.role import Frozen, RoleConfig
+from unified_trainer.sampling.solver import SamplerConfig, generate
+from unified_trainer.tools.export.scheduler import euler_scheduler
+
+pytestmark = pytest.mark.slow
+
+FRAMES, HEIGHT, WIDTH = 17, 64, 32
+PROMPTS = ["a picture of a circle", "a red circle moving left"]
+SAMPLER = SamplerConfig(num_steps=3, shift=3.0, terminal=0.1, guidance_scale=3.0, negative_prompt="a blue square")
+SIZE = image_runs.SIZE | {"video.frames": FRAMES, "video.height": HEIGHT, "video.width": WIDTH, "video.fps": 25}
+OWN = image_runs.OWN | {"finetune": image_runs.SINGLE | {"data.first-frame": True}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return ltx_folder(tmp_path_factory.mktemp("model") / "ltx")
+
+
+@pytest.fixture(scope="module")
+def codec(folder):
+    return LTX.codec(folder, CPU, EncoderConfig())
+
+
+@pytest.fixture(scope="module")
+def clips() -> np.ndarray:
+    """Two clips; their first frames are condition images."""
+    return np.random.default_rng(0).integers(0, 255, (2, FRAMES, HEIGHT, WIDTH, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def batch(codec, clips):
+    requests = [Request(prompt, (Image.of(clip[0]),)) for prompt, clip in zip(PROMPTS, clips, strict=True)]
+    uncond, shape = codec.encode_text([SAMPLER.negative_prompt]), codec.latent_shape(FRAMES, HEIGHT, WIDTH)
+    return make_batch(codec, requests, uncond, shape, prompt_ids=[0, 1], sample_ids=[0, 1])
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory, clips) -> Path:
+    """Both prompts with their images, and beside them the clips with captions."""
+    place, rows = tmp_path_factory.mktemp("prompts"), []
+    (place / "clips").mkdir()
+    for number, (prompt, clip) in enumerate(zip(PROMPTS, clips, strict=True)):
+        Picture.fromarray(clip[0]).save(place / f"{number}.png")
+        rows.append(json.dumps({"prompt": prompt, "image": f"{number}.png"}))
+        write_exactly(place / "clips" / f"{number}.mkv", clip, 25)
+        (place / "clips" / f"{number}.txt").write_text(prompt)
+    (place / "prompts.jsonl").write_text("\n".join(rows))
+    return place / "prompts.jsonl"
+
+
+def noise_of(batch) -> torch.Tensor:
+    return torch.randn(2, *batch.latent_shape, generator=torch.Generator().manual_seed(1))
+
+
+def test_diffusers_samples_as_we_do(folder, codec, batch):
+    """Latents and pixels, also with the image's latents in the first frame of the noise, where diffusers wants them."""
+    noise, image = noise_of(batch), batch.cond["image"]
+    teacher = Frozen("teacher", Backbone(LTX.model(folder, "transformer"), ALONE), RoleConfig())
+    ours = generate(teacher, noise, batch, SAMPLER, lambda _: noise)
+    torch.testing.assert_close(ours[:, :, :1], image)
+    scheduler = euler_scheduler(SAMPLER, given=LTX.given_levels)
+    pipeline = LTXImageToVideoPipeline.from_pretrained(folder, scheduler=scheduler)
+    given = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH, "max_sequence_length": 14}
+    given |= {"num_inference_steps": 3, "guidance_scale": 3.0, "negative_prompt": [SAMPLER.negative_prompt] * 2}
+    given["latents"] = torch.cat([image, noise[:, :, 1:]], 2).flatten(2).transpose(1, 2)
+    latents = pipeline(None, PROMPTS, **given, output_type="latent").frames
+    torch.testing.assert_close(ours.flatten(2).transpose(1, 2), latents, rtol=0, atol=1e-5)
+    pixels = pipeline(None, PROMPTS, **given, output_type="pt").frames
+    torch.testing.assert_close(codec.decode(ours).movedim(1, 2), pixels, rtol=0, atol=1e-5)
+
+
+def test_the_first_latent_of_a_clip_is_that_of_its_first_frame(codec, clips, batch):
+    """So that stored clips have their condition images too."""
+    video = torch.from_numpy(clips).movedim(-1, 1).float() / 255
+    first = codec.first_frames(codec.encode(video))["image"]
+    torch.testing.assert_close(first, batch.cond["image"], rtol=0, atol=1e-5)
+
+
+def test_a_reward_of_the_first_frame_sees_that_of_the_whole_video(codec, batch):
+    """A decoded frame depends on later latents, so that the first latent alone has another first frame."""
+    latents, seen = noise_of(batch), []
+
+    def score(videos, prompts):
+        seen.append(videos)
+        return torch.zeros(len(videos))
+
+    reward = Reward({"mine": score}, codec, RewardConfig(kind="mine", frames="first"))
+    reward.score(latents, tuple(PROMPTS))
+    first, alone = (codec.decode(x)[:, :, 0] for x in (latents, latents[:, :, :1]))
+    torch.testing.assert_close(seen[0][:, :, 0], first)
+    assert float((first - alone).abs().max()) > 1e-2
+
+
+def test_a_batch_may_have_no_image(folder, batch):
+    """The network is one: without an image, all tokens have one time, and other velocities."""
+    model = LTX.model(folder, "transformer")
+    model.read(ALONE)
+    x_t, sigma = noise_of(batch), torch.tensor([0.3, 0.9])
+    cond = type(batch.cond)({name: batch.cond[name] for name in ("text", "text_mask")})
+    with torch.no_grad():
+        alone, with_image = model.velocity(x_t, sigma, cond), model.velocity(x_t, sigma, batch.cond)
+    assert float((alone - with_image)[:, :, 1:].abs().max()) > 1e-3
+
+
+def test_recomputed_blocks_give_the_same_gradient(folder, batch):
+    found = []
+    for kind in ("none", "full", "selective"):
+        backbone = Backbone(LTX.model(folder, "transformer"), ALONE, trained=True, recompute=kind)
+        with backbone.running("student") as model:
+            model.velocity(noise_of(batch), torch.tensor([0.3, 0.9]), batch.cond)[:, :, 1:].square().mean().backward()
+        found.append(gradients(backbone.model.network))
+    for other in found[1:]:
+        assert_near(other, found[0])
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_methods_train_adapters_and_resume_bit_for_bit(folder, table, tmp_path, method):
+    data = {"data.path": table.parent / "clips"} if method == "finetune" else {"prompts": table}
+    named = {"method": method, "student.path": folder, "output": tmp_path / "whole", "validation.prompts": table}
+    assert main(flags(named | data | SIZE | OWN[method])) == 0
+    first, whole = (checkpoint_of(tmp_path / "whole", step) for step in (1, 2))
+    weight = "student/weights/transformer_blocks.0.attn1.to_q.lora_B.weight"
+    assert not torch.equal(first[weight], whole[weight])
+    assert main(["--resume", str(cut_off(tmp_path / "whole", tmp_path / "half", 1))]) == 0
+    assert_same(checkpoint_of(tmp_path / "half", 2), whole)
