@@ -1,6 +1,5 @@
 """Folders of the layout of HunyuanVideo 1.5 with small random networks; the tokenizer of Qwen is one of words."""
 
-import re
 from pathlib import Path
 
 import torch
@@ -8,50 +7,38 @@ from diffusers import (
     AutoencoderKLHunyuanVideo15,
     ClassifierFreeGuidance,
     FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15ImageToVideoPipeline,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
 )
-from tokenizers import Regex, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
+from i2v_folder import name_as_published
+from qwen_image_folder import tokenizer
 from transformers import (
     ByT5Tokenizer,
-    PreTrainedTokenizerFast,
     Qwen2_5_VLTextConfig,
     Qwen2_5_VLTextModel,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     T5Config,
     T5EncoderModel,
 )
 
 from unified_trainer.models.hunyuan15.codec import SYSTEM
 
-TURNS = ("<|im_start|>", "<|im_end|>")
 WORD = r"\n|\w+|[^\w\s]| +(?= )| (?=\d)"  # the first turns are 108 tokens, as with Qwen's own tokenizer
-SAID = "a an big small red green blue yellow circle square triangle moving moves left right up down picture of and"
 CHAT = (  # as Qwen's own for turns of text
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = sorted({*re.findall(WORD, SYSTEM), *SAID.split(), *["\n", "user", "system", "assistant", " "], '"'})
-    vocabulary = {word: number for number, word in enumerate(["<|endoftext|>", "[unknown]", *TURNS, *words])}
-    made = Tokenizer(WordLevel(vocabulary, unk_token="[unknown]"))
-    made.pre_tokenizer = Split(Regex(WORD), "removed", invert=True)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        unk_token="[unknown]",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=list(TURNS),
-        model_max_length=24,
-        chat_template=CHAT,
-    )
+def hunyuan15_folder(folder: Path, *, image: bool = False) -> Path:
+    """Write the folder, of text or of text and an image.
 
-
-def hunyuan15_folder(folder: Path) -> Path:
-    """Write the folder: 8 latent channels of 4 frames of 16 x 16 pixels, texts of up to 24 tokens and 24 bytes."""
-    words = tokenizer()
+    It has 8 latent channels of 4 frames of 16 x 16 pixels, texts of up to 24 tokens and 24 bytes.
+    """
+    words = tokenizer(f'{SYSTEM}\nuser system assistant "', WORD, 24, CHAT)
     rope = {"mrope_section": [2, 2, 2], "rope_type": "default", "type": "default"}
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -82,12 +69,18 @@ def hunyuan15_folder(folder: Path) -> Path:
             image_embed_dim=8,
             rope_axes_dim=(4, 4, 4),
             target_size=64,
-            task_type="t2v",
+            task_type="i2v" if image else "t2v",
         )
         for weight in network.parameters():
             if not weight.any():
                 weight.data = 0.1 * torch.randn(weight.shape)
-    HunyuanVideo15Pipeline(
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        siglip = SiglipVisionModel(SiglipVisionConfig(image_size=28, patch_size=14, **sizes)) if image else None
+    kind, more = HunyuanVideo15Pipeline, {}
+    if image:
+        processor = SiglipImageProcessor(size={"height": 28, "width": 28})
+        kind, more = HunyuanVideo15ImageToVideoPipeline, {"image_encoder": siglip, "feature_extractor": processor}
+    kind(
         text_encoder=encoder,
         tokenizer=words,
         transformer=network,
@@ -96,5 +89,8 @@ def hunyuan15_folder(folder: Path) -> Path:
         text_encoder_2=glyphs,
         tokenizer_2=ByT5Tokenizer(model_max_length=24),
         guider=ClassifierFreeGuidance(guidance_scale=6.0),
+        **more,
     ).save_pretrained(folder)
+    if image:
+        name_as_published(folder / "image_encoder")
     return folder

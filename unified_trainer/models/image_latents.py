@@ -1,4 +1,4 @@
-"""The latents of an image: a video of one frame."""
+"""The latents of an image, a video of one frame, and of a video whose first latent is of one frame."""
 
 from unified_trainer.basics.errors import UserError
 from unified_trainer.basics.suggestions import multiples_near
@@ -23,3 +23,18 @@ def image_latent_shape(
                 f"({patch}), not {size}: set {good}"
             )
     return channels, 1, height // space, width // space
+
+
+def video_latent_shape(
+    channels: int, time: int, space: int, patch: int, frames: int, height: int, width: int
+) -> tuple[int, int, int, int]:
+    """Return channels, latent frames, height and width of a video of these pixels.
+
+    The first latent is of one frame and later ones of `time`; sides are as those of an image. UserError, with the
+    nearest good sizes, unless VAE and patches divide it.
+    """
+    if frames < 1 or (frames - 1) % time:
+        below = max(frames - 1, 0) // time * time + 1
+        raise UserError(f"video.frames must be {time}k + 1 for this VAE, not {frames}: set {below} or {below + time}")
+    *_, high, wide = image_latent_shape(channels, space, patch, 1, height, width)
+    return channels, (frames - 1) // time + 1, high, wide

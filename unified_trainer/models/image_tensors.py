@@ -1,10 +1,41 @@
 """Tensors of condition images in memory: the least recently used ones go first."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from unified_trainer.basics.errors import UserError
+from unified_trainer.basics.requests import Image
+from unified_trainer.basics.types import Condition, Latents, PerSample
+from unified_trainer.models.base import Shape
 from unified_trainer.models.encoders import EncoderConfig
+
+
+def of_tower(key: str) -> str:
+    """Return the name, in a vision tower of transformers 5, of a weight that files of earlier versions may hold."""
+    return key.removeprefix("vision_model.")
+
+
+def image_of(cond: Condition) -> Tensor:
+    """Return the latents of a condition's image; UserError where it has none."""
+    if "image" not in cond.tensors:
+        raise UserError(
+            "this network needs a condition image for each sample: give prompts as a table (.jsonl, .csv or .parquet) "
+            "with the columns prompt and image"
+        )
+    return cond["image"]
+
+
+def to_first_frame(v: Latents, x_t: Latents, sigma: PerSample, known: Float[Tensor, "b c 1 h w"]) -> Latents:
+    """Return velocities `v` with those of a known first latent frame: (x_t - known) / sigma.
+
+    x_t - sigma velocity is then the image at every step. Flow-matching losses are 0 there if the data begin with it.
+    """
+    to_known = (x_t[:, :, :1] - known) / sigma.to(x_t).view(-1, 1, 1, 1, 1)
+    return torch.cat([to_known, v[:, :, 1:]], 2)
 
 
 class ImageTensors:
@@ -14,6 +45,21 @@ class ImageTensors:
         self._room = int(config.cache_memory_gib * 2**30)
         self._held: dict[Hashable, Mapping[str, Tensor]] = {}  # the least recently used first
         self._used = 0  # bytes
+
+    def condition(
+        self,
+        images: Sequence[tuple[Image, ...]],
+        latent_shape: Shape,
+        encode: Callable[[Image, Shape], Mapping[str, Tensor]],
+    ) -> Condition:
+        """Return the condition, on the CPU, of samples of one image each, as `encode` makes a row of it.
+
+        UserError where a sample has another number of images.
+        """
+        if any(len(images_of_request) != 1 for images_of_request in images):
+            raise UserError("some samples of a batch have a condition image and others have none: give each row one")
+        rows = [self.get((image.sha256, *latent_shape), partial(encode, image, latent_shape)) for (image,) in images]
+        return Condition({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
 
     def get(self, key: Hashable, make: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """Return the tensors of a key, which are made unless they are held."""

@@ -1,4 +1,4 @@
-"""The configs of a HunyuanVideo15Pipeline folder: which fields the trainer depends on, and what they may be."""
+"""The configs of the folders of HunyuanVideo 1.5: which fields the trainer depends on, and what they may be."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from unified_trainer.basics.errors import UserError
-from unified_trainer.basics.input_files import Schema, read_as
+from unified_trainer.basics.input_files import Schema, read_as, read_json
 from unified_trainer.models.base import EXPERTS
-from unified_trainer.models.image_latents import image_latent_shape
+from unified_trainer.models.image_latents import video_latent_shape
 
+INDEX = "model_index.json"
+PIPELINES = {"t2v": "HunyuanVideo15Pipeline", "i2v": "HunyuanVideo15ImageToVideoPipeline"}  # by a network's task_type
 GUIDER = "guider/guider_config.json"  # of the component that has the guidance scale
 Size = Annotated[int, Field(ge=1, le=2**20)]
 
@@ -26,6 +28,8 @@ class Hunyuan15TransformerConfig(Schema):
     qk_norm: Literal["rms_norm"] = "rms_norm"
     text_embed_dim: Size = 3584
     text_embed_2_dim: Size = 1472
+    image_embed_dim: Size = 1152
+    task_type: Literal["t2v", "i2v"] = "i2v"
     use_meanflow: bool = False
 
 
@@ -67,14 +71,25 @@ def transformer_config(folder: Path) -> Hunyuan15TransformerConfig:
 
 
 def networks(folder: Path) -> tuple[tuple[str, ...], None]:
-    """Return the folder's transformer; UserError for one that cannot be, or for another rule of guidance.
+    """Return the folder's transformer; UserError for one that cannot be, for another's pipeline or rule of guidance.
 
     Roles that do not sample may lack a guider: of a hub id, the transformer alone is downloaded for them.
     """
-    transformer_config(folder)
+    task, pipeline = transformer_config(folder).task_type, read_json(folder / INDEX)["_class_name"]
+    if pipeline != PIPELINES[task]:
+        raise UserError(
+            f"{folder / INDEX}: the pipeline is {pipeline}, but the transformer's config.json has task_type {task}, "
+            f"which is of {PIPELINES[task]}: fetch both from one model"
+        )
     if (folder / GUIDER).is_file():
         read_as(GuiderConfig, folder / GUIDER)
     return EXPERTS[:1], None
+
+
+def images(folder: Path) -> tuple[int, int]:
+    """Return the fewest and the most condition images of a sample: one for an image-to-video network, 0 for others."""
+    count = int(transformer_config(folder).task_type == "i2v")
+    return count, count
 
 
 def latent_shape(folder: Path, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
@@ -89,8 +104,4 @@ def latent_shape(folder: Path, frames: int, height: int, width: int) -> tuple[in
             f"{file}: latent_channels is {vae.latent_channels}, but the transformer makes {network.out_channels}"
         )
     time, space = vae.temporal_compression_ratio, vae.spatial_compression_ratio
-    if frames < 1 or (frames - 1) % time:
-        below = max(frames - 1, 0) // time * time + 1
-        raise UserError(f"video.frames must be {time}k + 1 for this VAE, not {frames}: set {below} or {below + time}")
-    *_, high, wide = image_latent_shape(vae.latent_channels, space, network.patch_size, 1, height, width)
-    return vae.latent_channels, (frames - 1) // time + 1, high, wide
+    return video_latent_shape(vae.latent_channels, time, space, network.patch_size, frames, height, width)

@@ -3,13 +3,13 @@
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models.embeddings import apply_rotary_emb
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from unified_trainer.basics.types import Condition, Latents, PerSample
 from unified_trainer.models.base import PassSize, Shape
@@ -18,7 +18,7 @@ from unified_trainer.models.joint_model import JointAttention, JointModel, Rotat
 
 
 class Hunyuan15Model(JointModel):
-    """A HunyuanVideo15Transformer3DModel; its time is 1000 sigma, and it reads zeros where an image would be.
+    """A HunyuanVideo15Transformer3DModel of text; its time is 1000 sigma, and it reads zeros where an image would be.
 
     It runs by `forward` and `JointAttention`, which wait for no number on the device and have a mask of keys. Diffusers
     has one of all pairs, 2.3 GiB at 121 x 480 x 832, and also masks the queries of padding, which nothing reads.
@@ -43,11 +43,15 @@ class Hunyuan15Model(JointModel):
         return partial(apply_rotary_emb, freqs_cis=angles, sequence_dim=1), lambda x: x
 
     def velocity(self, x_t: Latents, sigma: PerSample, cond: Condition) -> Latents:
-        b, c, *shape = x_t.shape
-        image = x_t.new_zeros(b, self.network.config.in_channels - c, *shape)
+        channels, *tokens = self.image_inputs(x_t, cond)
         time = 1000 * sigma.float().to(x_t.device, non_blocking=True)
         texts = (cond[name] for name in ("text", "text_mask", "glyphs", "glyphs_mask"))
-        return self.network(torch.cat([x_t, image], 1), time, *texts).float()
+        return self.network(torch.cat([x_t, channels], 1), time, *texts, *tokens).float()
+
+    def image_inputs(self, x_t: Latents, cond: Condition) -> tuple[Tensor, ...]:
+        """Return the channels of an image, beside those of `x_t`, and its tokens where the network has some."""
+        b, c, *shape = x_t.shape
+        return (x_t.new_zeros(b, self.network.config.in_channels - c, *shape),)
 
     def layer_kind(self, layer: str) -> str:
         if layer == "proj_out":
@@ -64,14 +68,21 @@ class Hunyuan15Model(JointModel):
         return "text" if ".ff_context." in layer or "add_" in layer else "tokens"
 
     def pass_size(
-        self, x: Tensor, _time: Tensor, text: Tensor, _text_mask: Tensor, glyphs: Tensor, *_: Any
+        self,
+        x: Tensor,
+        _time: Tensor,
+        text: Tensor,
+        _text_mask: Tensor,
+        glyphs: Tensor,
+        _glyphs_mask: Tensor,
+        image: Tensor | None = None,
     ) -> PassSize:
         config, count = self.network.config, len(x)
         tokens = math.prod(x.shape[2:]) // config.patch_size**2
-        words, quoted = text.shape[1], glyphs.shape[1]
-        rows = {"tokens": tokens, "output": tokens, "text": words + quoted, "times": 1}
-        rows |= {"context_embedder": words, "context_embedder_2": quoted, "image_embedder": 0}
-        pairs = len(self.blocks) * (tokens + words + quoted) ** 2 + config.num_refiner_layers * words**2
+        words, quoted, seen = text.shape[1], glyphs.shape[1], 0 if image is None else image.shape[1]
+        rows = {"tokens": tokens, "output": tokens, "text": words + quoted + seen, "times": 1}
+        rows |= {"context_embedder": words, "context_embedder_2": quoted, "image_embedder": seen}
+        pairs = len(self.blocks) * (tokens + words + quoted + seen) ** 2 + config.num_refiner_layers * words**2
         attention = 4 * self.feature_size * count * pairs
         return PassSize(count * tokens, {kind: count * number for kind, number in rows.items()}, attention)
 
@@ -98,17 +109,22 @@ def forward(
     text_mask: Bool[Tensor, "b n"],
     glyphs: Float[Tensor, "b m e"],
     glyphs_mask: Bool[Tensor, "b m"],
+    image: Float[Tensor, "b s f"] | None = None,
 ) -> Latents:
-    """Run a network on a text without an image, as its own forward does.
+    """Run a network on a text, and on tokens of an image, as its own forward does.
 
-    That one looks for tokens that are not masked, and sorts them to the front. Text has no positions: masks are enough.
+    That one looks for tokens that are not masked, and sorts them to the front. Text and image have no positions: masks
+    are enough.
     """
     (b, _, t, h, w), patch = x.shape, network.config.patch_size
     turns, times = network.rope(x), network.time_embed(time)
-    first, second = network.cond_type_embed.weight[:2]
+    first, second, third = network.cond_type_embed.weight
     words = refined(network.context_embedder, text, time, text_mask)
     said = torch.cat([network.context_embedder_2(glyphs) + second, words + first], 1)
     mask, tokens = torch.cat([glyphs_mask, text_mask], 1), network.x_embedder(x)
+    if image is not None:
+        said = torch.cat([network.image_embedder(image) + third, said], 1)
+        mask = pad(mask, (image.shape[1], 0), value=True)
     for block in network.transformer_blocks:
         tokens, said = block(tokens, said, times, mask, turns)
     tokens = network.proj_out(network.norm_out(tokens, times))
